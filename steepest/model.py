@@ -1,0 +1,322 @@
+"""The Model protocol, and ParameterLayout: named parameters as one flat vector cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from steepest.data import Source
+from steepest.errors import ModelError
+from steepest.optimizer import OptimizerSpec
+
+MIN_CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 4 << 20
+_ALIGNMENT = 64
+
+#: Called by `Model.compute_gradients` as soon as one entry's gradient lies in the gradient buffer:
+#: entry index, summed sample weight of the batch, and whether there was a gradient at all.
+Ready = Callable[[int, float, bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named parameter and its place in the flat vector.
+
+    Attributes:
+        offset: in bytes.
+        aliases: further names of the same tensor (tied parameters).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    offset: int = 0
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of one entry that lies in one chunk: elements [start, stop) of the flattened entry."""
+
+    entry: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes [start, stop) of the flat vector: the unit of transfer, of the optimizer, of checkpoints.
+
+    Attributes:
+        trainable: whether gradients flow for it; the others hold frozen parameters.
+    """
+
+    index: int
+    dtype: torch.dtype
+    trainable: bool
+    start: int
+    stop: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """The flat view over named parameters.
+
+    Parameters lie in backward order (last layers first) so that the first chunks are complete first
+    while the backward pass goes on; grouped by dtype, trainable ones before frozen ones.
+
+    Example:
+        >>> import torch
+        >>> layout = ParameterLayout.plan([("a", (2, 3), torch.float32, True), ("b", (3,), torch.float32, True)])
+        >>> [entry.name for entry in layout.entries], len(layout.chunks), layout.nbytes
+        (['b', 'a'], 1, 64)
+    """
+
+    entries: tuple[Entry, ...]
+    chunks: tuple[Chunk, ...]
+    nbytes: int = field(default=0)
+
+    @classmethod
+    def plan(
+        cls,
+        parameters: Sequence[tuple[str, tuple[int, ...], torch.dtype, bool]],
+        *,
+        aliases: Mapping[str, tuple[str, ...]] | None = None,
+        split_tensors: bool = True,
+        chunk_bytes: int | None = None,
+    ) -> ParameterLayout:
+        """Lays parameters out.
+
+        Args:
+            parameters: (name, shape, dtype, trainable) in the module's order.
+            aliases: further names of tied parameters, by first name.
+            split_tensors: whether a tensor may lie in several chunks; False for optimizers that
+                are not element-wise.
+            chunk_bytes: size of a chunk; by default 1 to 4 MB, by the size of the model.
+
+        Raises:
+            ModelError: a name occurs twice, or a dtype is not floating-point.
+        """
+        seen: set[str] = set()
+        kinds: dict[tuple[bool, torch.dtype], list[Entry]] = {}
+        for name, shape, dtype, trainable in reversed(parameters):
+            if name in seen:
+                raise ModelError(f"two parameters are named {name!r}: names must be unique")
+            seen.add(name)
+            if trainable and not dtype.is_floating_point:
+                raise ModelError(f"parameter {name!r} is {dtype}: only floating-point parameters can be trained")
+            entry = Entry(name, tuple(shape), dtype, trainable, 0, (aliases or {}).get(name, ()))
+            kinds.setdefault((not trainable, dtype), []).append(entry)
+        total = sum(entry.nbytes for group in kinds.values() for entry in group)
+        target = chunk_bytes or min(max(total // 16, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        entries: list[Entry] = []
+        chunks: list[Chunk] = []
+        offset = 0
+        for (frozen, dtype), group in sorted(kinds.items(), key=lambda item: item[0][0]):
+            placed: list[tuple[int, Entry]] = []
+            for entry in group:
+                placed.append((len(entries), Entry(**{**_fields(entry), "offset": offset})))
+                entries.append(placed[-1][1])
+                offset += entry.nbytes
+            begin = placed[0][1].offset
+            borders = _even_cuts(begin, offset, target, dtype.itemsize)
+            if not split_tensors:
+                borders = _tensor_cuts([entry for _, entry in placed], offset, target)
+            for start, stop in pairwise(borders):
+                slices = _slices(placed, start, stop, dtype.itemsize)
+                chunks.append(Chunk(len(chunks), dtype, not frozen, start, stop, slices))
+            offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        return cls(tuple(entries), tuple(chunks), offset)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Entry index by name."""
+        return {entry.name: i for i, entry in enumerate(self.entries)}
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """For each entry, the chunks that it lies in."""
+        found: list[list[int]] = [[] for _ in self.entries]
+        for chunk in self.chunks:
+            for piece in chunk.slices:
+                found[piece.entry].append(chunk.index)
+        return tuple(tuple(chunks) for chunks in found)
+
+    def allocate(self) -> torch.Tensor:
+        """A zeroed flat buffer: uint8, `nbytes` long."""
+        return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+    def entry_view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """One parameter as a view of a flat buffer, in its own shape and dtype."""
+        entry = self.entries[index]
+        return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+
+    def chunk_view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """One chunk as uint8 view of a flat buffer."""
+        chunk = self.chunks[index]
+        return buffer[chunk.start : chunk.stop]
+
+    def slice_views(self, chunk: Chunk, data: torch.Tensor) -> list[torch.Tensor]:
+        """The slices of a chunk as views of its bytes; whole tensors in their own shape."""
+        views = []
+        for piece in chunk.slices:
+            entry = self.entries[piece.entry]
+            begin = entry.offset + piece.start * entry.dtype.itemsize - chunk.start
+            end = entry.offset + piece.stop * entry.dtype.itemsize - chunk.start
+            view = data[begin:end].view(entry.dtype)
+            views.append(view.view(entry.shape) if piece.stop - piece.start == entry.numel else view)
+        return views
+
+    def deal(self, num_servers: int) -> tuple[int, ...]:
+        """The server of each chunk: round-robin by bytes, so that servers are busy together."""
+        loads = [0] * num_servers
+        owners = []
+        for chunk in self.chunks:
+            server = loads.index(min(loads))
+            loads[server] += chunk.nbytes
+            owners.append(server)
+        return tuple(owners)
+
+    def difference(self, other: ParameterLayout) -> str | None:
+        """What tells two layouts apart, in words; None when they agree."""
+        for mine, theirs in zip(self.entries, other.entries, strict=False):
+            for attribute in ("name", "shape", "dtype", "trainable"):
+                a, b = getattr(mine, attribute), getattr(theirs, attribute)
+                if a != b:
+                    return f"parameter {mine.name!r} has {attribute} {a}, the other has {b}"
+        if len(self.entries) != len(other.entries):
+            return f"{len(self.entries)} parameters, the other has {len(other.entries)}"
+        return None if self.chunks == other.chunks else "the same parameters cut into other chunks"
+
+
+def _fields(entry: Entry) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in ("name", "shape", "dtype", "trainable", "aliases")}
+
+
+def _even_cuts(start: int, stop: int, target: int, itemsize: int) -> list[int]:
+    """Borders of pieces of at most `target` bytes, equally large up to alignment."""
+    size = stop - start
+    if size == 0:
+        return []
+    unit = _ALIGNMENT if target >= 4 * _ALIGNMENT else itemsize
+    pieces = -(-size // max(target // unit * unit, unit))
+    cuts = {start + -(-(size * i) // (pieces * unit)) * unit for i in range(1, pieces)}  # upwards: none exceeds
+    return [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
+
+
+def _tensor_cuts(entries: Sequence[Entry], stop: int, target: int) -> list[int]:
+    """Borders between whole tensors, each piece at least `target` bytes where possible."""
+    borders = [entries[0].offset]
+    if stop == borders[0]:
+        return []
+    for entry in entries:
+        end = entry.offset + entry.nbytes
+        if end - borders[-1] >= target and end < stop:
+            borders.append(end)
+    return [*borders, stop]
+
+
+def _slices(placed: Sequence[tuple[int, Entry]], start: int, stop: int, itemsize: int) -> tuple[Slice, ...]:
+    found = []
+    for index, entry in placed:
+        begin, end = max(start, entry.offset), min(stop, entry.offset + entry.nbytes)
+        if begin < end:
+            found.append(Slice(index, (begin - entry.offset) // itemsize, (end - entry.offset) // itemsize))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What one replica got from one batch.
+
+    Attributes:
+        loss: mean over the batch.
+        weight: what the batch weighs; the number of samples unless the model says otherwise.
+        samples: number of samples.
+        metrics: means over the batch.
+    """
+
+    loss: float
+    weight: float
+    samples: int
+    metrics: dict[str, float]
+
+
+@runtime_checkable
+class Model(Protocol):
+    """One replica of a model, of any framework.
+
+    A model is made by the user's `model_creator(worker_index, device_index)`; the library then binds it
+    to flat buffers and calls it from one thread.
+    """
+
+    #: samples per replica and step
+    batch_size: int
+    #: where training batches come from
+    data: Source
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """The flat view over all parameters, frozen ones included."""
+
+    @property
+    def optimizer_spec(self) -> OptimizerSpec:
+        """The optimizer, as a recipe that servers rebuild over their chunks."""
+
+    def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Moves the parameters into flat buffers laid out by `layout`.
+
+        The parameters' present values are written to `weights`; from then on the parameters are views
+        of it, and `compute_gradients` writes to `gradients`.
+
+        Args:
+            weights: uint8, `layout.nbytes` long, on the replica's device.
+            gradients: the same.
+        """
+
+    def relayout(self, chunk_bytes: int) -> None:
+        """Plans `layout` anew with chunks of another size; before `bind` only."""
+
+    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
+        """Computes the gradient of the mean loss over one batch into the gradient buffer.
+
+        Calls `ready` once for each trainable entry, as soon as its gradient is written: zeros, and
+        False, for one that has none.
+        """
+
+    def evaluate(self, batch: Any) -> Computed:
+        """Loss and metrics of one batch, in evaluation mode, changing nothing."""
+
+    def source(self, data: Any, batch_size: int) -> Source:
+        """A source of batches over other data of the same kind, for `evaluate`."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """CPU copies of what is not a parameter (buffers such as running means), by name."""
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Sets what `state` returns."""
