@@ -1,0 +1,1 @@
+"""Adapters: a framework's model as a steepest Model."""

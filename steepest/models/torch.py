@@ -1,0 +1,276 @@
+"""TorchModel: a torch module, its loss, data and optimizer, as a Model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+
+from steepest.data import Source, as_source
+from steepest.errors import ModelError
+from steepest.model import Computed, ParameterLayout, Ready
+from steepest.optimizer import OptimizerSpec
+
+LossFunction = Callable[..., "torch.Tensor | tuple[torch.Tensor, float]"]
+Metric = Callable[[Any, Any], "float | torch.Tensor"]
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The share of rows whose largest output is at the target class; a metric for `TorchModel`.
+
+    Args:
+        output: (N, classes) scores.
+        target: (N,) class indices.
+    """
+    return (output.argmax(dim=1) == target).double().mean()
+
+
+class TorchModel:
+    """One replica: a torch module with its loss, data, batch size and optimizer.
+
+    Either give `loss`, called as ``loss(module(*inputs), target)`` on batches ``(*inputs, target)``; or
+    subclass and write ``loss(batch)`` and, if wanted, ``metrics(batch)`` for batches of any form.
+
+    Args:
+        module: the network; its parameters are moved into the library's buffers.
+        loss: mean loss of a batch, or (mean loss, weight) where a batch weighs something other than its
+            number of samples (tokens, say).
+        data: training data: arrays or tensors of one length, a map-style dataset, a DataLoader, or an
+            iterable of batches.
+        batch_size: samples per replica and step.
+        optimizer: receives the module, returns a torch.optim optimizer.
+        metrics: functions of (output, target), each a mean over the batch, by name.
+        lr_scheduler: receives the optimizer, returns a torch.optim.lr_scheduler; ticks once per step.
+        learning_rate: instead: the learning rate as a function of the step.
+
+    Raises:
+        ModelError: a lazy parameter, a name used twice, nothing to train.
+        ConfigurationError: bad data, batch size, optimizer or schedule.
+
+    Example:
+        >>> import torch, torch.nn.functional as F
+        >>> x, y = torch.randn(8, 3), torch.randint(0, 2, (8,))
+        >>> model = TorchModel(torch.nn.Linear(3, 2), loss=F.cross_entropy, data=(x, y), batch_size=4,
+        ...                    optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+        >>> [entry.name for entry in model.layout.entries]
+        ['bias', 'weight']
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        data: Any,
+        optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
+        loss: LossFunction | None = None,
+        batch_size: int | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        learning_rate: Callable[[int], float] | None = None,
+    ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise ModelError(f"module is a {type(module).__name__}: give a torch.nn.Module")
+        if loss is None and type(self).loss is TorchModel.loss:
+            raise ModelError("no loss: give loss=, or subclass TorchModel and write loss(self, batch)")
+        self.module = module
+        self.data, self.batch_size = as_source(data, batch_size)
+        self._loss = loss
+        self._metrics = dict(metrics or {})
+        self._output: Any = None
+        self._parameters = dict(module.named_parameters())
+        if lazy := [name for name, parameter in self._parameters.items() if is_lazy(parameter)]:
+            raise ModelError(f"parameter {lazy[0]!r} is lazy: run the module once before handing it over")
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        aliases: dict[str, tuple[str, ...]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if name != (first := names[id(parameter)]):
+                aliases[first] = (*aliases.get(first, ()), name)
+        self._aliases = aliases
+        self.optimizer_spec = OptimizerSpec.read(
+            optimizer(module), names, lr_scheduler=lr_scheduler, learning_rate=learning_rate
+        )
+        updated = self.optimizer_spec.trainable()
+        self._trainable = {name for name, p in self._parameters.items() if p.requires_grad and name in updated}
+        if not self._trainable:
+            raise ModelError("nothing to train: every parameter is frozen or unknown to the optimizer")
+        self.layout = self._plan(None)
+        self._device = torch.device("cpu")
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._missing: dict[int, torch.Tensor] = {}
+        self._ready: Ready | None = None
+        self._weight = 0.0
+
+    def _plan(self, chunk_bytes: int | None) -> ParameterLayout:
+        return ParameterLayout.plan(
+            [
+                (name, tuple(parameter.shape), parameter.dtype, name in self._trainable)
+                for name, parameter in self._parameters.items()
+            ],
+            aliases=self._aliases,
+            split_tensors=self.optimizer_spec.elementwise,
+            chunk_bytes=chunk_bytes,
+        )
+
+    # -- for subclasses ------------------------------------------------------------------------
+
+    def loss(self, batch: Any) -> torch.Tensor | tuple[torch.Tensor, float]:
+        """The mean loss of a batch, or (mean loss, weight); override for batches of another form."""
+        assert self._loss is not None
+        *inputs, target = batch
+        self._output = self.module(*inputs)
+        return self._loss(self._output, target)
+
+    def metrics(self, batch: Any) -> dict[str, float]:
+        """Means over a batch, by name; called after `loss` on the same batch, without gradients."""
+        *_, target = batch
+        return {name: float(metric(self._output, target)) for name, metric in self._metrics.items()}
+
+    # -- Model ---------------------------------------------------------------------------------
+
+    def relayout(self, chunk_bytes: int) -> None:
+        """Plans `layout` anew with chunks of another size; before `bind` only."""
+        assert not self._gradients, "relayout after bind"
+        self.layout = self._plan(chunk_bytes)
+
+    def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Moves the parameters into the flat buffers; see `steepest.model.Model.bind`."""
+        self._device = weights.device
+        self.module.to(self._device)
+        with torch.no_grad():
+            for index, entry in enumerate(self.layout.entries):
+                parameter = self._parameters[entry.name]
+                view = self.layout.entry_view(weights, index)
+                view.copy_(parameter)
+                parameter.data = view
+                parameter.grad = None
+                if entry.trainable:
+                    self._gradients[entry.name] = self.layout.entry_view(gradients, index)
+                    hook = self._hook(index, self._gradients[entry.name])
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def collect(parameter: torch.Tensor) -> None:
+            if self._ready is None:
+                return  # a backward pass of the user's own, outside of a step
+            if self._missing.pop(index, None) is None:
+                name = self.layout.entries[index].name
+                raise ModelError(
+                    f"the gradient of {name!r} was accumulated twice: leave backward() to the library, and "
+                    "checkpoint activations with use_reentrant=False"
+                )
+            gradient = parameter.grad
+            assert gradient is not None
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            parameter.grad = None
+            self._ready(index, self._weight, True)
+
+        return collect
+
+    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
+        """One forward and backward pass; see `steepest.model.Model.compute_gradients`."""
+        batch = self._to_device(batch)
+        result = self.loss(batch)
+        loss, samples, self._weight = self._weigh(batch, result)
+        if not loss.requires_grad:
+            raise ModelError("the loss does not depend on any trainable parameter (was it detached?)")
+        self._missing = {self.layout.index[name]: view for name, view in self._gradients.items()}
+        for name in self._gradients:
+            self._parameters[name].grad = None
+        self._ready = ready
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._ready = None
+            for parameter in self._parameters.values():
+                parameter.grad = None  # of those that no optimizer knows; they would only pile up
+        missing, self._missing = self._missing, {}
+        for index in sorted(missing):
+            missing[index].zero_()
+            ready(index, self._weight, False)
+        found = {}
+        if metrics:
+            with torch.no_grad():
+                found = self.metrics(batch)
+        self._output = None
+        return Computed(loss.item(), self._weight, samples, found)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> Computed:
+        """Loss and metrics in evaluation mode; see `steepest.model.Model.evaluate`."""
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            batch = self._to_device(batch)
+            loss, samples, weight = self._weigh(batch, self.loss(batch))
+            metrics = self.metrics(batch)
+        finally:
+            self._output = None
+            for module, training in modes:
+                module.training = training
+        return Computed(loss.item(), weight, samples, metrics)
+
+    def source(self, data: Any, batch_size: int) -> Source:
+        """A source of batches for `evaluate`."""
+        return as_source(data, batch_size)[0]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """CPU copies of the module's persistent buffers, by name; tied ones once."""
+        kept = self.module.state_dict(keep_vars=True)
+        return {name: b.detach().cpu().clone() for name, b in self.module.named_buffers() if name in kept}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Sets the buffers that `state` returns."""
+        buffers = dict(self.module.named_buffers())
+        with torch.no_grad():
+            for name, value in state.items():
+                if name not in buffers:
+                    raise ModelError(f"the module has no buffer named {name!r}: was it made by another model?")
+                if buffers[name].shape != value.shape:
+                    raise ModelError(
+                        f"buffer {name!r} has shape {tuple(buffers[name].shape)}, the state's has "
+                        f"{tuple(value.shape)}: was it made by another model?"
+                    )
+                buffers[name].copy_(value)
+
+    def _weigh(self, batch: Any, result: Any) -> tuple[torch.Tensor, int, float]:
+        samples = _count(batch)
+        if isinstance(result, tuple) and len(result) != 2:
+            raise ModelError(f"the loss is a tuple of {len(result)}: return it alone, or (loss, weight)")
+        loss, weight = result if isinstance(result, tuple) else (result, float(samples))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ModelError(f"the loss is {what}: return the batch's mean as a scalar tensor")
+        weight = float(weight)
+        if not 0 <= weight < float("inf"):
+            raise ModelError(f"the loss weighs {weight}: return a weight of zero or more")
+        return loss, samples, weight
+
+    def _to_device(self, batch: Any) -> Any:
+        if isinstance(batch, torch.Tensor):
+            return batch.to(self._device, non_blocking=True)
+        if isinstance(batch, Mapping):
+            return {key: self._to_device(value) for key, value in batch.items()}
+        if isinstance(batch, (tuple, list)):
+            moved = [self._to_device(value) for value in batch]
+            return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+        return torch.as_tensor(batch, device=self._device) if hasattr(batch, "__array__") else batch
+
+
+def _count(batch: Any) -> int:
+    """The number of samples in a batch: the length of its first array, or of its first list without any."""
+    arrays = (len(leaf) for leaf in _leaves(batch) if getattr(leaf, "ndim", 0))
+    lists = (len(leaf) for leaf in _leaves(batch) if isinstance(leaf, (tuple, list)))
+    return next(arrays, next(lists, 1))
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """What a batch is made of: arrays and scalars, and lists of scalars as wholes."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    if isinstance(batch, Mapping) or any(isinstance(v, (tuple, list, Mapping)) or hasattr(v, "ndim") for v in values):
+        for value in values:
+            yield from _leaves(value)
+    else:
+        yield batch
