@@ -1,0 +1,1 @@
+"""What carries messages: channels, frames, the wire, and the router of one process."""

@@ -1,0 +1,213 @@
+"""How a message lies on a stream: a fixed header, a little JSON, raw bytes. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+
+import torch
+
+from steepest.comm.message import Kind, Message, Peer
+from steepest.errors import ProtocolError
+
+MAGIC = b"sP"
+PROTOCOL = 1
+# magic, protocol, kind, source (role, index), target (role, index), generation, incarnation,
+# sequence, version, chunk, weight, total, bytes of JSON, bytes of payload
+HEADER = struct.Struct("<2sBBBiBiIIQqiddIQ")
+MAX_META = 4 << 20
+MAX_PAYLOAD = 1 << 36
+ROLES = ("coordinator", "server", "worker", "client")
+_ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
+_READ_AHEAD = 1 << 16
+
+#: Where an arriving payload of that many bytes goes: a uint8 tensor of just that size, or None to
+#: receive and discard it. Raises ProtocolError to refuse it.
+Sink = Callable[[Message, int], "torch.Tensor | None"]
+
+
+def buffer_of(payload: torch.Tensor) -> memoryview:
+    """The bytes of a one-dimensional uint8 tensor, without a copy."""
+    return payload.numpy().data
+
+
+def encode(message: Message) -> bytes:
+    """Header and JSON of a message; the payload follows as it lies in memory."""
+    source, target = message.source, message.target
+    assert source is not None
+    assert target is not None
+    meta = b"" if message.meta is None else json.dumps(message.meta, separators=(",", ":")).encode()
+    if len(meta) > MAX_META:
+        raise ProtocolError(f"{message.kind.name} carries {len(meta)} bytes of JSON, at most {MAX_META} fit")
+    size = 0 if message.payload is None else message.payload.numel()
+    head = HEADER.pack(
+        MAGIC, PROTOCOL, message.kind, _ROLE_NUMBER[source.role], source.index, _ROLE_NUMBER[target.role],
+        target.index, message.generation, message.incarnation, message.sequence, message.version,
+        message.chunk, message.weight, message.total, len(meta), size,
+    )  # fmt: skip
+    return head + meta
+
+
+def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:
+    """A message without its JSON and payload, and their sizes in bytes.
+
+    Raises:
+        ProtocolError: wrong magic, protocol version, kind, role, or a size beyond the limits.
+    """
+    (magic, protocol, kind, source_role, source_index, target_role, target_index, generation, incarnation,
+     sequence, version, chunk, weight, total, meta_size, payload_size) = HEADER.unpack_from(data)  # fmt: skip
+    if magic != MAGIC:
+        raise ProtocolError(f"frame starts with {magic!r}, not {MAGIC!r}: the sender is not a steepest process")
+    if protocol != PROTOCOL:
+        raise ProtocolError(f"frame of protocol {protocol}, this process speaks {PROTOCOL}: update one of them")
+    if meta_size > MAX_META or payload_size > MAX_PAYLOAD:
+        raise ProtocolError(f"oversized frame: {meta_size} bytes of JSON, {payload_size} bytes of payload")
+    try:
+        message = Message(
+            Kind(kind), generation, incarnation, sequence, version, chunk, weight, total,
+            source=Peer(ROLES[source_role], source_index), target=Peer(ROLES[target_role], target_index),
+        )  # fmt: skip
+    except (ValueError, IndexError) as error:
+        raise ProtocolError(f"frame of unknown kind or role: {error}") from None
+    return message, meta_size, payload_size
+
+
+def decode_meta(data: bytes | memoryview) -> dict[str, object]:
+    """The JSON object of a frame.
+
+    Raises:
+        ProtocolError: not JSON, or not an object.
+    """
+    try:
+        meta = json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"frame with damaged JSON: {error}") from None
+    if not isinstance(meta, dict):
+        raise ProtocolError(f"frame whose JSON is a {type(meta).__name__}, not an object")
+    return meta
+
+
+class FrameReader:
+    """Turns a byte stream into messages; payloads are received straight into the sink's memory.
+
+    Args:
+        receive_into: reads into a buffer and returns the number of bytes, 0 at the end of the stream;
+            raises BlockingIOError when nothing is there.
+        sink: tells where each payload goes.
+    """
+
+    def __init__(self, receive_into: Callable[[memoryview], int], sink: Sink) -> None:
+        self._receive_into = receive_into
+        self._sink = sink
+        self._ahead = bytearray(_READ_AHEAD)  # bytes read but not yet understood: [start, end)
+        self._view = memoryview(self._ahead)
+        self._start = 0
+        self._end = 0
+        self._message: Message | None = None
+        self._meta_size = 0
+        self._payload_size = 0
+        self._payload: memoryview | None = None
+        self._received = 0
+        self._discard: memoryview | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the stream is known to have failed behind the last message: the next `read` says how."""
+        return self._failure is not None
+
+    def read(self) -> list[Message]:
+        """Every message that is complete by now; returns when the stream would block.
+
+        What ends the stream is raised only after the messages before it have been returned.
+
+        Raises:
+            EOFError: the stream ended between frames.
+            ProtocolError: it ended inside a frame, or a frame is malformed.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        messages: list[Message] = []
+        try:
+            while True:
+                if self._payload is not None:
+                    self._read_payload(self._payload)
+                else:
+                    self._fill()
+                self._parse(messages)
+        except BlockingIOError:
+            return messages
+        except (EOFError, OSError, ProtocolError) as error:
+            if not messages:
+                raise
+            self._failure = error.with_traceback(None)  # without the frames, and the messages in them
+            return messages
+
+    def _fill(self) -> None:
+        if self._start:
+            self._view[: self._end - self._start] = bytes(self._view[self._start : self._end])
+            self._end -= self._start
+            self._start = 0
+        needed = HEADER.size if self._message is None else self._meta_size
+        if needed > len(self._ahead):
+            grown = bytearray(needed)
+            grown[: self._end] = self._view[: self._end]
+            self._ahead, self._view = grown, memoryview(grown)
+        count = self._receive_into(self._view[self._end :])
+        if count == 0:
+            if self._end or self._message is not None:
+                raise ProtocolError("stream ended inside a frame")
+            raise EOFError
+        self._end += count
+
+    def _read_payload(self, payload: memoryview) -> None:
+        """Receives into the destination, or, discarding, into the same scratch over and over."""
+        left = self._payload_size - self._received
+        if self._discard is not None:
+            target = self._discard[: min(left, len(self._discard))]
+        else:
+            target = payload[self._received :]
+        count = self._receive_into(target) if left else 0
+        if count == 0 and left:
+            raise ProtocolError("stream ended inside a frame's payload")
+        self._received += count
+
+    def _parse(self, messages: list[Message]) -> None:
+        while True:
+            if self._message is None:
+                if self._end - self._start < HEADER.size:
+                    return
+                header = self._view[self._start : self._start + HEADER.size]
+                self._message, self._meta_size, self._payload_size = decode_header(header)
+                self._start += HEADER.size
+            message = self._message
+            if self._payload is None:
+                if self._end - self._start < self._meta_size:
+                    return
+                if self._meta_size:
+                    message.meta = decode_meta(self._view[self._start : self._start + self._meta_size])
+                    self._start += self._meta_size
+                if self._payload_size:
+                    self._open_payload(message)
+            if self._payload is not None:
+                if self._received < self._payload_size:
+                    return
+                self._payload = self._discard = None
+            self._message = None
+            messages.append(message)
+
+    def _open_payload(self, message: Message) -> None:
+        size = self._payload_size
+        destination = self._sink(message, size)
+        ahead = min(size, self._end - self._start)
+        if destination is None:
+            self._payload = self._discard = memoryview(bytearray(min(size, 1 << 18)))
+        else:
+            assert destination.numel() == size, "the sink gave a buffer of another size"
+            self._payload, self._discard = buffer_of(destination), None
+            self._payload[:ahead] = self._view[self._start : self._start + ahead]
+            message.payload = destination
+        self._received = ahead
+        self._start += ahead

@@ -1,0 +1,249 @@
+"""The router: the roles of one process on one thread, their messages, and calls from other threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
+
+import torch
+
+from steepest.comm.channel import Channel, Transport
+from steepest.comm.message import Message, Peer, Send
+from steepest.errors import ProtocolError, ShutdownError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Role(Protocol):
+    """A state machine: it is given messages and losses, and sends through the router."""
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Acts on one message.
+
+        Raises:
+            ProtocolError: the message makes no sense here; it is counted and dropped.
+        """
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Where the payload of an arriving message goes (see `steepest.comm.frame.Sink`)."""
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """A peer's channel closed."""
+
+    def tick(self, now: float) -> None:
+        """Time has passed; `now` is in seconds, monotonic."""
+
+
+class Router:
+    """Delivers messages between the roles of this process and, over a transport, those of others.
+
+    Everything happens on the thread that runs `run`, one thing at a time, so that roles need no locks.
+    Other threads use `call`.
+
+    Args:
+        tick_seconds: how often roles are told the time while nothing happens.
+    """
+
+    def __init__(self, tick_seconds: float = 0.5) -> None:
+        self.transport: Transport | None = None
+        self.refused = 0
+        self._tick_seconds = tick_seconds
+        self._roles: dict[Peer, Role] = {}
+        self._channels: dict[Peer, Channel] = {}
+        self._local: deque[Message] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.finished: Future[None] = Future()
+
+    # -- wiring --------------------------------------------------------------------------------
+
+    def host(self, peer: Peer, role: Role) -> None:
+        """Makes a role live in this process."""
+        self._roles[peer] = role
+
+    def attach(self, channel: Channel) -> None:
+        """Makes a channel the way to the roles at its other end."""
+        for peer in channel.peers:
+            self._channels[peer] = channel
+
+    def channel(self, peer: Peer) -> Channel | None:
+        """The channel to a peer, or None when it lives here or is unknown."""
+        return self._channels.get(peer)
+
+    def sender(self, source: Peer) -> Send:
+        """The `send` of one role."""
+
+        def send(target: Peer, message: Message) -> None:
+            message.source, message.target = source, target
+            if target in self._roles:
+                self._local.append(message)
+                return
+            channel = self._channels.get(target)
+            if channel is None:
+                log.debug("%s for %s, who is gone, dropped", message.kind.name, target)
+                return
+            channel.send(message)
+
+        return send
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """The sink of this process' transport: asks the role that the message is for."""
+        assert message.target is not None
+        role = self._roles.get(message.target)
+        if role is None:
+            raise ProtocolError(f"{message.kind.name} for {message.target}, who does not live here")
+        try:
+            return role.destination(message, size)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ProtocolError(f"{message.kind.name} that makes no sense: {error}") from error
+
+    def own_pending(self) -> None:
+        """Copies every payload that has not left yet, so that its memory may change."""
+        for channel in set(self._channels.values()):
+            if channel.pending:
+                channel.own_pending()
+        for message in self._local:
+            if message.payload is not None:
+                message.payload = message.payload.clone()
+
+    def pump(self) -> None:
+        """Sends what can be sent now; for use in the middle of a long computation."""
+        if self.transport is not None:
+            self.transport.pump()
+
+    # -- running -------------------------------------------------------------------------------
+
+    def turn(self, timeout: float) -> None:
+        """Runs queued calls, delivers what is there, and waits up to `timeout` seconds for more."""
+        while self._calls:
+            self._calls.popleft()()
+        self._deliver_local()
+        if self.transport is None:
+            return
+        for channel, message, reason in self.transport.poll(0.0 if self._calls or self._local else timeout):
+            if message is not None:
+                if message.source in channel.peers:
+                    self._dispatch(message)
+                    self._deliver_local()
+                else:
+                    self._refuse(message, f"{channel.name} speaks for another")
+            elif reason == "opened":
+                self.attach(channel)
+            else:
+                self._lose(channel, reason)
+        self._deliver_local()
+
+    def inject(self, messages: Sequence[Message]) -> None:
+        """Delivers messages that came by another way than the transport's `poll`."""
+        for message in messages:
+            self._dispatch(message)
+            self._deliver_local()
+
+    def _deliver_local(self) -> None:
+        while self._local:
+            self._dispatch(self._local.popleft())
+
+    def _dispatch(self, message: Message) -> None:
+        assert message.source is not None
+        assert message.target is not None
+        role = self._roles.get(message.target)
+        try:
+            if role is None:
+                raise ProtocolError(f"{message.target} does not live here")
+            role.handle(message.source, message)
+        except ProtocolError as error:
+            self._refuse(message, str(error))
+        except (KeyError, TypeError, ValueError, IndexError):
+            if message.source in self._roles:
+                raise  # our own role sent it: a defect here, not a foreign frame
+            log.exception("%s from %s makes no sense", message.kind.name, message.source)
+            self._refuse(message, "see above")
+
+    def _refuse(self, message: Message, reason: str) -> None:
+        self.refused += 1
+        log.warning("refused %s from %s: %s", message.kind.name, message.source, reason)
+
+    def _lose(self, channel: Channel, reason: str) -> None:
+        for peer in channel.peers:
+            if self._channels.get(peer) is channel:
+                del self._channels[peer]
+                for role in list(self._roles.values()):
+                    role.lost(peer, reason)
+
+    def run(self) -> None:
+        """Serves until `stop`; what a role raises ends it, and is raised here."""
+        ticked = 0.0
+        while not self._stopping.is_set():
+            self.turn(self._tick_seconds)
+            now = time.monotonic()
+            if now - ticked >= self._tick_seconds:
+                ticked = now
+                self.tick(now)
+
+    def tick(self, now: float) -> None:
+        """Tells every role the time, in seconds."""
+        for role in list(self._roles.values()):
+            role.tick(now)
+
+    def start(self, name: str) -> None:
+        """Runs in a thread of its own; `finished` tells how that ended."""
+
+        def body() -> None:
+            try:
+                self.run()
+            except BaseException as error:  # noqa: BLE001 - carried to whoever waits on `finished`
+                self._end(error)
+            else:
+                self._end(None)
+
+        self._thread = threading.Thread(target=body, name=name, daemon=True)
+        self._thread.start()
+
+    def _end(self, error: BaseException | None) -> None:
+        self._stopping.set()
+        if self.transport is not None:
+            self.transport.close()
+        while self._calls:
+            self._calls.popleft()()
+        if error is None:
+            self.finished.set_result(None)
+        else:
+            self.finished.set_exception(error)
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Ends `run` and waits for its thread."""
+        self._stopping.set()
+        if self.transport is not None:
+            self.transport.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Has a function run on the router's thread; the future holds what it returns or raises."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if self._stopping.is_set():
+                future.set_exception(ShutdownError("the process is shut down"))
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller
+                future.set_exception(error)
+
+        self._calls.append(run)
+        if self._stopping.is_set() and self.finished.done():
+            while self._calls:
+                self._calls.popleft()()
+        elif self.transport is not None:
+            self.transport.wake()
+        return future
