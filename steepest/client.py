@@ -1,0 +1,206 @@
+"""The client: the driver's end. Asks for steps, reads one version over all servers, installs state."""
+
+from __future__ import annotations
+
+import queue
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
+from steepest.errors import PeerLostError, ProtocolError, ShutdownError
+from steepest.model import ParameterLayout
+from steepest.server import state_message, state_tensor
+
+#: Optimizer state as it lies on servers: which chunk, what it is, its values.
+Record = tuple[int, dict[str, Any], torch.Tensor]
+
+
+@dataclass
+class Snapshot:
+    """Everything asked for, at one version.
+
+    Attributes:
+        weights: the flat vector.
+        records: optimizer state, slice by slice; empty unless asked for.
+    """
+
+    version: int
+    weights: torch.Tensor
+    records: list[Record] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a job stands: generation and version."""
+
+    generation: int
+    version: int
+
+
+@dataclass
+class _Read:
+    future: Future[Snapshot]
+    snapshot: Snapshot
+    awaited: set[int]
+
+
+@dataclass
+class _Install:
+    future: Future[Position]
+    version: int
+    unacknowledged: int
+
+
+class Client:
+    """A state machine over messages; its methods are called on the router's thread.
+
+    Args:
+        layout: of the model.
+        owners: the server of each chunk.
+        num_servers: how many there are.
+        send: how to send.
+    """
+
+    def __init__(self, layout: ParameterLayout, owners: tuple[int, ...], num_servers: int, send: Send) -> None:
+        #: RESULT and FAILURE messages, or the loss of a peer, in the order of events
+        self.outcomes: queue.SimpleQueue[Message | PeerLostError] = queue.SimpleQueue()
+        self.position = Position(0, 0)
+        self._layout = layout
+        self._owners = owners
+        self._servers = num_servers
+        self._send = send
+        self._requests = 0
+        self._reads: dict[int, _Read] = {}
+        self._installs: dict[int, _Install] = {}
+        self._counters: dict[int, Future[dict[str, Any]]] = {}
+
+    def ask(self, steps: int, stats: bool) -> None:
+        """Grants that many more steps; each ends as one entry of `outcomes`."""
+        self._send(COORDINATOR, Message(Kind.ASK, meta={"steps": steps, "stats": stats}))
+
+    def revoke(self) -> Future[Position]:
+        """Takes back what is granted but not committed; the future tells where the job stands then."""
+        self._requests += 1
+        install = _Install(Future(), -1, 0)
+        self._installs[self._requests] = install
+        self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": 0, "revoke": True}))
+        return install.future
+
+    def read(self, what: str) -> Future[Snapshot]:
+        """The weights (`what` is "weights") or optimizer state too ("state"), at one version over all servers."""
+        self._requests += 1
+        read = _Read(Future(), Snapshot(-1, self._layout.allocate()), set(range(self._servers)))
+        self._reads[self._requests] = read
+        self._send(COORDINATOR, Message(Kind.READ, sequence=self._requests, meta={"what": what}))
+        return read.future
+
+    def install(self, version: int, weights: torch.Tensor, records: list[Record] | None) -> Future[Position]:
+        """Makes these the weights, and the optimizer's state unless `records` is None, as that version."""
+        self._requests += 1
+        count = len(self._layout.chunks)
+        messages = [
+            (self._owners[i], Message(Kind.PUT, sequence=self._requests, chunk=i, payload=view.clone()))
+            for i, view in ((i, self._layout.chunk_view(weights, i)) for i in range(count))
+        ]
+        if records is not None:
+            for server in range(self._servers):  # its word that optimizer state is replaced, even by none
+                messages.append((server, Message(Kind.STATE, sequence=self._requests, meta={})))
+            for chunk, about, value in records:
+                messages.append((self._owners[chunk], state_message(self._requests, chunk, about, value)))
+        install = _Install(Future(), version, len(messages))
+        self._installs[self._requests] = install
+        for server, message in messages:
+            self._send(server_peer(server), message)
+        return install.future
+
+    def counters(self) -> Future[dict[str, Any]]:
+        """The coordinator's counters."""
+        self._requests += 1
+        future = self._counters[self._requests] = Future()
+        self._send(COORDINATOR, Message(Kind.STATS, sequence=self._requests))
+        return future
+
+    # -- Role ----------------------------------------------------------------------------------
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Where an arriving payload goes."""
+        read = self._reads.get(message.sequence)
+        if read is None:
+            return None  # nobody waits for it any more
+        if message.kind is Kind.WEIGHTS and 0 <= message.chunk < len(self._layout.chunks):
+            view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
+            if view.numel() == size:
+                return view
+        elif message.kind is Kind.STATE:
+            return torch.empty(size, dtype=torch.uint8)
+        raise ProtocolError(f"a client takes no {message.kind.name} of {size} bytes for chunk {message.chunk}")
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Acts on one message."""
+        match message.kind:
+            case Kind.RESULT | Kind.FAILURE:
+                self.position = Position(message.generation, message.version)
+                self.outcomes.put(message)
+            case Kind.WEIGHTS | Kind.STATE | Kind.END:
+                if message.sequence in self._reads:
+                    self._take(source, message, self._reads[message.sequence])
+                elif message.sequence in self._installs:
+                    self._acknowledge(message, self._installs[message.sequence])
+            case Kind.INSTALLED:
+                self.position = Position(message.generation, message.version)
+                install = self._installs.pop(message.sequence, None)
+                if install is not None:
+                    install.future.set_result(self.position)
+            case Kind.STATS:
+                waiting = self._counters.pop(message.sequence, None)
+                if waiting is not None:
+                    waiting.set_result(message.values())
+            case _:
+                raise ProtocolError(f"a client does not take {message.kind.name}")
+
+    def _take(self, source: Peer, message: Message, read: _Read) -> None:
+        if message.kind is Kind.WEIGHTS:
+            view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
+            if message.payload is not None and message.payload.data_ptr() != view.data_ptr():
+                view.copy_(message.payload)
+        elif message.kind is Kind.STATE:
+            about = message.values()
+            value = state_tensor(about, message.payload)
+            read.snapshot.records.append((message.chunk, about, value))
+        else:
+            assert read.snapshot.version in (-1, message.version), "servers sent different versions"
+            read.snapshot.version = message.version
+            read.awaited.discard(source.index)
+            if not read.awaited:
+                del self._reads[message.sequence]
+                read.future.set_result(read.snapshot)
+
+    def _acknowledge(self, message: Message, install: _Install) -> None:
+        install.unacknowledged -= 1
+        if install.unacknowledged == 0:
+            self._send(COORDINATOR, Message(Kind.INSTALL, sequence=message.sequence, version=install.version))
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """A server or the coordinator is gone: whatever waits for it fails."""
+        self._fail_all(PeerLostError(f"{peer} is gone ({reason})"))
+
+    def close(self) -> None:
+        """Nothing will arrive any more."""
+        self._fail_all(ShutdownError("the trainer is shut down"))
+
+    def _fail_all(self, error: PeerLostError | ShutdownError) -> None:
+        reads, self._reads = self._reads, {}
+        installs, self._installs = self._installs, {}
+        counters, self._counters = self._counters, {}
+        futures: list[Future[Any]] = [*(read.future for read in reads.values()), *counters.values()]
+        futures += [install.future for install in installs.values()]
+        for future in futures:
+            future.set_exception(error)
+        if isinstance(error, PeerLostError):
+            self.outcomes.put(error)
+
+    def tick(self, now: float) -> None:
+        """Deadlines are those of the callers."""

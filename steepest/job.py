@@ -1,0 +1,195 @@
+"""One job: the facts that all its processes share, and its roles put together in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from steepest.client import Client
+from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.comm.router import Router
+from steepest.config import StrategyConfig
+from steepest.coordinator import Coordinator, CoordinatorRole
+from steepest.errors import ModelError
+from steepest.model import Model, ParameterLayout
+from steepest.optimizer import OptimizerSpec, Schedule
+from steepest.replicas import Replicas, seed_everything
+from steepest.sampler import SamplePlan
+from steepest.server import Server
+from steepest.strategies.parameter_server import ServerStrategy
+from steepest.strategies.protocol import Strategy
+from steepest.worker import Worker
+
+ModelCreator = Callable[[int, int], Model]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one worker's models turned out to be; all workers must agree."""
+
+    layout: ParameterLayout
+    optimizer_spec: OptimizerSpec
+    samples: int | None
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """The facts of one job, the same in every process.
+
+    Attributes:
+        description: of the model.
+        config: the strategy as the user chose it.
+        num_workers, devices_per_worker, num_servers: how many of each.
+        seed: of initial weights, order of samples and random state.
+        step_timeout: seconds.
+    """
+
+    description: Description
+    config: StrategyConfig
+    num_workers: int
+    devices_per_worker: int
+    num_servers: int
+    seed: int
+    step_timeout: float
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The way of training."""
+        return make_strategy(self.config)
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The server of each chunk."""
+        return self.description.layout.deal(self.num_servers)
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas."""
+        return self.num_workers * self.devices_per_worker
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step."""
+        return self.replicas * self.description.batch_size
+
+    def plan(self, step: int = 0, epoch: int = 0, offset: int = 0, seed: int | None = None) -> SamplePlan | None:
+        """Who gets which samples from a step on; None when the data are streams."""
+        samples = self.description.samples
+        if samples is None:
+            return None
+        return SamplePlan(samples, self.global_batch, self.seed if seed is None else seed, step, epoch, offset)
+
+
+def make_strategy(config: StrategyConfig) -> Strategy:
+    """The strategy that a configuration stands for."""
+    return ServerStrategy(config)
+
+
+def build_models(
+    model_creator: ModelCreator, worker: int, devices: int, seed: int, chunk_bytes: int | None
+) -> tuple[list[Model], Description]:
+    """Makes a worker's models and describes them.
+
+    The global random state is seeded alike before each, so that initial weights do not depend on how
+    many replicas there are.
+
+    Raises:
+        ModelError: something is not a `Model`, or two of them disagree.
+    """
+    models: list[Model] = []
+    for device in range(devices):
+        seed_everything(seed)
+        model = model_creator(worker, device)
+        if not isinstance(model, Model):
+            raise ModelError(
+                f"model_creator({worker}, {device}) returned {type(model).__name__}: return a steepest model, such as "
+                "TorchModel(module, loss=..., data=..., batch_size=..., optimizer=...)"
+            )
+        if chunk_bytes is not None:
+            model.relayout(chunk_bytes)
+        models.append(model)
+    described = [Description(model.layout, model.optimizer_spec, model.data.size, model.batch_size) for model in models]
+    for device, other in enumerate(described):
+        check_agreement(described[0], other, f"worker {worker} device 0", f"worker {worker} device {device}")
+    return models, described[0]
+
+
+def check_agreement(first: Description, other: Description, first_name: str, other_name: str) -> None:
+    """Two replicas must be alike.
+
+    Raises:
+        ModelError: they are not; says in what.
+    """
+    difference = first.layout.difference(other.layout)
+    for what, a, b in (
+        ("batch size", first.batch_size, other.batch_size),
+        ("number of samples", first.samples, other.samples),
+        ("optimizer", first.optimizer_spec.name, other.optimizer_spec.name),
+        ("parameter groups", first.optimizer_spec.groups, other.optimizer_spec.groups),
+    ):
+        if difference is None and a != b:
+            difference = f"{what} {a}, the other has {b}"
+    if difference is not None:
+        raise ModelError(
+            f"replicas disagree: {first_name} has {difference} ({other_name}); model_creator must build the same "
+            "model for every worker and device"
+        )
+
+
+def build_replicas(job: Job, worker: int, models: Sequence[Model], devices: Sequence[torch.device]) -> Replicas:
+    """A worker's models, bound to flat buffers on their devices."""
+    return Replicas(models, devices, first_index=worker * job.devices_per_worker, total=job.replicas, seed=job.seed)
+
+
+def host_coordinator(router: Router, job: Job) -> Coordinator:
+    """Makes the coordinator live in this process."""
+    chunks = job.description.layout.chunks
+    coordinator = Coordinator(
+        members=frozenset(range(job.num_workers)),
+        servers=tuple(range(job.num_servers)),
+        holding=frozenset(job.owners[chunk.index] for chunk in chunks if chunk.trainable),
+        rule=job.strategy.rule,
+        hyperparameters=Schedule(job.description.optimizer_spec).at,
+        step_timeout=job.step_timeout,
+    )
+    router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR)))
+    return coordinator
+
+
+def host_server(router: Router, job: Job, index: int, weights: torch.Tensor) -> Server:
+    """Makes a server live in this process; `weights` is the flat vector with the initial values."""
+    peer = server_peer(index)
+    server = Server(
+        index,
+        job.description.layout,
+        job.owners,
+        job.description.optimizer_spec,
+        weights,
+        router.sender(peer),
+        router.own_pending,
+    )
+    router.host(peer, server)
+    return server
+
+
+def host_worker(router: Router, job: Job, index: int, replicas: Replicas) -> Worker:
+    """Makes a worker live in this process; it still has to `join`."""
+    peer = worker_peer(index)
+    send = router.sender(peer)
+    exchange = job.strategy.exchange(index, replicas.layout, job.owners, replicas.weights, send)
+    worker = Worker(index, replicas, exchange, send, pump=router.pump)
+    replicas.use_plan(job.plan(), job.seed)
+    router.host(peer, worker)
+    return worker
+
+
+def host_client(router: Router, job: Job, index: int) -> Client:
+    """Makes a client live in this process."""
+    peer = Peer("client", index)
+    client = Client(job.description.layout, job.owners, job.num_servers, router.sender(peer))
+    router.host(peer, client)
+    return client

@@ -1,0 +1,252 @@
+"""The replicas of one worker: several copies of a model, their gradients added up before they leave."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from steepest.errors import ModelError
+from steepest.model import Computed, Model
+from steepest.sampler import SamplePlan, even_share, step_seed
+
+#: Called when a chunk of the worker's gradient is complete: chunk index, its bytes, unit weight, summed
+#: weight of the worker's samples, and the entries for which no replica had a gradient.
+ChunkReady = Callable[[int, torch.Tensor, float, float, frozenset[int]], None]
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerResult:
+    """What a worker got from one step: means by weight over its replicas, and seconds spent."""
+
+    loss: float
+    weight: float
+    samples: int
+    metrics: dict[str, float]
+    timings: dict[str, float]
+
+
+class Replicas:
+    """All replicas of one worker, on its devices.
+
+    On the CPU, replicas share one copy of the weights and compute in turn. On GPUs each has a copy on
+    its own device. Gradients are added up in replica order, chunk by chunk, in units of the first
+    replica's weight: ``sum(weight_i * gradient_i) == unit * payload``, so that with equal batches (and
+    with one replica always) nothing is multiplied.
+
+    Args:
+        models: one for each device, in order.
+        devices: where each computes.
+        first_index: index of the first of them among all replicas of the job.
+        total: number of replicas of the job.
+        seed: of the job.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Model],
+        devices: Sequence[torch.device],
+        *,
+        first_index: int,
+        total: int,
+        seed: int,
+    ) -> None:
+        self.models = tuple(models)
+        self.layout = models[0].layout
+        self.weights = self.layout.allocate()
+        self._sum = self.layout.allocate()
+        self.first_index = first_index
+        self.worker = first_index // len(models)
+        self._total = total
+        self._seed = seed
+        self._devices = tuple(devices)
+        scratch = self._sum if len(models) == 1 else self.layout.allocate()
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, device in enumerate(devices):
+            if device.type == "cpu":  # weights are shared; replica 0 writes the sum itself
+                self._own.append((self.weights, self._sum if index == 0 else scratch))
+            else:
+                self._own.append((self.weights.to(device), self._sum.to(device)))
+        for model, (weights, gradients) in reversed(list(zip(models, self._own, strict=True))):
+            model.bind(weights, gradients)  # the first replica last: its initial values are everybody's
+        if self._devices[0].type != "cpu":
+            self.weights.copy_(self._own[0][0])
+        self._batches: list[tuple[int, Iterator[Any]] | None] = [None] * len(models)
+        self._plan: SamplePlan | None = None
+        self._sizes = [sum(s.stop - s.start for s in chunk.slices) for chunk in self.layout.chunks]
+        self._trainable = [chunk.index for chunk in self.layout.chunks if chunk.trainable]
+
+    def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
+        """Sets which samples belong to whom from now on (None when the data are streams), and the seed."""
+        self._plan = plan
+        self._seed = seed
+        self._batches = [None] * len(self.models)
+
+    def weights_changed(self) -> None:
+        """Brings new weights to the devices; on the CPU the models see them as they are."""
+        for device, (weights, _) in zip(self._devices, self._own, strict=True):
+            if device.type != "cpu":
+                weights.copy_(self.weights, non_blocking=True)
+
+    def _has_samples(self, step: int, replica: int) -> bool:
+        return self._plan is None or len(self._plan.share(step, self.first_index + replica, self._total)) > 0
+
+    def _next_batch(self, step: int, replica: int) -> Any:
+        """The batch of one replica in one step."""
+        index = self.first_index + replica
+        kept = self._batches[replica]
+        if kept is None or (self._plan is not None and kept[0] != step):
+            shares = iter(()) if self._plan is None else self._plan.shares(step, index, self._total)
+            kept = (step, self.models[replica].data.open(shares))
+        self._batches[replica] = None  # an iterator that raises is of no use any more
+        batch = next(kept[1])
+        self._batches[replica] = (step + 1, kept[1])
+        return batch
+
+    def compute(self, step: int, chunk_ready: ChunkReady, metrics: bool) -> WorkerResult:
+        """Computes the worker's gradient of one step; `chunk_ready` is called during the backward pass."""
+        active = [r for r in range(len(self.models)) if self._has_samples(step, r)]
+        if not active:
+            for chunk in self._trainable:
+                chunk_ready(chunk, _NOTHING, 0.0, 0.0, frozenset())
+        collector = _Collector(self, len(active), chunk_ready)
+        results: list[Computed] = []
+        loading = computing = 0.0
+        for replica in active:
+            began = time.perf_counter()
+            seed_everything(step_seed(self._seed, step, self.first_index + replica))
+            batch = self._next_batch(step, replica)
+            loaded = time.perf_counter()
+            collector.begin(self._own[replica][1])
+            results.append(self.models[replica].compute_gradients(batch, collector.ready, metrics))
+            collector.end()
+            loading += loaded - began
+            computing += time.perf_counter() - loaded
+        return WorkerResult(*_mean(results), {"data": loading, "compute": computing})
+
+    def warmup(self) -> None:
+        """Computes one gradient on every replica and throws it away."""
+        for replica, model in enumerate(self.models):
+            shares = [np.arange(min(model.batch_size, model.data.size or 1))]
+            batch = next(iter(model.data.open(shares)))
+            state = model.state()
+            model.compute_gradients(batch, lambda *_: None, False)
+            model.load_state(state)
+            self._batches[replica] = None
+
+    def evaluate(self, data: Any, batch_size: int | None, part: int, parts: int) -> WorkerResult:
+        """Loss and metrics over one of `parts` equal ranges of a data set, computed by the first replica."""
+        began = time.perf_counter()
+        model = self.models[0]
+        size = batch_size or model.batch_size
+        source = model.source(data, size)
+        if source.size is None:
+            raise ModelError("evaluate() needs data of known length: give arrays or a map-style dataset")
+        begin, end = even_share(source.size, part, parts)
+        shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
+        results = [model.evaluate(batch) for batch in source.open(shares)]
+        return WorkerResult(*_mean(results), {"evaluate": time.perf_counter() - began})
+
+
+class _Collector:
+    """Adds the replicas' gradients up chunk by chunk and hands complete chunks on."""
+
+    def __init__(self, replicas: Replicas, count: int, chunk_ready: ChunkReady) -> None:
+        self._replicas = replicas
+        self._layout = replicas.layout
+        self._left = count
+        self._chunk_ready = chunk_ready
+        self._unit = 0.0  # weight of the first replica that weighed anything, among those that ended
+        self._weight = 0.0
+        self._total = 0.0  # weight of those that ended
+        self._present: set[int] = set()
+
+    def begin(self, gradients: torch.Tensor) -> None:
+        """The next replica starts; it writes to `gradients`."""
+        self._left -= 1
+        self._gradients = gradients
+        self._missing = list(self._replicas._sizes)
+
+    def end(self) -> None:
+        """The replica has computed all."""
+        self._unit = self._unit or self._weight
+        self._total += self._weight
+
+    def ready(self, entry: int, weight: float, present: bool) -> None:
+        """One entry's gradient is written."""
+        self._weight = weight
+        if present and weight:
+            self._present.add(entry)
+        chunks = self._layout.chunks_of[entry]
+        for index in chunks:
+            if len(chunks) == 1:
+                self._missing[index] -= self._layout.entries[entry].numel
+            else:
+                slices = self._layout.chunks[index].slices
+                self._missing[index] -= sum(s.stop - s.start for s in slices if s.entry == entry)
+            if self._missing[index] == 0:
+                self._complete(index)
+
+    def _complete(self, index: int) -> None:
+        chunk = self._layout.chunks[index]
+        total = self._layout.chunk_view(self._replicas._sum, index).view(chunk.dtype)
+        own = self._layout.chunk_view(self._gradients, index).view(chunk.dtype)
+        if self._unit:
+            if self._weight:  # otherwise it does not count, and may well be NaN: a mean over nothing
+                total.add_(own.to(total.device), alpha=self._weight / self._unit)
+        elif own.data_ptr() != total.data_ptr():
+            total.copy_(own)
+        if self._left == 0:
+            absent = frozenset(s.entry for s in chunk.slices if s.entry not in self._present)
+            unit, weight = self._unit or self._weight, self._total + self._weight
+            self._chunk_ready(index, total.view(torch.uint8) if unit else _NOTHING, unit, weight, absent)
+
+
+def _mean(results: Sequence[Computed]) -> tuple[float, float, int, dict[str, float]]:
+    weight = sum(result.weight for result in results)
+    samples = sum(result.samples for result in results)
+    results = [result for result in results if result.weight]
+    if not results:
+        return 0.0, 0.0, samples, {}
+    loss = sum(result.loss * result.weight for result in results) / weight
+    names = sorted({name for result in results for name in result.metrics})
+    metrics = {
+        name: sum(r.metrics[name] * r.weight for r in results if name in r.metrics)
+        / sum(r.weight for r in results if name in r.metrics)
+        for name in names
+    }
+    return loss, weight, samples, metrics
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds torch's, NumPy's and Python's global generators."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+def mean_states(states: Sequence[dict[str, torch.Tensor]], weights: Sequence[float]) -> dict[str, torch.Tensor]:
+    """One state from those of several replicas: floats averaged by weight, integers at their maximum."""
+    total = sum(weights)
+    merged = {}
+    for name, first in states[0].items():
+        if first.is_floating_point() and total > 0 and len(states) > 1:
+            mean = sum(
+                (s[name].double() * (w / total) for s, w in zip(states, weights, strict=True)),
+                torch.zeros(()),
+            )
+            merged[name] = mean.to(first.dtype)
+        elif first.is_floating_point() or len(states) == 1:
+            merged[name] = first.clone()
+        else:
+            merged[name] = torch.stack([state[name] for state in states]).amax(dim=0)
+    return merged

@@ -1,0 +1,107 @@
+"""The parameter server's worker side: push each chunk to the server that holds it, take weights back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from steepest.comm.message import Kind, Message, Peer, Send, server_peer
+from steepest.config import ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.coordinator import CommitRule, commit_all
+from steepest.errors import ProtocolError
+from steepest.model import ParameterLayout
+
+
+class PushPull:
+    """An `Exchange` with servers: pushes gradients chunk by chunk, receives weights in place."""
+
+    def __init__(
+        self, worker: int, layout: ParameterLayout, owners: Sequence[int], weights: torch.Tensor, send: Send
+    ) -> None:
+        self.bytes_pushed = 0
+        self._worker = worker
+        self._layout = layout
+        self._owners = [server_peer(owner) for owner in owners]
+        self._weights = weights
+        self._send = send
+        self._sequence = 0
+        self._generation = 0
+        self._version = 0
+        self._trainable = sum(chunk.trainable for chunk in layout.chunks)
+        self._awaited: dict[tuple[int, int], int] = {}  # (generation, version) -> chunks still to come
+
+    def begin(self, generation: int, version: int) -> None:
+        """A step starts."""
+        self._generation, self._version = generation, version
+        self._sequence += 1
+        self.bytes_pushed = 0
+
+    def ready(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
+        """Pushes one chunk."""
+        message = Message(Kind.PUSH, self._generation, sequence=self._sequence, version=self._version, chunk=chunk)
+        message.weight, message.total = unit, total
+        if absent:
+            message.meta = {"absent": sorted(absent)}
+        if unit:
+            message.payload = payload
+            self.bytes_pushed += payload.numel()
+        self._send(self._owners[chunk], message)
+
+    def end(self) -> int:
+        """The whole gradient is out."""
+        return self._sequence
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Weights are received where the model sees them."""
+        if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._layout.chunks):
+            raise ProtocolError(f"worker {self._worker} takes no payload of {message.kind.name}")
+        view = self._layout.chunk_view(self._weights, message.chunk)
+        if view.numel() != size:
+            raise ProtocolError(f"chunk {message.chunk} has {view.numel()} bytes, {size} arrive")
+        if (message.generation, message.version) < (self._generation, self._version):
+            return None
+        return view
+
+    def receive(self, source: Peer, message: Message) -> tuple[int, int] | None:
+        """Counts the chunks of a version."""
+        if message.kind is not Kind.WEIGHTS:
+            raise ProtocolError(f"worker {self._worker} does not take {message.kind.name}")
+        payload = message.payload
+        if payload is None:
+            return None
+        view = self._layout.chunk_view(self._weights, message.chunk)
+        if payload.data_ptr() != view.data_ptr():
+            view.copy_(payload)
+        key = (message.generation, message.version)
+        if key not in self._awaited:
+            everything = bool(message.values().get("reload"))  # frozen chunks too
+            self._awaited[key] = len(self._layout.chunks) if everything else self._trainable
+        self._awaited[key] -= 1
+        if self._awaited[key]:
+            return None
+        self._awaited = {later: left for later, left in self._awaited.items() if later > key}
+        return key
+
+
+class ServerStrategy:
+    """Strategy `ps`: synchronous, any number of servers. Strategy `simple`: the same, with the driver as server."""
+
+    def __init__(self, config: StrategyConfig) -> None:
+        self.rule: CommitRule = commit_all
+        self.in_driver = isinstance(config, SimpleStrategy)
+        self.chunk_bytes: int | None = 1 << 62
+        self._num_servers: int | None = 1
+        if isinstance(config, ParameterServerStrategy):
+            self.chunk_bytes = config.chunk_bytes
+            self._num_servers = config.num_servers
+
+    def num_servers(self, nodes: int) -> int:
+        """As configured, or one for each node."""
+        return self._num_servers or nodes
+
+    def exchange(
+        self, worker: int, layout: ParameterLayout, owners: Sequence[int], weights: torch.Tensor, send: Send
+    ) -> PushPull:
+        """A worker's end."""
+        return PushPull(worker, layout, owners, weights, send)

@@ -1,0 +1,60 @@
+"""The Strategy protocol: one small object for each way of training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from steepest.comm.message import Message, Peer, Send
+from steepest.coordinator import CommitRule
+from steepest.model import ParameterLayout
+
+
+class Exchange(Protocol):
+    """A worker's end of a strategy: takes gradients chunk by chunk, gives back new weights.
+
+    One exchange lives as long as its worker. The worker calls `begin`, then `ready` for each chunk as
+    the backward pass completes it, then `end`; messages that arrive meanwhile or afterwards go to
+    `receive`, until it says that a version is complete.
+    """
+
+    bytes_pushed: int
+
+    def begin(self, generation: int, version: int) -> None:
+        """A step starts from the weights of `version`."""
+
+    def ready(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
+        """A chunk of the gradient is complete (see `steepest.replicas.ChunkReady`).
+
+        `payload` stays unchanged until the step is committed.
+        """
+
+    def end(self) -> int:
+        """The whole gradient is out; returns the push's sequence number."""
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Where an arriving payload goes."""
+
+    def receive(self, source: Peer, message: Message) -> tuple[int, int] | None:
+        """Takes a message; returns (generation, version) when the weights of that version are complete."""
+
+
+class Strategy(Protocol):
+    """A way of training."""
+
+    #: how staged pushes become commits
+    rule: CommitRule
+    #: whether the driver itself is the only server, reached through Ray's object store
+    in_driver: bool
+    #: size of a chunk in bytes, or None for the layout's own choice
+    chunk_bytes: int | None
+
+    def num_servers(self, nodes: int) -> int:
+        """How many servers to run when workers live on so many nodes."""
+
+    def exchange(
+        self, worker: int, layout: ParameterLayout, owners: Sequence[int], weights: torch.Tensor, send: Send
+    ) -> Exchange:
+        """A worker's end; `weights` is the flat vector that new weights are written to."""

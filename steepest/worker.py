@@ -1,0 +1,173 @@
+"""A worker: takes its samples, computes, pushes, takes new weights, for as many steps as are granted."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send
+from steepest.errors import PeerLostError
+from steepest.replicas import Replicas
+from steepest.strategies.protocol import Exchange
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Waiting:
+    """A call that waits for weights of some version."""
+
+    generation: int
+    version: int
+    run: Callable[[], None]
+    fail: Callable[[Exception], None]
+
+
+class Worker:
+    """One worker's loop as a state machine over messages.
+
+    It computes inside `handle`, when a message brings what was missing: credit from the coordinator, or
+    the last chunk of new weights.
+
+    Args:
+        index: of the worker.
+        replicas: its copies of the model.
+        exchange: its end of the strategy.
+        send: how to send.
+        incarnation: which life of this worker.
+        pump: called between pushes, so that bytes move during the backward pass.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        replicas: Replicas,
+        exchange: Exchange,
+        send: Send,
+        *,
+        incarnation: int = 0,
+        pump: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.version = -1
+        self.generation = 0
+        self._index = index
+        self._replicas = replicas
+        self._exchange = exchange
+        self._send = send
+        self._incarnation = incarnation
+        self._pump = pump
+        self._limit = -1
+        self._stats = True
+        self._baseline = 0  # generation since which arriving weights count
+        self._complete = (0, -1)
+        self._pushed = (0, -1)  # generation and version of the last push
+        self._calls: list[_Waiting] = []
+        self._waited = 0.0
+        self._pushed_at = 0.0
+
+    def join(self) -> None:
+        """Tells the coordinator that this worker is ready."""
+        self._send(COORDINATOR, Message(Kind.JOIN, incarnation=self._incarnation))
+
+    def at_version(self, generation: int, version: int, function: Callable[[Replicas], T]) -> Future[T]:
+        """Runs a function on the replicas as soon as they hold the weights of a version."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._replicas))
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller
+                future.set_exception(error)
+
+        self._calls.append(_Waiting(generation, version, run, future.set_exception))
+        self._run_calls()
+        return future
+
+    # -- Role ----------------------------------------------------------------------------------
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Where an arriving payload goes."""
+        return self._exchange.destination(message, size)
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Acts on one message, and takes steps as long as nothing is missing."""
+        match message.kind:
+            case Kind.GRANT:
+                if message.generation == self.generation:
+                    self._limit = message.version
+                    self._stats = bool(message.values().get("stats", True))
+            case Kind.MEMBERS:
+                self.generation = message.generation
+                self._limit = message.version
+                if message.values()["reload"]:
+                    self._baseline = message.generation
+                    self.version = -1
+                    self._take_version()
+            case _:
+                complete = self._exchange.receive(source, message)
+                if complete is not None:
+                    self._complete = max(self._complete, complete)
+                    self._take_version()
+        if 0 <= self.version < self._limit and self._pushed != (self.generation, self.version):
+            self._step()
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """Without the coordinator or a server there is nothing to do; the driver is told by them or by Ray."""
+        error = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
+        if peer.role in ("coordinator", "server"):
+            calls, self._calls = self._calls, []
+            for call in calls:
+                call.fail(error)
+
+    def tick(self, now: float) -> None:
+        """A worker has no deadlines of its own; the coordinator watches over each step."""
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _take_version(self) -> None:
+        generation, version = self._complete
+        if generation >= self._baseline and version != self.version:
+            self.version = version
+            self._waited = time.perf_counter() - self._pushed_at if self._pushed_at else 0.0
+            self._replicas.weights_changed()
+            self._run_calls()
+
+    def _run_calls(self) -> None:
+        ready = [c for c in self._calls if c.generation <= self.generation and c.version <= self.version]
+        self._calls = [call for call in self._calls if call not in ready]
+        for call in ready:
+            call.run()
+
+    def _step(self) -> None:
+        step = self.version
+        self._pushed = (self.generation, step)
+        self._exchange.begin(self.generation, step)
+        try:
+            result = self._replicas.compute(step, self._push, self._stats)
+        except Exception as error:  # noqa: BLE001 - the user's code; sent to the driver with its traceback
+            self._fail(step, error)
+            return
+        sequence = self._exchange.end()
+        meta: dict[str, Any] = {"samples": result.samples, "bytes": self._exchange.bytes_pushed}
+        if self._stats:
+            timings = {**result.timings, "wait": self._waited}
+            meta |= {"loss": result.loss, "metrics": result.metrics, "timings": timings}
+        report = Message(Kind.REPORT, self.generation, self._incarnation, sequence, step, meta=meta)
+        report.total = result.weight
+        self._send(COORDINATOR, report)
+        self._pushed_at = time.perf_counter()
+
+    def _push(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
+        self._exchange.ready(chunk, payload, unit, total, absent)
+        self._pump()
+
+    def _fail(self, step: int, error: Exception) -> None:
+        text = "".join(traceback.format_exception(error))
+        meta = {"error": f"{type(error).__name__}: {error}"[:2000], "traceback": text[-20000:]}
+        self._send(COORDINATOR, Message(Kind.FAILED, self.generation, self._incarnation, version=step, meta=meta))
