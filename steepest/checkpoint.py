@@ -1,0 +1,187 @@
+"""Checkpoints: safetensors files and a JSON manifest, replaced atomically; nothing is unpickled.
+
+A checkpoint is a directory. `manifest.json` names the other files and their SHA-256; it is written last
+and replaced in one step, so that a directory always holds one whole checkpoint.
+
+    weights-*.safetensors    parameters and buffers by the user's own names; loads into the plain module
+    optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however they were split
+    replicas-*.safetensors   each replica's own buffers as "replica/buffer"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from steepest.errors import CheckpointError
+from steepest.model import ParameterLayout
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+#: Optimizer state of one slice: which chunk, what it is, its values.
+Record = tuple[int, dict[str, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that training continues from.
+
+    Attributes:
+        weights: parameters and buffers by name.
+        optimizer: state by "parameter/key".
+        replicas: buffers by "replica/buffer".
+        about: step, epoch, offset, seed, samples, optimizer, plain (state keys that are Python numbers),
+            aliases; JSON-able.
+    """
+
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    replicas: dict[str, torch.Tensor]
+    about: dict[str, Any]
+
+
+def assemble(layout: ParameterLayout, records: Iterable[Record]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Optimizer state as whole tensors, from the slices that servers hold.
+
+    Returns:
+        State by "parameter/key", and the names of those that are plain numbers.
+    """
+    pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+    plain: set[str] = set()
+    for _, about, value in records:
+        name = f"{about['name']}/{about['key']}"
+        pieces.setdefault(name, []).append((about["start"], about["stop"], value))
+        if about["plain"]:
+            plain.add(name)
+    whole: dict[str, torch.Tensor] = {}
+    for name, parts in pieces.items():
+        entry = layout.entries[layout.index[name.rpartition("/")[0]]]
+        parts.sort(key=lambda part: part[0])
+        if name not in plain and all(_elementwise(v, start, stop, entry.shape) for start, stop, v in parts):
+            whole[name] = torch.cat([value.reshape(-1) for _, _, value in parts]).reshape(entry.shape)
+        else:  # a step count, say: the same on every slice
+            whole[name] = parts[0][2].clone()
+    return whole, sorted(plain)
+
+
+def disassemble(layout: ParameterLayout, state: Mapping[str, torch.Tensor], plain: Iterable[str]) -> list[Record]:
+    """The reverse of `assemble`, for a layout with other chunks.
+
+    Raises:
+        CheckpointError: state of an unknown or frozen parameter.
+    """
+    by_parameter: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, value in state.items():
+        parameter, _, key = name.rpartition("/")
+        if parameter not in layout.index or not layout.entries[layout.index[parameter]].trainable:
+            raise CheckpointError(f"the checkpoint has optimizer state for {parameter!r}, which is not trained here")
+        by_parameter.setdefault(parameter, []).append((key, value))
+    numbers = set(plain)
+    records: list[Record] = []
+    for chunk in layout.chunks:
+        for piece in chunk.slices:
+            entry = layout.entries[piece.entry]
+            for key, value in by_parameter.get(entry.name, ()):
+                is_plain = f"{entry.name}/{key}" in numbers
+                about = {
+                    "name": entry.name,
+                    "key": key,
+                    "start": piece.start,
+                    "stop": piece.stop,
+                    "plain": is_plain,
+                }
+                split = piece.stop - piece.start < entry.numel
+                if split and not is_plain and tuple(value.shape) == entry.shape:
+                    value = value.reshape(-1)[piece.start : piece.stop]
+                records.append((chunk.index, about, value.clone()))
+    return records
+
+
+def _elementwise(value: torch.Tensor, start: int, stop: int, shape: tuple[int, ...]) -> bool:
+    return tuple(value.shape) in ((stop - start,), shape) and value.numel() == stop - start
+
+
+def write(path: Path, checkpoint: Checkpoint) -> None:
+    """Writes a checkpoint; what was at `path` before stays whole until this one is.
+
+    Raises:
+        CheckpointError: the path is a file, or cannot be written.
+    """
+    stamp = f"{checkpoint.about['step']}-{secrets.token_hex(4)}"
+    files: dict[str, dict[str, str]] = {}
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for kind in ("weights", "optimizer", "replicas"):
+            name = f"{kind}-{stamp}.safetensors"
+            tensors: dict[str, torch.Tensor] = getattr(checkpoint, kind)
+            save_file({key: value.contiguous() for key, value in tensors.items()}, path / name)
+            _sync(path / name)
+            files[kind] = {"name": name, "sha256": _digest(path / name)}
+        manifest = {"format": FORMAT, "files": files, **checkpoint.about}
+        unfinished = path / f".{MANIFEST}-{stamp}"
+        unfinished.write_text(json.dumps(manifest, indent=1) + "\n")
+        _sync(unfinished)
+        os.replace(unfinished, path / MANIFEST)
+        _sync(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write a checkpoint to {path}: {error}") from error
+    kept = {entry["name"] for entry in files.values()}
+    for old in path.glob("*.safetensors"):
+        if old.name not in kept and old.name.split("-")[0] in files:
+            with contextlib.suppress(OSError):  # an older file more does no harm
+                old.unlink()
+
+
+def read(path: Path) -> Checkpoint:
+    """Reads a checkpoint.
+
+    Raises:
+        CheckpointError: missing, of another format, incomplete or damaged.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"no checkpoint at {path}: there is no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST}: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"the checkpoint at {path} is not of format {FORMAT}: it was written by another version")
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    files = manifest.pop("files")
+    for kind in ("weights", "optimizer", "replicas"):
+        file = path / Path(files[kind]["name"]).name
+        try:
+            if _digest(file) != files[kind]["sha256"]:
+                raise CheckpointError(f"damaged checkpoint at {path}: {file.name} does not have its checksum")
+            tensors[kind] = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"damaged checkpoint at {path}: {file.name}: {error}") from error
+    return Checkpoint(tensors["weights"], tensors["optimizer"], tensors["replicas"], manifest)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
