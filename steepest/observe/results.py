@@ -1,0 +1,79 @@
+"""What steps, evaluations and statistics return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One committed step.
+
+    Attributes:
+        step: steps committed so far, this one included.
+        epoch: the epoch that the step belongs to, from 0; None when the data are streams.
+        loss: mean over all samples of all replicas, by weight; NaN when statistics were not fetched.
+        metrics: likewise, by name.
+        samples: number of samples in the step.
+        staleness: for each contribution, updates committed between its pull and its application.
+        timings: seconds, means over workers: "data", "compute", "wait" (for the weights before it).
+    """
+
+    step: int
+    epoch: int | None
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+    staleness: tuple[int, ...]
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_message(cls, version: int, meta: dict[str, Any], epoch: int | None) -> StepResult:
+        """From the coordinator's words about a commit."""
+        return cls(
+            version,
+            epoch,
+            float(meta.get("loss", "nan")),
+            dict(meta.get("metrics", {})),
+            int(meta["samples"]),
+            tuple(meta["staleness"]),
+            dict(meta.get("timings", {})),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Means over a data set: loss, metrics by name, and the number of samples."""
+
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Where a job stands.
+
+    Attributes:
+        step: steps committed, those before a restore included.
+        generation: memberships so far.
+        samples, seconds: trained since the job began, and spent in `step` and `fit`.
+        bytes_pushed: gradient bytes that left workers for servers.
+        refused: frames and connections refused by any process.
+        workers, servers: processes.
+    """
+
+    step: int
+    generation: int
+    samples: int
+    seconds: float
+    bytes_pushed: int
+    refused: int
+    workers: int
+    servers: int
+
+    @property
+    def samples_per_second(self) -> float:
+        """Mean over the time spent training."""
+        return self.samples / self.seconds if self.seconds else 0.0

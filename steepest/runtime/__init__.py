@@ -1,0 +1,1 @@
+"""Ray: starts, places, watches and ends processes. Shells without decisions."""

@@ -1,0 +1,297 @@
+"""A job's processes on Ray: started in order, watched, called, ended."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import ray
+
+from steepest.client import Client
+from steepest.comm.channel import Address
+from steepest.comm.message import Peer, server_peer, worker_peer
+from steepest.comm.router import Router
+from steepest.comm.wire import WireTransport
+from steepest.config import RunSettings, StrategyConfig
+from steepest.errors import DeadlineError, ModelRaisedError, PeerLostError, RemoteTraceback, SteepestError
+from steepest.job import (
+    Description,
+    Job,
+    ModelCreator,
+    check_agreement,
+    host_client,
+    host_coordinator,
+    host_server,
+    make_strategy,
+)
+from steepest.runtime.object_store import CallTransport
+from steepest.runtime.placement import Room, ensure_ray, nodes_of, reserve, worker_bundle
+from steepest.runtime.process import Place, Process
+from steepest.runtime.supervision import cause_of_death, fetch_last_lines
+
+log = logging.getLogger(__name__)
+
+#: Processes may take this many times `start_timeout` to import, build the model and connect.
+_UP_FACTOR = 4.0
+_CLOSE_SECONDS = 5.0
+
+
+class Cluster:
+    """All processes of one job.
+
+    Attributes:
+        client: the driver's end; use it through `on_router`.
+        places: where each process runs, by role.
+    """
+
+    client: Client
+    job: Job
+
+    def __init__(
+        self,
+        model_creator: ModelCreator,
+        num_workers: int,
+        devices_per_worker: int,
+        gpu: bool,
+        strategy: StrategyConfig,
+        seed: int,
+        settings: RunSettings,
+    ) -> None:
+        self._began_ray = ensure_ray()
+        self._settings = settings
+        self._deadline = time.monotonic() + settings.start_timeout * (1 + _UP_FACTOR)
+        self._actors: dict[Peer, Any] = {}
+        self._watches: dict[Peer, Any] = {}
+        self._room: Room | None = None
+        self._token = secrets.token_bytes(32)
+        self._router = Router()
+        self.places: dict[Peer, Place] = {}
+        try:
+            bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
+            self._room = reserve(num_workers, bundle, settings.start_timeout)
+            self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # -- starting ------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        model_creator: ModelCreator,
+        num_workers: int,
+        devices: int,
+        gpu: bool,
+        config: StrategyConfig,
+        seed: int,
+    ) -> None:
+        assert self._room is not None
+        strategy = make_strategy(config)
+        num_servers = strategy.num_servers(nodes_of(self._room))
+        alone = num_workers == 1 and not strategy.in_driver  # servers live in the only worker's process
+        cpus, gpus = self._settings.cpus_per_worker, devices if gpu else 0
+        workers = [self._actor(worker_peer(i), i, cpus, gpus) for i in range(num_workers)]
+        servers = [
+            self._actor(server_peer(i), i, 0, 0) for i in range(0 if alone or strategy.in_driver else num_servers)
+        ]
+        creator = ray.put(model_creator)
+        described: list[Description] = self._get(
+            [w.build.remote(creator, i, devices, seed, strategy.chunk_bytes) for i, w in enumerate(workers)],
+            "build the model",
+        )
+        for i, other in enumerate(described):
+            check_agreement(described[0], other, "worker 0", f"worker {i}")
+        self.job = Job(described[0], config, num_workers, devices, num_servers, seed, self._settings.step_timeout)
+        job = ray.put(self.job)
+        self._get([w.bind.remote(job, gpu) for w in workers], "bind the model")
+        initial = workers[0].initial.remote()
+        places = self._get([actor.place.remote() for actor in self._actors.values()], "start")
+        self.places = dict(zip(self._actors, places, strict=True))
+        for peer, actor in self._actors.items():
+            self._watches[peer] = actor.watch.remote()
+        self._client_index = secrets.randbelow(1 << 31)
+        if strategy.in_driver:
+            self._wire_calls(workers, job, initial)
+        else:
+            self._wire_sockets(workers, servers, job, initial)
+
+    def _actor(self, peer: Peer, index: int, cpus: int, gpus: int) -> Any:
+        assert self._room is not None
+        actor = ray.remote(Process).options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            max_concurrency=16,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=self._room.strategy(index),
+        )
+        self._actors[peer] = actor.remote(f"steepest {peer}", self._token, max(cpus, 1))
+        return self._actors[peer]
+
+    def _wire_sockets(self, workers: list[Any], servers: list[Any], job: Any, initial: Any) -> None:
+        hosting = servers or [workers[0]]
+        dealt: list[list[int]] = [[i] for i in range(len(servers))] or [list(range(self.job.num_servers))]
+        addresses: list[Address] = self._get(
+            [actor.open.remote(job, held, initial) for actor, held in zip(hosting, dealt, strict=True)],
+            "open the servers",
+        )
+        timeout = self._settings.start_timeout
+        others = [w for w in workers if w not in hosting]
+        self._get([w.open.remote(job, [], initial) for w in others], "open the workers")
+        self._get([s.connect.remote(addresses[:1], timeout) for s in servers[1:]], "connect the servers")
+        self._get([w.connect.remote(addresses, timeout) for w in others], "connect the workers")
+        peer = Peer("client", self._client_index)
+        node = ray.get_runtime_context().get_node_id()
+        wire = WireTransport(self._token, (peer,), node, self._router.destination)
+        self._router.transport = wire
+        self.client = host_client(self._router, self.job, self._client_index)
+        for address in addresses:
+            self._router.attach(wire.connect(address, timeout))
+        self._router.start("steepest driver")
+        self._get([w.join.remote() for w in workers], "join")
+
+    def _wire_calls(self, workers: list[Any], job: Any, initial: Any) -> None:
+        self._get([w.open_calls.remote(job, initial) for w in workers], "open the workers")
+        weights, _ = ray.get(initial)
+        flat = self.job.description.layout.allocate()
+        flat.numpy()[:] = weights
+        transport = CallTransport(self._router.destination)
+        self._router.transport = transport
+        host_coordinator(self._router, self.job)
+        host_server(self._router, self.job, 0, flat)
+        self.client = host_client(self._router, self.job, self._client_index)
+        self._get([w.join.remote() for w in workers], "join")  # said in the first call's answer
+        for peer, actor in self._actors.items():
+            self._router.attach(transport.channel(peer, actor))
+        self._router.start("steepest driver")
+
+    def _get(self, refs: list[Any], what: str) -> list[Any]:
+        """Waits for calls within the starting deadline.
+
+        Raises:
+            ModelRaisedError: the user's code raised; its traceback is the cause.
+            PeerLostError: a process died.
+            DeadlineError: it takes too long.
+        """
+        try:
+            results: list[Any] = ray.get(refs, timeout=max(self._deadline - time.monotonic(), 0.1))
+        except ray.exceptions.GetTimeoutError:
+            ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+            raise DeadlineError(
+                f"{len(waiting)} of {len(ready) + len(waiting)} processes did not {what} within "
+                f"{self._settings.start_timeout * (1 + _UP_FACTOR):g} s: raise RunSettings(start_timeout=...)"
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            raise_remote(error, f"a worker could not {what}")
+        except ray.exceptions.RayActorError as error:
+            raise PeerLostError(f"a process died before it could {what}: {' '.join(str(error).split())}") from error
+        return results
+
+    # -- running -------------------------------------------------------------------------------
+
+    def on_router(self, function: Callable[[], Any]) -> Any:
+        """Runs a function on the thread that owns the client."""
+        return self._router.call(function).result(self._settings.step_timeout)
+
+    def call_workers(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        workers: list[int] | None = None,
+        view: bool = False,
+    ) -> list[Any]:
+        """Runs a function on workers as soon as they hold the last committed weights.
+
+        Args:
+            arguments: the same for all; objects are put into Ray's store once.
+            workers: which; all by default.
+            view: give the function a `WorkerView` instead of the replicas.
+
+        Raises:
+            What the function raises; PeerLostError, DeadlineError.
+        """
+        position = (self.client.position.generation, self.client.position.version)
+        stored = [ray.put(argument) for argument in arguments]
+        chosen = range(self.job.num_workers) if workers is None else workers
+        actors = [self._actors[worker_peer(i)] for i in chosen]
+        refs = [(actor.view_call if view else actor.call).remote(position, function, *stored) for actor in actors]
+        try:
+            results: list[Any] = ray.get(refs, timeout=self._settings.step_timeout)
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineError(
+                f"workers did not answer within {self._settings.step_timeout:g} s at version {position[1]}"
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            raise_remote(error, "a worker could not run the function")
+        except ray.exceptions.RayActorError:
+            self.raise_if_dead()
+            raise
+        return results
+
+    def worker_counters(self) -> list[dict[str, int]]:
+        """Counters of all processes that answer."""
+        refs = [actor.counters.remote() for actor in self._actors.values()]
+        counters: list[dict[str, int]] = ray.get(refs, timeout=self._settings.step_timeout)
+        return counters
+
+    def raise_if_dead(self, suspect: Peer | None = None) -> None:
+        """Raises PeerLostError for a process that died, waiting a moment for Ray's word on a suspect."""
+        if self._router.finished.done() and (error := self._router.finished.exception()) is not None:
+            raise SteepestError(f"the driver's router ended: {error!r}") from error
+        for peer, watch in self._watches.items():
+            cause = cause_of_death(watch, _CLOSE_SECONDS if peer == suspect else 0.0)
+            if cause is not None:
+                self._raise_lost(peer, cause)
+
+    def lost(self, peer: Peer, why: str) -> NoReturn:
+        """Raises PeerLostError for a peer whose channel closed, with what Ray knows of it."""
+        process = self._process_of(peer)
+        self.raise_if_dead(process)
+        self._raise_lost(process, why)
+
+    def _process_of(self, peer: Peer) -> Peer:
+        if peer in self._actors or not self._actors:
+            return peer
+        return server_peer(0) if server_peer(0) in self._actors else worker_peer(0)
+
+    def _raise_lost(self, peer: Peer, why: str) -> NoReturn:
+        place = self.places.get(peer)
+        where, lines = "", ["(nothing)"]
+        if place is not None:
+            where = f" on {place.host} (node {place.node[:12]}, pid {place.pid})"
+            lines = fetch_last_lines(place) or lines
+        text = "\n".join(f"    {line}" for line in lines)
+        raise PeerLostError(
+            f"{peer}{where} died: {why}; the weights of the last commit are still there unless it held them "
+            f"(weights(), save()); its last lines:\n{text}"
+        )
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends every process; safe to call twice and at any time."""
+        if hasattr(self, "client") and not self._router.finished.done() and self._router.transport is not None:
+            self._router.stop(_CLOSE_SECONDS)
+            self.client.close()
+        if ray.is_initialized():
+            for actor in self._actors.values():
+                ray.kill(actor, no_restart=True)
+            self._actors.clear()
+            if self._room is not None:
+                self._room.release()
+                self._room = None
+            if self._began_ray:
+                ray.shutdown()
+        self._began_ray = False
+
+
+def raise_remote(error: ray.exceptions.RayTaskError, what: str) -> NoReturn:
+    """Raises what a remote call raised: our own errors as they are, the user's as ModelRaisedError."""
+    cause = error.cause
+    trace = RemoteTraceback(str(error))
+    if isinstance(cause, SteepestError):
+        raise cause from trace
+    raise ModelRaisedError(f"{what}: {type(cause).__name__}: {cause}") from trace

@@ -1,0 +1,110 @@
+"""Ray itself: a connection, room for the processes, and what a cluster has."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from steepest.errors import ResourcesError
+
+
+def ensure_ray() -> bool:
+    """Connects to Ray unless that is done: to a running cluster (RAY_ADDRESS), or to a new one.
+
+    Returns:
+        Whether this call did it, so that whoever called ends it.
+    """
+    if ray.is_initialized():
+        return False
+    ray.init(include_dashboard=False, logging_level=logging.WARNING)
+    return True
+
+
+def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
+    """What one worker reserves."""
+    bundle = {"CPU": float(cpus)}
+    if gpu:
+        bundle["GPU"] = float(devices)
+    return bundle
+
+
+@dataclass
+class Room:
+    """Reserved places: a placement group of our own, or the one that we run in.
+
+    Attributes:
+        bundles: for each worker its bundle, -1 for any.
+    """
+
+    group: PlacementGroup
+    owned: bool
+    bundles: tuple[int, ...]
+
+    def strategy(self, worker: int) -> PlacementGroupSchedulingStrategy:
+        """Where to schedule what lives beside a worker."""
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.bundles[worker % len(self.bundles)]
+        )
+
+    def release(self) -> None:
+        """Gives the places back."""
+        if self.owned:
+            remove_placement_group(self.group)
+
+
+def reserve(workers: int, bundle: dict[str, float], timeout: float) -> Room:
+    """Reserves room for all workers at once.
+
+    Inside a placement group (a Ray Tune trial) its bundles are used, without the first when there are
+    more than workers, which is the trial's own.
+
+    Raises:
+        ResourcesError: the cluster did not place them in time.
+    """
+    current = ray.util.get_current_placement_group()
+    if current is not None:
+        specs = current.bundle_specs
+        fitting = [i for i, s in enumerate(specs) if all(s.get(k, 0) >= v for k, v in bundle.items())]
+        if len(fitting) < workers:
+            raise ResourcesError(
+                f"{workers} workers need {bundle} each, but the placement group that this runs in has the bundles "
+                f"{specs}: give the trial room with tune.with_resources(trainable, DistributedSGD.resources(...))"
+            )
+        return Room(current, False, tuple(fitting[-workers:]))
+    group = placement_group([bundle] * workers, strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        free = _summary(ray.available_resources())
+        total = _summary(ray.cluster_resources())
+        remove_placement_group(group)
+        asked = ", ".join(f"{name}: {value * workers:g}" for name, value in bundle.items())
+        raise ResourcesError(
+            f"the cluster did not place {workers} workers within {timeout:g} s: asked {{{asked}}}, free {free} of "
+            f"{total}; ask for fewer workers, stop what holds the rest, or add nodes"
+        ) from None
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return Room(group, True, tuple(range(workers)))
+
+
+def nodes_of(room: Room) -> int:
+    """On how many nodes the workers lie."""
+    placed: dict[int, Any] = placement_group_table(room.group)["bundles_to_node_id"]
+    return len({placed[bundle] for bundle in room.bundles})
+
+
+def _summary(resources: dict[str, float]) -> str:
+    shown = [f"{name}: {resources.get(name, 0):g}" for name in ("CPU", "GPU") if name in resources or name == "CPU"]
+    return "{" + ", ".join(shown) + "}"

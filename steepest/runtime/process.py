@@ -1,0 +1,248 @@
+"""The process that Ray runs for a worker or a server: a router on a thread, and calls into it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+from steepest.comm.channel import Address
+from steepest.comm.message import COORDINATOR, server_peer, worker_peer
+from steepest.comm.router import Router
+from steepest.comm.wire import WireTransport
+from steepest.job import (
+    Description,
+    Job,
+    ModelCreator,
+    build_models,
+    build_replicas,
+    host_coordinator,
+    host_server,
+    host_worker,
+)
+from steepest.model import Model
+from steepest.replicas import Replicas
+from steepest.runtime.object_store import Bytes, IdleTransport, Outbox, Parcel, unpack
+from steepest.worker import Worker
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs.
+
+    Attributes:
+        node: Ray node id.
+        logs: files that hold what it printed.
+    """
+
+    node: str
+    host: str
+    pid: int
+    logs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """What a function given to `foreach_worker` sees.
+
+    Attributes:
+        index: of the worker.
+        models: its replicas; their weights are those of the last commit.
+    """
+
+    index: int
+    host: str
+    pid: int
+    models: tuple[Model, ...]
+
+
+class Process:
+    """A Ray actor's body. Its methods run on Ray's threads; all state lives on the router's thread.
+
+    Args:
+        name: for threads and logs.
+        token: the job's secret.
+        threads: torch threads.
+    """
+
+    def __init__(self, name: str, token: bytes, threads: int) -> None:
+        context = ray.get_runtime_context()
+        logs = dict.fromkeys(_log_file(number) for number in (1, 2))
+        self._place = Place(
+            context.get_node_id(),
+            ray.util.get_node_ip_address(),
+            os.getpid(),
+            tuple(log for log in logs if log),
+        )
+        self._wire: WireTransport | None = None
+        self._outbox: Outbox | None = None
+        self._models: list[Model] = []
+        self._replicas: Replicas | None = None
+        self._worker: Worker | None = None
+        self._index = -1
+        self._token = token
+        self._router = Router()
+        self._router.transport = IdleTransport()
+        self._router.start(name)
+        self._on_router(lambda: torch.set_num_threads(threads))
+
+    def _on_router(self, function: Callable[[], Any]) -> Any:
+        return self._router.call(function).result()
+
+    def place(self) -> Place:
+        """Where it runs."""
+        return self._place
+
+    def build(
+        self, model_creator: ModelCreator, worker: int, devices: int, seed: int, chunk_bytes: int | None
+    ) -> Description:
+        """Makes the worker's models."""
+
+        def build() -> Description:
+            self._index = worker
+            self._models, description = build_models(model_creator, worker, devices, seed, chunk_bytes)
+            return description
+
+        description: Description = self._on_router(build)
+        return description
+
+    def bind(self, job: Job, gpu: bool) -> None:
+        """Moves the models into flat buffers on their devices."""
+
+        def bind() -> None:
+            kind = "cuda" if gpu else "cpu"
+            devices = [torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))]
+            self._replicas = build_replicas(job, self._index, self._models, devices)
+
+        self._on_router(bind)
+
+    def initial(self) -> tuple[Bytes, dict[str, torch.Tensor]]:
+        """The flat weights and the first replica's state, as made."""
+        assert self._replicas is not None
+        replicas = self._replicas
+        return replicas.weights.numpy(), replicas.models[0].state()
+
+    def open(self, job: Job, servers: Sequence[int], initial: tuple[Bytes, dict[str, torch.Tensor]] | None) -> Address:
+        """Hosts servers (the coordinator beside the first) and this process' worker, and listens."""
+
+        def open_() -> Address:
+            peers = tuple(server_peer(index) for index in servers)
+            if 0 in servers:
+                peers = (*peers, COORDINATOR)
+            if self._replicas is not None:
+                peers = (*peers, worker_peer(self._index))
+            wire = WireTransport(self._token, peers, self._place.node, self._router.destination)
+            self._wire = wire
+            self._router.transport = wire
+            if servers:
+                # A worker that hosts the servers shares its weights with them: one copy, updated in place.
+                if self._replicas is None:
+                    assert initial is not None
+                    weights = torch.empty(job.description.layout.nbytes, dtype=torch.uint8)
+                    for chunk in job.description.layout.chunks:
+                        if job.owners[chunk.index] in servers:
+                            weights.numpy()[chunk.start : chunk.stop] = initial[0][chunk.start : chunk.stop]
+                else:
+                    weights = self._replicas.weights
+                if 0 in servers:
+                    host_coordinator(self._router, job)
+                for index in servers:
+                    host_server(self._router, job, index, weights)
+            self._open_worker(job, initial)
+            return wire.listen(self._place.host)
+
+        address: Address = self._on_router(open_)
+        return address
+
+    def open_calls(self, job: Job, initial: tuple[Bytes, dict[str, torch.Tensor]]) -> None:
+        """Hosts this process' worker, reached by `deliver` alone."""
+
+        def open_() -> None:
+            self._outbox = Outbox((COORDINATOR, server_peer(0)))
+            self._router.attach(self._outbox)
+            self._open_worker(job, initial)
+
+        self._on_router(open_)
+
+    def _open_worker(self, job: Job, initial: tuple[Bytes, dict[str, torch.Tensor]] | None) -> None:
+        if self._replicas is None:
+            return
+        self._worker = host_worker(self._router, job, self._index, self._replicas)
+        if initial is not None:
+            for model in self._replicas.models:
+                model.load_state(initial[1])
+
+    def connect(self, addresses: Sequence[Address], timeout: float) -> None:
+        """Connects to other processes."""
+
+        def connect() -> None:
+            assert self._wire is not None
+            for address in addresses:
+                self._router.attach(self._wire.connect(address, timeout))
+
+        self._on_router(connect)
+
+    def join(self) -> None:
+        """Tells the coordinator that this process' worker is ready."""
+        assert self._worker is not None
+        self._on_router(self._worker.join)
+
+    def deliver(self, heads: list[bytes], *payloads: Bytes) -> Parcel:
+        """Messages for the worker; returns what it has to say."""
+
+        def deliver() -> Parcel:
+            assert self._outbox is not None
+            self._router.inject(unpack(heads, payloads, self._router.destination))
+            return self._outbox.take()
+
+        parcel: Parcel = self._on_router(deliver)
+        return parcel
+
+    def watch(self) -> None:
+        """Returns when the process is stopped; raises what ended its router otherwise."""
+        self._router.finished.result()
+
+    def call(self, position: tuple[int, int], function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function on the replicas once they hold the weights of (generation, version)."""
+        assert self._worker is not None
+        worker = self._worker
+        future: Future[Any] = self._on_router(
+            lambda: worker.at_version(*position, lambda replicas: function(replicas, *arguments))
+        )
+        return future.result()
+
+    def view_call(self, position: tuple[int, int], function: Callable[[WorkerView], Any]) -> Any:
+        """Runs a user's function on this worker."""
+        place = self._place
+
+        def run(replicas: Replicas) -> Any:
+            return function(WorkerView(self._index, place.host, place.pid, replicas.models))
+
+        return self.call(position, run)
+
+    def counters(self) -> dict[str, int]:
+        """Frames refused and bytes sent by this process."""
+
+        def count() -> dict[str, int]:
+            refused = self._router.refused + (self._wire.refused if self._wire else 0)
+            return {"refused": refused, "bytes_sent": self._wire.bytes_sent if self._wire else 0}
+
+        counters: dict[str, int] = self._on_router(count)
+        return counters
+
+    def stop(self) -> None:
+        """Closes every channel and ends the thread."""
+        self._router.stop()
+
+
+def _log_file(descriptor: int) -> str:
+    try:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+    return path if path.startswith("/") and os.path.isfile(path) else ""

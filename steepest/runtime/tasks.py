@@ -1,0 +1,63 @@
+"""What the driver has workers do between steps: functions of a worker's replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from steepest.model import Model
+from steepest.replicas import Replicas, WorkerResult
+
+T = TypeVar("T")
+
+
+def states(replicas: Replicas) -> list[dict[str, torch.Tensor]]:
+    """Each replica's buffers."""
+    return [model.state() for model in replicas.models]
+
+
+def on_models(replicas: Replicas, fn: Callable[[Model], T]) -> list[T]:
+    """A user's function on every replica."""
+    return [fn(model) for model in replicas.models]
+
+
+def on_first_model(replicas: Replicas, fn: Callable[[Model], T]) -> T:
+    """A user's function on the first replica."""
+    return fn(replicas.models[0])
+
+
+def evaluate(
+    replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: dict[str, torch.Tensor]
+) -> WorkerResult:
+    """A worker's part of an evaluation, with buffers averaged over all replicas in place of its own."""
+    own = replicas.models[0].state()
+    replicas.models[0].load_state(state)
+    try:
+        return replicas.evaluate(data, batch_size, replicas.worker, parts)
+    finally:
+        replicas.models[0].load_state(own)
+
+
+def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """Buffers by replica, from a checkpoint's "replica/buffer"."""
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    for key, value in flat.items():
+        replica, _, name = key.partition("/")
+        states.setdefault(int(replica), {})[name] = value
+    return states
+
+
+def continue_from(
+    replicas: Replicas,
+    plan: Any,
+    seed: int,
+    states: dict[int, dict[str, torch.Tensor]],
+    averaged: dict[str, torch.Tensor],
+    total: int,
+) -> None:
+    """Takes a checkpoint's place in the data and buffers: its own, or the mean when there were others."""
+    replicas.use_plan(plan, seed)
+    for index, model in enumerate(replicas.models, start=replicas.first_index):
+        model.load_state(states[index] if len(states) == total else averaged)

@@ -1,0 +1,484 @@
+"""DistributedSGD: what a user drives."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from steepest import checkpoint
+from steepest.client import Client, Snapshot
+from steepest.comm.message import Kind, Message, Peer
+from steepest.config import RunSettings, StrategyConfig, as_strategy, require_count
+from steepest.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    ShutdownError,
+)
+from steepest.job import ModelCreator
+from steepest.model import Model
+from steepest.observe.progress import Callback, ProgressBar
+from steepest.observe.results import EvaluationResult, Stats, StepResult
+from steepest.replicas import Replicas, WorkerResult, mean_states
+from steepest.runtime import tasks
+from steepest.runtime.launch import Cluster
+from steepest.runtime.placement import worker_bundle
+from steepest.runtime.process import WorkerView
+from steepest.runtime.supervision import raise_step_error
+
+T = TypeVar("T")
+_LOOK_SECONDS = 1.0
+
+
+class DistributedSGD:
+    """Trains one model on many workers.
+
+    Starts Ray when it is not running, places the workers, builds the model on each and waits until all
+    are up. Use it as a context manager, or call `shutdown`.
+
+    Args:
+        model_creator: called as ``model_creator(worker_index, device_index)`` for each replica; returns a
+            `Model`, such as `TorchModel`. Random state is seeded alike before each call.
+        num_workers: worker processes.
+        devices_per_worker: replicas in each of them.
+        gpu: each replica on a GPU of its own instead of the CPU.
+        strategy: "ps", "simple", or a strategy object with its settings.
+        seed: of initial weights, order of samples and random state.
+        settings: CPUs per worker and deadlines.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+        ModelError, ModelRaisedError: the model is, or building it raised.
+        ResourcesError: the cluster cannot place the workers within `settings.start_timeout` seconds.
+
+    Example:
+        >>> with DistributedSGD(model_creator, num_workers=2) as sgd:      # doctest: +SKIP
+        ...     sgd.fit(epochs=3)
+        ...     print(sgd.evaluate(test_set))
+    """
+
+    def __init__(
+        self,
+        model_creator: ModelCreator,
+        num_workers: int = 1,
+        devices_per_worker: int = 1,
+        gpu: bool = False,
+        strategy: str | StrategyConfig = "ps",
+        *,
+        seed: int = 0,
+        settings: RunSettings | None = None,
+    ) -> None:
+        if not callable(model_creator):
+            raise ConfigurationError(
+                f"model_creator={model_creator!r}: give a function of (worker_index, device_index) that returns a model"
+            )
+        self.num_workers = require_count("num_workers", num_workers)
+        self.devices_per_worker = require_count("devices_per_worker", devices_per_worker)
+        self.strategy = as_strategy(strategy)
+        self._settings = settings or RunSettings()
+        require_count("seed", seed, 0)
+        self._training = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
+        self._samples = 0
+        self._seconds = 0.0
+        self._bytes_pushed = 0
+        self._cluster: Cluster | None = Cluster(
+            model_creator, num_workers, devices_per_worker, gpu, self.strategy, seed, self._settings
+        )
+        self._job = self._cluster.job
+        self._seed = seed
+        self._plan = self._job.plan()
+        self.num_servers = self._job.num_servers
+
+    # -- training ------------------------------------------------------------------------------
+
+    def step(self, fetch_stats: bool = True) -> StepResult:
+        """Takes one step: one batch on every replica; returns when it is committed.
+
+        Args:
+            fetch_stats: compute and return loss, metrics and timings too.
+
+        Raises:
+            ModelRaisedError: the model raised; its traceback is the cause.
+            NonFiniteError: a gradient holds NaN or infinity.
+            DeadlineError: the step was not committed within `settings.step_timeout` seconds.
+            PeerLostError: a process died.
+            ShutdownError: after `shutdown`.
+        """
+        with self._training:
+            results: list[StepResult] = []
+            self._train(1, fetch_stats, results.append)
+            return results[0]
+
+    def fit(
+        self,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        progress: bool = True,
+    ) -> StepResult:
+        """Takes many steps; workers drive themselves meanwhile.
+
+        Args:
+            steps, epochs: how long; exactly one of them. An epoch ends where the data have been seen
+                once; the first may have begun before.
+            callbacks: called for each step and, if they ask for it, between epochs.
+            progress: show a progress bar on standard error.
+
+        Returns:
+            The last step's result.
+
+        Raises:
+            As `step`; and what a callback raises. Steps committed until then stay.
+        """
+        with self._training:
+            total = self._steps_for(steps, epochs)
+            all_callbacks = [*([ProgressBar()] if progress else []), *callbacks]
+            last: list[StepResult] = []
+
+            def on_step(result: StepResult) -> None:
+                last[:] = [result]
+                for callback in all_callbacks:
+                    callback.on_step(self, result)
+
+            for callback in all_callbacks:
+                callback.on_fit_begin(self, total)
+            try:
+                left = total
+                pausing = [c for c in all_callbacks if type(c).on_epoch_end is not Callback.on_epoch_end]
+                while left:
+                    granted, ends_epoch = left, False
+                    if pausing and self._plan is not None:
+                        to_end = self._plan.epoch_end(self._version()) - self._version()
+                        granted, ends_epoch = min(left, to_end), to_end <= left
+                    self._train(granted, True, on_step)
+                    left -= granted
+                    for callback in pausing if ends_epoch else ():
+                        callback.on_epoch_end(self, last[0])
+            finally:
+                for callback in all_callbacks:
+                    callback.on_fit_end(self)
+            return last[0]
+
+    def _steps_for(self, steps: int | None, epochs: int | None) -> int:
+        if (steps is None) == (epochs is None):
+            raise ConfigurationError(f"steps={steps!r}, epochs={epochs!r}: give exactly one of them")
+        if steps is not None:
+            return require_count("steps", steps)
+        count = require_count("epochs", epochs)
+        if self._plan is None:
+            raise ConfigurationError("the training data are a stream without epochs: give steps=")
+        version = self._version()
+        end = version
+        for _ in range(count):
+            end = self._plan.epoch_end(end)
+        return end - version
+
+    def _train(self, steps: int, stats: bool, on_step: Callable[[StepResult], None]) -> None:
+        """Grants steps and hands on each result; takes back what is not used when anything raises."""
+        cluster = self._live()
+        client = cluster.client
+        began = time.monotonic()
+        self._on_router(lambda: client.ask(steps, stats))
+        taken = 0
+        try:
+            while taken < steps:
+                outcome = self._next_outcome(cluster, client)
+                if isinstance(outcome, PeerLostError):
+                    cluster.lost(Peer("server", 0), str(outcome))
+                if outcome.kind is Kind.FAILURE:
+                    taken = steps  # the coordinator has taken the rest back already
+                    self._raise_failure(cluster, outcome.values())
+                taken += 1
+                meta = outcome.values()
+                self._samples += meta["samples"]
+                self._bytes_pushed += meta["bytes_pushed"]
+                epoch = self._plan.position(outcome.version - 1).epoch if self._plan is not None else None
+                on_step(StepResult.from_message(outcome.version, meta, epoch))
+        finally:
+            self._seconds += time.monotonic() - began
+            if taken < steps:
+                self._revoke(cluster)
+
+    def _next_outcome(self, cluster: Cluster, client: Client) -> Message | PeerLostError:
+        deadline = time.monotonic() + self._settings.step_timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
+        while True:
+            try:
+                return client.outcomes.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                cluster.raise_if_dead()
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"step {self._version() + 1} was not committed within {self._settings.step_timeout:g} s and "
+                        "the coordinator is silent"
+                    ) from None
+
+    def _revoke(self, cluster: Cluster) -> None:
+        """After an error or Ctrl-C: workers become idle, and what they reported meanwhile is forgotten."""
+        try:
+            self._wait(self._on_router(cluster.client.revoke), "the coordinator to stop the workers")
+        except (PeerLostError, DeadlineError, ShutdownError):
+            return  # nobody is left to be stopped; the first error says why
+        while not cluster.client.outcomes.empty():
+            cluster.client.outcomes.get()
+
+    def _raise_failure(self, cluster: Cluster, meta: dict[str, Any]) -> NoReturn:
+        if meta["reason"] == "deadline":
+            cluster.raise_if_dead()  # the better explanation
+        if meta["reason"] == "lost":
+            cluster.lost(Peer(*meta["peer"]), meta["why"])
+        raise_step_error(meta, cluster.places)
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def evaluate(self, data: Any, batch_size: int | None = None) -> EvaluationResult:
+        """Loss and metrics over a data set, shared out over the workers, with the last committed weights.
+
+        Args:
+            data: what the model takes as training data, but of known length.
+            batch_size: samples at once; by default the model's own.
+        """
+        with self._training:
+            cluster = self._live()
+            state = self._mean_state(cluster)
+            parts = self.num_workers
+            results: list[WorkerResult] = cluster.call_workers(tasks.evaluate, data, batch_size, parts, state)
+            weight = sum(result.weight for result in results)
+            if not weight:
+                raise ConfigurationError("evaluate() was given no samples")
+
+            def mean(values: list[tuple[float, float]]) -> float:
+                return sum(value * w for value, w in values) / sum(w for _, w in values)
+
+            names = sorted({name for result in results for name in result.metrics})
+            metrics = {
+                name: mean([(r.metrics[name], r.weight) for r in results if name in r.metrics]) for name in names
+            }
+            loss = mean([(result.loss, result.weight) for result in results])
+            return EvaluationResult(loss, metrics, sum(result.samples for result in results))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """CPU copies of all parameters by name, at one version; at any time, from any thread."""
+        snapshot = self._snapshot("weights")
+        return self._named(snapshot)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """`weights`, further names of tied parameters, and buffers averaged over replicas.
+
+        Loads into the plain module: ``module.load_state_dict(sgd.state_dict())``.
+        """
+        with self._training:
+            state = self._named(self._snapshot("weights"))
+            for entry in self._job.description.layout.entries:
+                for alias in entry.aliases:
+                    state[alias] = state[entry.name]
+            return state | self._mean_state(self._live())
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Sets parameters by name on all servers and workers; those not named, and the optimizer, stay.
+
+        Raises:
+            ConfigurationError: an unknown name or another shape.
+        """
+        with self._training:
+            snapshot = self._snapshot("weights")
+            self._overwrite(snapshot.weights, weights)
+            self._install(self._version(), snapshot.weights, None)
+
+    def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
+        """Runs a function in every worker process, between steps; returns what each returned."""
+        with self._training:
+            return self._live().call_workers(fn, view=True)
+
+    def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
+        """Runs a function on every replica of the model, in its process, between steps."""
+        with self._training:
+            return [r for part in self._live().call_workers(tasks.on_models, fn) for r in part]
+
+    def for_model(self, fn: Callable[[Model], T]) -> T:
+        """Runs a function on the first replica only."""
+        with self._training:
+            found: T = self._live().call_workers(tasks.on_first_model, fn, workers=[0])[0]
+            return found
+
+    def warmup(self) -> None:
+        """Computes one gradient on every replica and throws it away, so that the first step is not the slowest."""
+        with self._training:
+            self._live().call_workers(Replicas.warmup)
+
+    def stats(self) -> Stats:
+        """Counters of the job so far."""
+        cluster = self._live()
+        counters = self._wait(self._on_router(cluster.client.counters), "the coordinator's counters")
+        refused = sum(counter["refused"] for counter in cluster.worker_counters())
+        return Stats(
+            counters["version"], counters["generation"], self._samples, self._seconds, self._bytes_pushed, refused,
+            self.num_workers, self.num_servers,
+        )  # fmt: skip
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Writes a checkpoint: weights, optimizer state, buffers, and the place in the data.
+
+        Args:
+            path: a directory; a checkpoint that is there is replaced when the new one is whole.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        with self._training:
+            cluster = self._live()
+            snapshot = self._snapshot("state")
+            layout = self._job.description.layout
+            optimizer, plain = checkpoint.assemble(layout, snapshot.records)
+            states = self._states(cluster)
+            position = self._plan.position(snapshot.version) if self._plan is not None else None
+            about = {
+                "step": snapshot.version,
+                "epoch": position.epoch if position else 0,
+                "offset": position.begin if position else 0,
+                "samples": self._job.description.samples,
+                "seed": self._seed,
+                "optimizer": self._job.description.optimizer_spec.name,
+                "plain": plain,
+                "aliases": {entry.name: list(entry.aliases) for entry in layout.entries if entry.aliases},
+            }
+            replicas = {f"{i}/{name}": value for i, state in enumerate(states) for name, value in state.items()}
+            weights = self._named(snapshot) | mean_states(states, [1.0] * len(states))
+            checkpoint.write(Path(path), checkpoint.Checkpoint(weights, optimizer, replicas, about))
+
+    def restore(self, path: str | Path) -> None:
+        """Continues from a checkpoint, at any number of workers and servers, under any strategy.
+
+        With the same global batch the samples go on exactly where they stopped.
+
+        Raises:
+            CheckpointError: missing, damaged, or of another model, optimizer or data set. Nothing changes then.
+        """
+        with self._training:
+            cluster = self._live()
+            saved = checkpoint.read(Path(path))
+            about = saved.about
+            for what, mine in (
+                ("optimizer", self._job.description.optimizer_spec.name),
+                ("samples", self._job.description.samples),
+            ):
+                if about[what] != mine:
+                    raise CheckpointError(f"the checkpoint at {path} has {what} {about[what]}, this job has {mine}")
+            layout = self._job.description.layout
+            missing = [entry.name for entry in layout.entries if entry.name not in saved.weights]
+            if missing:
+                raise CheckpointError(f"the checkpoint at {path} has no parameter {missing[0]!r}: another model")
+            weights = layout.allocate()
+            try:
+                self._overwrite(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
+            except ConfigurationError as error:
+                raise CheckpointError(f"the checkpoint at {path} is of another model: {error}") from error
+            records = checkpoint.disassemble(layout, saved.optimizer, about["plain"])
+            averaged = {name: value for name, value in saved.weights.items() if name not in layout.index}
+            self._install(about["step"], weights, records)
+            self._seed = about["seed"]
+            self._plan = self._job.plan(about["step"], about["epoch"], about["offset"], self._seed)
+            cluster.call_workers(
+                tasks.continue_from,
+                self._plan,
+                self._seed,
+                tasks.by_replica(saved.replicas),
+                averaged,
+                self._job.replicas,
+            )
+
+    # -- life ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def resources(
+        num_workers: int = 1, devices_per_worker: int = 1, gpu: bool = False, cpus_per_worker: int = 1
+    ) -> Any:
+        """What a Ray Tune trial must reserve: ``tune.with_resources(trainable, DistributedSGD.resources(2))``."""
+        from ray.tune import PlacementGroupFactory
+
+        bundle = worker_bundle(devices_per_worker, gpu, cpus_per_worker)
+        return PlacementGroupFactory([{}, *[bundle] * require_count("num_workers", num_workers)])
+
+    def shutdown(self) -> None:
+        """Ends all processes of this job, and Ray if it was started here; may be called twice."""
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.shutdown()
+
+    def __enter__(self) -> DistributedSGD:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _live(self) -> Cluster:
+        if self._cluster is None:
+            raise ShutdownError("this trainer is shut down: make another one")
+        return self._cluster
+
+    def _on_router(self, function: Callable[[], T]) -> T:
+        found: T = self._live().on_router(function)
+        return found
+
+    def _wait(self, future: Future[T], what: str) -> T:
+        cluster = self._live()
+        try:
+            return future.result(self._settings.step_timeout)
+        except FutureTimeoutError:
+            cluster.raise_if_dead()
+            raise DeadlineError(f"waited {self._settings.step_timeout:g} s in vain for {what}") from None
+        except PeerLostError as error:
+            cluster.lost(Peer("server", 0), str(error))
+
+    def _version(self) -> int:
+        return self._live().client.position.version
+
+    def _snapshot(self, what: str) -> Snapshot:
+        client = self._live().client
+        return self._wait(self._on_router(lambda: client.read(what)), "a snapshot of the weights")
+
+    def _named(self, snapshot: Snapshot) -> dict[str, torch.Tensor]:
+        layout = self._job.description.layout
+        entries = sorted(enumerate(layout.entries), key=lambda item: item[0], reverse=True)  # the module's order
+        return {entry.name: layout.entry_view(snapshot.weights, i).clone() for i, entry in entries}
+
+    def _overwrite(self, flat: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
+        layout = self._job.description.layout
+        known = {alias: i for i, entry in enumerate(layout.entries) for alias in (entry.name, *entry.aliases)}
+        for name, value in weights.items():
+            if name not in known:
+                raise ConfigurationError(
+                    f"no parameter is named {name!r}: there are {', '.join(sorted(known)[:8])} ..."
+                )
+            entry = layout.entries[known[name]]
+            value = torch.as_tensor(value)
+            if tuple(value.shape) != entry.shape:
+                raise ConfigurationError(f"{name!r} has shape {tuple(value.shape)}, the model's has {entry.shape}")
+            layout.entry_view(flat, known[name]).copy_(value)
+
+    def _install(self, version: int, weights: torch.Tensor, records: list[checkpoint.Record] | None) -> None:
+        client = self._live().client
+        self._wait(self._on_router(lambda: client.install(version, weights, records)), "servers to take new weights")
+
+    def _states(self, cluster: Cluster) -> list[dict[str, torch.Tensor]]:
+        return [state for part in cluster.call_workers(tasks.states) for state in part]
+
+    def _mean_state(self, cluster: Cluster) -> dict[str, torch.Tensor]:
+        states = self._states(cluster)
+        return mean_states(states, [1.0] * len(states))  # replicas see equally many samples
