@@ -103,3 +103,8 @@ def data_directory() -> Path | None:
     """The directory of data sets named by STEEPEST_DATA, or None when it is not set."""
     value = os.environ.get("STEEPEST_DATA")
     return Path(value) if value else None
+
+
+def cluster_address() -> str | None:
+    """The running Ray cluster named by RAY_ADDRESS, or None when it is not set."""
+    return os.environ.get("RAY_ADDRESS") or None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +18,51 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from steepest.config import cluster_address
 from steepest.errors import ResourcesError
 
 
-def ensure_ray() -> bool:
+def ensure_ray(num_cpus: int | None = None) -> bool:
     """Connects to Ray unless that is done: to a running cluster (RAY_ADDRESS), or to a new one.
+
+    Args:
+        num_cpus: CPUs that a new cluster has at least, whatever the machine has.
 
     Returns:
         Whether this call did it, so that whoever called ends it.
     """
     if ray.is_initialized():
         return False
-    ray.init(include_dashboard=False, logging_level=logging.WARNING)
+    if (address := cluster_address()) is not None:
+        ray.init(address=address, logging_level=logging.WARNING)
+    else:
+        cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
+        ray.init(num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
     return True
+
+
+@contextlib.contextmanager
+def ray_session(num_cpus: int | None = None) -> Iterator[None]:
+    """Ray for the length of a block: as it is, or begun and ended here; see `ensure_ray`."""
+    began = ensure_ray(num_cpus)
+    try:
+        yield
+    finally:
+        if began:
+            ray.shutdown()
+
+
+def describe_cluster() -> str:
+    """Version, nodes and free resources of the cluster that we are connected to, in a line."""
+    free, total = ray.available_resources(), ray.cluster_resources()
+    nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+    shown = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+    return f"Ray {ray.__version__}, {nodes} nodes, free: {shown}"
+
+
+def free_cpus() -> int:
+    """Whole CPUs that are free now."""
+    return int(ray.available_resources().get("CPU", 0))
 
 
 def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
