@@ -122,13 +122,15 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
     """Makes what a user calls data into a source and a batch size.
 
     Args:
-        data: an array or tensor, a tuple or list of them, a map-style dataset, a DataLoader, or an
-            iterable of batches.
-        batch_size: samples per replica and step; may be None with a DataLoader that has one.
+        data: an array or tensor, a tuple or list of them, a map-style dataset, a DataLoader, an
+            IterableDataset of samples, or an iterable of batches.
+        batch_size: samples per replica and step; may be None with a DataLoader that has one, and with
+            streams that yield whole batches.
 
     Raises:
         ConfigurationError: no batch size, a DataLoader with a sampler of its own, empty data.
     """
+    batched = batch_size is not None
     loader_source = _from_loader(data) if isinstance(data, DataLoader) else None
     if batch_size is None and isinstance(data, DataLoader):
         batch_size = data.batch_size
@@ -157,6 +159,8 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
             "epochs are not exact and a restored run starts the stream anew",
             type(data).__name__,
         )
+        if isinstance(data, IterableDataset) and batched:  # it yields samples, as torch's DataLoader takes it
+            data = DataLoader(data, batch_size=batch_size)
         return StreamSource(data), batch_size
     if not hasattr(data, "__len__"):
         raise ConfigurationError(f"the dataset {type(data).__name__} has no length: add __len__")

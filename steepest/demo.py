@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from steepest.config import STRATEGY_NAMES
 from steepest.errors import ConfigurationError
@@ -88,7 +88,7 @@ def train_in_one_process(train: Arrays, steps: int) -> dict[str, torch.Tensor]:
     for step in range(steps):
         batch = torch.from_numpy(plan.share(step, 0, 1))
         sgd.zero_grad()
-        F.cross_entropy(module(x[batch]), y[batch]).backward()
+        F.cross_entropy(module(x[batch]), y[batch]).backward()  # type: ignore[no-untyped-call]
         sgd.step()
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 

@@ -137,7 +137,9 @@ class Replicas:
             shares = [np.arange(min(model.batch_size, model.data.size or 1))]
             batch = next(iter(model.data.open(shares)))
             state = model.state()
+            before = model.state()  # running means, say, which a forward pass moves on
             model.compute_gradients(batch, lambda *_: None, False)
+            model.load_state(before)
             model.load_state(state)
             self._batches[replica] = None
 

@@ -1,8 +1,9 @@
-"""For tests: a whole job in one thread, over in-process channels, on virtual time."""
+"""For tests: a whole job in one thread, over in-process channels, on virtual time; collectives between threads."""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ from steepest.job import (
     host_worker,
     make_strategy,
 )
+from steepest.sampler import even_share
 from steepest.worker import Worker
 
 T = TypeVar("T")
@@ -281,9 +283,96 @@ class InProcessCluster:
         return {e.name: layout.entry_view(snapshot.weights, i).clone() for i, e in enumerate(layout.entries)}
 
     def disconnect(self, peer: Peer) -> None:
-        """Cuts every channel that a worker, a server or the client opened."""
-        for link in self.links[peer]:
+        """Cuts every channel of a worker, a server or the client, as its death would."""
+        for link in self.links.get(peer, []):
             link.close()
+        for link in (link for links in self.links.values() for link in links if peer in link.peers):
+            assert link.other is not None
+            link.other.close()
+
+
+class InProcessCollective:
+    """A `Collective` between threads of one process: slow, simple, what others are held against.
+
+    Make one for each member with `InProcessCollective.group`.
+    """
+
+    def __init__(self, rank: int, size: int, board: _Board) -> None:
+        self.rank = rank
+        self.size = size
+        self._board = board
+
+    @classmethod
+    def group(cls, size: int, deadline: float = 10.0) -> list[InProcessCollective]:
+        """Members that know each other; `deadline` is in seconds."""
+        board = _Board(size, deadline)
+        return [cls(rank, size, board) for rank in range(size)]
+
+    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everybody's tensor, by rank."""
+        return self._board.exchange(self.rank, tensor.clone())
+
+    def reduce_scatter(self, vector: torch.Tensor) -> torch.Tensor:
+        """The sum over members of this member's slice."""
+        begin, end = even_share(len(vector), self.rank, self.size)
+        first, *rest = [other[begin:end] for other in self._exchange(vector)]
+        for other in rest:
+            first = first + other
+        return first
+
+    def all_gather(self, part: torch.Tensor, length: int) -> torch.Tensor:
+        """The slices of all members, put together."""
+        whole = torch.cat(self._exchange(part))
+        assert len(whole) == length, "the parts are not the slices of a vector of that length"
+        return whole
+
+    def broadcast(self, vector: torch.Tensor, root: int) -> torch.Tensor:
+        """The root's vector."""
+        return self._exchange(vector)[root]
+
+    def barrier(self) -> None:
+        """Returns when every member has called it."""
+        self._exchange(torch.empty(0))
+
+    def abort(self, reason: str) -> None:
+        """Ends every operation in progress."""
+        self._board.abort(reason)
+
+
+class _Board:
+    """Where threads lay down tensors for each other, one round after the other."""
+
+    def __init__(self, size: int, deadline: float) -> None:
+        self._size = size
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._rounds: dict[int, dict[int, torch.Tensor]] = {}
+        self._taken: dict[int, int] = {}
+        self._next = [0] * size
+        self._aborted = ""
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        with self._changed:
+            number = self._next[rank]
+            self._next[rank] += 1
+            laid = self._rounds.setdefault(number, {})
+            laid[rank] = tensor
+            self._changed.notify_all()
+            there = self._changed.wait_for(lambda: self._aborted or len(laid) == self._size, self._deadline)
+            if self._aborted:
+                raise PeerLostError(f"the collective was aborted: {self._aborted}")
+            if not there:
+                missing = [str(other) for other in range(self._size) if other not in laid]
+                raise DeadlineError(f"waited {self._deadline:g} s in vain for members {', '.join(missing)}")
+            self._taken[number] = self._taken.get(number, 0) + 1
+            if self._taken[number] == self._size:
+                del self._rounds[number], self._taken[number]
+            return [laid[other] for other in range(self._size)]
+
+    def abort(self, reason: str) -> None:
+        with self._changed:
+            self._aborted = self._aborted or reason
+            self._changed.notify_all()
 
 
 def server_peers(index: int) -> tuple[Peer, ...]:

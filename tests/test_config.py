@@ -1,0 +1,170 @@
+"""Settings are refused when they are made, with words that help; errors form the tree that is drawn."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steepest import config, errors
+from steepest.config import (
+    STRATEGY_NAMES,
+    ParameterServerStrategy,
+    RunSettings,
+    SimpleStrategy,
+    StrategyConfig,
+    as_strategy,
+    data_directory,
+    require_count,
+)
+from steepest.errors import ConfigurationError, SteepestError
+
+CARRIERS = {"RemoteTraceback"}  # of text, attached as a cause; not raised on purpose
+
+
+def refused(make: Callable[[], object]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        make()
+    return str(caught.value)
+
+
+# -- strategies -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "cls"), [("simple", SimpleStrategy), ("ps", ParameterServerStrategy)])
+def test_a_name_stands_for_a_strategy_with_its_defaults(name: str, cls: type[StrategyConfig]) -> None:
+    assert as_strategy(name) == cls()
+    assert cls.name == name
+    assert name in STRATEGY_NAMES
+
+
+def test_settings_are_taken_as_given() -> None:
+    given = ParameterServerStrategy(num_servers=2, chunk_bytes=1 << 16)
+    assert as_strategy(given) is given
+
+
+@pytest.mark.parametrize("strategy", ["pss", "PS", "", None, 1, ["ps"], ParameterServerStrategy])
+def test_an_unknown_strategy_is_refused_with_the_names_there_are(strategy: Any) -> None:
+    message = refused(lambda: as_strategy(strategy))
+    assert f"strategy={strategy!r}: give one of" in message
+    assert all(repr(name) in message for name in STRATEGY_NAMES)
+
+
+@pytest.mark.parametrize("field", ["num_servers", "chunk_bytes"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, "2", True])
+def test_counts_are_positive_integers(field: str, value: Any) -> None:
+    message = refused(lambda: ParameterServerStrategy(**{field: value}))
+    assert f"{field}={value!r}: give an integer of at least 1" in message
+
+
+@pytest.mark.parametrize("settings", [SimpleStrategy(), ParameterServerStrategy(num_servers=2), RunSettings()])
+def test_settings_are_frozen_values_by_keyword(settings: Any) -> None:
+    for field in fields(settings):
+        with pytest.raises(FrozenInstanceError):
+            setattr(settings, field.name, 3)
+    again = type(settings)(**{field.name: getattr(settings, field.name) for field in fields(settings)})
+    assert again == settings
+    assert hash(again) == hash(settings)
+    with pytest.raises(TypeError):
+        type(settings)(1)
+
+
+# -- run settings ---------------------------------------------------------------------------------
+
+
+def test_run_settings_suit_most_as_they_are() -> None:
+    settings = RunSettings()
+    assert settings.cpus_per_worker == 1
+    assert 0 < settings.start_timeout < settings.step_timeout
+    assert RunSettings(step_timeout=1).step_timeout == 1
+
+
+@pytest.mark.parametrize("field", ["start_timeout", "step_timeout"])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "30", None, True])
+def test_deadlines_are_positive_and_finite(field: str, value: Any) -> None:
+    assert f"{field}={value!r}: give a positive number of seconds" in refused(lambda: RunSettings(**{field: value}))
+
+
+@pytest.mark.parametrize("value", [0, -2, 0.5, None, True])
+def test_workers_have_whole_cpus(value: Any) -> None:
+    assert f"cpus_per_worker={value!r}: give an integer" in refused(lambda: RunSettings(cpus_per_worker=value))
+
+
+def test_require_count_gives_the_count_back() -> None:
+    assert require_count("steps", 3) == 3
+    assert require_count("steps", 0, least=0) == 0
+    assert "steps=1: give an integer of at least 2" in refused(lambda: require_count("steps", 1, least=2))
+
+
+def test_the_data_directory_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEEPEST_DATA", "/somewhere/else")
+    assert data_directory() == Path("/somewhere/else")
+    monkeypatch.setenv("STEEPEST_DATA", "")
+    assert data_directory() is None
+    monkeypatch.delenv("STEEPEST_DATA")
+    assert data_directory() is None
+
+
+def test_no_other_module_reads_the_environment() -> None:
+    package = Path(inspect.getfile(config)).parent
+    readers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"\bos\.(environ|getenv)\b|from os import .*(environ|getenv)", path.read_text())
+    }
+    assert readers == {"config.py"}
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def drawn_tree() -> dict[str, set[str]]:
+    """Each class drawn in the docstring of errors.py, with the names of its bases."""
+    tree: dict[str, set[str]] = {}
+    above: list[str] = []
+    for line in inspect.getdoc(errors).splitlines():  # type: ignore[union-attr]
+        found = re.match(r"(?P<indent>[│├└─ ]*)(?P<name>\w+)(?: \((?P<extra>\w+)\))?(?:\s{2,}|$)", line)
+        if not found:
+            continue
+        depth = len(found["indent"]) // 4
+        del above[depth:]
+        parent = above[-1] if above else "Exception"
+        tree[found["name"]] = {parent} | ({found["extra"]} if found["extra"] else set())
+        above.append(found["name"])
+    return tree
+
+
+def defined() -> dict[str, type[BaseException]]:
+    classes = inspect.getmembers(errors, inspect.isclass)
+    return {name: cls for name, cls in classes if cls.__module__ == errors.__name__ and name not in CARRIERS}
+
+
+def test_the_tree_of_errors_is_the_one_drawn() -> None:
+    drawn = drawn_tree()
+    assert drawn == {name: {base.__name__ for base in cls.__bases__} for name, cls in defined().items()}
+    assert len(drawn) > 5
+
+
+@pytest.mark.parametrize("name", sorted(defined()))
+def test_every_error_is_a_steepest_error_and_says_when_it_is_raised(name: str) -> None:
+    cls = defined()[name]
+    assert issubclass(cls, SteepestError)
+    assert cls.__doc__
+    assert str(cls("what happened")) == "what happened"
+    assert name.endswith("Error")
+
+
+def test_errors_can_be_caught_as_what_python_calls_them() -> None:
+    assert issubclass(errors.ConfigurationError, ValueError)
+    assert issubclass(errors.DeadlineError, TimeoutError)
+    assert issubclass(errors.PeerLostError, ConnectionError)
+
+
+def test_a_remote_traceback_is_shown_as_it_was() -> None:
+    shown = str(errors.RemoteTraceback("Traceback:\n  line 1\nValueError: no\n"))
+    assert shown == "\n--- traceback in the other process ---\nTraceback:\n  line 1\nValueError: no"

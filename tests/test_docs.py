@@ -1,0 +1,87 @@
+"""The documents tell the truth: the README's code runs, examples in docstrings run, names are documented."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import steepest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(steepest.__path__, "steepest.") if module.name != "steepest.cli"
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+
+
+def test_the_readmes_example_runs_as_it_stands(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 1
+    assert len(blocks[0].splitlines()) <= 25
+    script = tmp_path / "example.py"
+    script.write_text(blocks[0])
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "EvaluationResult(loss=" in done.stdout
+    assert (tmp_path / "checkpoint" / "manifest.json").exists()
+
+
+def test_every_public_name_is_exported_documented_and_in_the_readme_or_architecture() -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text()
+    text += (ROOT / "docs" / "api.md").read_text()
+    for name in steepest.__all__:
+        public = getattr(steepest, name)
+        assert public.__doc__, f"{name} has no docstring"
+        assert f"`{name}" in text, f"{name} is not documented"
+    here = {name for name in vars(steepest) if not name.startswith("_")}
+    submodules = {module.name for module in pkgutil.iter_modules(steepest.__path__)}
+    assert here - submodules == set(steepest.__all__)
+
+
+def test_architecture_names_every_part() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for module in pkgutil.iter_modules(steepest.__path__):
+        wanted = f"`{module.name}/`" if module.ispkg else f"`{module.name}.py`"
+        assert wanted in text, f"ARCHITECTURE.md does not mention {wanted}"
+
+
+def test_files_stay_small_and_the_core_within_its_budget() -> None:
+    code = 0
+    for path in sorted((ROOT / "steepest").rglob("*.py")):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 500, f"{path.name} has over 500 lines"
+        code += _code_lines(text)
+    assert code <= 8000
+
+
+def _code_lines(text: str) -> int:
+    """Lines that are neither empty, comments nor docstrings."""
+    lines = {n for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.strip().startswith("#")}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            assert node.end_lineno is not None
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    return len(lines)
+
+
+def test_tests_do_not_sleep_and_the_package_does_not_unpickle() -> None:
+    for path in (ROOT / "tests").glob("*.py"):
+        assert not re.search(r"\bsleep\(", path.read_text().replace(r"\bsleep\(", "")), path.name
+    for path in (ROOT / "steepest").rglob("*.py"):
+        assert not re.search(r"pickle\.loads?\(|torch\.load\(", path.read_text()), path.name

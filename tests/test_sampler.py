@@ -1,0 +1,184 @@
+"""SamplePlan: an epoch visits each sample once, whatever the sizes, and any step can be computed alone."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steepest.sampler import SamplePlan, even_share, step_seed
+
+sizes = st.integers(1, 60)
+batches = st.integers(1, 70)
+replica_counts = st.integers(1, 6)
+seeds = st.integers(0, 2**40)
+
+
+def whole_step(plan: SamplePlan, step: int, replicas: int = 1) -> list[int]:
+    return [int(i) for replica in range(replicas) for i in plan.share(step, replica, replicas)]
+
+
+@given(sizes, batches, replica_counts, seeds)
+def test_an_epoch_visits_each_sample_exactly_once(samples: int, batch: int, replicas: int, seed: int) -> None:
+    plan = SamplePlan(samples, batch, seed)
+    step = 0
+    for epoch in range(3):
+        seen: list[int] = []
+        for _ in range(plan.steps_per_epoch):
+            assert plan.position(step).epoch == epoch
+            seen += whole_step(plan, step, replicas)
+            step += 1
+        assert sorted(seen) == list(range(samples))
+        assert seen == plan.permutation(epoch).tolist(), "shares lie in order, cut contiguously"
+
+
+@given(sizes, batches, replica_counts, st.integers(0, 200))
+def test_shares_of_a_step_differ_by_at_most_one(samples: int, batch: int, replicas: int, step: int) -> None:
+    plan = SamplePlan(samples, batch, seed=1)
+    lengths = [len(plan.share(step, replica, replicas)) for replica in range(replicas)]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+    assert sum(lengths) == plan.position(step).end - plan.position(step).begin
+
+
+@given(sizes, batches)
+def test_no_step_straddles_epochs_and_all_but_the_last_are_full(samples: int, batch: int) -> None:
+    plan = SamplePlan(samples, batch, seed=1)
+    for step in range(3 * plan.steps_per_epoch):
+        at = plan.position(step)
+        assert 0 <= at.begin < at.end <= samples
+        assert at.end == samples or at.end - at.begin == batch
+        following = plan.position(step + 1)
+        expected = (at.epoch, at.end) if at.end < samples else (at.epoch + 1, 0)
+        assert (following.epoch, following.begin) == expected
+
+
+@given(sizes, batches, st.integers(0, 200))
+def test_epoch_end_is_the_first_step_of_the_next_epoch(samples: int, batch: int, step: int) -> None:
+    plan = SamplePlan(samples, batch, seed=1)
+    end = plan.epoch_end(step)
+    assert plan.position(end).epoch == plan.position(step).epoch + 1
+    assert plan.position(end).begin == 0
+    assert plan.position(end - 1).epoch == plan.position(step).epoch
+
+
+@given(sizes, batches, seeds, st.integers(0, 100))
+def test_a_restart_continues_exactly(samples: int, batch: int, seed: int, step: int) -> None:
+    plan = SamplePlan(samples, batch, seed)
+    at = plan.position(step)
+    again = SamplePlan(samples, batch, seed, step, at.epoch, at.begin)
+    for later in range(step, step + 2 * plan.steps_per_epoch + 1):
+        assert again.position(later) == plan.position(later)
+        assert whole_step(again, later, 2) == whole_step(plan, later, 2)
+        assert again.epoch_end(later) == plan.epoch_end(later)
+
+
+@given(sizes, batches, seeds, st.integers(0, 50))
+def test_a_restart_at_the_very_end_of_an_epoch_begins_the_next(samples: int, batch: int, seed: int, step: int) -> None:
+    plan = SamplePlan(samples, batch, seed)
+    last = plan.epoch_end(step) - 1
+    again = SamplePlan(samples, batch, seed, last + 1, plan.position(last).epoch, samples)
+    for later in range(last + 1, last + 4):
+        assert again.position(later) == plan.position(later)
+
+
+@given(sizes, batches, batches, seeds, st.integers(0, 50))
+def test_a_restart_with_another_batch_still_visits_each_sample_once(
+    samples: int, batch: int, other: int, seed: int, step: int
+) -> None:
+    plan = SamplePlan(samples, batch, seed)
+    at = plan.position(step)
+    seen = plan.permutation(at.epoch)[: at.begin].tolist()
+    again = SamplePlan(samples, other, seed, step, at.epoch, at.begin)
+    for later in range(step, again.epoch_end(step)):
+        seen += whole_step(again, later, 3)
+    assert sorted(seen) == list(range(samples))
+
+
+def test_a_plan_can_be_asked_in_any_order() -> None:
+    forwards, backwards = SamplePlan(50, 8, seed=3), SamplePlan(50, 8, seed=3)
+    there = [whole_step(forwards, step) for step in range(40)]
+    back = [whole_step(backwards, step) for step in reversed(range(40))]
+    assert there == back[::-1]
+
+
+def test_epochs_and_seeds_are_shuffled_differently() -> None:
+    plan = SamplePlan(50, 8, seed=3)
+    orders = [plan.permutation(epoch).tolist() for epoch in range(5)]
+    orders += [SamplePlan(50, 8, seed).permutation(0).tolist() for seed in range(4, 9)]
+    orders.append(list(range(50)))
+    assert len({tuple(order) for order in orders}) == len(orders)
+
+
+def test_the_same_seed_gives_the_same_permutation_on_every_machine() -> None:
+    assert SamplePlan(8, 3, seed=1).permutation(2).tolist() == SamplePlan(8, 5, seed=1).permutation(2).tolist()
+    assert SamplePlan(8, 3, seed=0).permutation(0).tolist() == [2, 4, 3, 6, 5, 0, 1, 7]
+
+
+def test_replacing_a_setting_forgets_what_was_computed_for_another() -> None:
+    plan = SamplePlan(50, 8, seed=3)
+    plan.permutation(0)
+    other = replace(plan, seed=4)
+    assert other.permutation(0).tolist() == SamplePlan(50, 8, seed=4).permutation(0).tolist()
+    assert plan.permutation(0).tolist() == SamplePlan(50, 8, seed=3).permutation(0).tolist()
+
+
+def test_two_neighbouring_epochs_are_kept_since_loaders_read_ahead() -> None:
+    plan = SamplePlan(50, 8, seed=3)
+    now, ahead = plan.permutation(0), plan.permutation(1)
+    assert plan.permutation(0) is now
+    assert plan.permutation(1) is ahead
+
+
+def test_plans_are_values() -> None:
+    plan = SamplePlan(50, 8, seed=3)
+    plan.permutation(0)
+    assert plan == SamplePlan(50, 8, seed=3) != SamplePlan(50, 8, seed=4)
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy == plan
+    assert whole_step(copy, 7) == whole_step(plan, 7)
+    with pytest.raises(FrozenInstanceError):
+        plan.seed = 4  # type: ignore[misc]
+
+
+@given(sizes, batches, replica_counts, st.data())
+def test_a_replicas_stream_of_shares_skips_empty_ones(
+    samples: int, batch: int, replicas: int, data: st.DataObject
+) -> None:
+    replica = data.draw(st.integers(0, replicas - 1)) if batch >= replicas <= samples else 0
+    plan = SamplePlan(samples, batch, seed=1)
+    streamed = [share.tolist() for share in islice(plan.shares(2, replica, replicas), 5)]
+    asked = [plan.share(step, replica, replicas).tolist() for step in range(2, 2 + 5 * plan.steps_per_epoch + 5)]
+    assert all(streamed)
+    assert streamed == [share for share in asked if share][:5]
+
+
+def test_shares_are_64_bit_integers() -> None:
+    assert SamplePlan(10, 4, seed=0).share(0, 0, 2).dtype == np.int64
+
+
+@given(st.integers(0, 1000), st.integers(1, 40))
+def test_even_shares_are_contiguous_and_even(count: int, parts: int) -> None:
+    ranges = [even_share(count, part, parts) for part in range(parts)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == count
+    assert all(left[1] == right[0] for left, right in pairwise(ranges))
+    assert {end - begin for begin, end in ranges} <= {count // parts, -(-count // parts)}
+
+
+def test_step_seeds_are_distinct_and_fit_in_63_bits() -> None:
+    found = {step_seed(seed, step, replica) for seed in (0, 1, 2**40) for step in range(200) for replica in range(20)}
+    assert len(found) == 3 * 200 * 20
+    assert all(0 <= seed < 2**63 for seed in found)
+    assert step_seed(1, 2, 3) != step_seed(1, 3, 2) != step_seed(2, 1, 3)
+
+
+@given(st.tuples(st.integers(), st.integers(0, 2**40), st.integers(0, 2**20)))
+def test_a_step_seed_depends_on_its_arguments_alone(arguments: tuple[int, int, int]) -> None:
+    assert step_seed(*arguments) == step_seed(*arguments)
+    assert 0 <= step_seed(*arguments) < 2**63
