@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send, server
 from steepest.errors import PeerLostError, ProtocolError, ShutdownError
 from steepest.model import ParameterLayout
 from steepest.server import state_message, state_tensor
+
+T = TypeVar("T")
 
 #: Optimizer state as it lies on servers: which chunk, what it is, its values.
 Record = tuple[int, dict[str, Any], torch.Tensor]
@@ -76,9 +78,13 @@ class Client:
         self._reads: dict[int, _Read] = {}
         self._installs: dict[int, _Install] = {}
         self._counters: dict[int, Future[dict[str, Any]]] = {}
+        self._gone: PeerLostError | None = None
 
     def ask(self, steps: int, stats: bool) -> None:
         """Grants that many more steps; each ends as one entry of `outcomes`."""
+        if self._gone is not None:
+            self.outcomes.put(self._gone)
+            return
         self._send(COORDINATOR, Message(Kind.ASK, meta={"steps": steps, "stats": stats}))
 
     def revoke(self) -> Future[Position]:
@@ -87,7 +93,7 @@ class Client:
         install = _Install(Future(), -1, 0)
         self._installs[self._requests] = install
         self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": 0, "revoke": True}))
-        return install.future
+        return self._unless_gone(install.future)
 
     def read(self, what: str) -> Future[Snapshot]:
         """The weights (`what` is "weights") or optimizer state too ("state"), at one version over all servers."""
@@ -95,7 +101,7 @@ class Client:
         read = _Read(Future(), Snapshot(-1, self._layout.allocate()), set(range(self._servers)))
         self._reads[self._requests] = read
         self._send(COORDINATOR, Message(Kind.READ, sequence=self._requests, meta={"what": what}))
-        return read.future
+        return self._unless_gone(read.future)
 
     def install(self, version: int, weights: torch.Tensor, records: list[Record] | None) -> Future[Position]:
         """Makes these the weights, and the optimizer's state unless `records` is None, as that version."""
@@ -109,18 +115,24 @@ class Client:
             for server in range(self._servers):  # its word that optimizer state is replaced, even by none
                 messages.append((server, Message(Kind.STATE, sequence=self._requests, meta={})))
             for chunk, about, value in records:
-                messages.append((self._owners[chunk], state_message(self._requests, chunk, about, value)))
+                messages.append((self._owners[chunk], state_message(self._requests, chunk, about, value.clone())))
         install = _Install(Future(), version, len(messages))
         self._installs[self._requests] = install
         for server, message in messages:
             self._send(server_peer(server), message)
-        return install.future
+        return self._unless_gone(install.future)
 
     def counters(self) -> Future[dict[str, Any]]:
         """The coordinator's counters."""
         self._requests += 1
         future = self._counters[self._requests] = Future()
         self._send(COORDINATOR, Message(Kind.STATS, sequence=self._requests))
+        return self._unless_gone(future)
+
+    def _unless_gone(self, future: Future[T]) -> Future[T]:
+        """Whoever is gone will not answer: the future fails now."""
+        if self._gone is not None:
+            self._fail_all(self._gone)
         return future
 
     # -- Role ----------------------------------------------------------------------------------
@@ -150,8 +162,13 @@ class Client:
                 elif message.sequence in self._installs:
                     self._acknowledge(message, self._installs[message.sequence])
             case Kind.INSTALLED:
-                self.position = Position(message.generation, message.version)
                 install = self._installs.pop(message.sequence, None)
+                if message.meta is not None:  # a refusal
+                    peer, why = Peer(*message.meta["peer"]), message.meta["why"]
+                    if install is not None:
+                        install.future.set_exception(PeerLostError(f"nothing was installed: {peer} is gone ({why})"))
+                    return
+                self.position = Position(message.generation, message.version)
                 if install is not None:
                     install.future.set_result(self.position)
             case Kind.STATS:
@@ -184,8 +201,11 @@ class Client:
             self._send(COORDINATOR, Message(Kind.INSTALL, sequence=message.sequence, version=install.version))
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """A server or the coordinator is gone: whatever waits for it fails."""
-        self._fail_all(PeerLostError(f"{peer} is gone ({reason})"))
+        """A server or the coordinator is gone: whatever waits for it fails, now and later."""
+        if peer.role in ("server", "coordinator") and self._gone is None:
+            self._gone = PeerLostError(f"{peer} is gone ({reason})")
+            self._fail_all(self._gone)
+            self.outcomes.put(self._gone)
 
     def close(self) -> None:
         """Nothing will arrive any more."""
@@ -199,8 +219,6 @@ class Client:
         futures += [install.future for install in installs.values()]
         for future in futures:
             future.set_exception(error)
-        if isinstance(error, PeerLostError):
-            self.outcomes.put(error)
 
     def tick(self, now: float) -> None:
         """Deadlines are those of the callers."""

@@ -178,7 +178,8 @@ class Coordinator:
         self.generation += 1
         self.limit = self.version
         self._open = _Open()
-        meta = {"workers": sorted(self.joined), "reload": reload}
+        install = reload and bool(self._waiting)  # otherwise what clients put may not be whole yet
+        meta = {"workers": sorted(self.joined), "reload": reload, "install": install}
         out = self._to_servers(Kind.MEMBERS, meta=meta)
         for worker in sorted(self.joined):
             message = Message(Kind.MEMBERS, generation=self.generation, version=self.version, meta=meta)
@@ -219,7 +220,7 @@ class Coordinator:
     def _install(self, source: Peer, message: Message) -> Outgoing:
         self._client = source
         if self.gone:
-            return self._fail(self._loss())
+            return [(source, Message(Kind.INSTALLED, sequence=message.sequence, meta=self._loss()))]
         self.version = self.limit = message.version
         self._waiting.append((source, message.sequence))
         if self.joined == self._members:

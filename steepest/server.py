@@ -65,6 +65,12 @@ class ServerChunk:
             return self._buffers[-1]
         return self._spare.pop()
 
+    def release(self, payload: torch.Tensor | None) -> None:
+        """Takes back the staging buffer, if it is one, of a push that is done with."""
+        if any(payload is buffer for buffer in self._buffers):
+            assert payload is not None
+            self._spare.append(payload)
+
     def reduce(self) -> float:
         """Forms the weighted mean of the staged pushes, in the order of the workers.
 
@@ -138,9 +144,7 @@ class ServerChunk:
     def discard(self) -> None:
         """Forgets what is staged."""
         for push in self.staged.values():
-            if any(push.payload is buffer for buffer in self._buffers):
-                assert push.payload is not None
-                self._spare.append(push.payload)
+            self.release(push.payload)
         self.staged.clear()
         self.mean = None
 
@@ -236,6 +240,7 @@ class Server:
         self._squares = 0.0
         self._reduced = 0
         self._culprits: list[tuple[int, str]] = []
+        self._putting: tuple[Peer, int] | None = None  # who puts what follows, and in which request
         self._put: dict[int, torch.Tensor] = {}
         self._put_state: list[tuple[int, dict[str, Any], torch.Tensor]] = []
 
@@ -270,6 +275,7 @@ class Server:
                 self._snapshot(message)
             case Kind.PUT:
                 assert message.payload is not None
+                self._begin_put(source, message.sequence)
                 self._put[message.chunk] = message.payload
                 self._send(source, Message(Kind.END, sequence=message.sequence, chunk=message.chunk))
             case Kind.STATE:
@@ -293,11 +299,12 @@ class Server:
         if held is None or not held.chunk.trainable:
             raise ProtocolError(f"chunk {message.chunk} takes no gradients on server {self._index}")
         worker = source.index
-        if message.generation < self.generation or message.version < self.version:
-            self.refused += 1  # a late or repeated push: at most once
-            return
-        if message.version > self.version or worker not in self._members or worker in held.staged:
-            self.refused += 1
+        late = message.generation < self.generation or message.version < self.version
+        if late or message.version > self.version or worker not in self._members or worker in held.staged:
+            self.refused += 1  # at most once
+            held.release(message.payload)
+            if late:
+                return
             raise ProtocolError(f"push of chunk {message.chunk} at version {message.version} is out of place")
         absent = frozenset(int(entry) for entry in message.values().get("absent", ()))
         held.staged[worker] = Push(worker, message.payload, message.weight, message.total, absent)
@@ -356,15 +363,25 @@ class Server:
         for held in self._trainable:
             held.discard()
         self._forget_staged_sums()
-        if meta["reload"]:
+        if meta.get("install"):
             self._install()
+        if meta["reload"]:
             for worker in sorted(self._members):
                 for held in self._chunks.values():
                     self._send_weights(worker_peer(worker), held, reload=True)
         early, self._early = self._early, []
         for source, push in early:
-            if push.generation >= self.generation:
+            try:
                 self._stage(source, push)
+            except ProtocolError as error:
+                log.warning("refused %s from %s: %s", push.kind.name, source, error)
+
+    def _begin_put(self, source: Peer, sequence: int) -> None:
+        """A new request takes the place of one that was never installed."""
+        if self._putting != (source, sequence):
+            self._putting = (source, sequence)
+            self._put.clear()
+            self._put_state.clear()
 
     def _install(self) -> None:
         """Makes what clients put the state; optimizer state only together with weights of a checkpoint."""
@@ -396,6 +413,7 @@ class Server:
         value = torch.empty(0) if "name" not in about else state_tensor(about, message.payload)
         if message.chunk >= 0 and message.chunk not in self._chunks:
             raise ProtocolError(f"optimizer state for chunk {message.chunk}, which server {self._index} does not hold")
+        self._begin_put(source, message.sequence)
         self._put_state.append((message.chunk, about, value))
         self._send(source, Message(Kind.END, sequence=message.sequence, chunk=message.chunk))
 

@@ -65,6 +65,7 @@ class Worker:
         self._limit = -1
         self._stats = True
         self._baseline = 0  # generation since which arriving weights count
+        self._floor = 0  # version at which the generation began: weights before it are out of date
         self._complete = (0, -1)
         self._pushed = (0, -1)  # generation and version of the last push
         self._calls: list[_Waiting] = []
@@ -104,7 +105,7 @@ class Worker:
                     self._stats = bool(message.values().get("stats", True))
             case Kind.MEMBERS:
                 self.generation = message.generation
-                self._limit = message.version
+                self._limit = self._floor = message.version
                 if message.values()["reload"]:
                     self._baseline = message.generation
                     self.version = -1
@@ -114,7 +115,8 @@ class Worker:
                 if complete is not None:
                     self._complete = max(self._complete, complete)
                     self._take_version()
-        if 0 <= self.version < self._limit and self._pushed != (self.generation, self.version):
+        current = self._floor <= self.version and self._complete[0] <= self.generation
+        if current and self.version < self._limit and self._pushed != (self.generation, self.version):
             self._step()
 
     def lost(self, peer: Peer, reason: str) -> None:

@@ -1,0 +1,373 @@
+"""The coordinator alone: events in, messages out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.coordinator import Coordinator, Outgoing, Staged, _Report, commit_all, summarize
+from steepest.errors import ProtocolError
+
+CLIENT = Peer("client", 0)
+
+
+def make(workers: int = 2, servers: int = 2, holding: set[int] | None = None, **settings: Any) -> Coordinator:
+    """A coordinator whose members have not joined."""
+    return Coordinator(
+        members=frozenset(range(workers)),
+        servers=tuple(range(servers)),
+        holding=frozenset(range(servers) if holding is None else holding),
+        rule=commit_all,
+        hyperparameters=settings.pop("hyperparameters", lambda step: [{}]),
+        step_timeout=settings.pop("step_timeout", 10.0),
+    )
+
+
+def started(workers: int = 2, servers: int = 2, steps: int = 1, **settings: Any) -> Coordinator:
+    """A coordinator whose members have joined and who was asked for steps."""
+    coordinator = make(workers, servers, **settings)
+    for worker in range(workers):
+        coordinator.handle(worker_peer(worker), Message(Kind.JOIN))
+    if steps:
+        ask(coordinator, steps)
+    return coordinator
+
+
+def ask(coordinator: Coordinator, steps: int = 1, **meta: Any) -> Outgoing:
+    return coordinator.handle(CLIENT, Message(Kind.ASK, meta={"steps": steps, "stats": True, **meta}))
+
+
+def report(coordinator: Coordinator, worker: int, **fields: Any) -> Outgoing:
+    meta = {"samples": 4, "bytes": 100, "loss": 1.0, "metrics": {}, "timings": {}}
+    fields = {"generation": coordinator.generation, "version": coordinator.version, "total": 4.0, **fields}
+    return coordinator.handle(worker_peer(worker), Message(Kind.REPORT, meta=meta, **fields))
+
+
+def staged(coordinator: Coordinator, server: int, meta: dict[str, Any] | None = None, **fields: Any) -> Outgoing:
+    fields = {"generation": coordinator.generation, "version": coordinator.version, **fields}
+    return coordinator.handle(server_peer(server), Message(Kind.STAGED, meta=meta or {"squares": 1.0}, **fields))
+
+
+def complete(coordinator: Coordinator, workers: int = 2, servers: int = 2) -> Outgoing:
+    """Everything that one step needs; what the last event brought."""
+    for server in range(servers):
+        staged(coordinator, server)
+    out: Outgoing = []
+    for worker in range(workers):
+        out = report(coordinator, worker, sequence=10 + worker)
+    return out
+
+
+def kinds(out: Outgoing) -> list[tuple[str, str]]:
+    return [(str(peer), message.kind.name) for peer, message in out]
+
+
+def only(out: Outgoing, kind: Kind) -> Message:
+    (found,) = [message for _, message in out if message.kind is kind]
+    return found
+
+
+def test_a_generation_begins_when_the_last_member_joins() -> None:
+    coordinator = make()
+    assert coordinator.handle(worker_peer(1), Message(Kind.JOIN)) == []
+    out = coordinator.handle(worker_peer(0), Message(Kind.JOIN))
+    begun = [(peer, m) for peer, m in out if m.kind is Kind.MEMBERS]
+    assert [str(peer) for peer, _ in begun] == ["server 0", "server 1", "worker 0", "worker 1"]
+    assert all(m.generation == 1 and m.meta == {"workers": [0, 1], "reload": True, "install": False} for _, m in begun)
+
+
+def test_who_is_no_member_may_not_join() -> None:
+    with pytest.raises(ProtocolError, match="worker 7"):
+        make().handle(worker_peer(7), Message(Kind.JOIN))
+
+
+def test_steps_asked_for_before_all_have_joined_are_granted_when_they_have() -> None:
+    coordinator = make()
+    coordinator.handle(worker_peer(0), Message(Kind.JOIN))
+    ask(coordinator, 3)
+    out = coordinator.handle(worker_peer(1), Message(Kind.JOIN))
+    grants = [(peer, m) for peer, m in out if m.kind is Kind.GRANT]
+    assert [peer for peer, _ in grants] == [worker_peer(0), worker_peer(1)]
+    assert all((m.generation, m.version, m.meta) == (1, 3, {"stats": True}) for _, m in grants)
+    assert kinds(out)[-2:] == kinds(grants)
+
+
+def test_a_worker_that_joins_again_in_a_step_has_the_step_begun_anew() -> None:
+    coordinator = started(steps=2)
+    out = coordinator.handle(worker_peer(1), Message(Kind.JOIN, incarnation=1))
+    assert coordinator.generation == 2
+    assert [m.version for _, m in out if m.kind is Kind.GRANT] == [2, 2]
+
+
+@pytest.mark.parametrize("last", ["worker", "server"])
+def test_a_step_is_committed_when_every_server_staged_and_every_member_reported(last: str) -> None:
+    coordinator = started()
+    assert staged(coordinator, 0) == []
+    assert report(coordinator, 1, sequence=5) == []
+    if last == "worker":
+        assert staged(coordinator, 1) == []
+        out = report(coordinator, 0, sequence=3)
+    else:
+        assert report(coordinator, 0, sequence=3) == []
+        out = staged(coordinator, 1)
+    assert kinds(out) == [("server 0", "COMMIT"), ("server 1", "COMMIT"), ("client 0", "RESULT")]
+    assert coordinator.version == 1
+    commit = only(out[:1], Kind.COMMIT)
+    assert (commit.version, commit.generation, commit.weight) == (1, 1, 1.0)
+    assert commit.meta == {"contributions": [[0, 3], [1, 5]]}
+    assert only(out, Kind.RESULT).values()["staleness"] == [0, 0]
+
+
+def test_a_server_without_trainable_chunks_is_not_awaited_but_commits_too() -> None:
+    coordinator = started(servers=3, holding={1})
+    staged(coordinator, 1)
+    report(coordinator, 0)
+    assert [name for name, _ in kinds(report(coordinator, 1))] == [
+        "server 0",
+        "server 1",
+        "server 2",
+        "client 0",
+    ]
+
+
+def test_only_those_who_hold_chunks_count_as_having_staged() -> None:
+    coordinator = started(servers=3, holding={0, 1})
+    staged(coordinator, 2)
+    report(coordinator, 0)
+    assert report(coordinator, 1) == []
+    staged(coordinator, 0)
+    assert only(staged(coordinator, 1), Kind.RESULT).version == 1
+
+
+def test_repeated_reports_and_stagings_count_once() -> None:
+    coordinator = started()
+    for _ in range(3):
+        assert report(coordinator, 0) == []
+        assert staged(coordinator, 0) == []
+    staged(coordinator, 1)
+    assert only(report(coordinator, 1), Kind.RESULT).version == 1
+    assert report(coordinator, 1, version=0) == []
+    assert staged(coordinator, 1, version=0) == []
+    assert coordinator.version == 1
+
+
+@pytest.mark.parametrize("fields", [{"generation": 0}, {"generation": 2}, {"version": 1}, {"version": -1}])
+def test_words_of_another_generation_or_version_are_ignored(fields: dict[str, int]) -> None:
+    coordinator = started(workers=1, servers=1, steps=5)
+    assert report(coordinator, 0, **fields) == []
+    assert staged(coordinator, 0) == []
+    coordinator = started(workers=1, servers=1, steps=5)
+    assert staged(coordinator, 0, **fields) == []
+    assert report(coordinator, 0) == []
+    assert coordinator.version == 0
+
+
+def test_steps_asked_for_add_up() -> None:
+    coordinator = started(steps=0)
+    out = ask(coordinator, 3, stats=False)
+    assert kinds(out) == [("worker 0", "GRANT"), ("worker 1", "GRANT")]
+    assert all((m.version, m.generation, m.meta) == (3, 1, {"stats": False}) for _, m in out)
+    assert [m.version for _, m in ask(coordinator, 2)] == [5, 5]
+    complete(coordinator)
+    assert [m.version for _, m in ask(coordinator, 1)] == [6, 6]
+
+
+def test_what_was_granted_can_be_taken_back() -> None:
+    coordinator = started(steps=5)
+    complete(coordinator)
+    out = ask(coordinator, 0, revoke=True)
+    assert only(out, Kind.INSTALLED).version == coordinator.limit == coordinator.version == 1
+    assert report(coordinator, 0, generation=1) == []
+    assert [m.version for _, m in ask(coordinator)] == [2, 2]
+
+
+def test_a_model_that_raised_fails_the_step_and_the_next_can_be_taken() -> None:
+    coordinator = started(steps=4)
+    staged(coordinator, 0)
+    report(coordinator, 0)
+    about = {"error": "ValueError: no", "traceback": "..."}
+    out = coordinator.handle(worker_peer(1), Message(Kind.FAILED, 1, meta=about))
+    failure = only(out, Kind.FAILURE)
+    assert failure.meta == {"reason": "raised", "worker": 1, "step": 0, **about}
+    assert [m.values()["reload"] for _, m in out if m.kind is Kind.MEMBERS] == [False] * 4
+    assert (coordinator.version, coordinator.limit, coordinator.generation) == (0, 0, 2)
+    assert coordinator.handle(worker_peer(0), Message(Kind.FAILED, 1, meta=about)) == []
+    assert [(m.version, m.generation) for _, m in ask(coordinator)] == [(1, 2), (1, 2)]
+    assert only(complete(coordinator), Kind.RESULT).version == 1
+
+
+def test_a_gradient_that_is_not_finite_fails_the_step_and_each_culprit_is_named_once() -> None:
+    coordinator = started()
+    staged(coordinator, 0, {"culprits": [[1, "a"], [1, "a"], [0, "b"]]})
+    staged(coordinator, 1, {"culprits": [[1, "a"]]})
+    report(coordinator, 0)
+    failure = only(report(coordinator, 1), Kind.FAILURE)
+    assert failure.meta == {"reason": "nonfinite", "step": 0, "culprits": [[1, "a"], [0, "b"]]}
+    assert coordinator.version == 0
+    ask(coordinator)
+    assert only(complete(coordinator), Kind.RESULT).version == 1
+
+
+@pytest.mark.parametrize("peer", [worker_peer(1), server_peer(1)])
+def test_a_peer_lost_in_a_step_fails_it_and_every_later_one_at_once(peer: Peer) -> None:
+    coordinator = started(steps=3)
+    complete(coordinator)
+    failure = only(coordinator.lost(peer, "reset"), Kind.FAILURE)
+    assert failure.meta == {"reason": "lost", "peer": list(peer), "why": "reset", "step": 1}
+    for _ in range(2):
+        assert only(ask(coordinator), Kind.FAILURE).values()["reason"] == "lost"
+        assert coordinator.limit == coordinator.version == 1
+
+
+def test_a_loss_between_steps_is_told_when_the_next_is_asked_for() -> None:
+    coordinator = started()
+    complete(coordinator)
+    assert {kind for _, kind in kinds(coordinator.lost(worker_peer(1), "reset"))} == {"MEMBERS"}
+    assert only(ask(coordinator), Kind.FAILURE).values()["peer"] == ["worker", 1]
+
+
+def test_a_lost_worker_that_joins_again_is_forgiven() -> None:
+    coordinator = started()
+    coordinator.lost(worker_peer(1), "reset")
+    out = coordinator.handle(worker_peer(1), Message(Kind.JOIN, incarnation=1))
+    assert {m.values()["reload"] for _, m in out if m.kind is Kind.MEMBERS} == {True}
+    ask(coordinator)
+    assert only(complete(coordinator), Kind.RESULT).version == 1
+
+
+def test_nobody_misses_a_stranger_or_the_client() -> None:
+    coordinator = started()
+    assert coordinator.lost(worker_peer(9), "reset") == []
+    assert coordinator.lost(CLIENT, "reset") == []
+    assert kinds(complete(coordinator)) == [("server 0", "COMMIT"), ("server 1", "COMMIT")]
+
+
+def test_the_deadline_of_a_step_names_who_is_awaited() -> None:
+    coordinator = started(workers=3, steps=2)
+    assert coordinator.tick(100.0) == []
+    staged(coordinator, 0)
+    report(coordinator, 1)
+    assert coordinator.tick(109.0) == []
+    failure = only(coordinator.tick(110.0), Kind.FAILURE)
+    assert failure.meta == {
+        "reason": "deadline",
+        "awaited": ["worker 0", "worker 2"],
+        "seconds": 10.0,
+        "step": 0,
+    }
+    assert coordinator.tick(1000.0) == []
+    ask(coordinator)
+    assert coordinator.tick(1001.0) == []
+    assert coordinator.tick(1010.0) == []
+    for worker in range(3):
+        report(coordinator, worker)
+    staged(coordinator, 0)
+    assert only(coordinator.tick(1011.0), Kind.FAILURE).values()["awaited"] == ["server 1"]
+
+
+def test_each_step_has_a_deadline_of_its_own_and_idleness_none() -> None:
+    coordinator = started(steps=2)
+    for now in (0.0, 9.0):
+        assert coordinator.tick(now) == []
+    complete(coordinator)
+    assert coordinator.tick(18.0) == []
+    complete(coordinator)
+    assert coordinator.tick(500.0) == []
+    ask(coordinator)
+    assert coordinator.tick(600.0) == []
+    assert only(coordinator.tick(610.0), Kind.FAILURE).values()["reason"] == "deadline"
+
+
+def test_who_has_not_joined_is_awaited_too() -> None:
+    coordinator = make()
+    coordinator.handle(worker_peer(0), Message(Kind.JOIN))
+    ask(coordinator)
+    coordinator.tick(0.0)
+    assert "worker 1" in only(coordinator.tick(10.0), Kind.FAILURE).values()["awaited"]
+
+
+def test_a_read_lies_between_two_commits() -> None:
+    coordinator = started(steps=2)
+    complete(coordinator)
+    out = coordinator.handle(Peer("client", 3), Message(Kind.READ, sequence=8, meta={"what": "state"}))
+    assert kinds(out) == [("server 0", "SNAPSHOT"), ("server 1", "SNAPSHOT")]
+    for _, message in out:
+        assert (message.version, message.sequence) == (1, 8)
+        assert message.meta == {"reader": ["client", 3], "what": "state"}
+
+
+def test_installing_sets_the_version_and_reloads_everybody() -> None:
+    coordinator = started()
+    complete(coordinator)
+    out = coordinator.handle(CLIENT, Message(Kind.INSTALL, sequence=4, version=17))
+    begun = [m.values() for _, m in out if m.kind is Kind.MEMBERS]
+    assert [(said["reload"], said["install"]) for said in begun] == [(True, True)] * 4
+    installed = only(out, Kind.INSTALLED)
+    assert (installed.sequence, installed.version, installed.generation) == (4, 17, 2)
+    assert [m.version for _, m in ask(coordinator)] == [18, 18]
+
+
+def test_what_is_installed_before_all_have_joined_waits_for_them() -> None:
+    coordinator = make(workers=1)
+    assert coordinator.handle(CLIENT, Message(Kind.INSTALL, sequence=4, version=17)) == []
+    out = coordinator.handle(worker_peer(0), Message(Kind.JOIN))
+    assert only(out, Kind.INSTALLED).version == 17
+    assert [m.version for _, m in ask(coordinator)] == [18]
+
+
+def test_an_install_that_failed_leaves_the_version() -> None:
+    coordinator = started()
+    complete(coordinator)
+    coordinator.lost(worker_peer(0), "reset")
+    out = coordinator.handle(CLIENT, Message(Kind.INSTALL, sequence=4, version=17))
+    refusal = only(out, Kind.INSTALLED)
+    assert (refusal.sequence, refusal.values()) == (4, {"reason": "lost", "peer": ["worker", 0], "why": "reset"})
+    assert coordinator.version == 1
+
+
+def test_hyperparameters_travel_with_a_commit_only_where_they_changed() -> None:
+    coordinator = started(steps=2, hyperparameters=lambda step: [{}, {"lr": 0.5} if step else {}])
+    assert "hyper" not in only(complete(coordinator)[:1], Kind.COMMIT).values()
+    assert only(complete(coordinator)[:1], Kind.COMMIT).values()["hyper"] == [{}, {"lr": 0.5}]
+
+
+def test_counters_are_told_and_nonsense_refused() -> None:
+    coordinator = started()
+    complete(coordinator)
+    told = only(coordinator.handle(CLIENT, Message(Kind.STATS, sequence=3)), Kind.STATS)
+    assert (told.sequence, told.meta) == (3, {"version": 1, "generation": 1, "committed": 1})
+    with pytest.raises(ProtocolError, match="PUSH"):
+        coordinator.handle(worker_peer(0), Message(Kind.PUSH))
+
+
+def test_the_synchronous_rule_commits_all_or_none_in_the_order_of_workers() -> None:
+    pushes = (Staged(2, 5, 0), Staged(0, 9, 0), Staged(1, 1, 0))
+    assert commit_all(frozenset({0, 1, 2}), pushes) == (Staged(0, 9, 0), Staged(1, 1, 0), Staged(2, 5, 0))
+    assert commit_all(frozenset({0, 1, 2}), pushes[:2]) == ()
+
+
+def test_a_summary_has_means_by_weight_and_sums() -> None:
+    def said(total: float, samples: int, loss: float, metrics: dict[str, float], compute: float) -> _Report:
+        timings = {"compute": compute}
+        meta = {"samples": samples, "bytes": 10, "loss": loss, "metrics": metrics, "timings": timings}
+        return _Report(1, 0, total, meta)
+
+    reports = {
+        0: said(1.0, 2, 4.0, {"a": 1.0, "b": 5.0}, 0.1),
+        1: said(3.0, 4, 8.0, {"a": 3.0}, 0.3),
+        2: said(0.0, 0, 0.0, {}, 0.0),
+    }
+    found = summarize(reports, True)
+    assert found["timings"].pop("compute") == pytest.approx(0.4 / 3)
+    assert found == {
+        "samples": 6,
+        "bytes_pushed": 30,
+        "loss": 7.0,
+        "metrics": {"a": 2.5, "b": 5.0},
+        "timings": {},
+    }
+    assert summarize(reports, False) == {"samples": 6, "bytes_pushed": 30}
+    assert math.isnan(summarize({2: reports[2]}, True)["loss"])
