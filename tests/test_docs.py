@@ -31,7 +31,7 @@ def test_the_readmes_example_runs_as_it_stands(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert len(blocks) == 1
-    assert len(blocks[0].splitlines()) <= 25
+    assert len(blocks[0].splitlines()) <= 20
     script = tmp_path / "example.py"
     script.write_text(blocks[0])
     done = subprocess.run(
