@@ -29,6 +29,7 @@ from steepest.model import ParameterLayout
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_ABOUT = {"files", "step", "epoch", "offset", "samples", "seed", "optimizer", "plain", "aliases"}
 
 #: Optimizer state of one slice: which chunk, what it is, its values.
 Record = tuple[int, dict[str, Any], torch.Tensor]
@@ -50,6 +51,37 @@ class Checkpoint:
     optimizer: dict[str, torch.Tensor]
     replicas: dict[str, torch.Tensor]
     about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The job that a checkpoint must be of: its parameters, optimizer, number of samples and buffers."""
+
+    layout: ParameterLayout
+    optimizer: str
+    samples: int | None
+    buffers: Mapping[str, torch.Tensor]
+
+    def check(self, saved: Checkpoint) -> None:
+        """Finds what does not fit, before anything is changed.
+
+        Raises:
+            CheckpointError: something does not.
+        """
+        for what, mine in (("optimizer", self.optimizer), ("samples", self.samples)):
+            if saved.about[what] != mine:
+                raise CheckpointError(f"it has {what} {saved.about[what]}, this job has {mine}")
+        wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
+        wanted |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers.items()}
+        found = {name: (tuple(value.shape), value.dtype) for name, value in saved.weights.items()}
+        for name in sorted(wanted.keys() | found.keys()):
+            if name not in found:
+                raise CheckpointError(f"it has no {name!r}")
+            if name not in wanted:
+                raise CheckpointError(f"it has {name!r}, the model has not")
+            for what, theirs, ours in zip(("shape", "dtype"), found[name], wanted[name], strict=True):
+                if theirs != ours:
+                    raise CheckpointError(f"{name!r} has {what} {theirs}, the model's has {ours}")
 
 
 def assemble(layout: ParameterLayout, records: Iterable[Record]) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -138,8 +170,9 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write a checkpoint to {path}: {error}") from error
     kept = {entry["name"] for entry in files.values()}
-    for old in path.glob("*.safetensors"):
-        if old.name not in kept and old.name.split("-")[0] in files:
+    mine = [old for old in path.glob("*.safetensors") if old.name.split("-")[0] in files]
+    for old in (*mine, *path.glob(f".{MANIFEST}-*")):  # of the last checkpoint, or of a crash
+        if old.name not in kept:
             with contextlib.suppress(OSError):  # an older file more does no harm
                 old.unlink()
 
@@ -158,12 +191,18 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST}: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"the checkpoint at {path} is not of format {FORMAT}: it was written by another version")
+    if missing := _ABOUT - manifest.keys():
+        raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST} lacks {', '.join(sorted(missing))}")
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     files = manifest.pop("files")
     for kind in ("weights", "optimizer", "replicas"):
-        file = path / Path(files[kind]["name"]).name
         try:
-            if _digest(file) != files[kind]["sha256"]:
+            name, digest = str(files[kind]["name"]), files[kind]["sha256"]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST} names no file of {kind}") from error
+        file = path / Path(name).name
+        try:
+            if _digest(file) != digest:
                 raise CheckpointError(f"damaged checkpoint at {path}: {file.name} does not have its checksum")
             tensors[kind] = load_file(file)
         except (OSError, SafetensorError) as error:

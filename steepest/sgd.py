@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -87,7 +88,8 @@ class DistributedSGD:
         self.strategy = as_strategy(strategy)
         self._settings = settings or RunSettings()
         require_count("seed", seed, 0)
-        self._training = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
+        self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
+        self._running = False
         self._samples = 0
         self._seconds = 0.0
         self._bytes_pushed = 0
@@ -114,7 +116,7 @@ class DistributedSGD:
             PeerLostError: a process died.
             ShutdownError: after `shutdown`.
         """
-        with self._training:
+        with self._idle():
             results: list[StepResult] = []
             self._train(1, fetch_stats, results.append)
             return results[0]
@@ -141,7 +143,7 @@ class DistributedSGD:
         Raises:
             As `step`; and what a callback raises. Steps committed until then stay.
         """
-        with self._training:
+        with self._idle():
             total = self._steps_for(steps, epochs)
             all_callbacks = [*([ProgressBar()] if progress else []), *callbacks]
             last: list[StepResult] = []
@@ -189,9 +191,10 @@ class DistributedSGD:
         cluster = self._live()
         client = cluster.client
         began = time.monotonic()
-        self._on_router(lambda: client.ask(steps, stats))
         taken = 0
+        self._running = True
         try:
+            self._on_router(lambda: client.ask(steps, stats))
             while taken < steps:
                 outcome = self._next_outcome(cluster, client)
                 if isinstance(outcome, PeerLostError):
@@ -200,15 +203,19 @@ class DistributedSGD:
                     taken = steps  # the coordinator has taken the rest back already
                     self._raise_failure(cluster, outcome.values())
                 taken += 1
-                meta = outcome.values()
-                self._samples += meta["samples"]
-                self._bytes_pushed += meta["bytes_pushed"]
+                self._count(outcome)
                 epoch = self._plan.position(outcome.version - 1).epoch if self._plan is not None else None
-                on_step(StepResult.from_message(outcome.version, meta, epoch))
+                on_step(StepResult.from_message(outcome.version, outcome.values(), epoch))
         finally:
+            self._running = False
             self._seconds += time.monotonic() - began
             if taken < steps:
                 self._revoke(cluster)
+
+    def _count(self, result: Message) -> None:
+        meta = result.values()
+        self._samples += meta["samples"]
+        self._bytes_pushed += meta["bytes_pushed"]
 
     def _next_outcome(self, cluster: Cluster, client: Client) -> Message | PeerLostError:
         deadline = time.monotonic() + self._settings.step_timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
@@ -224,13 +231,15 @@ class DistributedSGD:
                     ) from None
 
     def _revoke(self, cluster: Cluster) -> None:
-        """After an error or Ctrl-C: workers become idle, and what they reported meanwhile is forgotten."""
+        """After an error or Ctrl-C: workers become idle; steps that were committed meanwhile stay."""
         try:
             self._wait(self._on_router(cluster.client.revoke), "the coordinator to stop the workers")
         except (PeerLostError, DeadlineError, ShutdownError):
             return  # nobody is left to be stopped; the first error says why
         while not cluster.client.outcomes.empty():
-            cluster.client.outcomes.get()
+            outcome = cluster.client.outcomes.get()
+            if isinstance(outcome, Message) and outcome.kind is Kind.RESULT:
+                self._count(outcome)
 
     def _raise_failure(self, cluster: Cluster, meta: dict[str, Any]) -> NoReturn:
         if meta["reason"] == "deadline":
@@ -248,7 +257,7 @@ class DistributedSGD:
             data: what the model takes as training data, but of known length.
             batch_size: samples at once; by default the model's own.
         """
-        with self._training:
+        with self._idle():
             cluster = self._live()
             state = self._mean_state(cluster)
             parts = self.num_workers
@@ -277,7 +286,7 @@ class DistributedSGD:
 
         Loads into the plain module: ``module.load_state_dict(sgd.state_dict())``.
         """
-        with self._training:
+        with self._idle():
             state = self._named(self._snapshot("weights"))
             for entry in self._job.description.layout.entries:
                 for alias in entry.aliases:
@@ -290,30 +299,30 @@ class DistributedSGD:
         Raises:
             ConfigurationError: an unknown name or another shape.
         """
-        with self._training:
+        with self._idle():
             snapshot = self._snapshot("weights")
             self._overwrite(snapshot.weights, weights)
             self._install(self._version(), snapshot.weights, None)
 
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
         """Runs a function in every worker process, between steps; returns what each returned."""
-        with self._training:
+        with self._idle():
             return self._live().call_workers(fn, view=True)
 
     def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
         """Runs a function on every replica of the model, in its process, between steps."""
-        with self._training:
+        with self._idle():
             return [r for part in self._live().call_workers(tasks.on_models, fn) for r in part]
 
     def for_model(self, fn: Callable[[Model], T]) -> T:
         """Runs a function on the first replica only."""
-        with self._training:
+        with self._idle():
             found: T = self._live().call_workers(tasks.on_first_model, fn, workers=[0])[0]
             return found
 
     def warmup(self) -> None:
         """Computes one gradient on every replica and throws it away, so that the first step is not the slowest."""
-        with self._training:
+        with self._idle():
             self._live().call_workers(Replicas.warmup)
 
     def stats(self) -> Stats:
@@ -337,7 +346,7 @@ class DistributedSGD:
         Raises:
             CheckpointError: it cannot be written.
         """
-        with self._training:
+        with self._idle():
             cluster = self._live()
             snapshot = self._snapshot("state")
             layout = self._job.description.layout
@@ -366,26 +375,20 @@ class DistributedSGD:
         Raises:
             CheckpointError: missing, damaged, or of another model, optimizer or data set. Nothing changes then.
         """
-        with self._training:
+        with self._idle():
             cluster = self._live()
             saved = checkpoint.read(Path(path))
             about = saved.about
-            for what, mine in (
-                ("optimizer", self._job.description.optimizer_spec.name),
-                ("samples", self._job.description.samples),
-            ):
-                if about[what] != mine:
-                    raise CheckpointError(f"the checkpoint at {path} has {what} {about[what]}, this job has {mine}")
             layout = self._job.description.layout
-            missing = [entry.name for entry in layout.entries if entry.name not in saved.weights]
-            if missing:
-                raise CheckpointError(f"the checkpoint at {path} has no parameter {missing[0]!r}: another model")
-            weights = layout.allocate()
+            spec = self._job.description.optimizer_spec
+            fit_for = checkpoint.Owner(layout, spec.name, self._job.description.samples, self._states(cluster)[0])
             try:
-                self._overwrite(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
-            except ConfigurationError as error:
-                raise CheckpointError(f"the checkpoint at {path} is of another model: {error}") from error
-            records = checkpoint.disassemble(layout, saved.optimizer, about["plain"])
+                fit_for.check(saved)
+                records = checkpoint.disassemble(layout, saved.optimizer, about["plain"])
+            except CheckpointError as error:
+                raise CheckpointError(f"the checkpoint at {path} is not of this job: {error}") from error
+            weights = layout.allocate()
+            self._overwrite(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
             averaged = {name: value for name, value in saved.weights.items() if name not in layout.index}
             self._install(about["step"], weights, records)
             self._seed = about["seed"]
@@ -426,6 +429,16 @@ class DistributedSGD:
         self.shutdown()
 
     # -- inside --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _idle(self) -> Iterator[None]:
+        with self._lock:
+            if self._running:
+                raise ConfigurationError(
+                    "on_step is called while workers go on: there is weights() and stats(); everything else belongs "
+                    "into on_epoch_end, or between steps of a loop of your own"
+                )
+            yield
 
     def _live(self) -> Cluster:
         if self._cluster is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import pickle
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NoReturn
 
 import ray
@@ -16,7 +19,15 @@ from steepest.comm.message import Peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.comm.wire import WireTransport
 from steepest.config import RunSettings, StrategyConfig
-from steepest.errors import DeadlineError, ModelRaisedError, PeerLostError, RemoteTraceback, SteepestError
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ModelRaisedError,
+    PeerLostError,
+    RemoteTraceback,
+    ShutdownError,
+    SteepestError,
+)
 from steepest.job import (
     Description,
     Job,
@@ -37,6 +48,7 @@ log = logging.getLogger(__name__)
 #: Processes may take this many times `start_timeout` to import, build the model and connect.
 _UP_FACTOR = 4.0
 _CLOSE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 
 
 class Cluster:
@@ -89,6 +101,7 @@ class Cluster:
         seed: int,
     ) -> None:
         assert self._room is not None
+        creator = _travelling(model_creator)
         strategy = make_strategy(config)
         num_servers = strategy.num_servers(nodes_of(self._room))
         alone = num_workers == 1 and not strategy.in_driver  # servers live in the only worker's process
@@ -97,7 +110,6 @@ class Cluster:
         servers = [
             self._actor(server_peer(i), i, 0, 0) for i in range(0 if alone or strategy.in_driver else num_servers)
         ]
-        creator = ray.put(model_creator)
         described: list[Description] = self._get(
             [w.build.remote(creator, i, devices, seed, strategy.chunk_bytes) for i, w in enumerate(workers)],
             "build the model",
@@ -194,7 +206,13 @@ class Cluster:
 
     def on_router(self, function: Callable[[], Any]) -> Any:
         """Runs a function on the thread that owns the client."""
-        return self._router.call(function).result(self._settings.step_timeout)
+        try:
+            return self._router.call(function).result(self._settings.step_timeout)
+        except ShutdownError:
+            self.raise_if_dead()  # the better explanation
+            raise
+        except FutureTimeoutError:
+            raise DeadlineError(f"the driver's router was busy for {self._settings.step_timeout:g} s") from None
 
     def call_workers(
         self,
@@ -218,38 +236,54 @@ class Cluster:
         chosen = range(self.job.num_workers) if workers is None else workers
         actors = [self._actors[worker_peer(i)] for i in chosen]
         refs = [(actor.view_call if view else actor.call).remote(position, function, *stored) for actor in actors]
+        waiting = dict(zip(refs, chosen, strict=True))
+        deadline = time.monotonic() + self._settings.step_timeout
         try:
-            results: list[Any] = ray.get(refs, timeout=self._settings.step_timeout)
-        except ray.exceptions.GetTimeoutError:
-            raise DeadlineError(
-                f"workers did not answer within {self._settings.step_timeout:g} s at version {position[1]}"
-            ) from None
+            while waiting:
+                done, _ = ray.wait(list(waiting), timeout=min(_LOOK_SECONDS, self._settings.step_timeout))
+                for ref in done:
+                    ray.get(ref)  # raises what it raised, without waiting for the others
+                    del waiting[ref]
+                if not done:
+                    self.raise_if_dead()
+                    if time.monotonic() > deadline:
+                        silent = ", ".join(str(worker_peer(i)) for i in waiting.values())
+                        raise DeadlineError(
+                            f"{silent} did not answer within {self._settings.step_timeout:g} s at version {position[1]}"
+                        )
+            results: list[Any] = ray.get(refs)
         except ray.exceptions.RayTaskError as error:
             raise_remote(error, "a worker could not run the function")
         except ray.exceptions.RayActorError:
-            self.raise_if_dead()
+            self.raise_if_dead(wait=_CLOSE_SECONDS)
             raise
         return results
 
     def worker_counters(self) -> list[dict[str, int]]:
         """Counters of all processes that answer."""
         refs = [actor.counters.remote() for actor in self._actors.values()]
-        counters: list[dict[str, int]] = ray.get(refs, timeout=self._settings.step_timeout)
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_SECONDS)
+        counters: list[dict[str, int]] = []
+        for ref in answered:
+            with contextlib.suppress(ray.exceptions.RayError):  # dead
+                counters.append(ray.get(ref))
         return counters
 
-    def raise_if_dead(self, suspect: Peer | None = None) -> None:
-        """Raises PeerLostError for a process that died, waiting a moment for Ray's word on a suspect."""
+    def raise_if_dead(self, suspect: Peer | None = None, wait: float = 0.0) -> None:
+        """Raises PeerLostError for a process that died, the suspect first; gives Ray some seconds to notice."""
         if self._router.finished.done() and (error := self._router.finished.exception()) is not None:
             raise SteepestError(f"the driver's router ended: {error!r}") from error
-        for peer, watch in self._watches.items():
-            cause = cause_of_death(watch, _CLOSE_SECONDS if peer == suspect else 0.0)
+        if self._watches:
+            ray.wait(list(self._watches.values()), timeout=wait)
+        for peer in sorted(self._watches, key=lambda peer: peer != suspect):
+            cause = cause_of_death(self._watches[peer])
             if cause is not None:
                 self._raise_lost(peer, cause)
 
     def lost(self, peer: Peer, why: str) -> NoReturn:
         """Raises PeerLostError for a peer whose channel closed, with what Ray knows of it."""
         process = self._process_of(peer)
-        self.raise_if_dead(process)
+        self.raise_if_dead(process, _CLOSE_SECONDS)
         self._raise_lost(process, why)
 
     def _process_of(self, peer: Peer) -> Peer:
@@ -273,8 +307,10 @@ class Cluster:
 
     def shutdown(self) -> None:
         """Ends every process; safe to call twice and at any time."""
-        if hasattr(self, "client") and not self._router.finished.done() and self._router.transport is not None:
+        if self._router.transport is not None:
             self._router.stop(_CLOSE_SECONDS)
+            self._router.transport.close()  # its thread did, unless it never began
+        if hasattr(self, "client"):
             self.client.close()
         if ray.is_initialized():
             for actor in self._actors.values():
@@ -295,3 +331,12 @@ def raise_remote(error: ray.exceptions.RayTaskError, what: str) -> NoReturn:
     if isinstance(cause, SteepestError):
         raise cause from trace
     raise ModelRaisedError(f"{what}: {type(cause).__name__}: {cause}") from trace
+
+
+def _travelling(model_creator: ModelCreator) -> Any:
+    try:
+        return ray.put(model_creator)
+    except (TypeError, pickle.PicklingError) as error:
+        raise ConfigurationError(
+            f"model_creator cannot be sent to the workers: {error.__cause__ or error}; make that inside it"
+        ) from None

@@ -37,7 +37,8 @@ def ensure_ray(num_cpus: int | None = None) -> bool:
         ray.init(address=address, logging_level=logging.WARNING)
     else:
         cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
-        ray.init(num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
+        # "local": not what an earlier `ray start` on this machine left, which may be dead and is asked for minutes
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
     return True
 
 

@@ -65,9 +65,9 @@ def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
     return lines
 
 
-def cause_of_death(watch: Any, timeout: float = 5.0) -> str | None:
+def cause_of_death(watch: Any) -> str | None:
     """What Ray knows about an actor's end; None while it lives."""
-    ready, _ = ray.wait([watch], timeout=timeout)
+    ready, _ = ray.wait([watch], timeout=0)
     if not ready:
         return None
     try:

@@ -1,0 +1,31 @@
+"""One Ray cluster for all tests that ask for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; Ray's processes inherit it
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local cluster of eight CPUs, however many there are; its processes find steepest and the tests' modules."""
+    ray = pytest.importorskip("ray")
+    found = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys(path for path in found if path)))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            yield
+        finally:
+            ray.shutdown()

@@ -1,0 +1,343 @@
+"""Checkpoints: exact at any number of servers and workers, whole or refused, and nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_model
+from torch import nn
+
+from steepest import DistributedSGD, ParameterServerStrategy, SimpleStrategy
+from steepest.checkpoint import MANIFEST, Checkpoint, Owner, assemble, disassemble, read, write
+from steepest.errors import CheckpointError, SteepestError
+from steepest.model import ParameterLayout
+from steepest.testing import InProcessCluster
+from tests.reference import Task, difference, same_bits, samples
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=0.01)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.decode = nn.Linear(3, 3)
+        self.decode.weight = self.encode.weight
+        self.head = nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.decode(torch.relu(self.norm(self.encode(x)))))
+
+
+TASK = Task(optimizer=adam)
+TIED = Task(Tied, adam, samples(16))
+
+
+def ps(servers: int) -> ParameterServerStrategy:
+    return ParameterServerStrategy(num_servers=servers, chunk_bytes=64)
+
+
+# -- files ------------------------------------------------------------------------------------------
+
+
+def about(step: int = 3) -> dict[str, Any]:
+    return {
+        "step": step, "epoch": 0, "offset": 12, "samples": 16, "seed": 0, "optimizer": "torch.optim.Adam",
+        "plain": [], "aliases": {},
+    }  # fmt: skip
+
+
+def content(value: float = 1.0, step: int = 3) -> Checkpoint:
+    return Checkpoint({"w": torch.full((3,), value)}, {"w/exp_avg": torch.full((3,), -value)}, {}, about(step))
+
+
+def holds(path: Path, value: float) -> bool:
+    found = read(path)
+    return same_bits(found.weights, {"w": torch.full((3,), float(value))}) and found.about["step"] == int(value)
+
+
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write(tmp_path / "deep" / "down", content(3.0))
+    found = read(tmp_path / "deep" / "down")
+    assert same_bits(found.weights, content(3.0).weights)
+    assert same_bits(found.optimizer, content(3.0).optimizer)
+    assert (found.replicas, found.about) == ({}, {"format": 1, **about()})
+
+
+def test_nothing_is_pickled(tmp_path: Path) -> None:
+    write(tmp_path, content())
+    files = sorted(path.name for path in tmp_path.iterdir())
+    kinds = [name.split("-")[0] for name in files]
+    assert kinds == [MANIFEST, "optimizer", "replicas", "weights"]
+    assert all(name == MANIFEST or name.endswith(".safetensors") for name in files)
+    for name in files[1:]:
+        raw = (tmp_path / name).read_bytes()
+        assert isinstance(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]), dict)  # the format's header
+
+
+def test_the_next_checkpoint_takes_the_place_of_the_last(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, content(float(step), step))
+        assert holds(tmp_path, step)
+        assert len(list(tmp_path.iterdir())) == 4
+    (tmp_path / "users-own.safetensors").touch()
+    write(tmp_path, content(4.0, 4))
+    assert (tmp_path / "users-own.safetensors").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_crash_in_the_middle_leaves_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    write(tmp_path, content(1.0, 1))
+
+    def crash(*_: Any) -> None:
+        raise error
+
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CheckpointError
+    for name in ("replace", "fsync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, crash)
+            with pytest.raises(expected):
+                write(tmp_path, content(2.0, 2))
+        assert holds(tmp_path, 1.0)
+    write(tmp_path, content(3.0, 3))
+    assert holds(tmp_path, 3.0)
+    assert len(list(tmp_path.iterdir())) == 4  # nothing is left of those that crashed
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    changed = change(manifest)
+    (path / MANIFEST).write_text(json.dumps(manifest if changed is None else changed))
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "no manifest": lambda path: (path / MANIFEST).unlink(),
+    "an empty manifest": lambda path: (path / MANIFEST).write_text(""),
+    "half a manifest": lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text()[:50]),
+    "a manifest of bytes": lambda path: (path / MANIFEST).write_bytes(b"\x80\x04\x95"),
+    "a manifest that is a list": lambda path: (path / MANIFEST).write_text("[1]"),
+    "another format": lambda path: edit(path, lambda m: m.update(format=2)),
+    "no format": lambda path: edit(path, lambda m: m.pop("format") and None),
+    "no files": lambda path: edit(path, lambda m: m.pop("files") and None),
+    "files that are a list": lambda path: edit(path, lambda m: m.update(files=[1])),
+    "one file too few": lambda path: edit(path, lambda m: m["files"].pop("optimizer") and None),
+    "a file without checksum": lambda path: edit(path, lambda m: m["files"]["weights"].pop("sha256") and None),
+    "no step": lambda path: edit(path, lambda m: [m.pop("step"), None][1]),
+    "a flipped bit": lambda path: flip(next(path.glob("weights-*"))),
+    "half a file": lambda path: os.truncate(next(path.glob("optimizer-*")), 20),
+    "a missing file": lambda path: next(path.glob("replicas-*")).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(tmp_path: Path, damage: str) -> None:
+    write(tmp_path, content())
+    DAMAGES[damage](tmp_path)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        read(tmp_path)
+
+
+def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        read(tmp_path)
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        read(tmp_path / "nowhere")
+    file = tmp_path / "file"
+    file.touch()
+    for use in (read, lambda path: write(path, content())):
+        with pytest.raises(CheckpointError, match=str(file)):
+            use(file)
+
+
+def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path) -> None:
+    write(tmp_path / "a", content(1.0))
+    write(tmp_path / "b", content(2.0))
+    other = json.loads((tmp_path / "b" / MANIFEST).read_text())["files"]["weights"]
+    edit(tmp_path / "a", lambda m: m["files"]["weights"].update(other, name=f"../b/{other['name']}"))
+    with pytest.raises(CheckpointError, match="weights"):
+        read(tmp_path / "a")
+
+
+# -- optimizer state, however it is split --------------------------------------------------------------
+
+
+def layouts() -> list[ParameterLayout]:
+    parameters = [(name, tuple(p.shape), p.dtype, True) for name, p in Tied().named_parameters()]
+    parameters.append(("frozen", (5,), torch.float64, False))
+    return [ParameterLayout.plan(parameters, chunk_bytes=size) for size in (8, 40, 64, 1 << 20)]
+
+
+@pytest.mark.parametrize("there", range(4))
+@pytest.mark.parametrize("here", range(4))
+def test_optimizer_state_survives_any_cut(here: int, there: int) -> None:
+    first, second = layouts()[here], layouts()[there]
+    state: dict[str, torch.Tensor] = {}
+    for entry in first.entries[:-1]:
+        state[f"{entry.name}/exp_avg"] = torch.randn(entry.shape, dtype=torch.float64)
+        state[f"{entry.name}/step"] = torch.tensor(7.0)
+        state[f"{entry.name}/count"] = torch.tensor(3.0, dtype=torch.float64)
+    plain = sorted(name for name in state if name.endswith("/count"))
+    records = disassemble(first, state, plain)
+    whole, numbers = assemble(first, reversed(records))
+    assert same_bits(whole, state)
+    assert numbers == plain
+    again, numbers = assemble(second, disassemble(second, whole, numbers))
+    assert same_bits(again, state)
+    assert numbers == plain
+
+
+def test_state_of_strangers_is_refused() -> None:
+    layout = layouts()[0]
+    for name in ("stranger/exp_avg", "frozen/exp_avg"):
+        with pytest.raises(CheckpointError, match=name.split("/")[0]):
+            disassemble(layout, {name: torch.zeros(5)}, [])
+
+
+@pytest.mark.parametrize("cut", [64, None])
+def test_state_of_a_real_run_is_carried_over(cut: int | None) -> None:
+    cluster = InProcessCluster(TASK.creator(), num_workers=2, strategy=ps(3))
+    other = InProcessCluster(TASK.creator(), num_workers=2, strategy=ParameterServerStrategy(chunk_bytes=cut))
+    cluster.step(5)
+    snapshot = cluster.snapshot("state")
+    optimizer, plain = assemble(cluster.job.description.layout, snapshot.records)
+    keys = {f"{entry.name}/{key}" for entry in cluster.job.description.layout.entries for key in STATE_OF_ADAM}
+    assert optimizer.keys() == keys
+    records = disassemble(other.job.description.layout, optimizer, plain)
+    other.wait(other.client.install(5, snapshot.weights, records), "the installation")
+    cluster.step(5)
+    other.step(5)
+    assert same_bits(other.weights(), cluster.weights())
+
+
+STATE_OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
+
+
+def test_the_owner_says_what_does_not_fit() -> None:
+    layout = ParameterLayout.plan([("w", (3,), torch.float32, True)])
+    owner = Owner(layout, "torch.optim.Adam", 16, {})
+    owner.check(content())
+    cases = [
+        (replace(owner, optimizer="torch.optim.SGD"), "optimizer torch.optim.Adam, this job has torch.optim.SGD"),
+        (replace(owner, samples=17), "samples 16, this job has 17"),
+        (replace(owner, buffers={"mean": torch.zeros(2)}), "no 'mean'"),
+        (replace(owner, layout=ParameterLayout.plan([("w", (4,), torch.float32, True)])), r"shape \(3,\)"),
+        (replace(owner, layout=ParameterLayout.plan([("w", (3,), torch.float64, True)])), "dtype torch.float32"),
+        (replace(owner, layout=ParameterLayout.plan([("v", (3,), torch.float32, True)])), "no 'v'"),
+        (replace(owner, layout=ParameterLayout.plan([])), "it has 'w', the model has not"),
+    ]
+    for other, message in cases:
+        with pytest.raises(CheckpointError, match=message):
+            other.check(content())
+
+
+# -- over Ray -------------------------------------------------------------------------------------------
+
+ray = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+
+@pytest.fixture(scope="module")
+def trained(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DistributedSGD, Path, Any]]:
+    """A trainer after 50 steps, its checkpoint after 30, and its weights."""
+    path = tmp_path_factory.mktemp("trained")
+    with DistributedSGD(TIED.creator(), num_workers=2, strategy=ps(2), seed=3) as sgd:
+        sgd.fit(steps=30, progress=False)
+        sgd.save(path)
+        sgd.fit(steps=20, progress=False)
+        yield sgd, path, sgd.weights()
+
+
+class TestOverRay:
+    pytestmark = ray
+
+    def test_training_continues_where_it_was_saved(self, trained: Any) -> None:
+        sgd, path, weights = trained
+        uninterrupted = InProcessCluster(TIED.creator(), num_workers=2, strategy=ps(2), seed=3)
+        uninterrupted.step(50)
+        assert same_bits(weights, uninterrupted.weights())
+        sgd.restore(path)
+        assert sgd.stats().step == 30
+        assert sgd.fit(steps=20, progress=False).step == 50
+        assert same_bits(sgd.weights(), weights)
+
+    @pytest.mark.parametrize("strategy", [ps(1), SimpleStrategy()], ids=["one server", "simple"])
+    def test_a_new_trainer_continues_bit_for_bit(self, trained: Any, tmp_path: Path, strategy: Any) -> None:
+        _, path, weights = trained
+        with DistributedSGD(TIED.creator(), num_workers=2, strategy=strategy) as other:  # of another seed
+            other.restore(path)
+            result = other.fit(steps=10, progress=False)
+            assert (result.step, result.epoch) == (40, 9)
+            other.save(tmp_path)  # and back
+            other.fit(steps=10, progress=False)
+            assert same_bits(other.weights(), weights)
+        sgd = trained[0]
+        sgd.restore(tmp_path)
+        sgd.fit(steps=10, progress=False)
+        assert same_bits(sgd.weights(), weights)
+
+    def test_the_weights_file_loads_into_the_plain_module(self, trained: Any) -> None:
+        sgd, path, _ = trained
+        sgd.restore(path)
+        module = Tied()
+        load_model(module, next(path.glob("weights-*.safetensors")), strict=True)
+        assert module.decode.weight is module.encode.weight
+        assert same_bits(module.state_dict(), sgd.state_dict())
+
+    def test_what_does_not_fit_is_refused_and_nothing_changes(self, trained: Any, tmp_path: Path) -> None:
+        sgd, path, _ = trained
+        sgd.restore(path)
+        before = sgd.state_dict()
+        saved = read(path)
+        described = {key: value for key, value in saved.about.items() if key != "format"}
+        single = {name: value.float() if name == "head.bias" else value for name, value in saved.weights.items()}
+        wrong = {
+            "optimizer": replace(saved, about={**described, "optimizer": "torch.optim.SGD"}),
+            "samples": replace(saved, about={**described, "samples": 15}),
+            "head.bias": replace(saved, weights=single),
+            "norm.running_mean": replace(saved, weights=without(saved.weights, "norm.running_mean")),
+            "encode.weight": replace(saved, weights=without(saved.weights, "encode.weight")),
+            "extra": replace(saved, weights=saved.weights | {"extra": torch.zeros(1)}),
+            "stranger": replace(saved, optimizer=saved.optimizer | {"stranger/exp_avg": torch.zeros(1)}),
+        }
+        for name, checkpoint in wrong.items():
+            write(tmp_path / name, checkpoint)
+            with pytest.raises(CheckpointError, match=rf"{tmp_path / name} .*{name}"):
+                sgd.restore(tmp_path / name)
+        with pytest.raises(SteepestError):
+            sgd.restore(tmp_path / "nowhere")
+        assert same_bits(sgd.state_dict(), before)
+        assert sgd.fit(steps=20, progress=False).step == 50
+        assert same_bits(sgd.weights(), trained[2])
+
+    def test_another_number_of_workers_with_the_same_global_batch(self, tmp_path: Path) -> None:
+        task = replace(TASK, batch_size=1)
+        expected = replace(TASK, batch_size=2).train(1, 50)
+        with DistributedSGD(task.creator(), num_workers=1, devices_per_worker=2) as one:
+            one.fit(steps=30, progress=False)
+            one.save(tmp_path)
+        with DistributedSGD(task.creator(), num_workers=2) as two:
+            two.restore(tmp_path)
+            two.fit(steps=20, progress=False)
+            assert difference(two.weights(), expected) < 1e-12
+
+
+def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in tensors.items() if key != name}

@@ -1,0 +1,265 @@
+"""The places where it runs: a laptop without Ray, tasks, actors, Tune trials, a running cluster, under Ctrl-C.
+
+Each test has Ray clusters of its own, in subprocesses, all of whose processes carry a mark in their
+environment: none may be left afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "STEEPEST_TEST_MARK"
+SECONDS = 120.0
+HEAD = """
+import os, sys
+import ray
+from steepest import Callback, DistributedSGD
+from steepest.errors import ResourcesError
+from steepest.testing import InProcessCluster, linear_model_creator
+
+def train(strategy="ps", **settings):
+    with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy, **settings) as sgd:
+        sgd.fit(steps=5, progress=False)
+        return sgd.weights()
+
+def check(weights):
+    again = InProcessCluster(linear_model_creator(), num_workers=2)
+    again.step(5)
+    assert all(bool((weights[name] == value).all()) for name, value in again.weights().items())
+
+"""
+
+
+class Place:
+    """Runs programs whose processes, and all that they start, carry a mark; Ray keeps its files to itself."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="sp-", dir="/tmp"))  # sockets want a short path
+        self.mark = secrets.token_hex(8)
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        self.environment |= {"HOME": str(self.directory), "RAY_TMPDIR": str(self.directory)}
+        self.environment |= {MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Starts a program as leader of a process group of its own, as a shell does."""
+        return subprocess.Popen(
+            command, cwd=self.directory, env=self.environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, *command: str) -> str:
+        """Runs a program that must end well; returns what it printed."""
+        with self.start(*command) as process:
+            try:
+                output, _ = process.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                output, _ = process.communicate()
+                pytest.fail(f"still running after {SECONDS:g} s:\n{output}")
+        assert process.returncode == 0, output
+        return output
+
+    def script(self, body: str) -> str:
+        """Writes a Python program; returns its path."""
+        path = self.directory / "program.py"
+        path.write_text(HEAD + textwrap.dedent(body))
+        return str(path)
+
+    def python(self, body: str) -> str:
+        """Runs a Python program that must end well."""
+        return self.run(sys.executable, self.script(body))
+
+    def left(self) -> dict[int, str]:
+        """Command lines of the living processes that carry the mark."""
+        found = {}
+        for directory in Path("/proc").iterdir():
+            if directory.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if f"{MARK}={self.mark}".encode() in (directory / "environ").read_bytes():
+                        command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                        found[int(directory.name)] = command[:200]
+        return found
+
+    def left_after(self, seconds: float) -> dict[int, str]:
+        """Those that do not end in time."""
+        deadline = time.monotonic() + seconds
+        while (left := self.left()) and time.monotonic() < deadline:
+            with contextlib.suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(next(iter(left)))
+                select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))
+                os.close(descriptor)
+        return left
+
+    def kill(self) -> None:
+        """Kills all of them."""
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    place = Place()
+    try:
+        yield place
+        assert place.left_after(20) == {}
+    finally:
+        place.kill()
+        shutil.rmtree(place.directory, ignore_errors=True)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two CPUs")
+def test_without_ray_one_is_started_and_ended(place: Place) -> None:
+    program = place.script(
+        """
+        if __name__ == "__main__":
+            check(train())
+            assert not ray.is_initialized()
+        """
+    )
+    assert "Traceback" not in place.run(sys.executable, "-W", "error", program)
+
+
+def test_inside_a_task_and_an_actor(place: Place) -> None:
+    place.python(
+        """
+        ray.init(num_cpus=3, include_dashboard=False)
+
+        @ray.remote(num_cpus=1)
+        def task(strategy):
+            return train(strategy)
+
+        @ray.remote(num_cpus=1)
+        class Actor:
+            def train(self, strategy):
+                return train(strategy)
+
+        check(ray.get(task.remote("ps")))
+        actor = Actor.remote()
+        check(ray.get(actor.train.remote("simple")))
+        check(ray.get(actor.train.remote("ps")))
+        """
+    )
+
+
+def test_inside_a_tune_trial(place: Place) -> None:
+    pytest.importorskip("ray.tune", reason="pip install 'steepest[tune]'")
+    place.python(
+        """
+        from ray import tune
+        ray.init(num_cpus=2, include_dashboard=False)
+
+        def trainable(config):
+            check(train(config["strategy"]))
+            tune.report({"done_well": 1})
+
+        def fit(trainable):
+            config = tune.RunConfig(storage_path=os.path.abspath("tune"), verbose=0)
+            return tune.Tuner(trainable, param_space={"strategy": "ps"}, run_config=config).fit()[0]
+
+        refused = str(fit(trainable).error)
+        assert "ResourcesError: 2 workers need {'CPU': 1.0} each, but" in refused, refused
+        assert "tune.with_resources(trainable, DistributedSGD.resources(" in refused, refused
+        # two CPUs, and the trial itself takes none of them
+        result = fit(tune.with_resources(trainable, DistributedSGD.resources(num_workers=2)))
+        assert result.metrics["done_well"] == 1, result
+        """
+    )
+
+
+def test_on_a_running_cluster_named_by_ray_address(place: Place) -> None:
+    ray_command = str(Path(sys.executable).parent / "ray")
+    head = (ray_command, "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block")
+    with place.start(*head) as cluster:
+        try:
+            assert cluster.stdout is not None
+            printed = []
+            for line in cluster.stdout:
+                printed.append(line)
+                if found := re.search(r"--address='([0-9.]+:\d+)'", line):
+                    place.environment["RAY_ADDRESS"] = found[1]
+                    break
+            assert "RAY_ADDRESS" in place.environment, "".join(printed)
+            output = place.python(
+                """
+                with DistributedSGD(linear_model_creator(), num_workers=2) as sgd:
+                    sgd.fit(steps=5, progress=False)
+                    check(sgd.weights())
+                    assert ray.cluster_resources()["CPU"] == 2
+                    print("address", ray.get_runtime_context().gcs_address)
+                assert not ray.is_initialized()
+                """
+            )
+            assert f"address {place.environment['RAY_ADDRESS']}" in output
+            assert cluster.poll() is None, "the cluster must outlive the trainers"
+        finally:
+            place.kill()
+
+
+@pytest.mark.parametrize(
+    ("managed", "strategy"), [(True, "ps"), (False, "simple")], ids=["with, ps", "without with, simple"]
+)
+def test_ctrl_c_ends_everything(place: Place, managed: bool, strategy: str) -> None:
+    program = place.script(
+        f"""
+        class Tell(Callback):
+            def on_step(self, sgd, result):
+                if result.step == 5:
+                    print("training", flush=True)
+
+        def go(sgd):
+            sgd.fit(steps=10_000_000, callbacks=[Tell()], progress=False)
+
+        ray.init(num_cpus=2, include_dashboard=False)
+        sgd = DistributedSGD(linear_model_creator(), num_workers=2, strategy={strategy!r})
+        if {managed}:
+            with sgd:
+                go(sgd)
+        else:
+            go(sgd)
+        """
+    )
+    with place.start(sys.executable, program) as process:
+        try:
+            assert process.stdout is not None
+            printed = []
+            for line in process.stdout:
+                printed.append(line)
+                if line == "training\n":
+                    break
+            assert process.poll() is None, "".join(printed)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to everybody in the group
+            output, _ = process.communicate(timeout=SECONDS)
+        finally:
+            if process.poll() is None:
+                place.kill()
+    assert process.returncode != 0, output
+    assert "KeyboardInterrupt" in output
+
+
+def test_the_doctor(place: Place) -> None:
+    output = place.run(sys.executable, "-m", "steepest.cli", "doctor")
+    assert re.search(r"^  ps +\d workers: one step, loss [0-9.]+: works$", output, flags=re.MULTILINE)
+    assert re.search(r"^  simple +\d workers: one step, loss [0-9.]+: works$", output, flags=re.MULTILINE)
+    assert output.endswith("all is well\n")
