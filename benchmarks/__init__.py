@@ -1,0 +1,1 @@
+"""Benchmarks of steepest; run as modules, for example ``python -m benchmarks.overhead``."""

@@ -1,0 +1,112 @@
+"""The two workloads of the benchmarks: networks, random data, and the loading every rival shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LEARNING_RATE = 0.01
+CLASSES = 10
+SEED = 20
+
+
+class ConvNet(nn.Module):
+    """A network of 1,960 parameters for images of 28 x 28 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 3, kernel_size=3)
+        self.output = nn.Linear(192, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = F.relu(F.max_pool2d(self.convolution(images), 3))
+        return F.log_softmax(self.output(features.flatten(1)), dim=1)
+
+
+class MLP(nn.Sequential):
+    """A perceptron of 25,003,184 parameters: 1024 inputs, three hidden layers of 3286, ten classes."""
+
+    def __init__(self, inputs: int = 1024, hidden: int = 3286) -> None:
+        super().__init__(
+            nn.Linear(inputs, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, CLASSES),
+            nn.LogSoftmax(dim=1),
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network with the shape of its data; ``steps`` is the default number of steps in one round."""
+
+    name: str
+    network: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    batch_size: int
+    samples: int
+    steps: int
+
+    def build(self) -> nn.Module:
+        """The network, with the same initial weights in every process."""
+        torch.manual_seed(SEED)
+        return self.network()
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Random inputs and labels, the same in every process."""
+        generator = torch.Generator().manual_seed(SEED)
+        x = torch.randn(self.samples, *self.shape, generator=generator)
+        y = torch.randint(CLASSES, (self.samples,), generator=generator)
+        return x, y
+
+    def batches(self, worker: int) -> Batches:
+        """The batches of one worker, shuffled in its own order."""
+        return Batches(*self.data(), self.batch_size, seed=SEED + worker)
+
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.network().parameters())
+
+
+class Batches:
+    """An endless run of batches: each one indexes the data by the next part of a shuffled permutation."""
+
+    def __init__(self, x: Tensor, y: Tensor, batch_size: int, seed: int) -> None:
+        self._x, self._y, self._size = x, y, batch_size
+        self._generator = torch.Generator().manual_seed(seed)
+        self._order = torch.empty(0, dtype=torch.long)
+        self._next = 0
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        if self._next + self._size > len(self._order):
+            self._order = torch.randperm(len(self._x), generator=self._generator)
+            self._next = 0
+        indices = self._order[self._next : self._next + self._size]
+        self._next += self._size
+        return self._x[indices], self._y[indices]
+
+
+def compute(network: nn.Module, batches: Batches) -> None:
+    """The computation of one step: load a batch, clear the gradients, forward, backward."""
+    x, y = batches.next()
+    network.zero_grad()
+    F.nll_loss(network(x), y).backward()
+
+
+def sgd(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload("convnet", ConvNet, (1, 28, 28), batch_size=128, samples=4096, steps=120),
+        Workload("mlp", MLP, (1024,), batch_size=8, samples=512, steps=6),
+    )
+}

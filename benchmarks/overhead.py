@@ -1,0 +1,233 @@
+"""The time of one synchronous training step over its computation alone, with two workers.
+
+    python -m benchmarks.overhead                        # everything, three to four minutes
+    python -m benchmarks.overhead --model convnet --rounds 3 --only ddp tutorial
+    python -m benchmarks.overhead --strategies ps --json overhead.json
+
+Two workloads on random data held in memory, plain SGD: ``convnet``, 1,960 parameters at batch 128, where
+the cost of a message counts; and ``mlp``, 25 million parameters at batch 8, where the cost of moving
+gradients counts.
+
+Two baselines: two processes that compute next to each other and never communicate.
+
+``free``            the computation alone: load a batch, zero_grad, forward, backward; no optimizer step
+``free+sgd``        the same and the local optimizer step
+
+Contenders: the same computation as one synchronous step of two workers.
+
+``ddp``             torch's DistributedDataParallel on Gloo over loopback, gradients as bucket views
+``tutorial``        the design of Ray's parameter-server tutorial: one server actor, two worker actors,
+                    and a driver that waits for the new weights once every step
+``tutorial+numpy``  the same with its weights sent as numpy arrays, which Ray moves faster than tensors
+``steepest NAME``   ``DistributedSGD(..., strategy=NAME)``; not measured when it cannot be imported
+
+Every process has one torch thread. All contenders stay alive, blocked while idle, and take turns: a round
+is one turn of ``--steps`` steps for each of them, and odd rounds run in reverse order. A ratio compares a
+contender with the baseline of the same round, so that a slow spell of the machine strikes both. Local
+processes are timed inside (the slower of the two counts); Ray contenders are timed by the driver.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by every process
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import argparse
+import contextlib
+import json
+import platform
+import signal
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from benchmarks.models import WORKLOADS, Workload
+from benchmarks.rivals import DEADLINE, WORKERS, Contender, Local, Steepest, Tutorial
+
+BASELINES = ("free", "free+sgd")
+Times = dict[str, list[float]]  # contender -> seconds per step, one entry a round
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    torch.set_num_threads(1)
+    workloads = list(WORKLOADS.values()) if options.model == "both" else [WORKLOADS[options.model]]
+    reports = []
+    for workload in workloads:
+        steps = options.steps or workload.steps
+        contenders = choose(workload, options.strategies, options.only)
+        with ray_started(contenders):
+            times = measure(contenders, options.rounds, steps)
+        reports.append(summarize(workload, steps, options.rounds, times))
+        print(table(reports[-1]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "reports": reports}, indent=2) + "\n")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=[*WORKLOADS, "both"], default="both")
+    parser.add_argument("--rounds", type=positive, default=7)
+    defaults = ", ".join(f"{w.steps} for {w.name}" for w in WORKLOADS.values())
+    parser.add_argument("--steps", type=positive, help=f"steps of one turn (default: {defaults})")
+    parser.add_argument("--strategies", nargs="+", default=["ps", "simple"], metavar="NAME")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="PREFIX",
+        help="contenders by the beginning of their name, next to the baselines: ddp, tutorial, steepest, ...",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to this file")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def choose(workload: Workload, strategies: list[str], only: list[str] | None) -> list[Contender]:
+    """The baselines, and the contenders whose name begins with one of ``only`` (all without it)."""
+    contenders: list[Contender] = [Local(name, workload) for name in (*BASELINES, "ddp")]
+    contenders += [Tutorial("tutorial", workload), Tutorial("tutorial+numpy", workload, arrays=True)]
+    contenders += [Steepest(f"steepest {strategy}", workload, strategy) for strategy in strategies]
+    prefixes = tuple(only) if only else ("",)
+    return [c for c in contenders if c.name in BASELINES or c.name.startswith(prefixes)]
+
+
+@contextlib.contextmanager
+def ray_started(contenders: list[Contender]) -> Iterator[None]:
+    """Ray for the contenders that need it, unless it runs already; stopped again at the end.
+
+    The contenders are alive together, though only one works at a time: Ray counts two CPUs for each.
+    """
+    users = sum(isinstance(c, Tutorial | Steepest) for c in contenders)
+    if not users or ray.is_initialized():
+        yield
+        return
+    with deadline("ray.init"):
+        ray.init(address="local", num_cpus=WORKERS * users, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def measure(contenders: list[Contender], rounds: int, steps: int) -> Times:
+    with contextlib.ExitStack() as stack:
+        alive = [c for c in contenders if started(c, stack)]
+        for contender in alive:
+            turn(contender, max(2, steps // 5))
+        times: Times = {c.name: [] for c in alive}
+        for number in range(rounds):
+            for contender in alive if number % 2 == 0 else reversed(alive):
+                times[contender.name].append(turn(contender, steps))
+            progress(f"{contenders[0].workload.name}: round {number + 1} of {rounds}")
+    return times
+
+
+def started(contender: Contender, stack: contextlib.ExitStack) -> bool:
+    """Start a contender; False, with a note, when it is a steepest that cannot be imported."""
+    try:
+        with deadline(contender.name):
+            stack.enter_context(contender)
+    except ImportError as error:
+        if not isinstance(contender, Steepest):
+            raise
+        progress(f"{contender.name}: not measured ({error})")
+        return False
+    return True
+
+
+def turn(contender: Contender, steps: int) -> float:
+    with deadline(contender.name):
+        return contender.run(steps)
+
+
+@contextlib.contextmanager
+def deadline(what: str) -> Iterator[None]:
+    """Raise TimeoutError in the main thread when the block takes longer than the contenders may wait."""
+
+    def expire(number: int, frame: object) -> None:
+        raise TimeoutError(f"{what}: more than {2 * DEADLINE:g} s")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, 2 * DEADLINE)  # a contender's own deadline says more: it goes first
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def summarize(workload: Workload, steps: int, rounds: int, times: Times) -> dict[str, Any]:
+    """The measurements of one workload, ready for JSON."""
+    return {
+        "model": workload.name,
+        "parameters": workload.parameters(),
+        "batch_size": workload.batch_size,
+        "workers": WORKERS,
+        "rounds": rounds,
+        "steps": steps,
+        "contenders": [
+            {
+                "name": name,
+                "ms_per_step": 1000 * statistics.median(seconds),
+                "over": {baseline: ratios(seconds, times[baseline]) for baseline in BASELINES},
+                "seconds_per_step": seconds,
+            }
+            for name, seconds in times.items()
+        ],
+    }
+
+
+def ratios(seconds: list[float], baseline: list[float]) -> dict[str, float]:
+    """Median, least and greatest ratio to the baseline of the same round."""
+    values = [mine / free for mine, free in zip(seconds, baseline, strict=True)]
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def table(report: dict[str, Any]) -> str:
+    title = (
+        f"{report['model']}: {report['parameters']:,} parameters, batch {report['batch_size']}, "
+        f"{report['workers']} workers, median of {report['rounds']} rounds of {report['steps']} steps"
+    )
+    heads = "".join(f"{'over ' + baseline:>16}{'min..max':>14}" for baseline in BASELINES)
+    lines = ["", title, f"{'':17}{'ms/step':>9}{heads}"]
+    for row in report["contenders"]:
+        cells = "".join(ratio_cell(row["over"][baseline]) for baseline in BASELINES)
+        lines.append(f"{row['name']:17}{row['ms_per_step']:9.2f}{cells}")
+    return "\n".join(lines)
+
+
+def ratio_cell(ratio: dict[str, float]) -> str:
+    spread = f"{ratio['min']:.2f}..{ratio['max']:.2f}"
+    return f"{ratio['median']:16.2f}{spread:>14}"
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ray": ray.__version__,
+    }
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
