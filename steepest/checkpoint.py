@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from steepest.model import ParameterLayout
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_ABOUT = {"files", "step", "epoch", "offset", "samples", "seed", "optimizer", "plain", "aliases"}
+_ABOUT = {"files", "step", "epoch", "offset", "samples", "seed", "optimizer", "flags", "plain", "aliases"}
 
 #: Optimizer state of one slice: which chunk, what it is, its values.
 Record = tuple[int, dict[str, Any], torch.Tensor]
@@ -43,8 +43,8 @@ class Checkpoint:
         weights: parameters and buffers by name.
         optimizer: state by "parameter/key".
         replicas: buffers by "replica/buffer".
-        about: step, epoch, offset, seed, samples, optimizer, plain (state keys that are Python numbers),
-            aliases; JSON-able.
+        about: step, epoch, offset, seed, samples, optimizer, flags (which change what state it keeps), plain
+            (state keys that are Python numbers), aliases; JSON-able.
     """
 
     weights: dict[str, torch.Tensor]
@@ -59,6 +59,7 @@ class Owner:
 
     layout: ParameterLayout
     optimizer: str
+    flags: Mapping[str, bool]
     samples: int | None
     buffers: Mapping[str, torch.Tensor]
 
@@ -68,7 +69,7 @@ class Owner:
         Raises:
             CheckpointError: something does not.
         """
-        for what, mine in (("optimizer", self.optimizer), ("samples", self.samples)):
+        for what, mine in (("optimizer", self.optimizer), ("flags", dict(self.flags)), ("samples", self.samples)):
             if saved.about[what] != mine:
                 raise CheckpointError(f"it has {what} {saved.about[what]}, this job has {mine}")
         wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
@@ -82,6 +83,35 @@ class Owner:
             for what, theirs, ours in zip(("shape", "dtype"), found[name], wanted[name], strict=True):
                 if theirs != ours:
                     raise CheckpointError(f"{name!r} has {what} {theirs}, the model's has {ours}")
+
+
+def gather(
+    owner: Owner,
+    weights: torch.Tensor,
+    records: Iterable[Record],
+    states: Sequence[Mapping[str, torch.Tensor]],
+    place: Mapping[str, Any],
+) -> Checkpoint:
+    """A job's checkpoint.
+
+    Args:
+        owner: the job, with buffers averaged over its replicas.
+        weights: the flat vector.
+        records: the optimizer's state.
+        states: each replica's buffers.
+        place: step, epoch, offset and seed.
+    """
+    optimizer, plain = assemble(owner.layout, records)
+    about = {
+        **place,
+        "samples": owner.samples,
+        "optimizer": owner.optimizer,
+        "flags": dict(owner.flags),
+        "plain": plain,
+        "aliases": {entry.name: list(entry.aliases) for entry in owner.layout.entries if entry.aliases},
+    }
+    replicas = {f"{i}/{name}": value for i, state in enumerate(states) for name, value in state.items()}
+    return Checkpoint(owner.layout.named(weights) | dict(owner.buffers), optimizer, replicas, about)
 
 
 def assemble(layout: ParameterLayout, records: Iterable[Record]) -> tuple[dict[str, torch.Tensor], list[str]]:

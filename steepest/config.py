@@ -71,6 +71,7 @@ class RunSettings:
         cpus_per_worker: CPUs reserved for each worker, and torch threads in it.
         start_timeout: seconds within which the cluster must place all processes and these must be up.
         step_timeout: seconds after which a step that does not commit is given up with an error.
+        call_timeout: seconds after which `evaluate`, `warmup` and the `foreach_` functions are.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -79,10 +80,11 @@ class RunSettings:
     cpus_per_worker: int = 1
     start_timeout: float = 30.0
     step_timeout: float = 300.0
+    call_timeout: float = 3600.0
 
     def __post_init__(self) -> None:
         require_count("cpus_per_worker", self.cpus_per_worker)
-        for name in ("start_timeout", "step_timeout"):
+        for name in ("start_timeout", "step_timeout", "call_timeout"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigurationError(f"{name}={value!r}: give a positive number of seconds")

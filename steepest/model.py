@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from steepest.data import Source
-from steepest.errors import ModelError
+from steepest.errors import ConfigurationError, ModelError
 from steepest.optimizer import OptimizerSpec
 
 MIN_CHUNK_BYTES = 1 << 20
@@ -201,6 +201,27 @@ class ParameterLayout:
             loads[server] += chunk.nbytes
             owners.append(server)
         return tuple(owners)
+
+    def named(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of a flat buffer's parameters, by name."""
+        last_first = reversed(list(enumerate(self.entries)))
+        return {entry.name: self.entry_view(buffer, index).clone() for index, entry in last_first}
+
+    def write(self, buffer: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
+        """Writes parameters by name (or alias) into a flat buffer; those not named stay.
+
+        Raises:
+            ConfigurationError: an unknown name or another shape; nothing is written then.
+        """
+        known = {name: i for i, entry in enumerate(self.entries) for name in (entry.name, *entry.aliases)}
+        given = {name: torch.as_tensor(value) for name, value in weights.items()}
+        for name, value in given.items():
+            if name not in known:
+                raise ConfigurationError(f"no parameter is named {name!r}: there are {', '.join(list(known)[:8])} ...")
+            if tuple(value.shape) != (shape := self.entries[known[name]].shape):
+                raise ConfigurationError(f"{name!r} has shape {tuple(value.shape)}, the model's has {shape}")
+        for name, value in given.items():
+            self.entry_view(buffer, known[name]).copy_(value)
 
     def difference(self, other: ParameterLayout) -> str | None:
         """What tells two layouts apart, in words; None when they agree."""

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from steepest.errors import ConfigurationError
 
 Hyperparameters = dict[str, Any]
+_STATELESS_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "nesterov")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,15 @@ class OptimizerSpec:
     def name(self) -> str:
         """The optimizer's class name."""
         return self.cls.__name__
+
+    def state_flags(self) -> dict[str, bool]:
+        """The switches that change what state the optimizer keeps (amsgrad, centered ...), by group and name."""
+        return {
+            f"{index}.{key}": value
+            for index, (_, hyper) in enumerate(self.groups)
+            for key, value in sorted(hyper.items())
+            if isinstance(value, bool) and key not in _STATELESS_FLAGS
+        }
 
     def trainable(self) -> set[str]:
         """Names of the parameters that the optimizer updates."""

@@ -279,7 +279,7 @@ class DistributedSGD:
     def weights(self) -> dict[str, torch.Tensor]:
         """CPU copies of all parameters by name, at one version; at any time, from any thread."""
         snapshot = self._snapshot("weights")
-        return self._named(snapshot)
+        return self._job.description.layout.named(snapshot.weights)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """`weights`, further names of tied parameters, and buffers averaged over replicas.
@@ -287,7 +287,7 @@ class DistributedSGD:
         Loads into the plain module: ``module.load_state_dict(sgd.state_dict())``.
         """
         with self._idle():
-            state = self._named(self._snapshot("weights"))
+            state = self._job.description.layout.named(self._snapshot("weights").weights)
             for entry in self._job.description.layout.entries:
                 for alias in entry.aliases:
                     state[alias] = state[entry.name]
@@ -301,7 +301,7 @@ class DistributedSGD:
         """
         with self._idle():
             snapshot = self._snapshot("weights")
-            self._overwrite(snapshot.weights, weights)
+            self._job.description.layout.write(snapshot.weights, weights)
             self._install(self._version(), snapshot.weights, None)
 
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
@@ -349,23 +349,17 @@ class DistributedSGD:
         with self._idle():
             cluster = self._live()
             snapshot = self._snapshot("state")
-            layout = self._job.description.layout
-            optimizer, plain = checkpoint.assemble(layout, snapshot.records)
-            states = self._states(cluster)
             position = self._plan.position(snapshot.version) if self._plan is not None else None
             about = {
                 "step": snapshot.version,
                 "epoch": position.epoch if position else 0,
                 "offset": position.begin if position else 0,
-                "samples": self._job.description.samples,
                 "seed": self._seed,
-                "optimizer": self._job.description.optimizer_spec.name,
-                "plain": plain,
-                "aliases": {entry.name: list(entry.aliases) for entry in layout.entries if entry.aliases},
             }
-            replicas = {f"{i}/{name}": value for i, state in enumerate(states) for name, value in state.items()}
-            weights = self._named(snapshot) | mean_states(states, [1.0] * len(states))
-            checkpoint.write(Path(path), checkpoint.Checkpoint(weights, optimizer, replicas, about))
+            states = self._states(cluster)
+            mean = mean_states(states, [1.0] * len(states))
+            saved = checkpoint.gather(self._owner(mean), snapshot.weights, snapshot.records, states, about)
+            checkpoint.write(Path(path), saved)
 
     def restore(self, path: str | Path) -> None:
         """Continues from a checkpoint, at any number of workers and servers, under any strategy.
@@ -380,15 +374,13 @@ class DistributedSGD:
             saved = checkpoint.read(Path(path))
             about = saved.about
             layout = self._job.description.layout
-            spec = self._job.description.optimizer_spec
-            fit_for = checkpoint.Owner(layout, spec.name, self._job.description.samples, self._states(cluster)[0])
             try:
-                fit_for.check(saved)
+                self._owner(self._states(cluster)[0]).check(saved)
                 records = checkpoint.disassemble(layout, saved.optimizer, about["plain"])
             except CheckpointError as error:
                 raise CheckpointError(f"the checkpoint at {path} is not of this job: {error}") from error
             weights = layout.allocate()
-            self._overwrite(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
+            layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
             averaged = {name: value for name, value in saved.weights.items() if name not in layout.index}
             self._install(about["step"], weights, records)
             self._seed = about["seed"]
@@ -466,28 +458,14 @@ class DistributedSGD:
         client = self._live().client
         return self._wait(self._on_router(lambda: client.read(what)), "a snapshot of the weights")
 
-    def _named(self, snapshot: Snapshot) -> dict[str, torch.Tensor]:
-        layout = self._job.description.layout
-        entries = sorted(enumerate(layout.entries), key=lambda item: item[0], reverse=True)  # the module's order
-        return {entry.name: layout.entry_view(snapshot.weights, i).clone() for i, entry in entries}
-
-    def _overwrite(self, flat: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
-        layout = self._job.description.layout
-        known = {alias: i for i, entry in enumerate(layout.entries) for alias in (entry.name, *entry.aliases)}
-        for name, value in weights.items():
-            if name not in known:
-                raise ConfigurationError(
-                    f"no parameter is named {name!r}: there are {', '.join(sorted(known)[:8])} ..."
-                )
-            entry = layout.entries[known[name]]
-            value = torch.as_tensor(value)
-            if tuple(value.shape) != entry.shape:
-                raise ConfigurationError(f"{name!r} has shape {tuple(value.shape)}, the model's has {entry.shape}")
-            layout.entry_view(flat, known[name]).copy_(value)
-
     def _install(self, version: int, weights: torch.Tensor, records: list[checkpoint.Record] | None) -> None:
         client = self._live().client
         self._wait(self._on_router(lambda: client.install(version, weights, records)), "servers to take new weights")
+
+    def _owner(self, buffers: Mapping[str, torch.Tensor]) -> checkpoint.Owner:
+        described = self._job.description
+        spec = described.optimizer_spec
+        return checkpoint.Owner(described.layout, spec.name, spec.state_flags(), described.samples, buffers)
 
     def _states(self, cluster: Cluster) -> list[dict[str, torch.Tensor]]:
         return [state for part in cluster.call_workers(tasks.states) for state in part]

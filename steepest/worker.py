@@ -69,6 +69,7 @@ class Worker:
         self._complete = (0, -1)
         self._pushed = (0, -1)  # generation and version of the last push
         self._calls: list[_Waiting] = []
+        self._gone: PeerLostError | None = None  # without servers no newer version will come
         self._waited = 0.0
         self._pushed_at = 0.0
 
@@ -88,6 +89,8 @@ class Worker:
 
         self._calls.append(_Waiting(generation, version, run, future.set_exception))
         self._run_calls()
+        if self._gone is not None:
+            self._fail_calls(self._gone)
         return future
 
     # -- Role ----------------------------------------------------------------------------------
@@ -121,11 +124,14 @@ class Worker:
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Without the coordinator or a server there is nothing to do; the driver is told by them or by Ray."""
-        error = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
         if peer.role in ("coordinator", "server"):
-            calls, self._calls = self._calls, []
-            for call in calls:
-                call.fail(error)
+            self._gone = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
+            self._fail_calls(self._gone)
+
+    def _fail_calls(self, error: PeerLostError) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call.fail(error)
 
     def tick(self, now: float) -> None:
         """A worker has no deadlines of its own; the coordinator watches over each step."""

@@ -233,7 +233,7 @@ STATE_OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
 
 def test_the_owner_says_what_does_not_fit() -> None:
     layout = ParameterLayout.plan([("w", (3,), torch.float32, True)])
-    owner = Owner(layout, "torch.optim.Adam", 16, {})
+    owner = Owner(layout, "torch.optim.Adam", {}, 16, {})
     owner.check(content())
     cases = [
         (replace(owner, optimizer="torch.optim.SGD"), "optimizer torch.optim.Adam, this job has torch.optim.SGD"),

@@ -84,7 +84,7 @@ def test_run_settings_suit_most_as_they_are() -> None:
     assert RunSettings(step_timeout=1).step_timeout == 1
 
 
-@pytest.mark.parametrize("field", ["start_timeout", "step_timeout"])
+@pytest.mark.parametrize("field", ["start_timeout", "step_timeout", "call_timeout"])
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "30", None, True])
 def test_deadlines_are_positive_and_finite(field: str, value: Any) -> None:
     assert f"{field}={value!r}: give a positive number of seconds" in refused(lambda: RunSettings(**{field: value}))

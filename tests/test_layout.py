@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.errors import ModelError
+from steepest.errors import ConfigurationError, ModelError
 from steepest.model import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk, Entry, ParameterLayout
 
 Parameter = tuple[str, tuple[int, ...], torch.dtype, bool]
@@ -278,3 +278,16 @@ def test_difference_in_number_and_in_chunks() -> None:
     assert mine.difference(ParameterLayout.plan(floats(40, 60)[1:])) == "2 parameters, the other has 1"
     recut = ParameterLayout.plan(floats(40, 60), chunk_bytes=64)
     assert mine.difference(recut) == "the same parameters cut into other chunks"
+
+
+def test_parameters_are_read_and_written_by_name_or_alias_all_or_none() -> None:
+    parameters = [("a", (2,), torch.float64, True), ("b", (3,), torch.float64, False)]
+    layout = ParameterLayout.plan(parameters, aliases={"a": ("c",)})
+    flat = layout.allocate()
+    layout.write(flat, {"c": torch.ones(2), "b": torch.arange(3)})
+    assert set(layout.named(flat)) == {"a", "b"}
+    assert layout.named(flat)["a"].tolist() == [1, 1]
+    for wrong in ({"a": torch.zeros(2), "x": torch.zeros(1)}, {"a": torch.zeros(2), "b": torch.zeros(2)}):
+        with pytest.raises(ConfigurationError, match=r"no parameter is named 'x'|'b' has shape \(2,\)"):
+            layout.write(flat, wrong)
+        assert layout.named(flat)["a"].tolist() == [1, 1]

@@ -319,3 +319,9 @@ def test_schedules_that_cannot_run_are_refused_at_once() -> None:
         spec_of(ELEMENTWISE["sgd"], lr_scheduler=lambda o: 0.1)
     with pytest.raises(ConfigurationError, match="both lr_scheduler= and learning_rate="):
         spec_of(ELEMENTWISE["sgd"], lr_scheduler=SCHEDULERS["StepLR"], learning_rate=lambda step: 0.1)
+
+
+def test_state_flags_name_the_switches_that_change_what_is_kept() -> None:
+    spec = spec_of(lambda p: torch.optim.Adam(p, amsgrad=True))
+    assert spec.state_flags()["0.amsgrad"] is True
+    assert not any("fused" in key or "foreach" in key for key in spec.state_flags())

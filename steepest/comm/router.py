@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -122,8 +123,7 @@ class Router:
 
     def turn(self, timeout: float) -> None:
         """Runs queued calls, delivers what is there, and waits up to `timeout` seconds for more."""
-        while self._calls:
-            self._calls.popleft()()
+        self._run_calls()
         self._deliver_local()
         if self.transport is None:
             return
@@ -210,12 +210,16 @@ class Router:
         self._stopping.set()
         if self.transport is not None:
             self.transport.close()
-        while self._calls:
-            self._calls.popleft()()
         if error is None:
             self.finished.set_result(None)
         else:
             self.finished.set_exception(error)
+        self._run_calls()  # each fails; those that come later are run by `call`
+
+    def _run_calls(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread may take the last one
+            while True:
+                self._calls.popleft()()
 
     def stop(self, timeout: float = 10.0) -> None:
         """Ends `run` and waits for its thread."""
@@ -242,8 +246,7 @@ class Router:
 
         self._calls.append(run)
         if self._stopping.is_set() and self.finished.done():
-            while self._calls:
-                self._calls.popleft()()
+            self._run_calls()
         elif self.transport is not None:
             self.transport.wake()
         return future

@@ -217,13 +217,17 @@ class TorchModel:
         return as_source(data, batch_size)[0]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """CPU copies of the module's persistent buffers, by name; tied ones once."""
+        """CPU copies of the module's persistent buffers, by name; tied ones under each name."""
         kept = self.module.state_dict(keep_vars=True)
-        return {name: b.detach().cpu().clone() for name, b in self.module.named_buffers() if name in kept}
+        return {
+            name: b.detach().cpu().clone()
+            for name, b in self.module.named_buffers(remove_duplicate=False)
+            if name in kept
+        }
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Sets the buffers that `state` returns."""
-        buffers = dict(self.module.named_buffers())
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, value in state.items():
                 if name not in buffers:

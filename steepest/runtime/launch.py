@@ -237,10 +237,10 @@ class Cluster:
         actors = [self._actors[worker_peer(i)] for i in chosen]
         refs = [(actor.view_call if view else actor.call).remote(position, function, *stored) for actor in actors]
         waiting = dict(zip(refs, chosen, strict=True))
-        deadline = time.monotonic() + self._settings.step_timeout
+        deadline = time.monotonic() + self._settings.call_timeout
         try:
             while waiting:
-                done, _ = ray.wait(list(waiting), timeout=min(_LOOK_SECONDS, self._settings.step_timeout))
+                done, _ = ray.wait(list(waiting), timeout=min(_LOOK_SECONDS, self._settings.call_timeout))
                 for ref in done:
                     ray.get(ref)  # raises what it raised, without waiting for the others
                     del waiting[ref]
@@ -249,7 +249,7 @@ class Cluster:
                     if time.monotonic() > deadline:
                         silent = ", ".join(str(worker_peer(i)) for i in waiting.values())
                         raise DeadlineError(
-                            f"{silent} did not answer within {self._settings.step_timeout:g} s at version {position[1]}"
+                            f"{silent} did not answer within {self._settings.call_timeout:g} s at version {position[1]}"
                         )
             results: list[Any] = ray.get(refs)
         except ray.exceptions.RayTaskError as error:
