@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,24 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+TEST_SECONDS = 180
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _deadline() -> Iterator[None]:
+    """No test may hang: after three minutes it fails where it is."""
+
+    def give_up(signum: int, frame: object) -> None:
+        raise TimeoutError(f"the test ran for {TEST_SECONDS} s")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(TEST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.fixture(scope="session")

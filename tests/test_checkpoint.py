@@ -54,7 +54,7 @@ def ps(servers: int) -> ParameterServerStrategy:
 def about(step: int = 3) -> dict[str, Any]:
     return {
         "step": step, "epoch": 0, "offset": 12, "samples": 16, "seed": 0, "optimizer": "torch.optim.Adam",
-        "plain": [], "aliases": {},
+        "plain": [], "aliases": {}, "flags": {},
     }  # fmt: skip
 
 
@@ -237,6 +237,7 @@ def test_the_owner_says_what_does_not_fit() -> None:
     owner.check(content())
     cases = [
         (replace(owner, optimizer="torch.optim.SGD"), "optimizer torch.optim.Adam, this job has torch.optim.SGD"),
+        (replace(owner, flags={"0.amsgrad": True}), "flags {}, this job has {'0.amsgrad': True}"),
         (replace(owner, samples=17), "samples 16, this job has 17"),
         (replace(owner, buffers={"mean": torch.zeros(2)}), "no 'mean'"),
         (replace(owner, layout=ParameterLayout.plan([("w", (4,), torch.float32, True)])), r"shape \(3,\)"),

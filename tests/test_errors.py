@@ -278,7 +278,7 @@ def test_a_process_with_a_server_that_is_killed(workers: int) -> None:
 
 
 def test_a_worker_that_hangs() -> None:
-    with DistributedSGD(creator(), num_workers=2, settings=RunSettings(step_timeout=2)) as sgd:
+    with DistributedSGD(creator(), num_workers=2, settings=RunSettings(step_timeout=2, call_timeout=2)) as sgd:
         sgd.step()
         before = sgd.weights()
         set_fault(sgd, 1, "hang")
