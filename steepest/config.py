@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
-from pathlib import Path
+from numbers import Integral
 
 from steepest.errors import ConfigurationError
 
@@ -91,20 +91,14 @@ class RunSettings:
 
 
 def require_count(name: str, value: object, least: int = 1) -> int:
-    """An integer of at least `least`.
+    """An integer (NumPy's too) of at least `least`.
 
     Raises:
         ConfigurationError: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ConfigurationError(f"{name}={value!r}: give an integer of at least {least}")
-    return value
-
-
-def data_directory() -> Path | None:
-    """The directory of data sets named by STEEPEST_DATA, or None when it is not set."""
-    value = os.environ.get("STEEPEST_DATA")
-    return Path(value) if value else None
+    return int(value)
 
 
 def cluster_address() -> str | None:

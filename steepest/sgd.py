@@ -87,17 +87,16 @@ class DistributedSGD:
         self.devices_per_worker = require_count("devices_per_worker", devices_per_worker)
         self.strategy = as_strategy(strategy)
         self._settings = settings or RunSettings()
-        require_count("seed", seed, 0)
+        self._seed = require_count("seed", seed, 0)
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
         self._running = False
         self._samples = 0
         self._seconds = 0.0
         self._bytes_pushed = 0
         self._cluster: Cluster | None = Cluster(
-            model_creator, num_workers, devices_per_worker, gpu, self.strategy, seed, self._settings
+            model_creator, self.num_workers, self.devices_per_worker, gpu, self.strategy, self._seed, self._settings
         )
         self._job = self._cluster.job
-        self._seed = seed
         self._plan = self._job.plan()
         self.num_servers = self._job.num_servers
 

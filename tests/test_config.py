@@ -9,6 +9,7 @@ from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from steepest import config, errors
@@ -19,7 +20,6 @@ from steepest.config import (
     SimpleStrategy,
     StrategyConfig,
     as_strategy,
-    data_directory,
     require_count,
 )
 from steepest.errors import ConfigurationError, SteepestError
@@ -84,6 +84,10 @@ def test_run_settings_suit_most_as_they_are() -> None:
     assert RunSettings(step_timeout=1).step_timeout == 1
 
 
+def test_numpy_integers_are_integers() -> None:
+    assert type(require_count("num_workers", np.int64(3))) is int
+
+
 @pytest.mark.parametrize("field", ["start_timeout", "step_timeout", "call_timeout"])
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "30", None, True])
 def test_deadlines_are_positive_and_finite(field: str, value: Any) -> None:
@@ -99,15 +103,6 @@ def test_require_count_gives_the_count_back() -> None:
     assert require_count("steps", 3) == 3
     assert require_count("steps", 0, least=0) == 0
     assert "steps=1: give an integer of at least 2" in refused(lambda: require_count("steps", 1, least=2))
-
-
-def test_the_data_directory_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEEPEST_DATA", "/somewhere/else")
-    assert data_directory() == Path("/somewhere/else")
-    monkeypatch.setenv("STEEPEST_DATA", "")
-    assert data_directory() is None
-    monkeypatch.delenv("STEEPEST_DATA")
-    assert data_directory() is None
 
 
 def test_no_other_module_reads_the_environment() -> None:
