@@ -1,0 +1,103 @@
+"""Two nodes: network namespaces joined by a veth pair, each with a raylet of its own; TCP between them."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_ray_places import SECONDS, Place
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
+    ),
+]
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+PORT = 6390
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+def until(output: object, line: str) -> str:
+    """Reads a program's output up to a line that holds some text."""
+    seen, deadline = "", time.monotonic() + SECONDS
+    while line not in seen:
+        ready, _, _ = select.select([output], [], [], max(deadline - time.monotonic(), 0))
+        part = os.read(output.fileno(), 4096).decode() if ready else ""  # type: ignore[attr-defined]
+        assert part, f"no {line!r} in:\n{seen}"
+        seen += part
+    return seen
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
+    """A Ray cluster of two nodes with one CPU each; programs run in the first one's namespace."""
+    place = Place()
+    spaces = (f"sp{place.mark[:6]}a", f"sp{place.mark[:6]}b")
+    try:
+        for space in spaces:
+            ip("netns", "add", space)
+            ip("-n", space, "link", "set", "lo", "up")
+        ip("link", "add", "spa", "netns", spaces[0], "type", "veth", "peer", "name", "spb", "netns", spaces[1])
+        for space, device, address in zip(spaces, ("spa", "spb"), ADDRESSES, strict=True):
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
+            ip("-n", space, "link", "set", device, "up")
+        place.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.mark * 2}
+        ray = str(Path(sys.executable).with_name("ray"))
+        common = ["--num-cpus=1", "--block", "--disable-usage-stats"]
+        head = [f"--node-ip-address={ADDRESSES[0]}", "--head", f"--port={PORT}", "--include-dashboard=false"]
+        other = [f"--node-ip-address={ADDRESSES[1]}", f"--address={ADDRESSES[0]}:{PORT}"]
+        started = []
+        for space, arguments in zip(spaces, (head, other), strict=True):
+            process = place.start("ip", "netns", "exec", space, ray, "start", *arguments, *common)
+            started.append(process)
+            until(process.stdout, "runtime started")
+        place.environment["RAY_ADDRESS"] = f"{ADDRESSES[0]}:{PORT}"
+        yield place, spaces
+        place.kill()
+        for process in started:
+            process.communicate(timeout=20)
+    finally:
+        place.kill()
+        for space in spaces:
+            subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True, timeout=20)
+        shutil.rmtree(place.directory, ignore_errors=True)
+
+
+def test_workers_on_two_nodes_equal_one_process(nodes: tuple[Place, tuple[str, str]]) -> None:
+    place, spaces = nodes
+    program = place.script(
+        f"""
+        import signal
+        import pytest
+        from steepest.errors import PeerLostError
+        if __name__ == "__main__":
+            def kill(view):
+                print("last words", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            for strategy in ("ps", "simple"):
+                check(train(strategy))
+            with DistributedSGD(linear_model_creator(), num_workers=2) as sgd:
+                assert sgd.num_servers == 2  # one for each node
+                hosts = {{place.host for place in sgd._live().places.values()}}
+                assert hosts == set({ADDRESSES!r}), hosts
+                sgd.fit(steps=5, progress=False)
+                with pytest.raises(PeerLostError, match=r"(?s)worker \\d on {ADDRESSES[1]} .* died.*last words"):
+                    sgd.foreach_worker(lambda view: kill(view) if view.host == {ADDRESSES[1]!r} else None)
+            print("all is well")
+        """
+    )
+    output = place.run("ip", "netns", "exec", spaces[0], sys.executable, program)
+    assert "all is well" in output
