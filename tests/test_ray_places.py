@@ -223,6 +223,9 @@ def test_on_a_running_cluster_named_by_ray_address(place: Place) -> None:
 def test_ctrl_c_ends_everything(place: Place, managed: bool, strategy: str) -> None:
     program = place.script(
         f"""
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit "ignore"
+
         class Tell(Callback):
             def on_step(self, sgd, result):
                 if result.step == 5:
