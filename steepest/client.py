@@ -9,15 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from steepest.checkpoint import Record
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
 from steepest.errors import PeerLostError, ProtocolError, ShutdownError
 from steepest.model import ParameterLayout
 from steepest.server import state_message, state_tensor
 
 T = TypeVar("T")
-
-#: Optimizer state as it lies on servers: which chunk, what it is, its values.
-Record = tuple[int, dict[str, Any], torch.Tensor]
 
 
 @dataclass
