@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from steepest.comm.message import Kind, Message, Peer, Send, server_peer, worker_peer
-from steepest.errors import ProtocolError
+from steepest.errors import ProtocolError, describe_error
 
 Outgoing = list[tuple[Peer, Message]]
 
@@ -254,7 +254,10 @@ class Coordinator:
 
     def _commit(self, chosen: tuple[Staged, ...]) -> Outgoing:
         reports = {push.worker: self._open.reports[push.worker] for push in chosen}
-        hyper = self._hyperparameters(self.version)
+        try:
+            hyper = self._hyperparameters(self.version)
+        except Exception as error:  # noqa: BLE001 - the user's schedule; sent to the driver with its traceback
+            return self._fail({"reason": "schedule", **describe_error(error)})
         meta: dict[str, Any] = {"contributions": [[push.worker, push.sequence] for push in chosen]}
         if any(hyper):
             meta["hyper"] = hyper

@@ -17,6 +17,8 @@ SteepestError
 
 from __future__ import annotations
 
+import traceback
+
 
 class SteepestError(Exception):
     """Every error that steepest raises on purpose."""
@@ -68,6 +70,12 @@ class CheckpointError(SteepestError):
 
 class ShutdownError(SteepestError):
     """The trainer was used after `shutdown()`."""
+
+
+def describe_error(error: BaseException) -> dict[str, str]:
+    """An exception of the user's code as text that fits a message: "error" in a line, and its "traceback"."""
+    text = "".join(traceback.format_exception(error))
+    return {"error": f"{type(error).__name__}: {error}"[:2000], "traceback": text[-20000:]}
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an error of its own

@@ -136,11 +136,9 @@ class Replicas:
         for replica, model in enumerate(self.models):
             shares = [np.arange(min(model.batch_size, model.data.size or 1))]
             batch = next(iter(model.data.open(shares)))
-            state = model.state()
             before = model.state()  # running means, say, which a forward pass moves on
             model.compute_gradients(batch, lambda *_: None, False)
             model.load_state(before)
-            model.load_state(state)
             self._batches[replica] = None
 
     def evaluate(self, data: Any, batch_size: int | None, part: int, parts: int) -> WorkerResult:

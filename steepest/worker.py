@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send
-from steepest.errors import PeerLostError
+from steepest.errors import PeerLostError, describe_error
 from steepest.replicas import Replicas
 from steepest.strategies.protocol import Exchange
 
@@ -176,6 +175,5 @@ class Worker:
         self._pump()
 
     def _fail(self, step: int, error: Exception) -> None:
-        text = "".join(traceback.format_exception(error))
-        meta = {"error": f"{type(error).__name__}: {error}"[:2000], "traceback": text[-20000:]}
+        meta: dict[str, Any] = dict(describe_error(error))
         self._send(COORDINATOR, Message(Kind.FAILED, self.generation, self._incarnation, version=step, meta=meta))

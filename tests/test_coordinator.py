@@ -328,6 +328,19 @@ def test_an_install_that_failed_leaves_the_version() -> None:
     assert coordinator.version == 1
 
 
+def test_a_schedule_that_raises_fails_the_step_instead_of_hanging() -> None:
+    coordinator = started(steps=2, hyperparameters=lambda step: [[{}], []][step] or [{}][step])
+    complete(coordinator)
+    failure = only(complete(coordinator), Kind.FAILURE).values()
+    assert (failure["reason"], failure["step"], failure["error"]) == (
+        "schedule",
+        1,
+        "IndexError: list index out of range",
+    )
+    assert "test_coordinator.py" in failure["traceback"]
+    assert coordinator.version == 1
+
+
 def test_hyperparameters_travel_with_a_commit_only_where_they_changed() -> None:
     coordinator = started(steps=2, hyperparameters=lambda step: [{}, {"lr": 0.5} if step else {}])
     assert "hyper" not in only(complete(coordinator)[:1], Kind.COMMIT).values()

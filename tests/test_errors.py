@@ -292,3 +292,12 @@ def test_a_worker_that_hangs() -> None:
             sgd.foreach_worker(lambda view: view.pid)
         with pytest.raises(DeadlineError, match="worker 1"):
             sgd.step()
+
+
+def test_a_schedule_that_ends_too_early() -> None:
+    rates = [0.1, 0.1]
+    with DistributedSGD(linear_model_creator(learning_rate=lambda step: rates[step])) as sgd:
+        with pytest.raises(ModelRaisedError, match=r"schedule raised in step 3: IndexError.*") as caught:
+            sgd.fit(steps=5, progress=False)
+        assert "rates[step]" in str(caught.value.__cause__)
+        assert sgd.stats().step == 2

@@ -161,8 +161,8 @@ class Router:
         except ProtocolError as error:
             self._refuse(message, str(error))
         except (KeyError, TypeError, ValueError, IndexError):
-            if message.source in self._roles:
-                raise  # our own role sent it: a defect here, not a foreign frame
+            if message.source in self._roles or message.source.role == "coordinator":
+                raise  # a decision that cannot be carried out, or a defect here: not something to go on after
             log.exception("%s from %s makes no sense", message.kind.name, message.source)
             self._refuse(message, "see above")
 

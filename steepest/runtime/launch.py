@@ -167,7 +167,7 @@ class Cluster:
 
     def _wire_calls(self, workers: list[Any], job: Any, initial: Any) -> None:
         self._get([w.open_calls.remote(job, initial) for w in workers], "open the workers")
-        weights, _ = ray.get(initial)
+        weights, _ = self._get([initial], "send its weights")[0]
         flat = self.job.description.layout.allocate()
         flat.numpy()[:] = weights
         transport = CallTransport(self._router.destination)

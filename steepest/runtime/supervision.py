@@ -27,6 +27,11 @@ def raise_step_error(meta: dict[str, Any], places: Mapping[Peer, Place]) -> NoRe
             f"worker {meta['worker']}{where}: the model raised in step {step}: {meta['error']}; nothing of the step "
             "was applied: mend the model or its data and step again"
         ) from RemoteTraceback(meta["traceback"])
+    if meta["reason"] == "schedule":
+        raise ModelRaisedError(
+            f"the learning-rate schedule raised in step {step}: {meta['error']}; nothing of the step was applied: "
+            "it must give every step's hyperparameters"
+        ) from RemoteTraceback(meta["traceback"])
     if meta["reason"] == "nonfinite":
         found = ", ".join(
             f"{name!r} of worker {worker}" if worker >= 0 else f"{name!r} (the sum over workers overflows)"
