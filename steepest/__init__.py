@@ -4,23 +4,30 @@ from steepest.config import ParameterServerStrategy, RunSettings, SimpleStrategy
 from steepest.model import Computed, Model, ParameterLayout
 from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.torch import TorchModel, accuracy
+from steepest.observe.commits import Commit, CommitLog, LoggedPush
 from steepest.observe.progress import Callback
-from steepest.observe.results import EvaluationResult, Stats, StepResult
+from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult
 from steepest.optimizer import OptimizerSpec
+from steepest.parameter_server import ParameterServer
 from steepest.sgd import DistributedSGD
 
 __all__ = [
     "Callback",
+    "Commit",
+    "CommitLog",
     "Computed",
     "DistributedSGD",
     "EvaluationResult",
+    "LoggedPush",
     "Model",
     "NumpyLogisticRegression",
     "OptimizerSpec",
     "ParameterLayout",
+    "ParameterServer",
     "ParameterServerStrategy",
     "RunSettings",
     "SimpleStrategy",
+    "Staleness",
     "Stats",
     "StepResult",
     "TorchModel",

@@ -11,8 +11,9 @@ import torch
 
 from steepest.checkpoint import Record
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
-from steepest.errors import PeerLostError, ProtocolError, ShutdownError
+from steepest.errors import ConfigurationError, PeerLostError, ProtocolError, ShutdownError
 from steepest.model import ParameterLayout
+from steepest.observe.commits import Commit
 from steepest.server import state_message, state_tensor
 
 T = TypeVar("T")
@@ -32,9 +33,9 @@ class Snapshot:
     records: list[Record] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Position:
-    """Where a job stands: generation and version."""
+    """Where a job stands: generation and version; it only grows."""
 
     generation: int
     version: int
@@ -44,14 +45,16 @@ class Position:
 class _Read:
     future: Future[Snapshot]
     snapshot: Snapshot
-    awaited: set[int]
+    awaited: set[int]  # servers that have not sent everything
+    records: dict[tuple[Any, ...], Record] = field(default_factory=dict)  # by place: a copy changes nothing
 
 
 @dataclass
 class _Install:
     future: Future[Position]
     version: int
-    unacknowledged: int
+    unacknowledged: set[int]  # numbers of messages
+    anew: bool = False
 
 
 class Client:
@@ -83,12 +86,13 @@ class Client:
         if self._gone is not None:
             self.outcomes.put(self._gone)
             return
-        self._send(COORDINATOR, Message(Kind.ASK, meta={"steps": steps, "stats": stats}))
+        self._requests += 1
+        self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": steps, "stats": stats}))
 
     def revoke(self) -> Future[Position]:
         """Takes back what is granted but not committed; the future tells where the job stands then."""
         self._requests += 1
-        install = _Install(Future(), -1, 0)
+        install = _Install(Future(), -1, set())
         self._installs[self._requests] = install
         self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": 0, "revoke": True}))
         return self._unless_gone(install.future)
@@ -102,7 +106,13 @@ class Client:
         return self._unless_gone(read.future)
 
     def install(self, version: int, weights: torch.Tensor, records: list[Record] | None) -> Future[Position]:
-        """Makes these the weights, and the optimizer's state unless `records` is None, as that version."""
+        """Makes these the weights, as that version; with `records`, the optimizer's state too, and samples begin anew.
+
+        Args:
+            version: from now on.
+            weights: flat.
+            records: optimizer state; None to leave it, and the order of samples, as they are.
+        """
         self._requests += 1
         count = len(self._layout.chunks)
         messages = [
@@ -114,17 +124,19 @@ class Client:
                 messages.append((server, Message(Kind.STATE, sequence=self._requests, meta={})))
             for chunk, about, value in records:
                 messages.append((self._owners[chunk], state_message(self._requests, chunk, about, value.clone())))
-        install = _Install(Future(), version, len(messages))
+        install = _Install(Future(), version, set(range(len(messages))), records is not None)
         self._installs[self._requests] = install
-        for server, message in messages:
+        for number, (server, message) in enumerate(messages):
+            message.version = number  # by which it is acknowledged
             self._send(server_peer(server), message)
         return self._unless_gone(install.future)
 
-    def counters(self) -> Future[dict[str, Any]]:
-        """The coordinator's counters."""
+    def counters(self, log_from: int | None = None) -> Future[dict[str, Any]]:
+        """The coordinator's counters; or a page of its log, from an entry on."""
         self._requests += 1
         future = self._counters[self._requests] = Future()
-        self._send(COORDINATOR, Message(Kind.STATS, sequence=self._requests))
+        meta = None if log_from is None else {"log": log_from}
+        self._send(COORDINATOR, Message(Kind.STATS, sequence=self._requests, meta=meta))
         return self._unless_gone(future)
 
     def _unless_gone(self, future: Future[T]) -> Future[T]:
@@ -138,7 +150,7 @@ class Client:
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Where an arriving payload goes."""
         read = self._reads.get(message.sequence)
-        if read is None:
+        if read is None or (message.source is not None and message.source.index not in read.awaited):
             return None  # nobody waits for it any more
         if message.kind is Kind.WEIGHTS and 0 <= message.chunk < len(self._layout.chunks):
             view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
@@ -152,8 +164,10 @@ class Client:
         """Acts on one message."""
         match message.kind:
             case Kind.RESULT | Kind.FAILURE:
-                self.position = Position(message.generation, message.version)
-                self.outcomes.put(message)
+                position = Position(message.generation, message.version)
+                if position > self.position:  # else it is a copy: a failure begins a generation
+                    self.position = position
+                    self.outcomes.put(message)
             case Kind.WEIGHTS | Kind.STATE | Kind.END:
                 if message.sequence in self._reads:
                     self._take(source, message, self._reads[message.sequence])
@@ -166,7 +180,7 @@ class Client:
                     if install is not None:
                         install.future.set_exception(PeerLostError(f"nothing was installed: {peer} is gone ({why})"))
                     return
-                self.position = Position(message.generation, message.version)
+                self.position = max(self.position, Position(message.generation, message.version))
                 if install is not None:
                     install.future.set_result(self.position)
             case Kind.STATS:
@@ -177,26 +191,33 @@ class Client:
                 raise ProtocolError(f"a client does not take {message.kind.name}")
 
     def _take(self, source: Peer, message: Message, read: _Read) -> None:
+        if source.index not in read.awaited:
+            return  # a copy
         if message.kind is Kind.WEIGHTS:
             view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
             if message.payload is not None and message.payload.data_ptr() != view.data_ptr():
                 view.copy_(message.payload)
         elif message.kind is Kind.STATE:
             about = message.values()
-            value = state_tensor(about, message.payload)
-            read.snapshot.records.append((message.chunk, about, value))
+            place = (message.chunk, about["name"], about["key"], about["start"])
+            read.records[place] = (message.chunk, about, state_tensor(about, message.payload))
         else:
             assert read.snapshot.version in (-1, message.version), "servers sent different versions"
             read.snapshot.version = message.version
             read.awaited.discard(source.index)
             if not read.awaited:
                 del self._reads[message.sequence]
+                read.snapshot.records += read.records.values()
                 read.future.set_result(read.snapshot)
 
     def _acknowledge(self, message: Message, install: _Install) -> None:
-        install.unacknowledged -= 1
-        if install.unacknowledged == 0:
-            self._send(COORDINATOR, Message(Kind.INSTALL, sequence=message.sequence, version=install.version))
+        if message.version not in install.unacknowledged:
+            return  # a copy
+        install.unacknowledged.discard(message.version)
+        if not install.unacknowledged:
+            order = Message(Kind.INSTALL, sequence=message.sequence, version=install.version)
+            order.meta = {"anew": install.anew}
+            self._send(COORDINATOR, order)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """A server or the coordinator is gone: whatever waits for it fails, now and later."""
@@ -220,3 +241,30 @@ class Client:
 
     def tick(self, now: float) -> None:
         """Deadlines are those of the callers."""
+
+
+def read_log(client: Client) -> Future[list[Commit]]:
+    """All of the coordinator's log, page by page; called on the router's thread.
+
+    Raises:
+        ConfigurationError: it keeps none (in the future).
+    """
+    everything: Future[list[Commit]] = Future()
+    commits: list[Commit] = []
+
+    def take(page: Future[dict[str, Any]]) -> None:
+        if page.exception() is not None:
+            everything.set_exception(page.exception())
+            return
+        entries = page.result()["log"]
+        if entries is None:
+            everything.set_exception(ConfigurationError("no log was kept: give RunSettings(keep_log=True)"))
+            return
+        commits.extend(Commit.from_entry(entry) for entry in entries)
+        if len(commits) < page.result()["length"]:
+            client.counters(len(commits)).add_done_callback(take)
+        else:
+            everything.set_result(commits)
+
+    client.counters(0).add_done_callback(take)
+    return everything

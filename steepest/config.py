@@ -3,10 +3,43 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 
 from steepest.errors import ConfigurationError
+
+
+def require_count(name: str, value: object, least: int = 1) -> int:
+    """An integer (NumPy's too) of at least `least`.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise ConfigurationError(f"{name}={value!r}: give an integer of at least {least}")
+    return int(value)
+
+
+def require_seconds(name: str, value: object) -> float:
+    """A positive, finite number.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ConfigurationError(f"{name}={value!r}: give a positive number of seconds")
+    return float(value)
+
+
+def require_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """One of a few values.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
+        raise ConfigurationError(f"{name}={value!r}: give one of {', '.join(map(repr, allowed))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,31 +51,77 @@ class SimpleStrategy:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerStrategy:
-    """Synchronous parameter server: servers average all workers' gradients, then apply the optimizer once.
+    """Parameter server: servers hold the weights and apply the optimizer to what workers push.
 
     Attributes:
+        mode: which pushes make one update. "sync": the mean of all workers' gradients of a step. "async":
+            each worker's gradient by itself, as it arrives. "ssp": likewise, but no worker is more than
+            `staleness` steps ahead of the slowest (stale synchronous parallel, Ho et al. 2013).
         num_servers: server processes; by default one for each node that has workers.
         chunk_bytes: size of a chunk; by default 1 to 4 MB by the size of the model.
+        staleness: the bound, in steps for "ssp" (3 unless given) and in updates for ``correction="drop"``.
+        correction: what "async" and "ssp" do about gradients of older weights. None: nothing.
+            "learning_rate": the learning rate is divided by the staleness (Zhang et al. 2016). "drop": above
+            `staleness` the gradient is dropped, and its samples are computed again with new weights.
+        backup_workers: "sync" only: a step takes the first ``num_workers - backup_workers`` gradients (Chen
+            et al. 2016); the samples of the others return to the pool.
+        nonfinite: what happens to an update with NaN or infinity. "refuse": an error that names the tensor.
+            "skip": it is left out, and counted. "pass": it is applied.
+        transport: "wire", sockets; or "ray", actor calls, for networks where no other port is open.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value out of range, or two that do not go together.
     """
 
-    name = "ps"
+    mode: str = "sync"
     num_servers: int | None = None
     chunk_bytes: int | None = None
+    staleness: int | None = None
+    correction: str | None = None
+    backup_workers: int = 0
+    nonfinite: str = "refuse"
+    transport: str = "wire"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                require_count(field.name, value)
+        for name in ("num_servers", "chunk_bytes"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name))
+        if self.staleness is not None:
+            require_count("staleness", self.staleness, 0)
+        require_count("backup_workers", self.backup_workers, 0)
+        require_choice("mode", self.mode, ("sync", "async", "ssp"))
+        require_choice("correction", self.correction, (None, "learning_rate", "drop"))
+        require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
+        require_choice("transport", self.transport, ("wire", "ray"))
+        if self.mode != "sync" and self.backup_workers:
+            raise ConfigurationError(f"backup_workers={self.backup_workers} with mode={self.mode!r}: they are for sync")
+        if self.mode == "sync" and (self.staleness is not None or self.correction is not None):
+            raise ConfigurationError("staleness and correction are for async and ssp: with sync nothing is stale")
+        if self.mode == "ssp" and self.correction == "drop":
+            raise ConfigurationError('correction="drop" is for async: ssp makes workers wait instead')
+        if self.mode == "async" and (self.staleness is None) == (self.correction == "drop"):
+            raise ConfigurationError(
+                f'mode="async" with staleness={self.staleness} and correction={self.correction!r}: give staleness=, '
+                'the bound, together with correction="drop", or neither; mode="ssp" makes workers wait instead'
+            )
+
+    @property
+    def name(self) -> str:
+        """As `DistributedSGD(strategy=...)` takes it."""
+        return "ps" if self.mode == "sync" else self.mode
+
+    @property
+    def lead(self) -> int:
+        """For "ssp": by how many steps a worker may be ahead of the slowest."""
+        return 3 if self.staleness is None else self.staleness
 
 
 StrategyConfig = SimpleStrategy | ParameterServerStrategy
-_BY_NAME: dict[str, type[SimpleStrategy] | type[ParameterServerStrategy]] = {
-    "simple": SimpleStrategy,
-    "ps": ParameterServerStrategy,
+_BY_NAME: dict[str, StrategyConfig] = {
+    "simple": SimpleStrategy(),
+    "ps": ParameterServerStrategy(),
+    "async": ParameterServerStrategy(mode="async"),
+    "ssp": ParameterServerStrategy(mode="ssp"),
 }
 STRATEGY_NAMES = tuple(_BY_NAME)
 
@@ -60,7 +139,7 @@ def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
         raise ConfigurationError(
             f"strategy={strategy!r}: give one of {names}, or SimpleStrategy(...), ParameterServerStrategy(...)"
         )
-    return _BY_NAME[strategy]()
+    return _BY_NAME[strategy]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +151,8 @@ class RunSettings:
         start_timeout: seconds within which the cluster must place all processes and these must be up.
         step_timeout: seconds after which a step that does not commit is given up with an error.
         call_timeout: seconds after which `evaluate`, `warmup` and the `foreach_` functions are.
+        keep_log: have the coordinator remember every commit, for `DistributedSGD.log` and
+            `steepest.testing.replay`; about 200 bytes for each push.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -81,26 +162,21 @@ class RunSettings:
     start_timeout: float = 30.0
     step_timeout: float = 300.0
     call_timeout: float = 3600.0
+    keep_log: bool = False
 
     def __post_init__(self) -> None:
         require_count("cpus_per_worker", self.cpus_per_worker)
         for name in ("start_timeout", "step_timeout", "call_timeout"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise ConfigurationError(f"{name}={value!r}: give a positive number of seconds")
-
-
-def require_count(name: str, value: object, least: int = 1) -> int:
-    """An integer (NumPy's too) of at least `least`.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise ConfigurationError(f"{name}={value!r}: give an integer of at least {least}")
-    return int(value)
+            require_seconds(name, getattr(self, name))
+        require_choice("keep_log", self.keep_log, (False, True))
 
 
 def cluster_address() -> str | None:
     """The running Ray cluster named by RAY_ADDRESS, or None when it is not set."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def data_directory() -> Path | None:
+    """The folder of data sets named by STEEPEST_DATA, or None when it is not set."""
+    named = os.environ.get("STEEPEST_DATA")
+    return Path(named) if named else None

@@ -3,57 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from steepest.comm.message import Kind, Message, Peer, Send, server_peer, worker_peer
 from steepest.errors import ProtocolError, describe_error
+from steepest.ledger import Ledger
+from steepest.rules import CommitRule, Staged
+from steepest.staging import Report, StagedEach, StagedTogether, summarize
 
 Outgoing = list[tuple[Peer, Message]]
 
-
-class Staged(NamedTuple):
-    """A worker's push that lies complete on every server: who, its own count, the version it pulled."""
-
-    worker: int
-    sequence: int
-    pulled: int
-
-
-#: A commit rule: of the members and the staged pushes (oldest first), those to commit as the next
-#: version; empty to wait. The rule is the mode: everything else is the same for all of them.
-CommitRule = Callable[[frozenset[int], tuple[Staged, ...]], tuple[Staged, ...]]
-
-
-def commit_all(members: frozenset[int], staged: tuple[Staged, ...]) -> tuple[Staged, ...]:
-    """Synchronous: one push of every member, in the order of the workers."""
-    if {push.worker for push in staged} >= members:
-        return tuple(sorted(staged))
-    return ()
+#: Entries of the log that one answer holds.
+LOG_PAGE = 2000
 
 
 @dataclass
-class _Report:
-    """What a worker said about one push."""
+class _Busy:
+    """A worker that was given a share and has not been answered yet."""
 
-    sequence: int
-    pulled: int
-    total: float
-    meta: dict[str, Any]
-
-
-@dataclass
-class _Open:
-    """The step that is being worked on."""
-
-    reports: dict[int, _Report] = field(default_factory=dict)
-    staged_on: dict[int, dict[str, Any]] = field(default_factory=dict)  # server -> what STAGED said
-    since: float = math.inf  # when it was opened, on the caller's clock
+    lease: int | None  # None when somebody else has the share by now
+    since: float
 
 
 class Coordinator:
     """Membership, versions and commits of one job.
+
+    Under a rule by which every member contributes to every version, workers go on by themselves up to a
+    limit, each with its own share of the samples. Under any other, each push begins with a GRANT that
+    leases the worker the next free share.
 
     Args:
         members: indices of the workers that must join before the first step.
@@ -62,6 +42,10 @@ class Coordinator:
         rule: the commit rule.
         hyperparameters: of each step, by parameter group; what differs from the servers' own.
         step_timeout: seconds after which an open step is given up.
+        nonfinite: "refuse", "skip" or "pass" an update with NaN or infinity.
+        scale_rate: whether the learning rate is divided by the staleness.
+        keep_log: whether to keep every commit, for a replay.
+        open_to_all: a parameter server by itself: anybody may push, nothing is leased or granted.
     """
 
     def __init__(
@@ -73,24 +57,41 @@ class Coordinator:
         rule: CommitRule,
         hyperparameters: Callable[[int], list[dict[str, Any]]],
         step_timeout: float,
+        nonfinite: str = "refuse",
+        scale_rate: bool = False,
+        keep_log: bool = False,
+        open_to_all: bool = False,
     ) -> None:
         self.version = 0
         self.generation = 0
-        self.limit = 0
+        self.limit = 0  # in versions
         self.joined: set[int] = set()
         self.gone: dict[Peer, str] = {}  # members and servers whose channel closed, and why
         self._members = members
         self._servers = servers
-        self._holding = holding
         self._rule = rule
         self._hyperparameters = hyperparameters
         self._step_timeout = step_timeout
+        self._nonfinite = nonfinite
+        self._scale_rate = scale_rate
+        self._open_to_all = open_to_all
         self._stats = True
         self._client: Peer | None = None
         self._waiting: list[tuple[Peer, int]] = []  # clients that installed and wait for the members
-        self._open = _Open()
+        self._asked: dict[Peer, int] = {}  # the last request of each client: none is taken twice
+        self._staging = StagedTogether(holding) if rule.together else StagedEach(holding)
+        self._per_step = rule.versions_per_step(max(len(members), 1))  # versions that make one step
+        self._pushes = rule.pushes_per_step(max(len(members), 1))  # pushes that make one step
+        self._ledger = Ledger()
+        self._busy: dict[int, _Busy] = {}
+        self._clocks = dict.fromkeys(members, 0)
+        self._sent: dict[int, int] = {}  # the version whose weights each worker was sent last
+        self._part: list[tuple[Report, int]] = []  # of the step that is being taken: reports, and their staleness
+        self._since = math.inf  # when the open version was begun, on the caller's clock
         self._now = 0.0
-        self.committed = 0
+        self._log: list[list[Any]] | None = [] if keep_log else None
+        self._staleness: Counter[int] = Counter()
+        self._counts = {"committed": 0, "skipped": 0, "dropped": 0}
 
     # -- events --------------------------------------------------------------------------------
 
@@ -109,6 +110,10 @@ class Coordinator:
                 return self._staged(source.index, message)
             case Kind.FAILED:
                 return self._failed(source.index, message)
+            case Kind.LEFT:
+                return self._abandon(int(message.values()["worker"]), source.index)
+            case Kind.ASK | Kind.INSTALL if message.sequence <= self._asked.get(source, 0):
+                return []  # a copy of one that was taken
             case Kind.ASK:
                 return self._ask(source, message)
             case Kind.READ:
@@ -116,31 +121,34 @@ class Coordinator:
             case Kind.INSTALL:
                 return self._install(source, message)
             case Kind.STATS:
-                counters = {
-                    "version": self.version,
-                    "generation": self.generation,
-                    "committed": self.committed,
-                }
-                return [(source, Message(Kind.STATS, sequence=message.sequence, meta=counters))]
+                return [(source, Message(Kind.STATS, sequence=message.sequence, meta=self._look(message.values())))]
             case _:
                 raise ProtocolError(f"a coordinator does not take {message.kind.name}")
 
     def tick(self, now: float) -> Outgoing:
-        """Time has passed: gives an open step up when its deadline is over."""
+        """Time has passed: gives up what was awaited for too long."""
         self._now = now
         if self._client is None or self.version >= self.limit:
             return []
-        if self._open.since == math.inf:
-            self._open.since = now
-        if now - self._open.since < self._step_timeout:
-            return []
-        return self._fail({"reason": "deadline", "awaited": self._awaited(), "seconds": self._step_timeout})
+        overdue = [worker for worker, busy in self._busy.items() if now - busy.since >= self._step_timeout]
+        if not overdue:
+            if self._since == math.inf:
+                self._since = now
+            if now - self._since < self._step_timeout:
+                return []
+        everybody = self._rule.together or self.joined < self._members
+        workers = overdue or sorted(self._members if everybody else self._busy)
+        awaited = [str(peer) for peer in self._staging.awaited(workers)]
+        return self._fail({"reason": "deadline", "awaited": awaited, "seconds": self._step_timeout})
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """A peer's channel closed."""
+        if self._open_to_all and peer.role == "worker":
+            return self._abandon(peer.index, None)
         if peer.role == "worker" and peer.index in self._members:
             self.joined.discard(peer.index)
         elif peer.role != "server":
+            self._asked.pop(peer, None)
             if peer == self._client:
                 self._client = None
             return []
@@ -149,11 +157,14 @@ class Coordinator:
             return self._fail(self._loss())
         return self._begin_generation(reload=False)  # whoever asks for the next step is told
 
-    # -- decisions -----------------------------------------------------------------------------
+    # -- membership ----------------------------------------------------------------------------
 
-    def _join(self, worker: int) -> Outgoing:
+    def _check_member(self, worker: int) -> None:
         if worker not in self._members:
             raise ProtocolError(f"worker {worker} is not a member of this job")
+
+    def _join(self, worker: int) -> Outgoing:
+        self._check_member(worker)
         self.joined.add(worker)
         self.gone.pop(worker_peer(worker), None)
         if self.joined < self._members:
@@ -161,35 +172,34 @@ class Coordinator:
         asked = self.limit - self.version  # steps may be asked for before everybody is there
         out = self._begin_generation(reload=True)
         self.limit += asked
-        return out + self._grant()
-
-    def _grant(self) -> Outgoing:
-        """Tells workers how far they may go."""
-        if self.joined < self._members:
-            return []
-        meta = {"stats": self._stats}
-        return [
-            (worker_peer(worker), Message(Kind.GRANT, self.generation, version=self.limit, meta=meta))
-            for worker in sorted(self.joined)
-        ]
+        return out + self._go_on()
 
     def _begin_generation(self, *, reload: bool) -> Outgoing:
         """Voids every staged push; with `reload`, servers send all weights to all workers."""
         self.generation += 1
         self.limit = self.version
-        self._open = _Open()
-        install = reload and bool(self._waiting)  # otherwise what clients put may not be whole yet
+        self._staging.clear()
+        self._since = math.inf
+        for busy in self._busy.values():
+            if busy.lease is not None:
+                self._ledger.give_back(busy.lease)
+        self._busy.clear()
+        reload = reload or not self._rule.together  # who was in the middle of a push may hold older weights
+        self._sent = dict.fromkeys(self.joined, self.version)
+        install = bool(self._waiting) and self.joined == self._members  # else what clients put may not be whole yet
         meta = {"workers": sorted(self.joined), "reload": reload, "install": install}
         out = self._to_servers(Kind.MEMBERS, meta=meta)
         for worker in sorted(self.joined):
             message = Message(Kind.MEMBERS, generation=self.generation, version=self.version, meta=meta)
             out.append((worker_peer(worker), message))
-        if self.joined == self._members:
-            for client, sequence in self._waiting:
-                installed = Message(Kind.INSTALLED, self.generation, sequence=sequence, version=self.version)
-                out.append((client, installed))
-            self._waiting.clear()
-        return out
+        return out + (self._tell_installed() if install else [])
+
+    def _tell_installed(self) -> Outgoing:
+        waiting, self._waiting = self._waiting, []
+        return [
+            (client, Message(Kind.INSTALLED, self.generation, sequence=sequence, version=self.version))
+            for client, sequence in waiting
+        ]
 
     def _to_servers(self, kind: Kind, **fields: Any) -> Outgoing:
         return [
@@ -197,8 +207,11 @@ class Coordinator:
             for server in self._servers
         ]
 
+    # -- clients -------------------------------------------------------------------------------
+
     def _ask(self, source: Peer, message: Message) -> Outgoing:
         self._client = source
+        self._asked[source] = message.sequence
         meta = message.values()
         if meta.get("revoke"):
             out = self._begin_generation(reload=False)
@@ -208,117 +221,249 @@ class Coordinator:
             return self._fail(self._loss())
         self._stats = bool(meta.get("stats", True))
         if self.version == self.limit:
-            self._open.since = math.inf  # the clock of a step starts when it is asked for
-        self.limit += int(meta["steps"])
-        return self._grant()
+            self._since = math.inf  # the clock of a step starts when it is asked for
+        self.limit += int(meta["steps"]) * self._per_step
+        self.limit -= self.limit % self._per_step  # a step that was given up half-way is finished first
+        return self._go_on()
 
     def _read(self, source: Peer, message: Message) -> Outgoing:
         """Orders a snapshot between two commits, so that all servers send one version."""
-        meta = {"reader": [source.role, source.index], "what": message.values().get("what", "weights")}
+        wanted = message.values()
+        meta = {"reader": [source.role, source.index], "what": wanted.get("what", "weights")}
+        if "chunks" in wanted:
+            meta["chunks"] = wanted["chunks"]
         return self._to_servers(Kind.SNAPSHOT, sequence=message.sequence, meta=meta)
 
     def _install(self, source: Peer, message: Message) -> Outgoing:
+        self._asked[source] = message.sequence
+        if self._open_to_all:
+            self.version += 1
+            self._waiting.append((source, message.sequence))
+            return self._to_servers(Kind.MEMBERS, meta={"workers": [], "reload": False, "install": True}) + (
+                self._tell_installed()
+            )
         self._client = source
         if self.gone:
             return [(source, Message(Kind.INSTALLED, sequence=message.sequence, meta=self._loss()))]
         self.version = self.limit = message.version
+        step = message.version // self._per_step
+        if message.values().get("anew"):  # a restored run begins its shares at that step
+            self._ledger = Ledger(step * self._pushes)
+            self._busy.clear()
+        if self._log is not None:
+            self._log.clear()
+        self._part.clear()
         self._waiting.append((source, message.sequence))
         if self.joined == self._members:
             return self._begin_generation(reload=True)
         return []  # the client waits for the members
 
+    def _look(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Counters; or a page of the log."""
+        if "log" in wanted:
+            if self._log is None:
+                return {"log": None}
+            begin = int(wanted["log"])
+            return {"log": self._log[begin : begin + LOG_PAGE], "length": len(self._log)}
+        counts: dict[str, Any] = {"version": self.version, "generation": self.generation, **self._counts}
+        counts["step"] = self.version // self._per_step
+        counts["staleness"] = sorted(self._staleness.items())
+        return counts
+
+    # -- going on ------------------------------------------------------------------------------
+
+    def _go_on(self) -> Outgoing:
+        """Tells workers how far they may go, or what to compute next."""
+        if self.joined < self._members or self._open_to_all:
+            return []
+        if not self._rule.together:
+            grants, behind = self._lease()
+            if behind:
+                readers = [[worker, 0] for worker in behind]
+                return self._to_servers(Kind.DISCARD, meta={"pushes": [], "readers": readers}) + grants
+            return grants
+        meta = {"stats": self._stats}
+        return [
+            (worker_peer(worker), Message(Kind.GRANT, self.generation, version=self.limit, meta=meta))
+            for worker in sorted(self.joined)
+        ]
+
+    def _lease(self) -> tuple[Outgoing, list[int]]:
+        """Leases shares to idle workers, the slowest first; also returns who of them needs new weights.
+
+        When nothing more is to be done, everybody who is idle gets the last weights.
+        """
+        grants: Outgoing = []
+        idle = sorted(self.joined - self._busy.keys(), key=lambda worker: (self._clocks[worker], worker))
+        chosen = []
+        for worker in idle if self.version < self.limit else ():
+            if self._per_step > 1 and len(self._busy) >= self.limit - self.version:
+                break  # each push is an update, and as many as are to be made are on their way
+            if not self._rule.may_go_on(worker, self._clocks):
+                continue
+            lease = self._ledger.take()
+            chosen.append(worker)
+            self._busy[worker] = _Busy(lease, self._now)
+            meta = {"lease": lease, "stats": self._stats}
+            grants.append((worker_peer(worker), Message(Kind.GRANT, self.generation, version=self.version, meta=meta)))
+        behind = [w for w in (chosen or idle if self.version == self.limit else chosen) if self._sent[w] < self.version]
+        for worker in behind:
+            self._sent[worker] = self.version
+        return grants, behind
+
+    # -- stage and commit ----------------------------------------------------------------------
+
     def _report(self, worker: int, message: Message) -> Outgoing:
-        if message.generation != self.generation or message.version != self.version:
+        if not self._open_to_all:
+            self._check_member(worker)
+        if message.generation != self.generation or (self._rule.together and message.version != self.version):
             return []  # of a generation or a version that is over
-        report = _Report(message.sequence, message.version, message.total, message.values())
-        self._open.reports[worker] = report
-        return self._commit_if_ready()
+        self._staging.report(worker, message)
+        return self._decide()
 
     def _staged(self, server: int, message: Message) -> Outgoing:
-        if message.generation != self.generation or message.version != self.version:
+        if message.generation != self.generation or (self._rule.together and message.version != self.version):
             return []
-        self._open.staged_on[server] = message.values()
-        return self._commit_if_ready()
+        self._staging.staged(server, message)
+        return self._decide()
 
-    def _commit_if_ready(self) -> Outgoing:
-        if not self._open.staged_on.keys() >= self._holding:
-            return []
-        staged = tuple(Staged(w, r.sequence, r.pulled) for w, r in self._open.reports.items())
-        chosen = self._rule(frozenset(self._members), staged)
-        if not chosen:
-            return []
-        culprits = {(w, name): None for s in self._open.staged_on.values() for w, name in s.get("culprits", [])}
-        if culprits:  # each once, although a tensor may lie in many chunks
-            return self._fail({"reason": "nonfinite", "culprits": [list(culprit) for culprit in culprits]})
-        return self._commit(chosen)
+    def _decide(self) -> Outgoing:
+        out: Outgoing = []
+        members = frozenset(self._members)
+        while ready := self._staging.ready():
+            commit, drop = self._rule.decide(self.version, members, ready)
+            if drop:
+                out += self._drop(drop)
+            if not commit:
+                break
+            culprits = [] if self._nonfinite == "pass" else self._staging.culprits(commit)
+            if culprits and self._nonfinite == "refuse":
+                meta = {"reason": "nonfinite", "culprits": [list(culprit) for culprit in culprits]}
+                if not self._open_to_all:
+                    return out + self._fail(meta)
+                out += self._refuse(commit, meta)
+                continue
+            out += self._commit(commit, skip=bool(culprits))
+        return out
 
-    def _commit(self, chosen: tuple[Staged, ...]) -> Outgoing:
-        reports = {push.worker: self._open.reports[push.worker] for push in chosen}
+    def _commit(self, chosen: tuple[Staged, ...], *, skip: bool) -> Outgoing:
+        step = self.version // self._per_step
         try:
-            hyper = self._hyperparameters(self.version)
+            hyper = self._hyperparameters(step)
         except Exception as error:  # noqa: BLE001 - the user's schedule; sent to the driver with its traceback
             return self._fail({"reason": "schedule", **describe_error(error)})
-        meta: dict[str, Any] = {"contributions": [[push.worker, push.sequence] for push in chosen]}
+        staleness = {push.worker: self.version - push.pulled for push in chosen}
+        rate = 1.0 / max(1, *staleness.values()) if self._scale_rate else 1.0
+        if self._log is not None:
+            self._log.append(self._entry(chosen, hyper, rate, skip))
+        reports = self._staging.take(chosen)
+        self._staleness.update(staleness.values())
+        self._part += [(reports[worker], late) for worker, late in staleness.items()]
+        self.version += 1
+        self._counts["committed"] += 1
+        self._counts["skipped"] += skip
+        self._since = self._now if self.version < self.limit else math.inf
+        meta: dict[str, Any] = {"pushes": [list(push.id) for push in chosen]}
         if any(hyper):
             meta["hyper"] = hyper
-        staleness = [self.version - push.pulled for push in chosen]
-        self.version += 1
-        self.committed += 1
-        self._open = _Open(since=self._now if self.version < self.limit else math.inf)
-        out = self._to_servers(Kind.COMMIT, weight=1.0, meta=meta)
-        if self._client is not None:
-            result = {"staleness": staleness, **summarize(reports, self._stats)}
-            out.append((self._client, Message(Kind.RESULT, self.generation, version=self.version, meta=result)))
+        if skip:
+            meta["skip"] = True
+        grants: Outgoing = []
+        if self._open_to_all:
+            wanting = [push for push in chosen if reports[push.worker].meta.get("pull")]
+            meta["readers"] = [[push.worker, push.sequence] for push in wanting]
+            grants = [(worker_peer(push.worker), self._committed(push)) for push in chosen if push not in wanting]
+            self._part.clear()
+        elif self._rule.together:
+            meta["readers"] = [[push.worker, 0] for push in chosen]
+        else:
+            for push in chosen:
+                del self._busy[push.worker]
+                self._clocks[push.worker] += 1
+            if self._per_step == 1:  # what the others are computing can only be dropped
+                self._give_back(self._busy)
+            grants, behind = self._lease()
+            meta["readers"] = [[worker, 0] for worker in behind]
+        out = self._to_servers(Kind.COMMIT, weight=rate, meta=meta) + grants
+        if self.version % self._per_step == 0 and not self._open_to_all:
+            out += self._result(step + 1)
         return out
+
+    def _entry(self, chosen: Sequence[Staged], hyper: list[dict[str, Any]], rate: float, skip: bool) -> list[Any]:
+        """One line of the log: version, pushes with their leases, hyperparameters, learning rate factor, skipped."""
+        pushes = []
+        for push in chosen:
+            busy = self._busy.get(push.worker)
+            lease = push.pulled * self._pushes + push.worker if busy is None else busy.lease
+            pushes.append([push.worker, push.incarnation, push.sequence, push.pulled, lease])
+        return [self.version + 1, pushes, hyper if any(hyper) else None, rate, skip]
+
+    def _result(self, step: int) -> Outgoing:
+        """Tells the client of a step that is whole."""
+        part, self._part = self._part, []
+        if self._client is None:
+            return []
+        result = {"step": step, "staleness": [late for _, late in part]}
+        result |= summarize([report for report, _ in part], self._stats)
+        return [(self._client, Message(Kind.RESULT, self.generation, version=self.version, meta=result))]
+
+    def _committed(self, push: Staged) -> Message:
+        return Message(Kind.RESULT, self.generation, sequence=push.sequence, version=self.version)
+
+    def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
+        """Will never be committed: their samples return, and their workers go on with new weights."""
+        self._staging.take(pushes)
+        self._counts["dropped"] += len(pushes)
+        for push in pushes:
+            self._give_back([push.worker])
+            del self._busy[push.worker]
+        grants, behind = self._lease()
+        meta = {"pushes": [list(push.id) for push in pushes], "readers": [[worker, 0] for worker in behind]}
+        return self._to_servers(Kind.DISCARD, meta=meta) + grants
+
+    def _give_back(self, workers: Iterable[int]) -> None:
+        for worker in workers:
+            busy = self._busy[worker]
+            if busy.lease is not None:
+                self._ledger.give_back(busy.lease)
+                busy.lease = None
+
+    def _refuse(self, pushes: tuple[Staged, ...], why: dict[str, Any]) -> Outgoing:
+        """Tells those who pushed why their push is not committed."""
+        self._staging.take(pushes)
+        out = self._to_servers(Kind.DISCARD, meta={"pushes": [list(push.id) for push in pushes], "readers": []})
+        for push in pushes:
+            refusal = Message(Kind.FAILURE, self.generation, sequence=push.sequence, version=self.version, meta=why)
+            out.append((worker_peer(push.worker), refusal))
+        return out
+
+    def _abandon(self, worker: int, server: int | None) -> Outgoing:
+        """Somebody who pushed is gone: what is not staged everywhere never will be."""
+        assert isinstance(self._staging, StagedEach)
+        lost = self._staging.abandon(worker, server)
+        if not lost:
+            return []
+        return self._to_servers(Kind.DISCARD, meta={"pushes": [list(push) for push in lost], "readers": []})
+
+    # -- failure -------------------------------------------------------------------------------
 
     def _loss(self) -> dict[str, Any]:
         peer, why = next(iter(self.gone.items()))
         return {"reason": "lost", "peer": [peer.role, peer.index], "why": why}
 
     def _failed(self, worker: int, message: Message) -> Outgoing:
+        self._check_member(worker)
         if message.generation != self.generation:
             return []
         return self._fail({"reason": "raised", "worker": worker, **message.values()})
 
     def _fail(self, meta: dict[str, Any]) -> Outgoing:
         """Gives the open step up: nothing of it is applied, all staged pushes are void."""
-        meta["step"] = self.version
+        meta["step"] = self.version // self._per_step
         out = self._begin_generation(reload=False)
         if self._client is not None:
             out.append((self._client, Message(Kind.FAILURE, self.generation, version=self.version, meta=meta)))
         return out
-
-    def _awaited(self) -> list[str]:
-        silent = [str(worker_peer(w)) for w in sorted(self._members) if w not in self._open.reports]
-        if silent:
-            return silent
-        return [str(server_peer(s)) for s in sorted(self._holding) if s not in self._open.staged_on]
-
-
-def summarize(reports: dict[int, _Report], stats: bool) -> dict[str, Any]:
-    """Loss, metrics and timings of a step over its workers: means by sample weight, times by worker."""
-    summary: dict[str, Any] = {
-        "samples": sum(int(report.meta["samples"]) for report in reports.values()),
-        "bytes_pushed": sum(int(report.meta["bytes"]) for report in reports.values()),
-    }
-    if not stats:
-        return summary
-
-    def mean(values: list[tuple[float, float]]) -> float:
-        total = sum(weight for _, weight in values)
-        return sum(v * weight for v, weight in values) / total if total else math.nan
-
-    summary["loss"] = mean([(r.meta["loss"], r.total) for r in reports.values() if r.total])
-    names = sorted({name for r in reports.values() for name in r.meta["metrics"]})
-    summary["metrics"] = {
-        name: mean([(r.meta["metrics"][name], r.total) for r in reports.values() if name in r.meta["metrics"]])
-        for name in names
-    }
-    parts = sorted({name for r in reports.values() for name in r.meta["timings"]})
-    summary["timings"] = {
-        name: sum(r.meta["timings"].get(name, 0.0) for r in reports.values()) / len(reports) for name in parts
-    }
-    return summary
 
 
 class CoordinatorRole:

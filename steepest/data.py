@@ -24,8 +24,8 @@ class Source(Protocol):
     def size(self) -> int | None:
         """Number of samples, or None for a stream that chooses its batches itself."""
 
-    def open(self, shares: Iterable[Indices]) -> Iterator[Any]:
-        """One batch for each array of sample indices, in order."""
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
+        """One batch for each array of sample indices, in order; with `prefetch`, shares may be taken ahead."""
 
 
 class ArraySource:
@@ -47,7 +47,7 @@ class ArraySource:
         self._arrays = tuple(arrays)
         self.size: int | None = lengths[0]
 
-    def open(self, shares: Iterable[Indices]) -> Iterator[Any]:
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
         """Yields tuples of rows."""
         tensors = any(isinstance(array, torch.Tensor) for array in self._arrays)
         for share in shares:
@@ -68,10 +68,10 @@ class DatasetSource:
         self._dataset = dataset
         self._loader = loader
 
-    def open(self, shares: Iterable[Indices]) -> Iterator[Any]:
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
         """Yields collated batches, prefetched by the loader's worker processes where it has any."""
         loader = self._loader
-        if loader is not None and loader.num_workers:
+        if loader is not None and loader.num_workers and prefetch:
             generator = torch.Generator()  # the loader seeds its processes from it, not from the step's own
             generator.set_state(torch.get_rng_state())
             again = DataLoader(
@@ -107,7 +107,7 @@ class StreamSource:
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
 
-    def open(self, shares: Iterable[Indices]) -> Iterator[Any]:
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
         """Yields the iterable's own batches; `shares` is not looked at."""
         while True:
             empty = True

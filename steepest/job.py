@@ -46,6 +46,7 @@ class Job:
         num_workers, devices_per_worker, num_servers: how many of each.
         seed: of initial weights, order of samples and random state.
         step_timeout: seconds.
+        keep_log: whether the coordinator keeps every commit, for a replay.
     """
 
     description: Description
@@ -55,6 +56,7 @@ class Job:
     num_servers: int
     seed: int
     step_timeout: float
+    keep_log: bool = False
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -72,9 +74,19 @@ class Job:
         return self.num_workers * self.devices_per_worker
 
     @property
+    def shares(self) -> int:
+        """Workers' gradients that make one step."""
+        return self.strategy.rule.pushes_per_step(self.num_workers)
+
+    @property
+    def versions_per_step(self) -> int:
+        """Updates that make one step."""
+        return self.strategy.rule.versions_per_step(self.num_workers)
+
+    @property
     def global_batch(self) -> int:
         """Samples per step."""
-        return self.replicas * self.description.batch_size
+        return self.shares * self.devices_per_worker * self.description.batch_size
 
     def plan(self, step: int = 0, epoch: int = 0, offset: int = 0, seed: int | None = None) -> SamplePlan | None:
         """Who gets which samples from a step on; None when the data are streams."""
@@ -142,7 +154,14 @@ def check_agreement(first: Description, other: Description, first_name: str, oth
 
 def build_replicas(job: Job, worker: int, models: Sequence[Model], devices: Sequence[torch.device]) -> Replicas:
     """A worker's models, bound to flat buffers on their devices."""
-    return Replicas(models, devices, first_index=worker * job.devices_per_worker, total=job.replicas, seed=job.seed)
+    return Replicas(
+        models,
+        devices,
+        first_index=worker * job.devices_per_worker,
+        shares=job.shares,
+        seed=job.seed,
+        leased=not job.strategy.rule.together,
+    )
 
 
 def host_coordinator(router: Router, job: Job) -> Coordinator:
@@ -155,6 +174,9 @@ def host_coordinator(router: Router, job: Job) -> Coordinator:
         rule=job.strategy.rule,
         hyperparameters=Schedule(job.description.optimizer_spec).at,
         step_timeout=job.step_timeout,
+        nonfinite=job.strategy.nonfinite,
+        scale_rate=job.strategy.scale_rate,
+        keep_log=job.keep_log,
     )
     router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR)))
     return coordinator
@@ -171,6 +193,8 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor) -> 
         weights,
         router.sender(peer),
         router.own_pending,
+        together=job.strategy.rule.together,
+        checked=job.strategy.nonfinite != "pass",
     )
     router.host(peer, server)
     return server
@@ -181,7 +205,7 @@ def host_worker(router: Router, job: Job, index: int, replicas: Replicas) -> Wor
     peer = worker_peer(index)
     send = router.sender(peer)
     exchange = job.strategy.exchange(index, replicas.layout, job.owners, replicas.weights, send)
-    worker = Worker(index, replicas, exchange, send, pump=router.pump)
+    worker = Worker(index, replicas, exchange, send, members=job.num_workers, pump=router.pump)
     replicas.use_plan(job.plan(), job.seed)
     router.host(peer, worker)
     return worker

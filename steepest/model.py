@@ -109,6 +109,7 @@ class ParameterLayout:
         aliases: Mapping[str, tuple[str, ...]] | None = None,
         split_tensors: bool = True,
         chunk_bytes: int | None = None,
+        integers: bool = False,
     ) -> ParameterLayout:
         """Lays parameters out.
 
@@ -118,6 +119,7 @@ class ParameterLayout:
             split_tensors: whether a tensor may lie in several chunks; False for optimizers that
                 are not element-wise.
             chunk_bytes: size of a chunk; by default 1 to 4 MB, by the size of the model.
+            integers: whether trainable ones may be integers, which can be added to but have no gradient.
 
         Raises:
             ModelError: a name occurs twice, or a dtype is not floating-point.
@@ -128,7 +130,7 @@ class ParameterLayout:
             if name in seen:
                 raise ModelError(f"two parameters are named {name!r}: names must be unique")
             seen.add(name)
-            if trainable and not dtype.is_floating_point:
+            if trainable and not dtype.is_floating_point and not integers:
                 raise ModelError(f"parameter {name!r} is {dtype}: only floating-point parameters can be trained")
             entry = Entry(name, tuple(shape), dtype, trainable, 0, (aliases or {}).get(name, ()))
             kinds.setdefault((not trainable, dtype), []).append(entry)

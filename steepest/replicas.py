@@ -45,8 +45,9 @@ class Replicas:
         models: one for each device, in order.
         devices: where each computes.
         first_index: index of the first of them among all replicas of the job.
-        total: number of replicas of the job.
+        shares: of a step, one for each worker whose gradient it takes.
         seed: of the job.
+        leased: whether shares come one by one, so that the next one is not known beforehand.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Replicas:
         devices: Sequence[torch.device],
         *,
         first_index: int,
-        total: int,
+        shares: int,
         seed: int,
+        leased: bool = False,
     ) -> None:
         self.models = tuple(models)
         self.layout = models[0].layout
@@ -64,7 +66,8 @@ class Replicas:
         self._sum = self.layout.allocate()
         self.first_index = first_index
         self.worker = first_index // len(models)
-        self._total = total
+        self._shares = shares
+        self._leased = leased
         self._seed = seed
         self._devices = tuple(devices)
         scratch = self._sum if len(models) == 1 else self.layout.allocate()
@@ -95,24 +98,32 @@ class Replicas:
             if device.type != "cpu":
                 weights.copy_(self.weights, non_blocking=True)
 
-    def _has_samples(self, step: int, replica: int) -> bool:
-        return self._plan is None or len(self._plan.share(step, self.first_index + replica, self._total)) > 0
-
-    def _next_batch(self, step: int, replica: int) -> Any:
-        """The batch of one replica in one step."""
-        index = self.first_index + replica
+    def _next_batch(self, number: int, replica: int) -> Any:
+        """The batch of one replica in one share."""
+        step, share = divmod(number, self._shares)
         kept = self._batches[replica]
-        if kept is None or (self._plan is not None and kept[0] != step):
-            shares = iter(()) if self._plan is None else self._plan.shares(step, index, self._total)
-            kept = (step, self.models[replica].data.open(shares))
+        if kept is None or (self._plan is not None and kept[0] != number):
+            parts = self._shares * len(self.models)
+            index = share * len(self.models) + replica
+            shares = iter(()) if self._plan is None else self._plan.shares(step, index, parts)
+            kept = (number, self.models[replica].data.open(shares, prefetch=not self._leased))
         self._batches[replica] = None  # an iterator that raises is of no use any more
         batch = next(kept[1])
-        self._batches[replica] = (step + 1, kept[1])
+        self._batches[replica] = (number + self._shares, kept[1])  # in the next step it is at the same place
         return batch
 
-    def compute(self, step: int, chunk_ready: ChunkReady, metrics: bool) -> WorkerResult:
-        """Computes the worker's gradient of one step; `chunk_ready` is called during the backward pass."""
-        active = [r for r in range(len(self.models)) if self._has_samples(step, r)]
+    def compute(self, number: int, chunk_ready: ChunkReady, metrics: bool) -> WorkerResult:
+        """Computes the gradient of one share of the samples; `chunk_ready` is called during the backward pass.
+
+        Args:
+            number: of the share: with n shares in a step, the n-th part ``number % n`` of step ``number // n``.
+            chunk_ready: takes each chunk.
+            metrics: compute the model's metrics too.
+        """
+        step, share = divmod(number, self._shares)
+        parts, first = self._shares * len(self.models), share * len(self.models)
+        plan = self._plan
+        active = [r for r in range(len(self.models)) if plan is None or len(plan.share(step, first + r, parts))]
         if not active:
             for chunk in self._trainable:
                 chunk_ready(chunk, _NOTHING, 0.0, 0.0, frozenset())
@@ -121,8 +132,8 @@ class Replicas:
         loading = computing = 0.0
         for replica in active:
             began = time.perf_counter()
-            seed_everything(step_seed(self._seed, step, self.first_index + replica))
-            batch = self._next_batch(step, replica)
+            seed_everything(step_seed(self._seed, step, first + replica))
+            batch = self._next_batch(number, replica)
             loaded = time.perf_counter()
             collector.begin(self._own[replica][1])
             results.append(self.models[replica].compute_gradients(batch, collector.ready, metrics))

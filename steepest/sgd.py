@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from steepest import checkpoint
-from steepest.client import Client, Snapshot
-from steepest.comm.message import Kind, Message, Peer
+from steepest.client import Snapshot, read_log
+from steepest.comm.message import Message
 from steepest.config import RunSettings, StrategyConfig, as_strategy, require_count
 from steepest.errors import (
     CheckpointError,
     ConfigurationError,
-    DeadlineError,
-    PeerLostError,
     ShutdownError,
 )
 from steepest.job import ModelCreator
 from steepest.model import Model
+from steepest.observe.commits import CommitLog
 from steepest.observe.progress import Callback, ProgressBar
-from steepest.observe.results import EvaluationResult, Stats, StepResult
+from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult
 from steepest.replicas import Replicas, WorkerResult, mean_states
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
 from steepest.runtime.placement import worker_bundle
 from steepest.runtime.process import WorkerView
-from steepest.runtime.supervision import raise_step_error
+from steepest.runtime.training import Training
 
 T = TypeVar("T")
 _LOOK_SECONDS = 1.0
@@ -53,7 +49,7 @@ class DistributedSGD:
         num_workers: worker processes.
         devices_per_worker: replicas in each of them.
         gpu: each replica on a GPU of its own instead of the CPU.
-        strategy: "ps", "simple", or a strategy object with its settings.
+        strategy: "ps", "async", "ssp", "simple", or a strategy object with its settings.
         seed: of initial weights, order of samples and random state.
         settings: CPUs per worker and deadlines.
 
@@ -89,14 +85,11 @@ class DistributedSGD:
         self._settings = settings or RunSettings()
         self._seed = require_count("seed", seed, 0)
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
-        self._running = False
-        self._samples = 0
-        self._seconds = 0.0
-        self._bytes_pushed = 0
         self._cluster: Cluster | None = Cluster(
             model_creator, self.num_workers, self.devices_per_worker, gpu, self.strategy, self._seed, self._settings
         )
         self._job = self._cluster.job
+        self._training = Training(self._cluster, self._settings.step_timeout)
         self._plan = self._job.plan()
         self.num_servers = self._job.num_servers
 
@@ -160,7 +153,7 @@ class DistributedSGD:
                 while left:
                     granted, ends_epoch = left, False
                     if pausing and self._plan is not None:
-                        to_end = self._plan.epoch_end(self._version()) - self._version()
+                        to_end = self._plan.epoch_end(self._steps()) - self._steps()
                         granted, ends_epoch = min(left, to_end), to_end <= left
                     self._train(granted, True, on_step)
                     left -= granted
@@ -179,73 +172,20 @@ class DistributedSGD:
         count = require_count("epochs", epochs)
         if self._plan is None:
             raise ConfigurationError("the training data are a stream without epochs: give steps=")
-        version = self._version()
-        end = version
+        begin = self._steps()
+        end = begin
         for _ in range(count):
             end = self._plan.epoch_end(end)
-        return end - version
+        return end - begin
 
     def _train(self, steps: int, stats: bool, on_step: Callable[[StepResult], None]) -> None:
-        """Grants steps and hands on each result; takes back what is not used when anything raises."""
-        cluster = self._live()
-        client = cluster.client
-        began = time.monotonic()
-        taken = 0
-        self._running = True
-        try:
-            self._on_router(lambda: client.ask(steps, stats))
-            while taken < steps:
-                outcome = self._next_outcome(cluster, client)
-                if isinstance(outcome, PeerLostError):
-                    cluster.lost(Peer("server", 0), str(outcome))
-                if outcome.kind is Kind.FAILURE:
-                    taken = steps  # the coordinator has taken the rest back already
-                    self._raise_failure(cluster, outcome.values())
-                taken += 1
-                self._count(outcome)
-                epoch = self._plan.position(outcome.version - 1).epoch if self._plan is not None else None
-                on_step(StepResult.from_message(outcome.version, outcome.values(), epoch))
-        finally:
-            self._running = False
-            self._seconds += time.monotonic() - began
-            if taken < steps:
-                self._revoke(cluster)
+        self._live()
 
-    def _count(self, result: Message) -> None:
-        meta = result.values()
-        self._samples += meta["samples"]
-        self._bytes_pushed += meta["bytes_pushed"]
+        def on_result(step: int, result: Message) -> None:
+            epoch = self._plan.position(step - 1).epoch if self._plan is not None else None
+            on_step(StepResult.from_message(step, result.values(), epoch))
 
-    def _next_outcome(self, cluster: Cluster, client: Client) -> Message | PeerLostError:
-        deadline = time.monotonic() + self._settings.step_timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
-        while True:
-            try:
-                return client.outcomes.get(timeout=_LOOK_SECONDS)
-            except queue.Empty:
-                cluster.raise_if_dead()
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"step {self._version() + 1} was not committed within {self._settings.step_timeout:g} s and "
-                        "the coordinator is silent"
-                    ) from None
-
-    def _revoke(self, cluster: Cluster) -> None:
-        """After an error or Ctrl-C: workers become idle; steps that were committed meanwhile stay."""
-        try:
-            self._wait(self._on_router(cluster.client.revoke), "the coordinator to stop the workers")
-        except (PeerLostError, DeadlineError, ShutdownError):
-            return  # nobody is left to be stopped; the first error says why
-        while not cluster.client.outcomes.empty():
-            outcome = cluster.client.outcomes.get()
-            if isinstance(outcome, Message) and outcome.kind is Kind.RESULT:
-                self._count(outcome)
-
-    def _raise_failure(self, cluster: Cluster, meta: dict[str, Any]) -> NoReturn:
-        if meta["reason"] == "deadline":
-            cluster.raise_if_dead()  # the better explanation
-        if meta["reason"] == "lost":
-            cluster.lost(Peer(*meta["peer"]), meta["why"])
-        raise_step_error(meta, cluster.places)
+        self._training.take(steps, stats, on_result)
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -329,10 +269,33 @@ class DistributedSGD:
         cluster = self._live()
         counters = self._wait(self._on_router(cluster.client.counters), "the coordinator's counters")
         refused = sum(counter["refused"] for counter in cluster.worker_counters())
+        training = self._training
         return Stats(
-            counters["version"], counters["generation"], self._samples, self._seconds, self._bytes_pushed, refused,
-            self.num_workers, self.num_servers,
-        )  # fmt: skip
+            step=counters["step"],
+            version=counters["version"],
+            generation=counters["generation"],
+            samples=training.samples,
+            seconds=training.seconds,
+            bytes_pushed=training.bytes_pushed,
+            refused=refused,
+            skipped=counters["skipped"],
+            dropped=counters["dropped"],
+            staleness=Staleness(dict(counters["staleness"])),
+            workers=self.num_workers,
+            servers=self.num_servers,
+        )
+
+    def log(self) -> CommitLog:
+        """Every commit so far: whose pushes, over which samples, computed from which version.
+
+        `steepest.testing.replay` applies it serially, which gives the same weights.
+
+        Raises:
+            ConfigurationError: without ``RunSettings(keep_log=True)``.
+        """
+        client = self._live().client
+        commits = self._wait(self._on_router(lambda: read_log(client)), "the coordinator's log")
+        return CommitLog(tuple(commits), self.strategy, self.num_workers, self.devices_per_worker, self._seed)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -348,9 +311,10 @@ class DistributedSGD:
         with self._idle():
             cluster = self._live()
             snapshot = self._snapshot("state")
-            position = self._plan.position(snapshot.version) if self._plan is not None else None
+            step = snapshot.version // self._job.versions_per_step
+            position = self._plan.position(step) if self._plan is not None else None
             about = {
-                "step": snapshot.version,
+                "step": step,
                 "epoch": position.epoch if position else 0,
                 "offset": position.begin if position else 0,
                 "seed": self._seed,
@@ -381,7 +345,7 @@ class DistributedSGD:
             weights = layout.allocate()
             layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
             averaged = {name: value for name, value in saved.weights.items() if name not in layout.index}
-            self._install(about["step"], weights, records)
+            self._install(about["step"] * self._job.versions_per_step, weights, records)
             self._seed = about["seed"]
             self._plan = self._job.plan(about["step"], about["epoch"], about["offset"], self._seed)
             cluster.call_workers(
@@ -424,7 +388,7 @@ class DistributedSGD:
     @contextlib.contextmanager
     def _idle(self) -> Iterator[None]:
         with self._lock:
-            if self._running:
+            if self._training.running:
                 raise ConfigurationError(
                     "on_step is called while workers go on: there is weights() and stats(); everything else belongs "
                     "into on_epoch_end, or between steps of a loop of your own"
@@ -441,17 +405,16 @@ class DistributedSGD:
         return found
 
     def _wait(self, future: Future[T], what: str) -> T:
-        cluster = self._live()
-        try:
-            return future.result(self._settings.step_timeout)
-        except FutureTimeoutError:
-            cluster.raise_if_dead()
-            raise DeadlineError(f"waited {self._settings.step_timeout:g} s in vain for {what}") from None
-        except PeerLostError as error:
-            cluster.lost(Peer("server", 0), str(error))
+        self._live()
+        return self._training.wait(future, what)
 
     def _version(self) -> int:
-        return self._live().client.position.version
+        self._live()
+        return self._training.version
+
+    def _steps(self) -> int:
+        self._live()
+        return self._training.step
 
     def _snapshot(self, what: str) -> Snapshot:
         client = self._live().client

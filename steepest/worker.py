@@ -39,6 +39,7 @@ class Worker:
         replicas: its copies of the model.
         exchange: its end of the strategy.
         send: how to send.
+        members: number of workers; the share of each in a step that all of them take together.
         incarnation: which life of this worker.
         pump: called between pushes, so that bytes move during the backward pass.
     """
@@ -50,6 +51,7 @@ class Worker:
         exchange: Exchange,
         send: Send,
         *,
+        members: int = 1,
         incarnation: int = 0,
         pump: Callable[[], None] = lambda: None,
     ) -> None:
@@ -59,14 +61,17 @@ class Worker:
         self._replicas = replicas
         self._exchange = exchange
         self._send = send
+        self._members = members
         self._incarnation = incarnation
         self._pump = pump
         self._limit = -1
+        self._lease: tuple[int, int] | None = None  # a share of the samples, and the version to compute it from
         self._stats = True
         self._baseline = 0  # generation since which arriving weights count
         self._floor = 0  # version at which the generation began: weights before it are out of date
         self._complete = (0, -1)
         self._pushed = (0, -1)  # generation and version of the last push
+        self._granted = (0, -1)  # generation and version of the last lease
         self._calls: list[_Waiting] = []
         self._gone: PeerLostError | None = None  # without servers no newer version will come
         self._waited = 0.0
@@ -103,11 +108,13 @@ class Worker:
         match message.kind:
             case Kind.GRANT:
                 if message.generation == self.generation:
-                    self._limit = message.version
-                    self._stats = bool(message.values().get("stats", True))
+                    self._take_grant(message)
             case Kind.MEMBERS:
+                if message.generation <= self.generation:
+                    return  # a copy
                 self.generation = message.generation
                 self._limit = self._floor = message.version
+                self._lease = None
                 if message.values()["reload"]:
                     self._baseline = message.generation
                     self.version = -1
@@ -117,9 +124,10 @@ class Worker:
                 if complete is not None:
                     self._complete = max(self._complete, complete)
                     self._take_version()
-        current = self._floor <= self.version and self._complete[0] <= self.generation
-        if current and self.version < self._limit and self._pushed != (self.generation, self.version):
-            self._step()
+        if self._floor <= self.version and self._complete[0] <= self.generation:
+            share = self._next_share()
+            if share is not None:
+                self._step(share)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Without the coordinator or a server there is nothing to do; the driver is told by them or by Ray."""
@@ -137,6 +145,27 @@ class Worker:
 
     # -- steps ---------------------------------------------------------------------------------
 
+    def _take_grant(self, message: Message) -> None:
+        meta = message.values()
+        self._stats = bool(meta.get("stats", True))
+        if "lease" not in meta:
+            self._limit = max(self._limit, message.version)
+        elif (message.generation, message.version) > self._granted:  # else it is a copy
+            self._granted = (message.generation, message.version)
+            self._lease = (int(meta["lease"]), message.version)
+
+    def _next_share(self) -> int | None:
+        """What to compute with the weights that are here: number of a share, or None."""
+        if self._pushed == (self.generation, self.version):
+            return None
+        if self._lease is not None:
+            share, version = self._lease
+            if self.version < version:
+                return None
+            self._lease = None
+            return share
+        return self.version * self._members + self._index if self.version < self._limit else None
+
     def _take_version(self) -> None:
         generation, version = self._complete
         if generation >= self._baseline and version != self.version:
@@ -151,21 +180,21 @@ class Worker:
         for call in ready:
             call.run()
 
-    def _step(self) -> None:
-        step = self.version
-        self._pushed = (self.generation, step)
-        self._exchange.begin(self.generation, step)
+    def _step(self, share: int) -> None:
+        version = self.version
+        self._pushed = (self.generation, version)
+        self._exchange.begin(self.generation, version)
         try:
-            result = self._replicas.compute(step, self._push, self._stats)
+            result = self._replicas.compute(share, self._push, self._stats)
         except Exception as error:  # noqa: BLE001 - the user's code; sent to the driver with its traceback
-            self._fail(step, error)
+            self._fail(version, error)
             return
         sequence = self._exchange.end()
         meta: dict[str, Any] = {"samples": result.samples, "bytes": self._exchange.bytes_pushed}
         if self._stats:
             timings = {**result.timings, "wait": self._waited}
             meta |= {"loss": result.loss, "metrics": result.metrics, "timings": timings}
-        report = Message(Kind.REPORT, self.generation, self._incarnation, sequence, step, meta=meta)
+        report = Message(Kind.REPORT, self.generation, self._incarnation, sequence, version, meta=meta)
         report.total = result.weight
         self._send(COORDINATOR, report)
         self._pushed_at = time.perf_counter()
@@ -174,6 +203,6 @@ class Worker:
         self._exchange.ready(chunk, payload, unit, total, absent)
         self._pump()
 
-    def _fail(self, step: int, error: Exception) -> None:
+    def _fail(self, version: int, error: Exception) -> None:
         meta: dict[str, Any] = dict(describe_error(error))
-        self._send(COORDINATOR, Message(Kind.FAILED, self.generation, self._incarnation, version=step, meta=meta))
+        self._send(COORDINATOR, Message(Kind.FAILED, self.generation, self._incarnation, version=version, meta=meta))

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
-from steepest.coordinator import Coordinator, Outgoing, Staged, _Report, commit_all, summarize
+from steepest.coordinator import Coordinator, Outgoing
 from steepest.errors import ProtocolError
+from steepest.rules import CommitAll, Staged
+from steepest.staging import Report, summarize
 
 CLIENT = Peer("client", 0)
 
@@ -20,7 +22,7 @@ def make(workers: int = 2, servers: int = 2, holding: set[int] | None = None, **
         members=frozenset(range(workers)),
         servers=tuple(range(servers)),
         holding=frozenset(range(servers) if holding is None else holding),
-        rule=commit_all,
+        rule=CommitAll(),
         hyperparameters=settings.pop("hyperparameters", lambda step: [{}]),
         step_timeout=settings.pop("step_timeout", 10.0),
     )
@@ -37,7 +39,10 @@ def started(workers: int = 2, servers: int = 2, steps: int = 1, **settings: Any)
 
 
 def ask(coordinator: Coordinator, steps: int = 1, **meta: Any) -> Outgoing:
-    return coordinator.handle(CLIENT, Message(Kind.ASK, meta={"steps": steps, "stats": True, **meta}))
+    sequence = coordinator._asked.get(CLIENT, 0) + 1
+    return coordinator.handle(
+        CLIENT, Message(Kind.ASK, sequence=sequence, meta={"steps": steps, "stats": True, **meta})
+    )
 
 
 def report(coordinator: Coordinator, worker: int, **fields: Any) -> Outgoing:
@@ -117,7 +122,7 @@ def test_a_step_is_committed_when_every_server_staged_and_every_member_reported(
     assert coordinator.version == 1
     commit = only(out[:1], Kind.COMMIT)
     assert (commit.version, commit.generation, commit.weight) == (1, 1, 1.0)
-    assert commit.meta == {"contributions": [[0, 3], [1, 5]]}
+    assert commit.meta == {"pushes": [[0, 0, 3], [1, 0, 5]], "readers": [[0, 0], [1, 0]]}
     assert only(out, Kind.RESULT).values()["staleness"] == [0, 0]
 
 
@@ -350,29 +355,31 @@ def test_hyperparameters_travel_with_a_commit_only_where_they_changed() -> None:
 def test_counters_are_told_and_nonsense_refused() -> None:
     coordinator = started()
     complete(coordinator)
+    counters = {"version": 1, "generation": 1, "step": 1, "committed": 1, "skipped": 0, "dropped": 0}
+    counters |= {"staleness": [(0, 2)]}
     told = only(coordinator.handle(CLIENT, Message(Kind.STATS, sequence=3)), Kind.STATS)
-    assert (told.sequence, told.meta) == (3, {"version": 1, "generation": 1, "committed": 1})
+    assert (told.sequence, told.meta) == (3, counters)
     with pytest.raises(ProtocolError, match="PUSH"):
         coordinator.handle(worker_peer(0), Message(Kind.PUSH))
 
 
 def test_the_synchronous_rule_commits_all_or_none_in_the_order_of_workers() -> None:
-    pushes = (Staged(2, 5, 0), Staged(0, 9, 0), Staged(1, 1, 0))
-    assert commit_all(frozenset({0, 1, 2}), pushes) == (Staged(0, 9, 0), Staged(1, 1, 0), Staged(2, 5, 0))
-    assert commit_all(frozenset({0, 1, 2}), pushes[:2]) == ()
+    pushes = (Staged(2, 0, 5, 0), Staged(0, 0, 9, 0), Staged(1, 0, 1, 0))
+    assert CommitAll().decide(0, frozenset({0, 1, 2}), pushes).commit == (pushes[1], pushes[2], pushes[0])
+    assert CommitAll().decide(0, frozenset({0, 1, 2}), pushes[:2]) == ((), ())
 
 
 def test_a_summary_has_means_by_weight_and_sums() -> None:
-    def said(total: float, samples: int, loss: float, metrics: dict[str, float], compute: float) -> _Report:
+    def said(total: float, samples: int, loss: float, metrics: dict[str, float], compute: float) -> Report:
         timings = {"compute": compute}
         meta = {"samples": samples, "bytes": 10, "loss": loss, "metrics": metrics, "timings": timings}
-        return _Report(1, 0, total, meta)
+        return Report(0, total, meta)
 
-    reports = {
-        0: said(1.0, 2, 4.0, {"a": 1.0, "b": 5.0}, 0.1),
-        1: said(3.0, 4, 8.0, {"a": 3.0}, 0.3),
-        2: said(0.0, 0, 0.0, {}, 0.0),
-    }
+    reports = [
+        said(1.0, 2, 4.0, {"a": 1.0, "b": 5.0}, 0.1),
+        said(3.0, 4, 8.0, {"a": 3.0}, 0.3),
+        said(0.0, 0, 0.0, {}, 0.0),
+    ]
     found = summarize(reports, True)
     assert found["timings"].pop("compute") == pytest.approx(0.4 / 3)
     assert found == {
@@ -383,4 +390,4 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
         "timings": {},
     }
     assert summarize(reports, False) == {"samples": 6, "bytes_pushed": 30}
-    assert math.isnan(summarize({2: reports[2]}, True)["loss"])
+    assert math.isnan(summarize(reports[2:], True)["loss"])

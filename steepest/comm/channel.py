@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
+
 from steepest.comm.message import Message, Peer
 
 
@@ -47,8 +49,8 @@ class Channel(Protocol):
     def send(self, message: Message) -> None:
         """Queues a message."""
 
-    def own_pending(self) -> None:
-        """Copies queued payloads, so that their memory may be changed."""
+    def own_pending(self, memory: torch.Tensor) -> None:
+        """Copies queued payloads that lie in this memory (flat, uint8), so that it may be changed."""
 
     def close(self) -> None:
         """Closes this end; the other sees the end of the stream."""
@@ -76,3 +78,8 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Closes every channel."""
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two flat uint8 tensors share memory."""
+    return a.data_ptr() < b.data_ptr() + b.numel() and b.data_ptr() < a.data_ptr() + a.numel()

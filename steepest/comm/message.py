@@ -55,7 +55,9 @@ class Kind(enum.IntEnum):
     PUT = 17  # client -> server: one chunk of new weights, installed later
     INSTALL = 18  # client -> coordinator: make what was put the state, at this version
     INSTALLED = 19  # coordinator -> client: it is
-    STATS = 20  # client -> coordinator or server, and back: counters
+    STATS = 20  # client -> coordinator, and back: counters, or the log
+    DISCARD = 21  # coordinator -> server: these pushes will not be committed; send those workers the weights
+    LEFT = 22  # server -> coordinator: somebody who pushed is gone, and everything that arrived is staged
 
 
 @dataclass(slots=True, eq=False)

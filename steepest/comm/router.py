@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from steepest.comm.channel import Channel, Transport
+from steepest.comm.channel import Channel, Transport, overlap
 from steepest.comm.message import Message, Peer, Send
 from steepest.errors import ProtocolError, ShutdownError
 
@@ -105,13 +105,13 @@ class Router:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"{message.kind.name} that makes no sense: {error}") from error
 
-    def own_pending(self) -> None:
-        """Copies every payload that has not left yet, so that its memory may change."""
+    def own_pending(self, memory: torch.Tensor) -> None:
+        """Copies what has not left yet of that memory (flat, uint8), so that it may change."""
         for channel in set(self._channels.values()):
             if channel.pending:
-                channel.own_pending()
+                channel.own_pending(memory)
         for message in self._local:
-            if message.payload is not None:
+            if message.payload is not None and overlap(message.payload, memory):
                 message.payload = message.payload.clone()
 
     def pump(self) -> None:

@@ -21,7 +21,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from steepest.comm.channel import Address, Event
+import torch
+
+from steepest.comm.channel import Address, Event, overlap
 from steepest.comm.frame import ROLES, FrameReader, Sink, buffer_of, encode
 from steepest.comm.message import Message, Peer
 from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, ProtocolError
@@ -35,6 +37,7 @@ _HELLO_LIMIT = 4096
 _REFUSED = struct.pack("<I", 0xFFFFFFFF)  # in place of the answer's size: the proof is wrong
 _HANDSHAKE_SECONDS = 10.0
 _BUFFERS_PER_CALL = 64
+_GATHERED_BYTES = 1 << 15  # less than this waits for the end of the turn, for company
 _SOCKET_BUFFER = 4 << 20
 
 
@@ -73,7 +76,7 @@ class WireChannel:
         self._handshake: _Handshake | None = None
 
     def send(self, message: Message) -> None:
-        """Queues a message and sends what the socket takes now; dropped when the channel is closed."""
+        """Queues a message; small ones leave together, before the transport waits. Dropped when it is closed."""
         if self.closed or self._broken:
             return
         head = encode(message)
@@ -81,7 +84,10 @@ class WireChannel:
         if message.payload is not None:
             self._append(buffer_of(message.payload))
         self._transport.count(message)
-        self.flush()
+        if self.pending > _GATHERED_BYTES:
+            self.flush()
+        else:
+            self._transport.gather(self)
 
     def _append(self, data: memoryview) -> None:
         if data.nbytes:
@@ -114,13 +120,16 @@ class WireChannel:
             return
         self._transport.watch(self, writing=bool(queue))
 
-    def own_pending(self) -> None:
-        """Copies queued bytes, so that the tensors they came from may change."""
-        if self._queue:
-            self._queue = deque(memoryview(bytes(data)) for data in self._queue)
+    def own_pending(self, memory: torch.Tensor) -> None:
+        """Copies queued bytes that lie in this memory, so that it may change."""
+        for index, data in enumerate(self._queue):
+            if not data.readonly and overlap(torch.frombuffer(data, dtype=torch.uint8), memory):
+                self._queue[index] = memoryview(bytes(data))
 
     def close(self) -> None:
-        """Closes the socket at once; queued bytes are lost."""
+        """Closes the socket at once; queued bytes that it does not take now are lost."""
+        if self.pending and not self.closed:
+            self.flush()
         self._transport.forget(self)
 
 
@@ -156,6 +165,7 @@ class WireTransport:
         self._listeners: list[socket.socket] = []
         self._channels: set[WireChannel] = set()
         self._events: list[Event] = []
+        self._gathering: list[WireChannel] = []
         self._opening: dict[WireChannel, _Handshake] = {}  # oldest first
         self._wake_in, self._wake_out = socket.socketpair()
         for sock in (self._wake_in, self._wake_out):
@@ -295,6 +305,10 @@ class WireTransport:
 
     def poll(self, timeout: float) -> list[Event]:
         """Moves bytes both ways; waits up to `timeout` seconds for the first event."""
+        gathering, self._gathering = self._gathering, []
+        for channel in gathering:
+            if not channel.closed:
+                channel.flush()
         if self._events:
             timeout = 0.0
         if self._opening:
@@ -358,6 +372,10 @@ class WireTransport:
         if message.payload is not None:
             self.bytes_sent += message.payload.numel()
 
+    def gather(self, channel: WireChannel) -> None:
+        """What a channel holds leaves with the next `poll` or `pump`."""
+        self._gathering.append(channel)
+
     def watch(self, channel: WireChannel, writing: bool) -> None:
         """Sets whether the selector also waits for a channel to take bytes."""
         if not channel.closed:
@@ -396,7 +414,7 @@ class WireTransport:
             return
         self._closed = True
         for channel in list(self._channels):
-            self.forget(channel)
+            channel.close()
         for sock in self._listeners:
             self._selector.unregister(sock)
             sock.close()

@@ -51,25 +51,73 @@ class EvaluationResult:
     samples: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class Staleness:
+    """How stale gradients were when they were applied: updates committed since their weights were pulled.
+
+    Attributes:
+        histogram: number of pushes by staleness.
+
+    Example:
+        >>> staleness = Staleness({0: 50, 1: 40, 7: 10})
+        >>> staleness.p50, staleness.p95, staleness.max
+        (0, 7, 7)
+    """
+
+    histogram: dict[int, int]
+
+    def quantile(self, share: float) -> int:
+        """The least staleness that at least this share of all pushes (0 to 1) did not exceed; 0 without pushes."""
+        needed, seen = share * sum(self.histogram.values()), 0
+        for staleness, count in sorted(self.histogram.items()):
+            seen += count
+            if seen >= needed:
+                return staleness
+        return 0
+
+    @property
+    def p50(self) -> int:
+        """The median."""
+        return self.quantile(0.5)
+
+    @property
+    def p95(self) -> int:
+        """The 95th percentile."""
+        return self.quantile(0.95)
+
+    @property
+    def max(self) -> int:
+        """The greatest."""
+        return max(self.histogram, default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """Where a job stands.
 
     Attributes:
         step: steps committed, those before a restore included.
+        version: updates committed; as many as steps in synchronous modes.
         generation: memberships so far.
         samples, seconds: trained since the job began, and spent in `step` and `fit`.
         bytes_pushed: gradient bytes that left workers for servers.
         refused: frames and connections refused by any process.
+        skipped: updates left out because of NaN or infinity (``nonfinite="skip"``).
+        dropped: gradients that were too late (backup workers) or too stale; their samples were computed again.
+        staleness: of all gradients that were applied.
         workers, servers: processes.
     """
 
     step: int
+    version: int
     generation: int
     samples: int
     seconds: float
     bytes_pushed: int
     refused: int
+    skipped: int
+    dropped: int
+    staleness: Staleness
     workers: int
     servers: int
 

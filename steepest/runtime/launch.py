@@ -15,9 +15,8 @@ import ray
 
 from steepest.client import Client
 from steepest.comm.channel import Address
-from steepest.comm.message import Peer, server_peer, worker_peer
+from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
-from steepest.comm.wire import WireTransport
 from steepest.config import RunSettings, StrategyConfig
 from steepest.errors import (
     ConfigurationError,
@@ -38,9 +37,9 @@ from steepest.job import (
     host_server,
     make_strategy,
 )
-from steepest.runtime.object_store import CallTransport
+from steepest.runtime.calls import Callee, threads_for
 from steepest.runtime.placement import Room, ensure_ray, nodes_of, reserve, worker_bundle
-from steepest.runtime.process import Place, Process
+from steepest.runtime.process import Place, Process, by_calls, connect, make_transport
 from steepest.runtime.supervision import cause_of_death, fetch_last_lines
 
 log = logging.getLogger(__name__)
@@ -49,6 +48,8 @@ log = logging.getLogger(__name__)
 _UP_FACTOR = 4.0
 _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
+_THREADS = 16
+_PAUSE_SECONDS = 0.05  # in `simple` workers only answer
 
 
 class Cluster:
@@ -106,17 +107,20 @@ class Cluster:
         num_servers = strategy.num_servers(nodes_of(self._room))
         alone = num_workers == 1 and not strategy.in_driver  # servers live in the only worker's process
         cpus, gpus = self._settings.cpus_per_worker, devices if gpu else 0
-        workers = [self._actor(worker_peer(i), i, cpus, gpus) for i in range(num_workers)]
-        servers = [
-            self._actor(server_peer(i), i, 0, 0) for i in range(0 if alone or strategy.in_driver else num_servers)
-        ]
+        served = 0 if alone or strategy.in_driver else num_servers  # processes that are servers only
+        called = by_calls(config)
+        workers = [self._actor(worker_peer(i), i, cpus, gpus, int(called)) for i in range(num_workers)]
+        servers = [self._actor(server_peer(i), i, 0, 0, called * (num_workers + served)) for i in range(served)]
         described: list[Description] = self._get(
             [w.build.remote(creator, i, devices, seed, strategy.chunk_bytes) for i, w in enumerate(workers)],
             "build the model",
         )
         for i, other in enumerate(described):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
-        self.job = Job(described[0], config, num_workers, devices, num_servers, seed, self._settings.step_timeout)
+        self.job = Job(
+            described[0], config, num_workers, devices, num_servers, seed, self._settings.step_timeout,
+            self._settings.keep_log,
+        )  # fmt: skip
         job = ray.put(self.job)
         self._get([w.bind.remote(job, gpu) for w in workers], "bind the model")
         initial = workers[0].initial.remote()
@@ -125,17 +129,14 @@ class Cluster:
         for peer, actor in self._actors.items():
             self._watches[peer] = actor.watch.remote()
         self._client_index = secrets.randbelow(1 << 31)
-        if strategy.in_driver:
-            self._wire_calls(workers, job, initial)
-        else:
-            self._wire_sockets(workers, servers, job, initial)
+        self._wire(workers, servers, job, initial)
 
-    def _actor(self, peer: Peer, index: int, cpus: int, gpus: int) -> Any:
+    def _actor(self, peer: Peer, index: int, cpus: int, gpus: int, callers: int) -> Any:
         assert self._room is not None
         actor = ray.remote(Process).options(
             num_cpus=cpus,
             num_gpus=gpus,
-            max_concurrency=16,
+            max_concurrency=_THREADS + threads_for(callers),
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=self._room.strategy(index),
@@ -143,42 +144,44 @@ class Cluster:
         self._actors[peer] = actor.remote(f"steepest {peer}", self._token, max(cpus, 1))
         return self._actors[peer]
 
-    def _wire_sockets(self, workers: list[Any], servers: list[Any], job: Any, initial: Any) -> None:
-        hosting = servers or [workers[0]]
+    def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any) -> None:
+        """Opens every process and connects them; each channel is opened from the side of fewer servers."""
+        in_driver = self.job.strategy.in_driver
+        hosting = [] if in_driver else servers or [workers[0]]
         dealt: list[list[int]] = [[i] for i in range(len(servers))] or [list(range(self.job.num_servers))]
-        addresses: list[Address] = self._get(
-            [actor.open.remote(job, held, initial) for actor, held in zip(hosting, dealt, strict=True)],
+        opened: list[Address] = self._get(
+            [actor.open.remote(job, held, initial) for actor, held in zip(hosting, dealt, strict=not in_driver)],
             "open the servers",
         )
         timeout = self._settings.start_timeout
         others = [w for w in workers if w not in hosting]
-        self._get([w.open.remote(job, [], initial) for w in others], "open the workers")
-        self._get([s.connect.remote(addresses[:1], timeout) for s in servers[1:]], "connect the servers")
-        self._get([w.connect.remote(addresses, timeout) for w in others], "connect the workers")
-        peer = Peer("client", self._client_index)
+        opened += self._get([w.open.remote(job, [], initial) for w in others], "open the workers")
+        ends: list[Address | Callee] = list(opened)
+        if by_calls(self.job.config):
+            ends = [Callee(end.peers, actor) for end, actor in zip(opened, [*hosting, *others], strict=True)]
+        if not in_driver:
+            ends = ends[: len(hosting)]
+            self._get([s.connect.remote(ends[:1], timeout) for s in servers[1:]], "connect the servers")
+            self._get([w.connect.remote(ends, timeout) for w in others], "connect the workers")
+        peers: tuple[Peer, ...] = (Peer("client", self._client_index),)
+        if in_driver:
+            peers = (*peers, COORDINATOR, server_peer(0))
+            self._host_in_driver(initial)
         node = ray.get_runtime_context().get_node_id()
-        wire = WireTransport(self._token, (peer,), node, self._router.destination)
-        self._router.transport = wire
+        transport = make_transport(self.job, self._token, peers, node, self._router.destination)
+        self._router.transport = transport
         self.client = host_client(self._router, self.job, self._client_index)
-        for address in addresses:
-            self._router.attach(wire.connect(address, timeout))
+        for end in ends:
+            self._router.attach(connect(transport, end, timeout, _PAUSE_SECONDS if in_driver else 0.0))
         self._router.start("steepest driver")
         self._get([w.join.remote() for w in workers], "join")
 
-    def _wire_calls(self, workers: list[Any], job: Any, initial: Any) -> None:
-        self._get([w.open_calls.remote(job, initial) for w in workers], "open the workers")
+    def _host_in_driver(self, initial: Any) -> None:
         weights, _ = self._get([initial], "send its weights")[0]
         flat = self.job.description.layout.allocate()
         flat.numpy()[:] = weights
-        transport = CallTransport(self._router.destination)
-        self._router.transport = transport
         host_coordinator(self._router, self.job)
         host_server(self._router, self.job, 0, flat)
-        self.client = host_client(self._router, self.job, self._client_index)
-        self._get([w.join.remote() for w in workers], "join")  # said in the first call's answer
-        for peer, actor in self._actors.items():
-            self._router.attach(transport.channel(peer, actor))
-        self._router.start("steepest driver")
 
     def _get(self, refs: list[Any], what: str) -> list[Any]:
         """Waits for calls within the starting deadline.

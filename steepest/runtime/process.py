@@ -11,10 +11,12 @@ from typing import Any
 import ray
 import torch
 
-from steepest.comm.channel import Address
-from steepest.comm.message import COORDINATOR, server_peer, worker_peer
+from steepest.comm.channel import Address, Channel
+from steepest.comm.frame import Sink
+from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.comm.wire import WireTransport
+from steepest.config import SimpleStrategy, StrategyConfig
 from steepest.job import (
     Description,
     Job,
@@ -27,7 +29,7 @@ from steepest.job import (
 )
 from steepest.model import Model
 from steepest.replicas import Replicas
-from steepest.runtime.object_store import Bytes, IdleTransport, Outbox, Parcel, unpack
+from steepest.runtime.calls import Bytes, Callee, Caller, CallTransport, Parcel
 from steepest.worker import Worker
 
 
@@ -79,15 +81,14 @@ class Process:
             os.getpid(),
             tuple(log for log in logs if log),
         )
-        self._wire: WireTransport | None = None
-        self._outbox: Outbox | None = None
         self._models: list[Model] = []
         self._replicas: Replicas | None = None
         self._worker: Worker | None = None
         self._index = -1
         self._token = token
         self._router = Router()
-        self._router.transport = IdleTransport()
+        self._transport: WireTransport | CallTransport = CallTransport(self._router.destination)
+        self._router.transport = self._transport
         self._router.start(name)
         self._on_router(lambda: torch.set_num_threads(threads))
 
@@ -128,7 +129,11 @@ class Process:
         return replicas.weights.numpy(), replicas.models[0].state()
 
     def open(self, job: Job, servers: Sequence[int], initial: tuple[Bytes, dict[str, torch.Tensor]] | None) -> Address:
-        """Hosts servers (the coordinator beside the first) and this process' worker, and listens."""
+        """Hosts servers (the coordinator beside the first) and this process' worker.
+
+        Returns:
+            Where it listens; without host and port when it is reached by calls of `exchange`.
+        """
 
         def open_() -> Address:
             peers = tuple(server_peer(index) for index in servers)
@@ -136,9 +141,8 @@ class Process:
                 peers = (*peers, COORDINATOR)
             if self._replicas is not None:
                 peers = (*peers, worker_peer(self._index))
-            wire = WireTransport(self._token, peers, self._place.node, self._router.destination)
-            self._wire = wire
-            self._router.transport = wire
+            self._transport = make_transport(job, self._token, peers, self._place.node, self._router.destination)
+            self._router.transport = self._transport
             if servers:
                 # A worker that hosts the servers shares its weights with them: one copy, updated in place.
                 if self._replicas is None:
@@ -154,20 +158,12 @@ class Process:
                 for index in servers:
                     host_server(self._router, job, index, weights)
             self._open_worker(job, initial)
-            return wire.listen(self._place.host)
+            if isinstance(self._transport, WireTransport):
+                return self._transport.listen(self._place.host)
+            return Address(self._place.node, "", 0, "", peers)
 
         address: Address = self._on_router(open_)
         return address
-
-    def open_calls(self, job: Job, initial: tuple[Bytes, dict[str, torch.Tensor]]) -> None:
-        """Hosts this process' worker, reached by `deliver` alone."""
-
-        def open_() -> None:
-            self._outbox = Outbox((COORDINATOR, server_peer(0)))
-            self._router.attach(self._outbox)
-            self._open_worker(job, initial)
-
-        self._on_router(open_)
 
     def _open_worker(self, job: Job, initial: tuple[Bytes, dict[str, torch.Tensor]] | None) -> None:
         if self._replicas is None:
@@ -177,31 +173,24 @@ class Process:
             for model in self._replicas.models:
                 model.load_state(initial[1])
 
-    def connect(self, addresses: Sequence[Address], timeout: float) -> None:
+    def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
         """Connects to other processes."""
 
-        def connect() -> None:
-            assert self._wire is not None
-            for address in addresses:
-                self._router.attach(self._wire.connect(address, timeout))
+        def connect_() -> None:
+            for other in others:
+                self._router.attach(connect(self._transport, other, timeout))
 
-        self._on_router(connect)
+        self._on_router(connect_)
 
     def join(self) -> None:
         """Tells the coordinator that this process' worker is ready."""
         assert self._worker is not None
         self._on_router(self._worker.join)
 
-    def deliver(self, heads: list[bytes], *payloads: Bytes) -> Parcel:
-        """Messages for the worker; returns what it has to say."""
-
-        def deliver() -> Parcel:
-            assert self._outbox is not None
-            self._router.inject(unpack(heads, payloads, self._router.destination))
-            return self._outbox.take()
-
-        parcel: Parcel = self._on_router(deliver)
-        return parcel
+    def exchange(self, caller: Caller, number: int, heads: list[bytes] | None, *payloads: Bytes) -> Parcel:
+        """Takes what a caller has to say; returns what this process has for it."""
+        assert isinstance(self._transport, CallTransport)
+        return self._transport.answer(caller, number, heads, payloads)
 
     def watch(self) -> None:
         """Returns when the process is stopped; raises what ended its router otherwise."""
@@ -227,13 +216,35 @@ class Process:
 
     def counters(self) -> dict[str, int]:
         """Frames refused and bytes sent by this process; answers although a step may take long."""
-        wire = self._wire
-        refused = self._router.refused + (wire.refused if wire else 0)
-        return {"refused": refused, "bytes_sent": wire.bytes_sent if wire else 0}
+        refused = self._router.refused + self._transport.refused
+        return {"refused": refused, "bytes_sent": self._transport.bytes_sent}
 
     def stop(self) -> None:
         """Closes every channel and ends the thread."""
         self._router.stop()
+
+
+def by_calls(config: StrategyConfig) -> bool:
+    """Whether a job's processes talk by actor calls, and not on the wire."""
+    return isinstance(config, SimpleStrategy) or config.transport == "ray"
+
+
+def make_transport(
+    job: Job, token: bytes, peers: tuple[Peer, ...], node: str, sink: Sink
+) -> WireTransport | CallTransport:
+    """The transport of one of the job's processes."""
+    return CallTransport(sink, peers) if by_calls(job.config) else WireTransport(token, peers, node, sink)
+
+
+def connect(
+    transport: WireTransport | CallTransport, other: Address | Callee, timeout: float, pause: float = 0.0
+) -> Channel:
+    """A channel to another process of the job; for `pause` see `CallTransport.connect`."""
+    if isinstance(other, Callee):
+        assert isinstance(transport, CallTransport)
+        return transport.connect(other.peers, other.actor, timeout, pause=pause)
+    assert isinstance(transport, WireTransport)
+    return transport.connect(other, timeout)
 
 
 def _log_file(descriptor: int) -> str:

@@ -8,9 +8,9 @@ import torch
 
 from steepest.comm.message import Kind, Message, Peer, Send, server_peer
 from steepest.config import ParameterServerStrategy, SimpleStrategy, StrategyConfig
-from steepest.coordinator import CommitRule, commit_all
 from steepest.errors import ProtocolError
 from steepest.model import ParameterLayout
+from steepest.rules import CommitAll, CommitEach, CommitFirst, CommitRule
 
 
 class PushPull:
@@ -28,8 +28,10 @@ class PushPull:
         self._sequence = 0
         self._generation = 0
         self._version = 0
-        self._trainable = sum(chunk.trainable for chunk in layout.chunks)
-        self._awaited: dict[tuple[int, int], int] = {}  # (generation, version) -> chunks still to come
+        self._newest = [(-1, -1)] * len(layout.chunks)  # (generation, version) of each chunk's weights
+        self._all = frozenset(range(len(layout.chunks)))
+        self._trainable = frozenset(chunk.index for chunk in layout.chunks if chunk.trainable)
+        self._awaited: dict[tuple[int, int], set[int]] = {}  # (generation, version) -> chunks still to come
 
     def begin(self, generation: int, version: int) -> None:
         """A step starts."""
@@ -59,25 +61,25 @@ class PushPull:
         view = self._layout.chunk_view(self._weights, message.chunk)
         if view.numel() != size:
             raise ProtocolError(f"chunk {message.chunk} has {view.numel()} bytes, {size} arrive")
-        if (message.generation, message.version) < (self._generation, self._version):
-            return None
-        return view
+        is_new = (message.generation, message.version) > self._newest[message.chunk]
+        return view if is_new else None
 
     def receive(self, source: Peer, message: Message) -> tuple[int, int] | None:
-        """Counts the chunks of a version."""
+        """Waits for all chunks of a version."""
         if message.kind is not Kind.WEIGHTS:
             raise ProtocolError(f"worker {self._worker} does not take {message.kind.name}")
         payload = message.payload
-        if payload is None:
-            return None
+        key = (message.generation, message.version)
+        if payload is None or key <= self._newest[message.chunk]:
+            return None  # old, or a copy
+        self._newest[message.chunk] = key
         view = self._layout.chunk_view(self._weights, message.chunk)
         if payload.data_ptr() != view.data_ptr():
             view.copy_(payload)
-        key = (message.generation, message.version)
         if key not in self._awaited:
             everything = bool(message.values().get("reload"))  # frozen chunks too
-            self._awaited[key] = len(self._layout.chunks) if everything else self._trainable
-        self._awaited[key] -= 1
+            self._awaited[key] = set(self._all if everything else self._trainable)
+        self._awaited[key].discard(message.chunk)
         if self._awaited[key]:
             return None
         self._awaited = {later: left for later, left in self._awaited.items() if later > key}
@@ -85,15 +87,20 @@ class PushPull:
 
 
 class ServerStrategy:
-    """Strategy `ps`: synchronous, any number of servers. Strategy `simple`: the same, with the driver as server."""
+    """All modes of the parameter server, which differ by their rule; and `simple`, with the driver as server."""
 
     def __init__(self, config: StrategyConfig) -> None:
-        self.rule: CommitRule = commit_all
+        self.rule: CommitRule = CommitAll()
         self.in_driver = isinstance(config, SimpleStrategy)
         self.chunk_bytes: int | None = 1 << 62
+        self.nonfinite = "refuse"
+        self.scale_rate = False
         self._num_servers: int | None = 1
         if isinstance(config, ParameterServerStrategy):
+            self.rule = _rule(config)
             self.chunk_bytes = config.chunk_bytes
+            self.nonfinite = config.nonfinite
+            self.scale_rate = config.correction == "learning_rate"
             self._num_servers = config.num_servers
 
     def num_servers(self, nodes: int) -> int:
@@ -105,3 +112,11 @@ class ServerStrategy:
     ) -> PushPull:
         """A worker's end."""
         return PushPull(worker, layout, owners, weights, send)
+
+
+def _rule(config: ParameterServerStrategy) -> CommitRule:
+    if config.mode == "sync":
+        return CommitFirst(config.backup_workers) if config.backup_workers else CommitAll()
+    if config.mode == "ssp":
+        return CommitEach(lead=config.lead)
+    return CommitEach(drop_above=config.staleness)

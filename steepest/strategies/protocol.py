@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from steepest.comm.message import Message, Peer, Send
-from steepest.coordinator import CommitRule
 from steepest.model import ParameterLayout
+from steepest.rules import CommitRule
 
 
 class Exchange(Protocol):
@@ -50,6 +50,10 @@ class Strategy(Protocol):
     in_driver: bool
     #: size of a chunk in bytes, or None for the layout's own choice
     chunk_bytes: int | None
+    #: what becomes of an update with NaN or infinity: "refuse", "skip" or "pass"
+    nonfinite: str
+    #: whether the learning rate is divided by the staleness
+    scale_rate: bool
 
     def num_servers(self, nodes: int) -> int:
         """How many servers to run when workers live on so many nodes."""

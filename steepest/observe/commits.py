@@ -1,0 +1,70 @@
+"""The log of commits: everything that a serial replay of a run needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from steepest.config import StrategyConfig
+
+
+class LoggedPush(NamedTuple):
+    """One contribution to a commit.
+
+    Attributes:
+        worker, incarnation, sequence: whose push it was.
+        pulled: the version whose weights it was computed from.
+        share: which samples: with n shares in a step, part ``share % n`` of step ``share // n`` of the plan.
+    """
+
+    worker: int
+    incarnation: int
+    sequence: int
+    pulled: int
+    share: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One update.
+
+    Attributes:
+        version: that it made.
+        pushes: contributions, in the order in which they were added up.
+        hyperparameters: by parameter group, where a schedule changed them; None when nowhere.
+        rate: factor of the learning rate (1 unless divided by the staleness).
+        skipped: whether it was left out because of NaN or infinity.
+    """
+
+    version: int
+    pushes: tuple[LoggedPush, ...]
+    hyperparameters: list[dict[str, Any]] | None
+    rate: float
+    skipped: bool
+
+    @classmethod
+    def from_entry(cls, entry: list[Any]) -> Commit:
+        """From the coordinator's words."""
+        version, pushes, hyper, rate, skipped = entry
+        return cls(version, tuple(LoggedPush(*push) for push in pushes), hyper, rate, skipped)
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """For each contribution, updates between its pull and its application."""
+        return tuple(self.version - 1 - push.pulled for push in self.pushes)
+
+
+@dataclass(frozen=True)
+class CommitLog:
+    """Every commit since training began, or since weights were last set or restored.
+
+    Attributes:
+        commits: in order.
+        strategy, num_workers, devices_per_worker, seed: of the trainer.
+    """
+
+    commits: tuple[Commit, ...]
+    strategy: StrategyConfig
+    num_workers: int
+    devices_per_worker: int
+    seed: int

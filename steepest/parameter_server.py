@@ -1,0 +1,328 @@
+"""ParameterServer: shared arrays that any Ray task or actor may pull, and push updates to."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+import ray
+
+from steepest.arrays import Arrays, ArrayTree, OptimizerFactory
+from steepest.checkpoint import Record
+from steepest.client import Snapshot
+from steepest.config import require_choice, require_count, require_seconds
+from steepest.connection import Connection
+from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError, SteepestError
+from steepest.runtime.calls import threads_for
+from steepest.runtime.placement import ensure_ray
+from steepest.runtime.server_process import Access, ServerProcess
+from steepest.server_group import ServerGroup
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_USERS_BY_CALLS = 32  # processes that may use a server by actor calls at the same time
+
+# The connections of this process, by secret: a handle arrives anew with every task, its connection stays.
+_connections: dict[bytes, Connection] = {}
+_opening = threading.Lock()
+
+
+class ParameterServer:
+    """Arrays on server processes, which any number of Ray tasks and actors pull, and push updates to.
+
+    Each push is one update: applied on all servers or on none, at most once, in one order for everybody. A
+    pull shows all arrays at one version, never a half-applied update. The object itself is the handle:
+    pass it to tasks and actors as an argument.
+
+    Args:
+        initial: a NumPy array or torch tensor (CPU, floating-point or integer), or a dict of them by name.
+            Any size; it is cut into chunks which are dealt to the servers.
+        num_shards: server processes; they are used at the same time.
+        update: "add": what is pushed is added.
+        optimizer: instead: builds a torch optimizer over a list of parameters; what is pushed are gradients.
+        nonfinite: what happens to a push with NaN or infinity: "refuse" (the push raises), "skip" (it is left
+            out, and makes a version that changes nothing) or "pass".
+        transport: "wire", sockets; or "ray", actor calls, where no other port is open.
+        timeout: seconds that any call may take.
+        max_in_flight: asynchronous pushes of one process; a further one waits for the first to be committed.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+
+    Example:
+        >>> server = ParameterServer(np.zeros(1000), num_shards=2)          # doctest: +SKIP
+        >>> @ray.remote
+        ... def work(server):
+        ...     for _ in range(10):
+        ...         weights = server.pull()
+        ...         server.push(np.ones(1000))
+        >>> ray.get([work.remote(server) for _ in range(4)])                # doctest: +SKIP
+        >>> server.pull()[0]                                                # doctest: +SKIP
+        40.0
+
+    Reference: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014.
+    """
+
+    def __init__(
+        self,
+        initial: ArrayTree,
+        num_shards: int = 2,
+        update: str = "add",
+        *,
+        optimizer: OptimizerFactory | None = None,
+        nonfinite: str = "refuse",
+        transport: str = "wire",
+        timeout: float = 60.0,
+        max_in_flight: int = 8,
+    ) -> None:
+        require_choice("update", update, ("add",))
+        require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
+        require_choice("transport", transport, ("wire", "ray"))
+        shards = require_count("num_shards", num_shards)
+        arrays = Arrays.plan(initial, optimizer, None)
+        group = ServerGroup(arrays, shards, nonfinite)
+        limits = (require_seconds("timeout", timeout), require_count("max_in_flight", max_in_flight))
+        self._began_ray = ensure_ray()
+        self._shut_down = False
+        token = secrets.token_bytes(32)
+        servers: list[Any] = []
+        try:
+            concurrency = 16 + (threads_for(_USERS_BY_CALLS + shards) if transport == "ray" else 0)
+            actor = ray.remote(ServerProcess).options(
+                num_cpus=0, scheduling_strategy="SPREAD", max_concurrency=concurrency, max_restarts=0
+            )
+            servers = [actor.remote(f"steepest server {i}", token, 1) for i in range(shards)]
+            memory = arrays.bytes_of(initial, "initial")
+            stored = ray.put({name: part.numpy() for name, part in memory.items()})
+            opened = [s.open_group.remote(group, i, stored, transport == "ray") for i, s in enumerate(servers)]
+            addresses = _get(opened, timeout, "the servers to start")
+            self._access = Access(group, tuple(servers), tuple(a for a in addresses if a), token, *limits)
+            first = self._access.callees(1)
+            _get([s.connect.remote(first, timeout) for s in servers[1:]], timeout, "the servers to connect")
+        except BaseException:
+            for server in servers:
+                ray.kill(server, no_restart=True)
+            raise
+
+    # -- pull and push -------------------------------------------------------------------------
+
+    def pull(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        range: tuple[int, int] | None = None,
+        out: ArrayTree | None = None,
+    ) -> ArrayTree:
+        """The arrays, all at one version: as they were given, one or a dict.
+
+        Args:
+            names: only this array, or a dict of only these.
+            range: only elements [begin, end) of one array, as if it were flat.
+            out: arrays to write to, instead of new ones; saves the time to allocate them.
+
+        Raises:
+            ConfigurationError: an unknown name, a range or `out` that does not fit.
+            DeadlineError, PeerLostError, ShutdownError
+        """
+        chosen = [names] if isinstance(names, str) else names
+        if chosen is not None and self._arrays.single:
+            raise ConfigurationError("names= is for a dict of arrays: this server holds one array")
+        wanted, pulled = self._arrays.request(chosen, range, out)
+        self._run(lambda connection: connection.pusher.pull(wanted), "a pull")
+        return pulled[names] if isinstance(names, str) and range is None and out is None else pulled
+
+    def push(self, update: ArrayTree) -> int:
+        """Pushes an update and returns when it is committed: every later pull, from anywhere, shows it.
+
+        Args:
+            update: arrays of the shapes and dtypes of `initial`; of a dict, some may be left out.
+
+        Returns:
+            The version that it made.
+
+        Raises:
+            ConfigurationError: an unknown name, another shape or dtype.
+            NonFiniteError: it holds NaN or infinity (see `nonfinite`). Nothing of it was applied.
+            DeadlineError, PeerLostError, ShutdownError
+        """
+        memory = self._arrays.bytes_of(update, "update")
+        return self._run(lambda connection: connection.pusher.push(memory), "a push to be committed")
+
+    def push_async(self, update: ArrayTree) -> Future[int]:
+        """Pushes an update without waiting; the future holds the version that it made, or what went wrong.
+
+        Several may be in flight; with `max_in_flight` of them this waits for the first. The arrays may be
+        changed as soon as it returns. When the last handle in a process goes, or the process ends, pushes in
+        flight are waited for.
+
+        Raises:
+            As `push`, except that what the servers find is raised by the future.
+        """
+        memory = self._arrays.bytes_of(update, "update")
+        connection = self._connection()
+        return connection.push_async(lambda: connection.pusher.push(memory), list(memory.values()))
+
+    def push_pull(self, update: ArrayTree, *, out: ArrayTree | None = None) -> ArrayTree:
+        """Pushes an update and returns all arrays at just the version that it made: one round instead of two.
+
+        Args:
+            update: as for `push`.
+            out: as for `pull`.
+
+        Raises:
+            As `push`.
+        """
+        memory = self._arrays.bytes_of(update, "update")
+        wanted, pulled = self._arrays.request(None, None, out)
+        self._run(lambda connection: connection.pusher.push(memory, wanted), "a push to be committed")
+        return pulled
+
+    def flush(self) -> None:
+        """Waits until every asynchronous push of this process is committed or refused."""
+        self._connection().flush()
+
+    @property
+    def version(self) -> int:
+        """How many updates are committed."""
+        counters = self._run(lambda connection: connection.client.counters(), "the version")
+        return int(counters["version"])
+
+    @property
+    def num_shards(self) -> int:
+        """Server processes."""
+        return self._access.group.num_servers
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything at one version: "version", "arrays" and, with an optimizer, its "optimizer" state.
+
+        Plain tensors in dicts and lists: `torch.save` and `torch.load` with ``weights_only=True`` keep it.
+        """
+        snapshot: Snapshot = self._run(lambda connection: connection.client.read("state"), "the state")
+        records = [[chunk, about, value] for chunk, about, value in snapshot.records]
+        arrays = self._arrays.layout.named(snapshot.weights)
+        return {"version": snapshot.version, "arrays": arrays, "optimizer": records}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets arrays and optimizer state to what `state_dict` of a like server gave, as a new version.
+
+        Raises:
+            ConfigurationError: it is of other arrays.
+        """
+        layout = self._arrays.layout
+        if {"arrays", "optimizer"} - set(state):
+            raise ConfigurationError("state has no 'arrays' or no 'optimizer': give what state_dict() returned")
+        names = {entry.name for entry in layout.entries}
+        if set(state["arrays"]) != names:
+            raise ConfigurationError(f"state holds {sorted(state['arrays'])}, this server {sorted(names)}")
+        weights = layout.allocate()
+        layout.write(weights, state["arrays"])
+        records: list[Record] = [(int(chunk), dict(about), value) for chunk, about, value in state["optimizer"]]
+        places = {(c.index, layout.entries[s.entry].name, s.start, s.stop) for c in layout.chunks for s in c.slices}
+        theirs = {(chunk, about["name"], about["start"], about["stop"]) for chunk, about, _ in records}
+        if not theirs <= places or (records and self._arrays.spec is None):
+            raise ConfigurationError("state is of an optimizer or of a cut into chunks that this server does not have")
+        self._run(lambda connection: connection.client.install(0, weights, records), "the state to be installed")
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends the servers, for everybody; may be called twice."""
+        if self._shut_down:
+            return
+        self._shut_down = True
+        with _opening:
+            connection = _connections.pop(self._access.token, None)
+        if connection is not None:
+            connection.close()
+        if ray.is_initialized():
+            for server in self._access.servers:
+                ray.kill(server, no_restart=True)
+            if self._began_ray:
+                ray.shutdown()
+        self._began_ray = False
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        entries = self._arrays.layout.entries
+        elements = sum(entry.numel for entry in entries)
+        return f"ParameterServer({len(entries)} arrays, {elements} elements, num_shards={self.num_shards})"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _handle, (self._access,)
+
+    def __del__(self) -> None:
+        access = getattr(self, "_access", None)
+        connection = _connections.get(access.token) if access is not None else None
+        if connection is not None:
+            _flush(connection)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    @property
+    def _arrays(self) -> Arrays:
+        return self._access.group.arrays
+
+    def _connection(self) -> Connection:
+        if self._shut_down:
+            raise ShutdownError("this parameter server is shut down: make another one")
+        access = self._access
+        connection = _connections.get(access.token)
+        if connection is None:
+            with _opening:
+                connection = _connections.get(access.token)
+                if connection is None:
+                    connection = _connections[access.token] = access.connect()
+        return connection
+
+    def _run(self, begin: Callable[[Connection], Future[T]], what: str) -> T:
+        connection = self._connection()
+        return connection.run(lambda: begin(connection), what)
+
+
+def _handle(access: Access) -> ParameterServer:
+    """A handle in another process."""
+    server = ParameterServer.__new__(ParameterServer)
+    server._access = access
+    server._shut_down = server._began_ray = False
+    return server
+
+
+def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
+    try:
+        results: list[Any] = ray.get(refs, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        raise DeadlineError(f"waited {timeout:g} s in vain for {what}: raise timeout=") from None
+    except ray.exceptions.RayActorError as error:
+        raise PeerLostError(f"a server died while starting: {' '.join(str(error).split())}") from error
+    return results
+
+
+def _flush(connection: Connection) -> None:
+    """Waits for what is in flight; what cannot be committed any more is said in the log."""
+    try:
+        connection.flush()
+    except SteepestError as error:
+        log.warning("pushes in flight were not committed: %s", error)
+
+
+@atexit.register
+def _flush_all() -> None:
+    for connection in list(_connections.values()):
+        with contextlib.suppress(RuntimeError):  # interpreters that end refuse new threads
+            _flush(connection)

@@ -1,0 +1,113 @@
+"""The process that Ray runs for one server of a parameter server, and how its users reach it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+
+from steepest.comm.channel import Address
+from steepest.comm.message import COORDINATOR, server_peer
+from steepest.comm.router import Router
+from steepest.comm.wire import WireTransport
+from steepest.connection import Connection
+from steepest.runtime.calls import Bytes, Callee, CallTransport
+from steepest.runtime.process import Process, connect
+from steepest.server_group import ServerGroup
+
+
+class ServerProcess(Process):
+    """A Ray actor's body: one server of a group."""
+
+    def open_group(self, group: ServerGroup, index: int, initial: Mapping[str, Bytes], calls: bool) -> Address | None:
+        """Hosts a server, and listens; returns where, or None when it is reached by calls.
+
+        Args:
+            initial: memory of all arrays by name.
+        """
+
+        def open_() -> Address | None:
+            peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
+            layout = group.arrays.layout
+            weights = torch.empty(layout.nbytes, dtype=torch.uint8)
+            memory = weights.numpy()
+            for chunk in layout.chunks:
+                at = chunk.start
+                for piece in chunk.slices if group.owners[chunk.index] == index else ():
+                    size = chunk.dtype.itemsize
+                    begin, end = piece.start * size, piece.stop * size
+                    memory[at : at + end - begin] = initial[layout.entries[piece.entry].name][begin:end]
+                    at += end - begin
+            group.host_server(self._router, index, weights)
+            if calls:
+                self._transport = self._router.transport = CallTransport(self._router.destination, peers)
+                return None
+            wire = WireTransport(self._token, peers, self._place.node, self._router.destination)
+            self._transport = self._router.transport = wire
+            return wire.listen(self._place.host)
+
+        address: Address | None = self._on_router(open_)
+        return address
+
+
+@dataclass(frozen=True)
+class Access:
+    """All that a process needs to use a parameter server.
+
+    Attributes:
+        servers: their actors; whoever holds these keeps the servers alive.
+        addresses: where they listen; empty when they are reached by calls.
+        token: the secret of these servers.
+        timeout: seconds that a call may take.
+        max_in_flight: pushes that nobody waits for.
+    """
+
+    group: ServerGroup
+    servers: tuple[Any, ...]
+    addresses: tuple[Address, ...]
+    token: bytes = field(repr=False)
+    timeout: float
+    max_in_flight: int
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        return f"parameter server of {self.group.num_servers} shards"
+
+    def callees(self, count: int) -> list[Address | Callee]:
+        """How to reach the first servers."""
+        if self.addresses:
+            return list(self.addresses[:count])
+        hosted = [(server_peer(i), COORDINATOR) if i == 0 else (server_peer(i),) for i in range(count)]
+        return [Callee(peers, actor) for peers, actor in zip(hosted, self.servers, strict=False)]
+
+    def connect(self) -> Connection:
+        """Connects this process.
+
+        Raises:
+            PeerLostError: a server is not there any more.
+            DeadlineError: one does not answer.
+        """
+        router = Router()
+        index = secrets.randbelow(1 << 31)
+        peers = self.group.user_peers(index)
+        transport: WireTransport | CallTransport = CallTransport(router.destination, peers)
+        if self.addresses:
+            node = ray.get_runtime_context().get_node_id()
+            transport = WireTransport(self.token, peers, node, router.destination)
+        router.transport = transport
+        pusher, client = self.group.host_user(router, index)
+        connection = Connection(
+            router, pusher, client, name=self.name, timeout=self.timeout, max_in_flight=self.max_in_flight
+        )
+        try:
+            for other in self.callees(len(self.servers)):
+                router.attach(connect(transport, other, self.timeout))
+        except BaseException:
+            connection.close()
+            raise
+        return connection

@@ -1,0 +1,123 @@
+"""The driver's side of training: grants steps, takes what comes of them, and takes back what is left over."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, NoReturn, TypeVar
+
+from steepest.comm.message import Kind, Message, Peer
+from steepest.errors import DeadlineError, PeerLostError, ShutdownError
+from steepest.runtime.launch import Cluster
+from steepest.runtime.supervision import raise_step_error
+
+T = TypeVar("T")
+_LOOK_SECONDS = 1.0
+
+
+class Training:
+    """Steps of one job.
+
+    Args:
+        cluster: its processes.
+        step_timeout: seconds.
+
+    Attributes:
+        running: whether workers are at work.
+        samples, seconds, bytes_pushed: sums over all steps so far.
+    """
+
+    def __init__(self, cluster: Cluster, step_timeout: float) -> None:
+        self.running = False
+        self.samples = 0
+        self.seconds = 0.0
+        self.bytes_pushed = 0
+        self._cluster = cluster
+        self._timeout = step_timeout
+
+    @property
+    def version(self) -> int:
+        """Updates committed, as far as the driver has heard."""
+        return self._cluster.client.position.version
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self.version // self._cluster.job.versions_per_step
+
+    def take(self, steps: int, stats: bool, on_step: Callable[[int, Message], None]) -> None:
+        """Grants steps and hands on each result; takes back what is not used when anything raises."""
+        client = self._cluster.client
+        began = time.monotonic()
+        taken = 0
+        self.running = True
+        try:
+            self._cluster.on_router(lambda: client.ask(steps, stats))
+            while taken < steps:
+                outcome = self._next_outcome()
+                if isinstance(outcome, PeerLostError):
+                    self._cluster.lost(Peer("server", 0), str(outcome))
+                if outcome.kind is Kind.FAILURE:
+                    taken = steps  # the coordinator has taken the rest back already
+                    self._raise_failure(outcome.values())
+                taken += 1
+                self._count(outcome)
+                on_step(int(outcome.values()["step"]), outcome)
+        finally:
+            self.running = False
+            self.seconds += time.monotonic() - began
+            if taken < steps:
+                self._revoke()
+
+    def _count(self, result: Message) -> None:
+        meta = result.values()
+        self.samples += meta["samples"]
+        self.bytes_pushed += meta["bytes_pushed"]
+
+    def _next_outcome(self) -> Message | PeerLostError:
+        deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
+        while True:
+            try:
+                return self._cluster.client.outcomes.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                self._cluster.raise_if_dead()
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"step {self.step + 1} was not committed within {self._timeout:g} s and the coordinator is mute"
+                    ) from None
+
+    def _revoke(self) -> None:
+        """After an error or Ctrl-C: workers become idle; steps that were committed meanwhile stay."""
+        client = self._cluster.client
+        try:
+            self.wait(self._cluster.on_router(client.revoke), "the coordinator to stop the workers")
+        except (PeerLostError, DeadlineError, ShutdownError):
+            return  # nobody is left to be stopped; the first error says why
+        while not client.outcomes.empty():
+            outcome = client.outcomes.get()
+            if isinstance(outcome, Message) and outcome.kind is Kind.RESULT:
+                self._count(outcome)
+
+    def _raise_failure(self, meta: dict[str, Any]) -> NoReturn:
+        if meta["reason"] == "deadline":
+            self._cluster.raise_if_dead()  # the better explanation
+        if meta["reason"] == "lost":
+            self._cluster.lost(Peer(*meta["peer"]), meta["why"])
+        raise_step_error(meta, self._cluster.places)
+
+    def wait(self, future: Future[T], what: str) -> T:
+        """What a future holds, within the deadline.
+
+        Raises:
+            DeadlineError, PeerLostError
+        """
+        try:
+            return future.result(self._timeout)
+        except FutureTimeoutError:
+            self._cluster.raise_if_dead()
+            raise DeadlineError(f"waited {self._timeout:g} s in vain for {what}") from None
+        except PeerLostError as error:
+            self._cluster.lost(Peer("server", 0), str(error))

@@ -1,0 +1,237 @@
+"""One chunk on its server: weights, optimizer, staged pushes, their mean."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from steepest.errors import ProtocolError
+from steepest.model import Chunk, ParameterLayout
+from steepest.optimizer import Hyperparameters, OptimizerSpec
+from steepest.rules import PushId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Push:
+    """One worker's gradient of one chunk, staged: never changed until its commit is applied.
+
+    The gradient of the worker's batch is ``unit / total * payload``; `total` is the batch's sample weight.
+    """
+
+    worker: int
+    payload: torch.Tensor | None
+    unit: float
+    total: float
+    absent: frozenset[int]
+
+
+class ServerChunk:
+    """One chunk on its server: weights, optimizer, staged pushes and their weighted mean.
+
+    Args:
+        spec: the optimizer; None to add what is pushed to the weights.
+        weights: the chunk's bytes; updated in place.
+        checked: whether to look for NaN and infinity.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        layout: ParameterLayout,
+        spec: OptimizerSpec | None,
+        weights: torch.Tensor,
+        checked: bool = True,
+    ) -> None:
+        self.chunk = chunk
+        self.weights = weights
+        self.staged: dict[PushId, Push] = {}
+        self.mean: torch.Tensor | None = None
+        self.absent: frozenset[int] = frozenset()
+        self._layout = layout
+        self._checked = checked and chunk.dtype.is_floating_point
+        self._sum: torch.Tensor | None = None  # memory for a mean of several
+        self._buffers: list[torch.Tensor] = []  # staging memory, all of it
+        self._spare: list[torch.Tensor] = []  # what of it is free
+        self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
+        self._parameters = [
+            torch.nn.Parameter(view, requires_grad=chunk.dtype.is_floating_point)
+            for view in layout.slice_views(chunk, weights)
+        ]
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._groups: list[int] = []
+        if chunk.trainable and spec is not None:
+            slices = list(zip(self._names, self._parameters, strict=True))
+            self._optimizer, self._groups = spec.build(slices)
+
+    def staging_buffer(self) -> torch.Tensor:
+        """Memory for one push; free again after its commit."""
+        if not self._spare:
+            self._buffers.append(torch.empty_like(self.weights))
+            return self._buffers[-1]
+        return self._spare.pop()
+
+    def release(self, payload: torch.Tensor | None) -> None:
+        """Takes back the staging buffer, if it is one, of a push that is done with."""
+        if any(payload is buffer for buffer in self._buffers):
+            assert payload is not None
+            self._spare.append(payload)
+
+    @property
+    def _accumulator(self) -> torch.Tensor:
+        if self._sum is None:
+            self._sum = torch.empty_like(self.weights).view(self.chunk.dtype)
+        return self._sum
+
+    def check(self, push: PushId) -> float:
+        """The sum of the squares of one staged payload; not finite when an element is not."""
+        payload = self.staged[push].payload
+        if payload is None or not self._checked:
+            return 0.0
+        return sum_of_squares(payload.view(self.chunk.dtype))
+
+    def reduce(self, chosen: Iterable[PushId]) -> None:
+        """Forms the weighted mean of staged pushes, in the given order."""
+        pushes = [self.staged[push] for push in chosen]
+        total = math.fsum(push.total for push in pushes)
+        pushes = [push for push in pushes if push.payload is not None and push.unit != 0.0]
+        if not pushes or total == 0.0:
+            self.mean = None
+            return
+        self.absent = frozenset.intersection(*(push.absent for push in pushes))
+        dtype = self.chunk.dtype
+        (first, unit), *rest = [(p.payload.view(dtype), p.unit) for p in pushes if p.payload is not None]
+        result = first
+        if rest or unit != total:
+            result = self._accumulator
+            if all(other == unit for _, other in rest):  # divided by a count: the mean of equal values is that value
+                if rest:
+                    torch.add(first, rest[0][0], out=result)
+                    for gradient, _ in rest[1:]:
+                        result.add_(gradient)
+                    result.div_(total / unit)
+                else:
+                    torch.div(first, total / unit, out=result)
+            else:
+                torch.mul(first, unit / total, out=result)
+                for gradient, other in rest:
+                    result.add_(gradient, alpha=other / total)
+        self.mean = result
+
+    def squares(self) -> float:
+        """The sum of the squares of the mean; not finite when an element is not."""
+        return sum_of_squares(self.mean) if self._checked and self.mean is not None else 0.0
+
+    def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
+        """(worker, parameter) of each of these gradients that holds NaN or infinity."""
+        found = []
+        for push in chosen:
+            payload = self.staged[push].payload
+            if payload is not None:
+                views = self._layout.slice_views(self.chunk, payload)
+                for name, view in zip(self._names, views, strict=True):
+                    if not bool(torch.isfinite(view).all()):
+                        found.append((push.worker, name))
+        return found or [(-1, self._names[0])]  # each is finite, only their sum is not
+
+    def apply(self, hyper: Sequence[Hyperparameters], rate: float) -> None:
+        """One optimizer step with the mean, learning rates multiplied by `rate`."""
+        if self.mean is None:
+            return
+        if self._optimizer is None:
+            self.weights.view(self.chunk.dtype).add_(self.mean)
+            self.mean = None
+            return
+        self.set_hyperparameters(hyper)
+        if rate != 1.0:
+            own = [group["lr"] for group in self._optimizer.param_groups]
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["lr"] * rate
+        views = self._layout.slice_views(self.chunk, self.mean.view(torch.uint8))
+        for piece, parameter, view in zip(self.chunk.slices, self._parameters, views, strict=True):
+            parameter.grad = None if piece.entry in self.absent else view
+        self._step(self._optimizer)
+        for parameter in self._parameters:
+            parameter.grad = None
+        if rate != 1.0:
+            for group, lr in zip(self._optimizer.param_groups, own, strict=True):
+                group["lr"] = lr
+        self.mean = None
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        """torch's fused SGD cannot begin one parameter's momentum while another's runs; the plain one can."""
+        begun = {bool(optimizer.state.get(p)) for p in self._parameters if p.grad is not None}
+        fused = [group for group in optimizer.param_groups if group.get("fused")]
+        if len(begun) < 2 or not isinstance(optimizer, torch.optim.SGD):
+            fused = []
+        for group in fused:
+            group["fused"] = False
+        optimizer.step()
+        for group in fused:
+            group["fused"] = True
+
+    def forget(self, push: PushId) -> None:
+        """A staged push is done with."""
+        self.release(self.staged.pop(push).payload)
+
+    def discard(self) -> None:
+        """Forgets all that is staged."""
+        for push in self.staged.values():
+            self.release(push.payload)
+        self.staged.clear()
+        self.mean = None
+
+    def set_hyperparameters(self, hyper: Sequence[Hyperparameters]) -> None:
+        """Sets what a schedule changed; `hyper` has one entry for each group of the recipe."""
+        if self._optimizer is None:
+            return
+        for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+            for key, value in hyper[index].items():
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+    def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
+        """The optimizer's state: (description, tensor) of each slice and key."""
+        records: list[tuple[dict[str, Any], torch.Tensor]] = []
+        if self._optimizer is None:
+            return records
+        for piece, name, parameter in zip(self.chunk.slices, self._names, self._parameters, strict=True):
+            for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
+                about = {"name": name, "key": key, "start": piece.start, "stop": piece.stop}
+                if isinstance(value, torch.Tensor):
+                    records.append(({**about, "plain": False}, value))
+                elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                    records.append(({**about, "plain": True}, torch.tensor(value, dtype=torch.float64)))
+                else:
+                    log.debug("optimizer state %s of %s is not saved: %s", key, name, type(value).__name__)
+        return records
+
+    def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
+        """Sets one record of `state`."""
+        assert self._optimizer is not None
+        for piece, name, parameter in zip(self.chunk.slices, self._names, self._parameters, strict=True):
+            if name == about["name"] and piece.start == about["start"]:
+                self._optimizer.state[parameter][about["key"]] = value.item() if about["plain"] else value
+                return
+        raise ProtocolError(f"no slice of {about['name']!r} at {about['start']} in chunk {self.chunk.index}")
+
+    def clear_state(self) -> None:
+        """Forgets the optimizer's state."""
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+
+
+def sum_of_squares(vector: torch.Tensor) -> float:
+    """The sum of squares of a flat vector; infinite or NaN only when an element is."""
+    if vector.dtype in (torch.float32, torch.float64):
+        result = float(torch.dot(vector, vector))
+    else:
+        result = float(torch.linalg.vector_norm(vector, dtype=torch.float32)) ** 2
+    if math.isfinite(result) or not bool(torch.isfinite(vector).all()):
+        return result
+    return min(float(torch.linalg.vector_norm(vector, dtype=torch.float64)), 1e154) ** 2  # float32 overflowed

@@ -1,0 +1,88 @@
+"""A parameter server by itself: the facts that all its processes share, and its roles put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from steepest.arrays import Arrays
+from steepest.client import Client
+from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.comm.router import Router
+from steepest.coordinator import Coordinator, CoordinatorRole
+from steepest.pusher import Pusher
+from steepest.rules import CommitEach
+from steepest.server import Server
+
+
+@dataclass(frozen=True)
+class ServerGroup:
+    """The servers of some arrays, which anybody may push to; every push is an update of its own.
+
+    Attributes:
+        arrays: what they hold.
+        num_servers: how many they are.
+        nonfinite: "refuse", "skip" or "pass" updates with NaN or infinity.
+    """
+
+    arrays: Arrays
+    num_servers: int
+    nonfinite: str = "refuse"
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The server of each chunk."""
+        return self.arrays.layout.deal(self.num_servers)
+
+    def host_server(self, router: Router, index: int, weights: torch.Tensor) -> Server:
+        """Makes a server live in this process; `weights` is the flat vector with the initial values.
+
+        The coordinator lives beside the first.
+        """
+        peer = server_peer(index)
+        server = Server(
+            index,
+            self.arrays.layout,
+            self.owners,
+            self.arrays.spec,
+            weights,
+            router.sender(peer),
+            router.own_pending,
+            together=False,
+            open_to_all=True,
+            checked=self.nonfinite != "pass",
+        )
+        router.host(peer, server)
+        if index == 0:
+            self._host_coordinator(router)
+        return server
+
+    def _host_coordinator(self, router: Router) -> None:
+        coordinator = Coordinator(
+            members=frozenset(),
+            servers=tuple(range(self.num_servers)),
+            holding=frozenset(self.owners),
+            rule=CommitEach(),
+            hyperparameters=lambda step: [],
+            step_timeout=float("inf"),
+            nonfinite=self.nonfinite,
+            open_to_all=True,
+        )
+        router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR)))
+
+    def host_user(self, router: Router, index: int) -> tuple[Pusher, Client]:
+        """Makes a user's end live in this process: a pusher, and a client for state."""
+        worker, client = self.user_peers(index)
+        layout = self.arrays.layout
+        pusher = Pusher(index, self.arrays, self.owners, self.num_servers, router.sender(worker))
+        reader = Client(layout, self.owners, self.num_servers, router.sender(client))
+        router.host(worker, pusher)
+        router.host(client, reader)
+        return pusher, reader
+
+    @staticmethod
+    def user_peers(index: int) -> tuple[Peer, Peer]:
+        """The roles of a user's end."""
+        return worker_peer(index), Peer("client", index)

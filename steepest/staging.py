@@ -1,0 +1,264 @@
+"""What is staged where, as the coordinator sees it: reports of workers, and the servers' word."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from steepest.comm.message import Message, Peer, server_peer, worker_peer
+from steepest.rules import PushId, Staged
+
+Culprits = list[tuple[int, str]]
+
+
+class Report(NamedTuple):
+    """What a worker said about one push.
+
+    Attributes:
+        total: sample weight.
+        meta: samples, bytes; loss, metrics and timings if asked for.
+    """
+
+    pulled: int
+    total: float
+    meta: dict[str, Any]
+
+
+class Staging(Protocol):
+    """Pushes on their way to being complete everywhere."""
+
+    def report(self, worker: int, message: Message) -> None:
+        """A worker says that it has pushed everything."""
+
+    def staged(self, server: int, message: Message) -> None:
+        """A server says that it has everything, of a version or of one push."""
+
+    def ready(self) -> list[Staged]:
+        """Pushes that are complete on every server and reported, oldest first."""
+
+    def culprits(self, chosen: Sequence[Staged]) -> Culprits:
+        """(worker, parameter) of the NaN or infinity in what would be committed."""
+
+    def take(self, done: Sequence[Staged]) -> dict[int, Report]:
+        """Forgets pushes that are decided on; their reports by worker, which are refused from now on."""
+
+    def awaited(self, workers: Iterable[int]) -> list[Peer]:
+        """Who has not said what is needed: workers first."""
+
+    def clear(self) -> None:
+        """A new generation: everything staged is void."""
+
+
+@dataclass
+class StagedTogether:
+    """For rules by which every member contributes to every version: one word of each server per version.
+
+    Args:
+        holding: servers that hold trainable chunks.
+    """
+
+    holding: frozenset[int]
+    _reports: dict[PushId, Report] = field(default_factory=dict)
+    _servers: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def report(self, worker: int, message: Message) -> None:
+        """Takes a worker's report."""
+        key = PushId(worker, message.incarnation, message.sequence)
+        self._reports[key] = Report(message.version, message.total, message.values())
+
+    def staged(self, server: int, message: Message) -> None:
+        """Takes a server's word."""
+        self._servers[server] = message.values()
+
+    def ready(self) -> list[Staged]:
+        """All reported pushes, once every server has reduced them."""
+        if not self._servers.keys() >= self.holding:
+            return []
+        return [Staged(*key, report.pulled) for key, report in self._reports.items()]
+
+    def culprits(self, chosen: Sequence[Staged]) -> Culprits:
+        """Each once, although a tensor may lie in many chunks."""
+        found = dict.fromkeys((w, name) for about in self._servers.values() for w, name in about.get("culprits", ()))
+        return list(found)
+
+    def take(self, done: Sequence[Staged]) -> dict[int, Report]:
+        """Everything is decided on at once."""
+        reports = {push.worker: self._reports[push.id] for push in done}
+        self.clear()
+        return reports
+
+    def awaited(self, workers: Iterable[int]) -> list[Peer]:
+        """Silent workers, or else silent servers."""
+        said = {key.worker for key in self._reports}
+        silent = [worker_peer(worker) for worker in workers if worker not in said]
+        return silent or [server_peer(server) for server in sorted(self.holding - self._servers.keys())]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._reports = {}
+        self._servers = {}
+
+
+class Counted:
+    """Sequence numbers of one process that are done with: a few ranges, however many they are."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []  # first and last, ascending, none touches the next
+
+    def __contains__(self, sequence: int) -> bool:
+        return any(first <= sequence <= last for first, last in reversed(self._ranges))
+
+    def add(self, sequence: int) -> None:
+        """This one is done with."""
+        if sequence in self:
+            return
+        first = last = sequence
+        apart = []
+        for low, high in self._ranges:
+            if high == sequence - 1:
+                first = low
+            elif low == sequence + 1:
+                last = high
+            else:
+                apart.append((low, high))
+        self._ranges = sorted([*apart, (first, last)])
+
+
+class Done:
+    """Pushes that are done with, committed or not: none of them is taken again."""
+
+    def __init__(self) -> None:
+        self._counted: dict[tuple[int, int], Counted] = {}
+
+    def __contains__(self, push: PushId) -> bool:
+        counted = self._counted.get(push[:2])
+        return counted is not None and push.sequence in counted
+
+    def add(self, push: PushId) -> None:
+        """This one is done with."""
+        self._counted.setdefault(push[:2], Counted()).add(push.sequence)
+
+    def forget(self, worker: int) -> None:
+        """A worker that will send nothing more."""
+        for key in [key for key in self._counted if key[0] == worker]:
+            del self._counted[key]
+
+    def clear(self) -> None:
+        """A new generation: what is older is refused for that."""
+        self._counted.clear()
+
+
+@dataclass
+class _Waiting:
+    report: Report | None = None
+    servers: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class StagedEach:
+    """For rules that choose among pushes: one word of each server per push.
+
+    Args:
+        holding: servers that hold trainable chunks.
+    """
+
+    holding: frozenset[int]
+    _waiting: dict[PushId, _Waiting] = field(default_factory=dict)
+    _ready: dict[PushId, Staged] = field(default_factory=dict)
+    _done: Done = field(default_factory=Done)
+
+    def report(self, worker: int, message: Message) -> None:
+        """Takes a worker's report; what is done with is not taken again."""
+        key = PushId(worker, message.incarnation, message.sequence)
+        if key not in self._done:
+            self._waiting.setdefault(key, _Waiting()).report = Report(message.version, message.total, message.values())
+            self._look(key)
+
+    def staged(self, server: int, message: Message) -> None:
+        """Takes a server's word."""
+        about = message.values()
+        key = PushId(about["worker"], message.incarnation, message.sequence)
+        if key not in self._done:
+            self._waiting.setdefault(key, _Waiting()).servers[server] = about
+            self._look(key)
+
+    def _look(self, key: PushId) -> None:
+        waiting = self._waiting[key]
+        if waiting.report is not None and waiting.servers.keys() >= self.holding and key not in self._ready:
+            self._ready[key] = Staged(*key, waiting.report.pulled)
+
+    def ready(self) -> list[Staged]:
+        """Complete pushes; those of one worker in the order of their sequence numbers."""
+        return list(self._ready.values())
+
+    def culprits(self, chosen: Sequence[Staged]) -> Culprits:
+        """Each once, although a tensor may lie in many chunks."""
+        found: dict[tuple[int, str], None] = {}
+        for push in chosen:
+            for about in self._waiting[push.id].servers.values():
+                found |= dict.fromkeys((worker, name) for worker, name in about.get("culprits", ()))
+        return list(found)
+
+    def take(self, done: Sequence[Staged]) -> dict[int, Report]:
+        """These are decided on."""
+        reports = {}
+        for push in done:
+            report = self._waiting.pop(push.id).report
+            assert report is not None
+            reports[push.worker] = report
+            del self._ready[push.id]
+            self._done.add(push.id)
+        return reports
+
+    def abandon(self, worker: int, server: int | None) -> list[PushId]:
+        """A worker's channel to a server (None: to the coordinator) closed: what can never be complete now."""
+        lost = [
+            key
+            for key, waiting in self._waiting.items()
+            if key.worker == worker and (waiting.report is None if server is None else server not in waiting.servers)
+        ]
+        for key in lost:
+            del self._waiting[key]
+            self._done.add(key)
+        if not any(key.worker == worker for key in self._waiting):
+            self._done.forget(worker)
+        return lost
+
+    def awaited(self, workers: Iterable[int]) -> list[Peer]:
+        """Workers that have not reported, or the servers that have not staged what they reported."""
+        reported = {key.worker: waiting for key, waiting in self._waiting.items() if waiting.report is not None}
+        silent = [worker_peer(worker) for worker in workers if worker not in reported]
+        missing = {server for waiting in reported.values() for server in self.holding - waiting.servers.keys()}
+        return silent or [server_peer(server) for server in sorted(missing)]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._waiting.clear()
+        self._ready.clear()
+        self._done.clear()
+
+
+def summarize(reports: Sequence[Report], stats: bool) -> dict[str, Any]:
+    """Loss, metrics and timings of a step: means by sample weight, times by push."""
+    summary: dict[str, Any] = {
+        "samples": sum(int(report.meta["samples"]) for report in reports),
+        "bytes_pushed": sum(int(report.meta["bytes"]) for report in reports),
+    }
+    told = [report for report in reports if "loss" in report.meta]
+    if not stats or not told:
+        return summary
+
+    def mean(values: list[tuple[float, float]]) -> float:
+        total = sum(weight for _, weight in values)
+        return sum(v * weight for v, weight in values) / total if total else math.nan
+
+    summary["loss"] = mean([(r.meta["loss"], r.total) for r in told if r.total])
+    names = sorted({name for r in told for name in r.meta["metrics"]})
+    summary["metrics"] = {
+        name: mean([(r.meta["metrics"][name], r.total) for r in told if name in r.meta["metrics"]]) for name in names
+    }
+    parts = sorted({name for r in told for name in r.meta["timings"]})
+    summary["timings"] = {name: sum(r.meta["timings"].get(name, 0.0) for r in told) / len(told) for name in parts}
+    return summary

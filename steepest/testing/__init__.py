@@ -1,0 +1,18 @@
+"""For tests: a whole job in one thread, over in-process channels, on virtual time; the replay of a log."""
+
+from steepest.testing.cluster import InProcessCluster, server_peers
+from steepest.testing.collective import InProcessCollective
+from steepest.testing.models import linear_model_creator
+from steepest.testing.network import InProcessTransport, Link, Network
+from steepest.testing.replay import replay
+
+__all__ = [
+    "InProcessCluster",
+    "InProcessCollective",
+    "InProcessTransport",
+    "Link",
+    "Network",
+    "linear_model_creator",
+    "replay",
+    "server_peers",
+]

@@ -1,0 +1,151 @@
+"""A whole job in one thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from steepest.client import Snapshot, read_log
+from steepest.comm.message import Message, Peer, worker_peer
+from steepest.comm.router import Router
+from steepest.config import ParameterServerStrategy, StrategyConfig
+from steepest.errors import PeerLostError
+from steepest.job import (
+    Job,
+    ModelCreator,
+    build_models,
+    build_replicas,
+    check_agreement,
+    host_client,
+    host_coordinator,
+    host_server,
+    host_worker,
+    make_strategy,
+)
+from steepest.observe.commits import CommitLog
+from steepest.testing.network import Link, Network
+from steepest.worker import Worker
+
+T = TypeVar("T")
+
+
+class InProcessCluster:
+    """A whole job in one thread: the same state machines as on Ray, over in-process channels.
+
+    Example:
+        >>> import torch
+        >>> from steepest.testing import InProcessCluster, linear_model_creator
+        >>> cluster = InProcessCluster(linear_model_creator(), num_workers=2)
+        >>> results = cluster.step(3)
+        >>> results[-1].version
+        3
+    """
+
+    def __init__(
+        self,
+        model_creator: ModelCreator,
+        *,
+        num_workers: int = 1,
+        devices_per_worker: int = 1,
+        strategy: StrategyConfig | None = None,
+        seed: int = 0,
+        shuffle: int | None = None,
+        step_timeout: float = 300.0,
+        keep_log: bool = False,
+    ) -> None:
+        config = strategy or ParameterServerStrategy(num_servers=1)
+        chosen = make_strategy(config)
+        self.network = Network(shuffle)
+        built = [
+            build_models(model_creator, worker, devices_per_worker, seed, chosen.chunk_bytes)
+            for worker in range(num_workers)
+        ]
+        for worker, (_, described) in enumerate(built):
+            check_agreement(built[0][1], described, "worker 0", f"worker {worker}")
+        num_servers = chosen.num_servers(1)
+        self.job = Job(built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout, keep_log)
+        cpu = [torch.device("cpu")] * devices_per_worker
+        replicas = [build_replicas(self.job, worker, models, cpu) for worker, (models, _) in enumerate(built)]
+        self.client_router = self.network.router()
+        self.server_routers = [self.network.router() for _ in range(num_servers)]
+        self.servers = [
+            host_server(router, self.job, index, replicas[0].weights.clone())
+            for index, router in enumerate(self.server_routers)
+        ]
+        self.coordinator = host_coordinator(self.server_routers[0], self.job)
+        self.client = host_client(self.client_router, self.job, 0)
+        self.workers: list[Worker] = []
+        self.worker_routers: list[Router] = []
+        self.links: dict[Peer, list[Link]] = {}
+        for index, copies in enumerate(replicas):
+            router = self.network.router()
+            self.workers.append(host_worker(router, self.job, index, copies))
+            self.worker_routers.append(router)
+        client_peers = (Peer("client", 0),)
+        for server, router in enumerate(self.server_routers):
+            peers = server_peers(server)
+            self._connect(Peer("client", 0), self.client_router, client_peers, router, peers)
+            for index, worker_router in enumerate(self.worker_routers):
+                self._connect(worker_peer(index), worker_router, (worker_peer(index),), router, peers)
+            if server:
+                self._connect(Peer("server", server), router, peers, self.server_routers[0], server_peers(0))
+        for worker_role in self.workers:
+            worker_role.join()
+
+    def _connect(self, near: Peer, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]) -> None:
+        self.links.setdefault(near, []).append(self.network.connect(a, a_peers, b, b_peers))
+
+    def step(self, steps: int = 1) -> list[Message]:
+        """Takes steps; returns the RESULT messages, and ends early with a FAILURE.
+
+        Raises:
+            PeerLostError: a server is gone.
+        """
+        self.client.ask(steps, True)
+        found: list[Message] = []
+        while len(found) < steps:
+            self.network.run_until(lambda: not self.client.outcomes.empty(), "a step")
+            outcome = self.client.outcomes.get()
+            if isinstance(outcome, PeerLostError):
+                raise outcome
+            found.append(outcome)
+            if outcome.kind.name == "FAILURE":
+                break
+        return found
+
+    def wait(self, future: Future[T], what: str) -> T:
+        """Runs the job until a future is done."""
+        self.network.run_until(future.done, what)
+        return future.result()
+
+    def log(self) -> CommitLog:
+        """Every commit, if it was asked to be kept."""
+        found = self.wait(read_log(self.client), "the log")
+        job = self.job
+        return CommitLog(tuple(found), job.config, job.num_workers, job.devices_per_worker, job.seed)
+
+    def snapshot(self, what: str = "weights") -> Snapshot:
+        """The servers' weights, and optimizer state with "state"."""
+        return self.wait(self.client.read(what), "a snapshot")
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The servers' weights by parameter name."""
+        snapshot = self.snapshot()
+        layout = self.job.description.layout
+        return {e.name: layout.entry_view(snapshot.weights, i).clone() for i, e in enumerate(layout.entries)}
+
+    def disconnect(self, peer: Peer) -> None:
+        """Cuts every channel of a worker, a server or the client, as its death would."""
+        for link in self.links.get(peer, []):
+            link.close()
+        for link in (link for links in self.links.values() for link in links if peer in link.peers):
+            assert link.other is not None
+            link.other.close()
+
+
+def server_peers(index: int) -> tuple[Peer, ...]:
+    """The roles in the process of a server: the coordinator lives beside the first."""
+    own = Peer("server", index)
+    return (own, Peer("coordinator", 0)) if index == 0 else (own,)

@@ -1,0 +1,201 @@
+"""Processes of one thread and the channels between them, on virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from steepest.comm.channel import Event
+from steepest.comm.message import Message, Peer
+from steepest.comm.router import Router
+from steepest.errors import DeadlineError
+
+
+class Link:
+    """One direction-aware end of an in-process channel; what is sent is copied, as a wire would."""
+
+    def __init__(self, network: Network, name: str, peers: tuple[Peer, ...], far: InProcessTransport) -> None:
+        self.name = name
+        self.peers = peers
+        self.pending = 0
+        self.closed = False
+        self._network = network
+        self._far = far
+        self.other: Link | None = None
+
+    def send(self, message: Message) -> None:
+        """Delivers a copy to the other end's queue."""
+        if self.closed:
+            return
+        assert self.other is not None
+        copy = Message(**{name: getattr(message, name) for name in Message.__slots__})
+        if message.payload is not None:
+            copy.payload = message.payload.clone()
+        self._network.deliver(self._far, self.other, copy)
+
+    def own_pending(self, memory: torch.Tensor) -> None:
+        """Nothing is pending: `send` copies."""
+
+    def close(self) -> None:
+        """Closes both ends; the other one sees it."""
+        for end, owner in ((self, None), (self.other, self._far)):
+            if end is not None and not end.closed:
+                end.closed = True
+                if owner is not None:
+                    owner.inbox.append((end, None))
+
+
+class InProcessTransport:
+    """A `Transport` whose channels lead to other routers of the same thread."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.inbox: deque[tuple[Link, Message | None]] = deque()
+        self.random: random.Random | None = None  # chooses the channel that is heard next; order within one stays
+        self.speed = 1.0  # the share of its turns that it takes
+        self.every = 1  # it takes a turn only in every so many rounds: a slow process
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do anything."""
+        return bool(self.inbox or self.router._local or self.router._calls)
+
+    def poll(self, timeout: float) -> list[Event]:
+        """The next message, if any; never waits."""
+        if not self.inbox:
+            return []
+        link, message = self._next()
+        if message is not None and message.payload is not None:
+            target = self.router.destination(message, message.payload.numel())
+            if target is not None:
+                target.copy_(message.payload)
+            message.payload = target
+        return [Event(link, message, "" if message is not None else "closed")]
+
+    def _next(self) -> tuple[Link, Message | None]:
+        if self.random is not None:
+            chosen = self.random.choice(list(dict.fromkeys(link for link, _ in self.inbox)))
+            position = next(i for i, (link, _) in enumerate(self.inbox) if link is chosen)
+            self.inbox.rotate(-position)
+            found = self.inbox.popleft()
+            self.inbox.rotate(position)
+            return found
+        return self.inbox.popleft()
+
+    def pump(self) -> None:
+        """Nothing is pending."""
+
+    def wake(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Network:
+    """Routers of one thread and the links between them.
+
+    Args:
+        shuffle: a seed; processes then take their turns in random order, some rarely, and hear their channels
+            in random order, so that messages of different channels overtake each other, each channel staying
+            in order.
+
+    Attributes:
+        now: virtual time in seconds; it passes when nothing moves, and `round_seconds` in each round.
+        rounds: how often every process was given its turn.
+        delivered: messages that were put into inboxes or are on their way there.
+        filter: looks at every message as it is sent; what it returns is delivered instead.
+        latency: rounds that a message takes; those behind it in its channel wait for it.
+    """
+
+    def __init__(self, shuffle: int | None = None) -> None:
+        self.now = 0.0
+        self.round_seconds = 0.0
+        self.rounds = 0
+        self.delivered = 0
+        self._random = None if shuffle is None else random.Random(shuffle)
+        self._transports: list[InProcessTransport] = []
+        self._late: dict[Link, deque[tuple[int, InProcessTransport, Message]]] = {}  # due in which round, by channel
+        self.filter: Callable[[Message], Sequence[Message]] = lambda message: [message]
+        self.latency: Callable[[Message], int] = lambda message: 0
+
+    def router(self) -> Router:
+        """A new process."""
+        router = Router()
+        router.transport = transport = InProcessTransport(router)
+        if self._random is not None:
+            transport.random = self._random
+            transport.speed = self._random.choice((0.05, 0.3, 1.0))
+        self._transports.append(transport)
+        return router
+
+    def connect(self, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]) -> Link:
+        """Connects two processes; returns the end that `a` holds."""
+        assert isinstance(a.transport, InProcessTransport)
+        assert isinstance(b.transport, InProcessTransport)
+        there = Link(self, " + ".join(map(str, b_peers)), b_peers, b.transport)
+        back = Link(self, " + ".join(map(str, a_peers)), a_peers, a.transport)
+        there.other, back.other = back, there
+        a.attach(there)
+        b.attach(back)
+        return there
+
+    def deliver(self, to: InProcessTransport, link: Link, message: Message) -> None:
+        """Puts a message into a process' inbox, now or some rounds later."""
+        for filtered in self.filter(message):
+            self.delivered += 1
+            delay = self.latency(filtered)
+            if delay or link in self._late:
+                self._late.setdefault(link, deque()).append((self.rounds + delay, to, filtered))
+            else:
+                to.inbox.append((link, filtered))
+
+    def _arrive(self) -> None:
+        """What was on its way for long enough is there; what is on its way through a closed channel is lost."""
+        for link, queue in list(self._late.items()):
+            while queue and (queue[0][0] <= self.rounds or link.closed):
+                _, to, message = queue.popleft()
+                if not link.closed:
+                    to.inbox.append((link, message))
+            if not queue:
+                del self._late[link]
+
+    def run_until(self, done: Callable[[], bool], what: str) -> None:
+        """Gives every process its turns until something holds.
+
+        Raises:
+            DeadlineError: nothing moves any more, not even when an hour of virtual time passes.
+        """
+        idle = 0
+        while not done():
+            before = self.delivered
+            self.rounds += 1
+            self._arrive()
+            order = [transport for transport in self._transports if transport.has_work]
+            if self._random is not None:
+                self._random.shuffle(order)
+            busy = bool(self._late) or any(transport.inbox for transport in order)
+            for transport in order:
+                if self.rounds % transport.every == 0 and (
+                    self._random is None or self._random.random() < transport.speed
+                ):
+                    transport.router.turn(0.0)
+            if self.round_seconds:
+                self._pass(self.round_seconds)
+            if busy or self.delivered > before:
+                idle = 0
+                continue
+            idle += 1
+            if idle > 100:
+                raise DeadlineError(f"nothing moves any more while waiting for {what}")
+            if idle > 2:
+                self._pass(36.0)
+
+    def _pass(self, seconds: float) -> None:
+        """Virtual time goes by, and everybody is told."""
+        self.now += seconds
+        for transport in self._transports:
+            transport.router.tick(self.now)

@@ -1,0 +1,88 @@
+"""The replay of a log: the same updates, computed by one process, one after the other."""
+
+from __future__ import annotations
+
+import torch
+
+from steepest.comm.message import Kind, Message, worker_peer
+from steepest.errors import ConfigurationError
+from steepest.job import Job, ModelCreator, build_models, build_replicas, make_strategy
+from steepest.observe.commits import CommitLog, LoggedPush
+from steepest.replicas import Replicas
+from steepest.server import Server
+
+
+def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tensor]:
+    """Applies a log serially and returns the weights by name, which equal those that the run gave.
+
+    Each gradient is computed anew: from the weights of the version that its worker had pulled, over the
+    samples and with the random state that it had; so this takes as long as all workers together did. Of
+    past versions only those still needed are kept.
+
+    Args:
+        log: from `DistributedSGD.log()`, with ``RunSettings(keep_log=True)``.
+        model_creator: as the run had it.
+
+    Raises:
+        ConfigurationError: the log does not begin at the beginning, because weights were set or restored.
+
+    Example:
+        >>> from steepest.testing import InProcessCluster, linear_model_creator, replay
+        >>> cluster = InProcessCluster(linear_model_creator(), num_workers=2, keep_log=True)
+        >>> _ = cluster.step(3)
+        >>> weights = replay(cluster.log(), linear_model_creator())
+        >>> bool((weights["bias"] == cluster.weights()["bias"]).all())
+        True
+    """
+    if log.commits and log.commits[0].version != 1:
+        raise ConfigurationError(
+            f"the log begins at version {log.commits[0].version - 1}, where weights were set or restored: a replay "
+            "needs a run from its beginning"
+        )
+    strategy = make_strategy(log.strategy)
+    devices = log.devices_per_worker
+    models, description = build_models(model_creator, 0, devices, log.seed, strategy.chunk_bytes)
+    job = Job(description, log.strategy, log.num_workers, devices, 1, log.seed, 1.0)
+    replicas = build_replicas(job, 0, models, [torch.device("cpu")] * devices)
+    replicas.use_plan(job.plan(), log.seed)
+    weights = replicas.weights.clone()
+    layout = description.layout
+    server = Server(
+        0,
+        layout,
+        job.owners,
+        description.optimizer_spec,
+        weights,
+        lambda peer, message: None,
+        together=False,
+        open_to_all=True,
+        checked=strategy.nonfinite != "pass",
+    )
+    last_use = {push.pulled: commit.version for commit in log.commits for push in commit.pushes}
+    history = {0: weights.clone()}
+    for commit in log.commits:
+        for push in commit.pushes:
+            replicas.weights.copy_(history[push.pulled])
+            replicas.weights_changed()
+            _compute(replicas, server, push)
+        order = Message(Kind.COMMIT, version=commit.version, weight=commit.rate)
+        order.meta = {"pushes": [list(push[:3]) for push in commit.pushes], "readers": [], "skip": commit.skipped}
+        if commit.hyperparameters is not None:
+            order.meta["hyper"] = commit.hyperparameters
+        server.handle(worker_peer(0), order)
+        history[commit.version] = weights.clone()
+        for version in [v for v in history if last_use.get(v, 0) <= commit.version]:
+            del history[version]
+    return layout.named(weights)
+
+
+def _compute(replicas: Replicas, server: Server, push: LoggedPush) -> None:
+    """One gradient, given to the server as its worker gave it."""
+
+    def ready(chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
+        message = Message(Kind.PUSH, 0, push.incarnation, push.sequence, push.pulled, chunk, unit, total)
+        message.meta = {"absent": sorted(absent)}
+        message.payload = payload.clone() if unit else None
+        server.handle(worker_peer(push.worker), message)
+
+    replicas.compute(push.share, ready, False)

@@ -1,0 +1,500 @@
+"""Messages as actor calls: in order and exactly once, whatever order Ray runs calls and completes them in."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steepest import DistributedSGD, ParameterServerStrategy
+from steepest.comm.channel import Event
+from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
+from steepest.comm.wire import WireTransport
+from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
+from steepest.runtime.calls import Caller, CallTransport, Parcel
+from steepest.testing import InProcessCluster, linear_model_creator
+from tests.reference import same_bits
+
+ME, OTHER = worker_peer(0), server_peer(0)
+CALLER = Caller((ME,), 1)
+SECONDS = 30.0
+
+
+def sink(message: Message, size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def message(number: int, source: Peer = ME, target: Peer = OTHER, size: int = 0) -> Message:
+    payload = torch.full((size,), number % 251, dtype=torch.uint8) if size else None
+    return Message(Kind.PUSH, sequence=number, payload=payload, source=source, target=target)
+
+
+def numbers(events: list[Event]) -> list[int]:
+    for event in events:
+        if event.message is not None and event.message.payload is not None:
+            assert bool((event.message.payload == event.message.sequence % 251).all())
+    return [event.message.sequence for event in events if event.message is not None]
+
+
+def parcel(*found: int) -> tuple[list[bytes], list[Any]]:
+    """Messages of the actor to the caller, as a channel packs them."""
+    channel = FakeRay().connected(CallTransport(sink, ()))
+    for number in found:
+        channel.send(message(number, OTHER, ME, size=3))
+    return channel.gathered()
+
+
+class FakeCall:
+    """A call that the test runs and completes when it likes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.result: Future[Parcel] = Future()
+
+    def future(self) -> Future[Parcel]:
+        return self.result
+
+
+class FakeRay:
+    """An actor handle; the first call is answered at once, the others are kept in `calls`."""
+
+    def __init__(self) -> None:
+        self.exchange = self
+        self.calls: list[FakeCall] = []
+        self.ended = 0
+
+    def remote(self, caller: Caller, number: int, heads: list[bytes] | None, *payloads: Any) -> FakeCall:
+        call = FakeCall(caller, number, heads, payloads)
+        if number == 0:
+            call.result.set_result((-1, [], []))
+        elif heads is None:
+            self.ended += 1
+        else:
+            self.calls.append(call)
+        return call
+
+    def connected(self, transport: CallTransport, **options: Any) -> Any:
+        return transport.connect((OTHER,), self, **options)
+
+
+def start(callee: CallTransport, *arguments: Any) -> tuple[threading.Thread, Future[Parcel]]:
+    """Answers a call on a thread; returns when the transport has it."""
+    found: Future[Parcel] = Future()
+
+    def body() -> None:
+        try:
+            found.set_result(callee.answer(*arguments))
+        except (ShutdownError, PeerLostError) as error:
+            found.set_exception(error)
+
+    callee._woken.clear()
+    thread = threading.Thread(target=body)
+    thread.start()
+    callee._woken.wait(SECONDS)
+    return thread, found
+
+
+def greeted(callee: CallTransport, caller: Caller = CALLER) -> Any:
+    """The callee's new channel to a caller."""
+    thread, found = start(callee, caller, 0, [], ())
+    events = callee.poll(0)
+    assert events[-1][1:] == (None, "opened")
+    assert found.result(SECONDS) == (-1, [], [])
+    thread.join(SECONDS)
+    return events[-1].channel
+
+
+# -- the caller's end --------------------------------------------------------------------------------
+
+
+def test_answers_are_put_in_order() -> None:
+    actor, transport = FakeRay(), CallTransport(sink, (ME,))
+    channel = actor.connected(transport)
+    for number in range(3):
+        channel.send(message(number))
+        transport.poll(0)
+    assert [call.arguments[1] for call in actor.calls] == [1, 2, 3]
+    actor.calls[0].result.set_result((2, *parcel(5, 6)))
+    actor.calls[2].result.set_result((1, *parcel(4)))
+    assert transport.poll(0) == []
+    actor.calls[1].result.set_result((0, *parcel(1, 2, 3)))
+    assert numbers(transport.poll(0)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_call_is_always_in_flight_and_few_are() -> None:
+    actor, transport = FakeRay(), CallTransport(sink, (ME,))
+    channel = actor.connected(transport)
+    transport.poll(0)
+    assert len(actor.calls) == 1, "to listen"
+    transport.poll(0)
+    assert len(actor.calls) == 1
+    for number in range(20):
+        channel.send(message(number))
+        transport.pump()
+    assert len(actor.calls) == 4
+    actor.calls[1].result.set_result((-1, [], []))  # pump need not wait for poll
+    transport.pump()
+    assert [len(call.arguments[2]) for call in actor.calls] == [0, 1, 1, 1, 17]
+    callee = CallTransport(sink, (OTHER,))
+    greeted(callee)
+    for call in actor.calls:
+        start(callee, CALLER, *call.arguments[1:])
+    assert numbers(callee.poll(0)) == list(range(20))
+    callee.close()
+
+
+def test_a_caller_may_pause_after_an_answer() -> None:
+    actor, transport = FakeRay(), CallTransport(sink, (ME,))
+    channel = actor.connected(transport, pause=3600)
+    transport.poll(0)
+    actor.calls[0].result.set_result((-1, [], []))
+    transport.poll(0)
+    assert len(actor.calls) == 2, "no answer, no pause"
+    actor.calls[1].result.set_result((0, *parcel(1)))
+    assert numbers(transport.poll(0)) == [1]
+    transport.poll(0)
+    assert len(actor.calls) == 2
+    channel.send(message(1))
+    transport.poll(0)
+    assert len(actor.calls) == 3
+
+
+def test_much_leaves_in_the_middle_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[Any] = []
+    monkeypatch.setattr(ray, "put", lambda data: stored.append(data.copy()) or len(stored))
+    actor, transport = FakeRay(), CallTransport(sink, (ME,))
+    channel = actor.connected(transport)
+    channel.send(message(1, size=1 << 20))
+    assert actor.calls[0].arguments[3] == (1,)
+    weights = torch.zeros(1 << 20, dtype=torch.uint8)
+    for version, worker in ((1, 0), (1, 1), (2, 0)):
+        for kind in (Kind.WEIGHTS, Kind.STATE):
+            channel.send(Message(kind, version=version, payload=weights, source=ME, target=worker_peer(worker)))
+        weights += 1
+    assert [int(data[0]) for data in stored] == [1, 0, 0, 1, 2, 2], "weights for several workers are stored once"
+
+
+def test_a_completed_call_ends_poll() -> None:
+    actor, transport = FakeRay(), CallTransport(sink, (ME,))
+    actor.connected(transport)
+    transport.poll(0)
+    call = actor.calls[0]
+    thread = threading.Thread(target=lambda: call.result.set_result((0, *parcel(7))))
+    thread.start()
+    assert numbers(transport.poll(SECONDS)) == [7]
+    thread.join()
+    transport.wake()
+    assert transport.poll(SECONDS) == []
+
+
+def test_an_error_closes_the_channel_once() -> None:
+    actor, transport = FakeRay(), CallTransport(sink, (ME,))
+    channel = actor.connected(transport)
+    for number in range(3):
+        channel.send(message(number))
+        transport.poll(0)
+    actor.calls[0].result.set_result((0, *parcel(1)))
+    for call in actor.calls[1:]:
+        call.result.set_exception(ray.exceptions.RayActorError(error_msg="it died\nlong ago"))
+    events = transport.poll(0)
+    assert numbers(events[:1]) == [1]
+    assert events[1:] == [Event(channel, None, "it died long ago")]
+    channel.send(message(3))
+    assert transport.poll(0) == []
+    assert len(actor.calls) == 3
+
+
+def test_an_answer_that_makes_no_sense_closes_the_channel() -> None:
+    actor, transport = FakeRay(), CallTransport(sink, (ME,))
+    actor.connected(transport)
+    transport.poll(0)
+    heads, _ = parcel(1)
+    actor.calls[0].result.set_result((0, heads, []))
+    assert "refused: PUSH without its payload of 3 bytes" in transport.poll(0)[0].reason
+    assert (transport.refused, actor.ended) == (1, 1)
+
+
+def test_who_does_not_answer_is_not_connected() -> None:
+    class Silent(FakeRay):
+        def remote(self, *arguments: Any) -> FakeCall:
+            self.calls.append(FakeCall(*arguments))
+            return self.calls[-1]
+
+    class Dead(Silent):
+        def remote(self, *arguments: Any) -> FakeCall:
+            super().remote(*arguments).result.set_exception(ray.exceptions.RayActorError(error_msg="gone"))
+            return self.calls[-1]
+
+    transport, silent = CallTransport(sink, (ME,)), Silent()
+    with pytest.raises(DeadlineError, match=r"server 0 did not answer a call within 0\.01 s"):
+        transport.connect((OTHER,), silent, 0.01)
+    assert silent.calls[-1].arguments[2] is None, "it is told, should it still live"
+    with pytest.raises(PeerLostError, match="cannot call server 0: gone"):
+        transport.connect((OTHER,), Dead())
+    assert transport.poll(0) == []
+
+
+# -- the callee's end --------------------------------------------------------------------------------
+
+
+def test_calls_are_put_in_order_and_only_the_newest_is_held() -> None:
+    actor, caller, callee = FakeRay(), CallTransport(sink, (ME,)), CallTransport(sink, (OTHER,))
+    channel = actor.connected(caller)
+    back = greeted(callee)
+    assert back.peers == (ME,)
+    for number in range(3):
+        channel.send(message(number, size=number))
+        caller.poll(0)
+    third, second, first, again = (start(callee, CALLER, *actor.calls[i].arguments[1:]) for i in (2, 1, 0, 1))
+    assert numbers(callee.poll(0)) == [0, 1, 2]
+    for thread, found in (first, second, again):
+        assert found.result(SECONDS) == (-1, [], [])
+        thread.join(SECONDS)
+    assert third[0].is_alive()
+    back.send(message(8, OTHER, ME))
+    back.send(message(9, OTHER, ME))
+    callee.poll(0)
+    number, heads, _ = third[1].result(SECONDS)
+    assert (number, len(heads)) == (0, 2)
+
+
+def test_a_call_is_not_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steepest.runtime.calls._HOLD_SECONDS", 0.001)
+    callee = CallTransport(sink, (OTHER,))
+    greeted(callee)
+    assert callee.answer(CALLER, 1, [], ()) == (-1, [], [])
+
+
+def test_the_first_call_returns_when_the_router_knows_the_caller() -> None:
+    callee = CallTransport(sink, (OTHER,))
+    thread, found = start(callee, CALLER, 0, [], ())
+    assert not found.done()
+    (event,) = callee.poll(0)
+    assert (event.message, event.reason) == (None, "opened")
+    found.result(SECONDS)
+    thread.join(SECONDS)
+
+
+def test_a_caller_that_leaves_or_comes_again() -> None:
+    callee = CallTransport(sink, (OTHER,))
+    first = greeted(callee)
+    thread, found = start(callee, CALLER, 2, None, ())  # leaves; one call is still on its way
+    assert callee.poll(0) == []
+    start(callee, CALLER, 1, [], ())
+    assert callee.poll(0) == [Event(first, None, "channel closed")]
+    assert isinstance(found.exception(SECONDS), PeerLostError)
+    thread.join(SECONDS)
+    second = greeted(callee)
+    start(callee, Caller((ME, COORDINATOR), 2), 0, [], ())
+    events = callee.poll(0)
+    assert events[0] == Event(second, None, "it has connected anew")
+    assert events[1][1:] == (None, "opened")
+    with pytest.raises(PeerLostError, match="it has closed this channel"):
+        callee.answer(CALLER, 1, [], ())
+
+
+def test_nonsense_closes_the_channel_and_the_caller_is_told() -> None:
+    def refuse(message: Message, size: int) -> torch.Tensor:
+        raise ProtocolError("not for me")
+
+    callee = CallTransport(refuse, (OTHER,))
+    back = greeted(callee)
+    _, found = start(callee, CALLER, 1, *parcel(1))
+    assert callee.poll(0) == [Event(back, None, "refused: not for me")]
+    assert "refused: not for me" in str(found.exception(SECONDS))
+    assert callee.refused == 1
+
+
+def test_close_ends_every_call() -> None:
+    callee = CallTransport(sink, (OTHER,))
+    greeted(callee)
+    held = [start(callee, CALLER, 1, [], ()), start(callee, Caller((worker_peer(1),), 2), 0, [], ())]
+    callee.close()
+    for thread, found in held:
+        assert isinstance(found.exception(SECONDS), PeerLostError | type(None))
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    with pytest.raises(ShutdownError):
+        callee.answer(CALLER, 2, [], ())
+    actor, transport = FakeRay(), CallTransport(sink, (ME,))
+    channel = actor.connected(transport)
+    transport.close()
+    transport.close()
+    channel.send(message(1))
+    assert (transport.poll(0), actor.calls, actor.ended) == ([], [], 1)
+
+
+@settings(max_examples=30, deadline=None, database=None, derandomize=True)
+@given(st.integers(0, 2**32))
+def test_both_ways_in_order_exactly_once_in_any_order_of_calls(seed: int) -> None:
+    luck = random.Random(seed)
+    actor, caller, callee = FakeRay(), CallTransport(sink, (ME,)), CallTransport(sink, (OTHER,))
+    there, back = actor.connected(caller), greeted(callee)
+    sent, found = [0, 0], ([], [])  # by direction
+    running: list[tuple[FakeCall, threading.Thread, Future[Parcel]]] = []
+
+    def send(direction: int) -> None:
+        source, target = ((ME, OTHER), (OTHER, ME))[direction]
+        (there, back)[direction].send(message(sent[direction], source, target, luck.choice((0, 5))))
+        sent[direction] += 1
+
+    def run() -> None:
+        if actor.calls:
+            call = actor.calls.pop(luck.randrange(len(actor.calls)))
+            running.append((call, *start(callee, CALLER, *call.arguments[1:])))
+
+    def complete() -> None:
+        over = [entry for entry in running if entry[2].done()]
+        if over:
+            entry = luck.choice(over)
+            running.remove(entry)
+            entry[1].join(SECONDS)
+            entry[0].result.set_result(entry[2].result())
+
+    actions = [
+        lambda: send(0),
+        lambda: send(1),
+        lambda: found[1].extend(numbers(caller.poll(0))),
+        lambda: found[0].extend(numbers(callee.poll(0))),
+        lambda: caller.pump(),
+        run,
+        complete,
+        complete,
+    ]
+    for _ in range(200):
+        luck.choice(actions)()
+    while len(found[0]) < sent[0] or len(found[1]) < sent[1]:
+        luck.choice(actions[2:])()
+    assert found == (list(range(sent[0])), list(range(sent[1])))
+    callee.close()
+    for _, thread, _ in running:
+        thread.join(SECONDS)
+
+
+# -- over Ray ----------------------------------------------------------------------------------------
+
+
+class Talker:
+    """An actor that sends everything back, and speaks by itself when a message asks for it."""
+
+    def __init__(self) -> None:
+        self.transport = CallTransport(sink, (OTHER,))
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self) -> None:
+        while True:
+            for channel, heard, _ in self.transport.poll(SECONDS):
+                if heard is not None:
+                    heard.source, heard.target = heard.target, heard.source
+                    channel.send(heard)
+
+    def exchange(self, caller: Caller, number: int, heads: list[bytes] | None, *payloads: Any) -> Parcel:
+        return self.transport.answer(caller, number, heads, payloads)
+
+
+def talk(actor: Any, index: int, count: int) -> list[int]:
+    """Has `count` messages of many sizes sent back; runs in any process."""
+    luck = random.Random(index)
+    me = worker_peer(index)
+    transport = CallTransport(sink, (me,))
+    channel = transport.connect((OTHER,), actor, SECONDS)
+    found: list[int] = []
+    for number in range(count):
+        channel.send(message(number, me, OTHER, luck.choice((0, 1, 99_999, 100_000, 3_000_000))))
+        if luck.random() < 0.7:
+            transport.pump()
+        if luck.random() < 0.2:
+            found += numbers(transport.poll(0))
+    while len(found) < count:
+        found += numbers(transport.poll(SECONDS))
+    transport.close()
+    return found
+
+
+def transport_of(process: Any) -> str:
+    return type(process._router.transport).__name__
+
+
+def sockets_of(pids: list[int]) -> list[str]:
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [line for line in lines if any(f"@steepest-{pid}-" in line for pid in pids)]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+class TestOverRay:
+    def test_messages_of_any_size_from_the_driver_a_task_and_an_actor(self) -> None:
+        @ray.remote(num_cpus=0)
+        class Another:
+            def talk(self, actor: Any, index: int, count: int) -> list[int]:
+                return talk(actor, index, count)
+
+        actor = ray.remote(Talker).options(num_cpus=0, max_concurrency=8).remote()
+        another = Another.remote()
+        refs = [ray.remote(talk).options(num_cpus=0).remote(actor, 1, 100), another.talk.remote(actor, 2, 100)]
+        assert talk(actor, 0, 100) == list(range(100))
+        assert ray.get(refs, timeout=SECONDS) == [list(range(100))] * 2
+        ray.kill(actor)
+
+    def test_the_death_of_an_actor_closes_the_channel(self) -> None:
+        actor = ray.remote(Talker).options(num_cpus=0, max_concurrency=8).remote()
+        transport = CallTransport(sink, (ME,))
+        channel = transport.connect((OTHER,), actor, SECONDS)
+        channel.send(message(3))
+        assert numbers(transport.poll(SECONDS)) == [3]
+        transport.poll(0)
+        ray.kill(actor)
+        (event,) = transport.poll(SECONDS)
+        assert event[:2] == (channel, None)
+        assert "actor" in event.reason
+        with pytest.raises(PeerLostError):
+            transport.connect((OTHER,), actor, SECONDS)
+
+    @pytest.mark.parametrize(("workers", "servers"), [(1, 2), (2, 2), (3, 1)])
+    def test_training_is_the_same_as_on_the_wire(
+        self, workers: int, servers: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def train(transport: str) -> dict[str, torch.Tensor]:
+            strategy = ParameterServerStrategy(transport=transport, num_servers=servers, chunk_bytes=16)
+            with DistributedSGD(linear_model_creator(), num_workers=workers, strategy=strategy) as sgd:
+                sgd.fit(steps=5, progress=False)
+                sgd.set_weights(sgd.weights())
+                sgd.fit(steps=5, progress=False)
+                cluster = sgd._cluster
+                assert cluster is not None
+                kinds = ray.get([actor.__ray_call__.remote(transport_of) for actor in cluster._actors.values()])
+                found = sockets_of([place.pid for place in cluster.places.values()])
+                assert len(kinds) == workers + (servers if workers > 1 else 0)
+                assert set(kinds) == {"WireTransport" if transport == "wire" else "CallTransport"}
+                assert bool(found) == (transport == "wire")
+                return sgd.weights()
+
+        def refuse(*arguments: Any) -> None:
+            raise AssertionError("no socket in the driver")
+
+        in_process = InProcessCluster(linear_model_creator(), num_workers=workers)
+        in_process.step(10)
+        if workers == 2:  # for others in tests/test_sgd.py
+            assert same_bits(train("wire"), in_process.weights())
+        monkeypatch.setattr(WireTransport, "__init__", refuse)
+        assert same_bits(train("ray"), in_process.weights())
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("steepest")]
+
+    def test_a_dead_worker_is_named(self) -> None:
+        strategy = ParameterServerStrategy(transport="ray", num_servers=1)
+        with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy) as sgd:
+            sgd.fit(steps=1, progress=False)
+            assert sgd._cluster is not None
+            ray.kill(sgd._cluster._actors[worker_peer(1)])
+            with pytest.raises(PeerLostError, match=r"worker 1.* died"):
+                sgd.fit(steps=100, progress=False)
+            assert sgd.weights()
