@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from steepest.comm.message import Kind, Message, Peer
+from steepest.comm.shared import NOTICE, RingReader
 from steepest.errors import ProtocolError
 
 MAGIC = b"sP"
@@ -21,6 +22,7 @@ MAX_PAYLOAD = 1 << 36
 ROLES = ("coordinator", "server", "worker", "client")
 _ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
 _READ_AHEAD = 1 << 16
+_SHARED = 1 << 63  # in the size of a payload: it comes through shared memory, in pieces, each after a notice
 
 #: Where an arriving payload of that many bytes goes: a uint8 tensor of just that size, or None to
 #: receive and discard it. Raises ProtocolError to refuse it.
@@ -32,8 +34,8 @@ def buffer_of(payload: torch.Tensor) -> memoryview:
     return payload.numpy().data
 
 
-def encode(message: Message) -> bytes:
-    """Header and JSON of a message; the payload follows as it lies in memory."""
+def encode(message: Message, shared: bool = False) -> bytes:
+    """Header and JSON of a message; the payload follows as it lies in memory, or through shared memory."""
     source, target = message.source, message.target
     assert source is not None
     assert target is not None
@@ -41,6 +43,7 @@ def encode(message: Message) -> bytes:
     if len(meta) > MAX_META:
         raise ProtocolError(f"{message.kind.name} carries {len(meta)} bytes of JSON, at most {MAX_META} fit")
     size = 0 if message.payload is None else message.payload.numel()
+    size |= _SHARED if shared else 0
     head = HEADER.pack(
         MAGIC, PROTOCOL, message.kind, _ROLE_NUMBER[source.role], source.index, _ROLE_NUMBER[target.role],
         target.index, message.generation, message.incarnation, message.sequence, message.version,
@@ -61,7 +64,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, i
         raise ProtocolError(f"frame starts with {magic!r}, not {MAGIC!r}: the sender is not a steepest process")
     if protocol != PROTOCOL:
         raise ProtocolError(f"frame of protocol {protocol}, this process speaks {PROTOCOL}: update one of them")
-    if meta_size > MAX_META or payload_size > MAX_PAYLOAD:
+    if meta_size > MAX_META or payload_size & ~_SHARED > MAX_PAYLOAD:
         raise ProtocolError(f"oversized frame: {meta_size} bytes of JSON, {payload_size} bytes of payload")
     try:
         message = Message(
@@ -95,11 +98,19 @@ class FrameReader:
         receive_into: reads into a buffer and returns the number of bytes, 0 at the end of the stream;
             raises BlockingIOError when nothing is there.
         sink: tells where each payload goes.
+        ring: the ring that payloads come through which do not come through the stream.
     """
 
-    def __init__(self, receive_into: Callable[[memoryview], int], sink: Sink) -> None:
+    def __init__(
+        self,
+        receive_into: Callable[[memoryview], int],
+        sink: Sink,
+        ring: Callable[[], RingReader] | None = None,
+    ) -> None:
         self._receive_into = receive_into
         self._sink = sink
+        self._ring = ring
+        self._shared = False  # whether the payload that is being received comes through the ring
         self._ahead = bytearray(_READ_AHEAD)  # bytes read but not yet understood: [start, end)
         self._view = memoryview(self._ahead)
         self._start = 0
@@ -132,7 +143,7 @@ class FrameReader:
         messages: list[Message] = []
         try:
             while True:
-                if self._payload is not None:
+                if self._payload is not None and not self._shared:
                     self._read_payload(self._payload)
                 else:
                     self._fill()
@@ -180,7 +191,8 @@ class FrameReader:
                 if self._end - self._start < HEADER.size:
                     return
                 header = self._view[self._start : self._start + HEADER.size]
-                self._message, self._meta_size, self._payload_size = decode_header(header)
+                self._message, self._meta_size, size = decode_header(header)
+                self._payload_size, self._shared = size & ~_SHARED, bool(size & _SHARED)
                 self._start += HEADER.size
             message = self._message
             if self._payload is None:
@@ -192,6 +204,8 @@ class FrameReader:
                 if self._payload_size:
                     self._open_payload(message)
             if self._payload is not None:
+                if self._shared:
+                    self._take_pieces(self._payload)
                 if self._received < self._payload_size:
                     return
                 self._payload = self._discard = None
@@ -201,7 +215,7 @@ class FrameReader:
     def _open_payload(self, message: Message) -> None:
         size = self._payload_size
         destination = self._sink(message, size)
-        ahead = min(size, self._end - self._start)
+        ahead = 0 if self._shared else min(size, self._end - self._start)
         if destination is None:
             self._payload = self._discard = memoryview(bytearray(min(size, 1 << 18)))
         else:
@@ -211,3 +225,16 @@ class FrameReader:
             message.payload = destination
         self._received = ahead
         self._start += ahead
+
+    def _take_pieces(self, payload: memoryview) -> None:
+        """Copies the pieces out of the ring whose notices are here."""
+        if self._ring is None:
+            raise ProtocolError("a payload in shared memory over a stream that has none")
+        while self._received < self._payload_size and self._end - self._start >= NOTICE.size:
+            ring = self._ring()  # its descriptors came with the first notice
+            (count,) = NOTICE.unpack_from(self._ahead, self._start)
+            if count > self._payload_size - self._received:
+                raise ProtocolError(f"a piece of {count} bytes in shared memory is out of place")
+            self._start += NOTICE.size
+            ring.read(count, None if self._discard is not None else payload[self._received :])
+            self._received += count

@@ -18,14 +18,12 @@ import selectors
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Callable
 
-import torch
-
-from steepest.comm.channel import Address, Event, overlap
-from steepest.comm.frame import ROLES, FrameReader, Sink, buffer_of, encode
+from steepest.comm.channel import Address, Event
+from steepest.comm.frame import ROLES, Sink
 from steepest.comm.message import Message, Peer
+from steepest.comm.stream import WireChannel
 from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, ProtocolError
 
 log = logging.getLogger(__name__)
@@ -36,8 +34,6 @@ _PROOF = 32
 _HELLO_LIMIT = 4096
 _REFUSED = struct.pack("<I", 0xFFFFFFFF)  # in place of the answer's size: the proof is wrong
 _HANDSHAKE_SECONDS = 10.0
-_BUFFERS_PER_CALL = 64
-_GATHERED_BYTES = 1 << 15  # less than this waits for the end of the turn, for company
 _SOCKET_BUFFER = 4 << 20
 
 
@@ -60,80 +56,7 @@ def _names(peers: tuple[Peer, ...]) -> str:
     return " + ".join(str(peer) for peer in peers) or "a peer"
 
 
-class WireChannel:
-    """A `Channel` over one connected socket; made by `WireTransport`."""
-
-    def __init__(self, transport: WireTransport, sock: socket.socket, name: str, peers: tuple[Peer, ...]) -> None:
-        self.name = name
-        self.peers = peers
-        self.pending = 0
-        self.closed = False
-        self._broken = False  # takes no more bytes; what it still holds is read before it is lost
-        self._transport = transport
-        self._socket = sock
-        self._queue: deque[memoryview] = deque()
-        self._reader = FrameReader(sock.recv_into, transport.sink)
-        self._handshake: _Handshake | None = None
-
-    def send(self, message: Message) -> None:
-        """Queues a message; small ones leave together, before the transport waits. Dropped when it is closed."""
-        if self.closed or self._broken:
-            return
-        head = encode(message)
-        self._append(memoryview(head))
-        if message.payload is not None:
-            self._append(buffer_of(message.payload))
-        self._transport.count(message)
-        if self.pending > _GATHERED_BYTES:
-            self.flush()
-        else:
-            self._transport.gather(self)
-
-    def _append(self, data: memoryview) -> None:
-        if data.nbytes:
-            self._queue.append(data)
-            self.pending += data.nbytes
-
-    def flush(self) -> None:
-        """Sends queued bytes until the socket takes no more; asks to be told when it does again."""
-        queue = self._queue
-        try:
-            while queue:
-                sent = self._socket.sendmsg([queue[i] for i in range(min(len(queue), _BUFFERS_PER_CALL))])
-                self.pending -= sent
-                while sent:
-                    if sent >= queue[0].nbytes:
-                        sent -= queue.popleft().nbytes
-                    else:
-                        queue[0] = queue[0][sent:]
-                        sent = 0
-        except BlockingIOError:
-            pass
-        except ConnectionError:  # the peer is gone, but what it sent before is still to be read
-            self._broken = True
-            self.pending = 0
-            queue.clear()
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RD)  # so that reading is sure to meet an end
-        except OSError as error:
-            self._transport.lose(self, f"send failed: {error}")
-            return
-        self._transport.watch(self, writing=bool(queue))
-
-    def own_pending(self, memory: torch.Tensor) -> None:
-        """Copies queued bytes that lie in this memory, so that it may change."""
-        for index, data in enumerate(self._queue):
-            if not data.readonly and overlap(torch.frombuffer(data, dtype=torch.uint8), memory):
-                self._queue[index] = memoryview(bytes(data))
-
-    def close(self) -> None:
-        """Closes the socket at once; queued bytes that it does not take now are lost."""
-        if self.pending and not self.closed:
-            self.flush()
-        self._transport.forget(self)
-
-
-class _Handshake:
+class Handshake:
     """The accepting end's side of the opening; the connecting end does it blocking, in `connect`."""
 
     def __init__(self, deadline: float) -> None:
@@ -166,7 +89,8 @@ class WireTransport:
         self._channels: set[WireChannel] = set()
         self._events: list[Event] = []
         self._gathering: list[WireChannel] = []
-        self._opening: dict[WireChannel, _Handshake] = {}  # oldest first
+        self._waiting: dict[WireChannel, int] = {}  # for room in the ring to their peers
+        self._opening: dict[WireChannel, Handshake] = {}  # oldest first
         self._wake_in, self._wake_out = socket.socketpair()
         for sock in (self._wake_in, self._wake_out):
             sock.setblocking(False)
@@ -261,7 +185,7 @@ class WireTransport:
                     self.refuse(next(iter(self._opening)), "its descriptor is needed")
                 return
             channel = self._adopt(sock, "an unproven peer", ())
-            handshake = channel._handshake = _Handshake(time.monotonic() + _HANDSHAKE_SECONDS)
+            handshake = channel.handshake = Handshake(time.monotonic() + _HANDSHAKE_SECONDS)
             self._opening[channel] = handshake
             try:
                 sock.send(_GREETING + handshake.nonce)
@@ -270,7 +194,7 @@ class WireTransport:
 
         return accept
 
-    def _continue_handshake(self, channel: WireChannel, handshake: _Handshake) -> None:
+    def _continue_handshake(self, channel: WireChannel, handshake: Handshake) -> None:
         fixed = len(_GREETING) + _NONCE + 4
         data = handshake.received
         wanted = fixed
@@ -293,7 +217,7 @@ class WireTransport:
             raise AuthenticationError("a peer that does not know this job's token")
         channel.peers = _unpack_peers(hello)
         channel.name = _names(channel.peers)
-        channel._handshake = None
+        channel.handshake = None
         self._opening.pop(channel, None)
         mine = _pack_peers(self.peers)
         answer = _proof(self._token, b"accept", second, handshake.nonce, mine)
@@ -332,8 +256,8 @@ class WireTransport:
 
     def _read(self, channel: WireChannel) -> None:
         try:
-            if channel._handshake is not None:
-                self._continue_handshake(channel, channel._handshake)
+            if channel.handshake is not None:
+                self._continue_handshake(channel, channel.handshake)
                 return
             self._events += [Event(channel, message) for message in channel._reader.read()]
             if channel._reader.failed:
@@ -345,7 +269,7 @@ class WireTransport:
         except ProtocolError as error:
             self.refuse(channel, str(error))
         except OSError as error:
-            if channel._handshake is not None:
+            if channel.handshake is not None:
                 self.refuse(channel, f"handshake: {error}")
             else:
                 self.lose(channel, str(error))
@@ -383,6 +307,18 @@ class WireTransport:
             if self._selector.get_key(channel._socket).events != events:
                 self._selector.modify(channel._socket, events, channel)
 
+    def watch_room(self, channel: WireChannel, room: int) -> None:
+        """Has a channel go on when its peer has read from the ring."""
+
+        def go_on() -> None:
+            self._selector.unregister(room)
+            del self._waiting[channel]
+            channel.flush()
+
+        if channel not in self._waiting and not channel.closed:
+            self._waiting[channel] = room
+            self._selector.register(room, selectors.EVENT_READ, go_on)
+
     def refuse(self, channel: WireChannel, reason: str) -> None:
         """Counts and logs a peer that broke the protocol, and closes its channel."""
         self.refused += 1
@@ -392,7 +328,7 @@ class WireTransport:
     def lose(self, channel: WireChannel, reason: str) -> None:
         """Closes a channel and reports it."""
         if not channel.closed:
-            proven = channel._handshake is None
+            proven = channel.handshake is None
             self.forget(channel)
             if proven:
                 self._events.append(Event(channel, None, reason))
@@ -406,7 +342,10 @@ class WireTransport:
             self._channels.discard(channel)
             self._opening.pop(channel, None)
             self._selector.unregister(channel._socket)
+            if channel in self._waiting:
+                self._selector.unregister(self._waiting.pop(channel))
             channel._socket.close()
+            channel.release()
 
     def close(self) -> None:
         """Closes every socket."""
