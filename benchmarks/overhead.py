@@ -50,7 +50,7 @@ import ray
 import torch
 
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.rivals import DEADLINE, WORKERS, Contender, Local, Steepest, Tutorial
+from benchmarks.rivals import DEADLINE, WORKERS, Local, Steepest, Trainer, Tutorial
 
 BASELINES = ("free", "free+sgd")
 Times = dict[str, list[float]]  # contender -> seconds per step, one entry a round
@@ -96,9 +96,9 @@ def positive(text: str) -> int:
     return number
 
 
-def choose(workload: Workload, strategies: list[str], only: list[str] | None) -> list[Contender]:
+def choose(workload: Workload, strategies: list[str], only: list[str] | None) -> list[Trainer]:
     """The baselines, and the contenders whose name begins with one of ``only`` (all without it)."""
-    contenders: list[Contender] = [Local(name, workload) for name in (*BASELINES, "ddp")]
+    contenders: list[Trainer] = [Local(name, workload) for name in (*BASELINES, "ddp")]
     contenders += [Tutorial("tutorial", workload), Tutorial("tutorial+numpy", workload, arrays=True)]
     contenders += [Steepest(f"steepest {strategy}", workload, strategy) for strategy in strategies]
     prefixes = tuple(only) if only else ("",)
@@ -106,7 +106,7 @@ def choose(workload: Workload, strategies: list[str], only: list[str] | None) ->
 
 
 @contextlib.contextmanager
-def ray_started(contenders: list[Contender]) -> Iterator[None]:
+def ray_started(contenders: list[Trainer]) -> Iterator[None]:
     """Ray for the contenders that need it, unless it runs already; stopped again at the end.
 
     The contenders are alive together, though only one works at a time: Ray counts two CPUs for each.
@@ -123,7 +123,7 @@ def ray_started(contenders: list[Contender]) -> Iterator[None]:
         ray.shutdown()
 
 
-def measure(contenders: list[Contender], rounds: int, steps: int) -> Times:
+def measure(contenders: list[Trainer], rounds: int, steps: int) -> Times:
     with contextlib.ExitStack() as stack:
         alive = [c for c in contenders if started(c, stack)]
         for contender in alive:
@@ -136,7 +136,7 @@ def measure(contenders: list[Contender], rounds: int, steps: int) -> Times:
     return times
 
 
-def started(contender: Contender, stack: contextlib.ExitStack) -> bool:
+def started(contender: Trainer, stack: contextlib.ExitStack) -> bool:
     """Start a contender; False, with a note, when it is a steepest that cannot be imported."""
     try:
         with deadline(contender.name):
@@ -149,7 +149,7 @@ def started(contender: Contender, stack: contextlib.ExitStack) -> bool:
     return True
 
 
-def turn(contender: Contender, steps: int) -> float:
+def turn(contender: Trainer, steps: int) -> float:
     with deadline(contender.name):
         return contender.run(steps)
 

@@ -1,7 +1,7 @@
-"""The contenders of ``benchmarks.overhead`` behind one interface.
+"""The contenders of ``benchmarks.overhead``, and the interface of all contenders.
 
 A contender starts its processes when entered, keeps them blocked (never spinning) while it is idle, and
-ends them when left. ``run(steps)`` trains that many synchronous steps and returns the seconds per step.
+ends them when left. ``run(steps)`` does that many units of its work and returns the seconds for one.
 Every process computes with one torch thread.
 """
 
@@ -40,11 +40,10 @@ JOIN_DEADLINE = 5.0
 
 
 class Contender(ABC):
-    """One way to train a workload with two workers."""
+    """One way to do some work again and again."""
 
-    def __init__(self, name: str, workload: Workload) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.workload = workload
 
     def __enter__(self) -> Contender:
         try:
@@ -63,11 +62,19 @@ class Contender(ABC):
 
     @abstractmethod
     def run(self, steps: int) -> float:
-        """Train ``steps`` synchronous steps; the seconds per step."""
+        """Do ``steps`` units of the work; the seconds that one took."""
 
     @abstractmethod
     def close(self) -> None:
         """End the processes of this contender; harmless when it never started."""
+
+
+class Trainer(Contender):
+    """One way to train a workload with two workers; a unit is a synchronous step."""
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        super().__init__(name)
+        self.workload = workload
 
 
 # --- free, free+sgd and ddp: two spawned processes that take orders from pipes ---
@@ -130,7 +137,7 @@ def _serve(kind: str, workload: Workload, rank: int, store: Path, barrier: Barri
             dist.destroy_process_group()
 
 
-class Local(Contender):
+class Local(Trainer):
     """Two processes without Ray, started together by a barrier; the time is that of the slower one."""
 
     def __init__(self, name: str, workload: Workload) -> None:
@@ -233,7 +240,7 @@ class Worker:
         return [p.grad.numpy() for p in self._network.parameters() if p.grad is not None]
 
 
-class Tutorial(Contender):
+class Tutorial(Trainer):
     """The design of Ray's parameter-server tutorial, waiting for the new weights once every step.
 
     The tutorial sends its weights as torch tensors, which Ray copies and pickles; with ``arrays`` they
@@ -274,7 +281,7 @@ class Tutorial(Contender):
 # --- steepest itself ---
 
 
-class Steepest(Contender):
+class Steepest(Trainer):
     """``DistributedSGD`` under one strategy; a turn is one ``fit``, its start and end included."""
 
     def __init__(self, name: str, workload: Workload, strategy: str) -> None:

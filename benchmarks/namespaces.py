@@ -1,0 +1,260 @@
+"""Two network namespaces joined by a veth pair, and processes that run functions in them.
+
+    with joined() as pair, Team("pair", [Member(pair.first, serve), Member(pair.second, work)]) as team:
+        seconds = team.turn(10)
+
+Bytes between the namespaces take the kernel's whole TCP path, as between two hosts, on a link without a
+limit. Needs root and iproute2: ``unavailable()`` says what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEADLINE = 120.0  # seconds that one wait may take
+IDLE_DEADLINE = 3600.0  # seconds after which a member without orders ends by itself
+JOIN_DEADLINE = 5.0
+COMMAND_DEADLINE = 20.0
+DIRECTORY = Path("/var/run/netns")
+CLONE_NEWNET = 0x40000000
+
+
+class UnavailableError(RuntimeError):
+    """This machine lets nobody, or not this user, make network namespaces."""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One end of the link: the name of the namespace, and its device and address there."""
+
+    name: str
+    device: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: Namespace
+    second: Namespace
+
+
+def unavailable() -> str | None:
+    """Why namespaces cannot be made here, or None when they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "network namespaces need iproute2 (the ip command)"
+    return None
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Pair]:
+    """Two namespaces with a veth device each; at the end both go, with whatever still runs in them.
+
+    Raises:
+        UnavailableError: no root, no iproute2, or a kernel that refuses.
+    """
+    if (reason := unavailable()) is not None:
+        raise UnavailableError(reason)
+    mark = secrets.token_hex(3)
+    first, second = (Namespace(f"spb{mark}{end}", f"spb{end}", f"10.213.8.{i}") for i, end in ((1, "a"), (2, "b")))
+    previous = signal.signal(signal.SIGTERM, _leave)  # which would end the process and leave the namespaces
+    try:
+        _build(first, second)
+        yield Pair(first, second)
+    finally:
+        for space in (first, second):
+            _delete(space)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _build(first: Namespace, second: Namespace) -> None:
+    try:
+        for space in (first, second):
+            _ip("netns", "add", space.name)
+            _ip("-n", space.name, "link", "set", "lo", "up")
+        peer = ("peer", "name", second.device, "netns", second.name)
+        _ip("link", "add", first.device, "netns", first.name, "type", "veth", *peer)
+        for space in (first, second):
+            _ip("-n", space.name, "addr", "add", f"{space.address}/24", "dev", space.device)
+            _ip("-n", space.name, "link", "set", space.device, "up")
+    except subprocess.CalledProcessError as error:
+        raise UnavailableError(f"{' '.join(error.cmd)}: {error.stderr.decode().strip()}") from None
+
+
+def _delete(space: Namespace) -> None:
+    if not (DIRECTORY / space.name).exists():
+        return
+    inside = _ip("netns", "pids", space.name, check=False).stdout.split()
+    for pid in inside:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    _ip("netns", "delete", space.name, check=False)
+
+
+def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["ip", *arguments], check=check, capture_output=True, timeout=COMMAND_DEADLINE)
+
+
+def enter(name: str) -> None:
+    """Move this thread, and the threads it starts from now on, into a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
+    with (DIRECTORY / name).open() as handle:
+        if libc.setns(handle.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {name}")
+
+
+# --- processes in namespaces, which take orders from pipes ---
+
+
+class Orders:
+    """A member's end: iterating waits for the numbers of rounds to do; each is answered in seconds."""
+
+    def __init__(self, pipe: Connection, barrier: Barrier) -> None:
+        self._pipe, self._barrier = pipe, barrier
+
+    def ready(self) -> None:
+        """Say that the member is set up; call it once, before waiting for orders."""
+        self._pipe.send(0.0)
+
+    def __iter__(self) -> Iterator[int]:
+        while self._pipe.poll(IDLE_DEADLINE) and (rounds := self._pipe.recv()) is not None:
+            self._barrier.wait(DEADLINE)  # all members begin together
+            yield rounds
+
+    def done(self, seconds: float) -> None:
+        """Answer the last order."""
+        self._pipe.send(seconds)
+
+    def serve(self, step: Callable[[], object]) -> None:
+        """The usual life: say ready, then for every order take that many steps and answer their time."""
+        self.ready()
+        for rounds in self:
+            begin = time.perf_counter()
+            for _ in range(rounds):
+                step()
+            self.done(time.perf_counter() - begin)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A function of a module that runs as ``body(orders, **settings)`` in a process inside a namespace."""
+
+    namespace: Namespace
+    body: Callable[..., None]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def _run(member: Member, barrier: Barrier, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    torch.set_num_threads(1)
+    try:
+        enter(member.namespace.name)
+        member.body(Orders(pipe, barrier), **member.settings)
+    except (EOFError, BrokenPipeError):
+        return  # the parent is gone
+    except Exception:  # noqa: BLE001 - whatever it is, the parent reports it
+        pipe.send(traceback.format_exc())
+
+
+class Team:
+    """Processes in namespaces, blocked while idle, which begin each turn together at a barrier."""
+
+    def __init__(self, name: str, members: list[Member]) -> None:
+        self._name, self._members = name, members
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Team:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        barrier = context.Barrier(len(self._members))
+        for member in self._members:
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_run, args=(member, barrier, theirs), daemon=True)
+            self._pipes.append(mine)
+            process.start()
+            self._processes.append(process)
+            theirs.close()
+        self._answers()
+
+    def turn(self, rounds: int) -> list[float]:
+        """All members do ``rounds`` rounds; the seconds of each member."""
+        with contextlib.suppress(ConnectionError):  # a member that died is reported below
+            for pipe in self._pipes:
+                pipe.send(rounds)
+        return self._answers()
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def close(self) -> None:
+        """End all processes; harmless when they never started."""
+        for pipe in self._pipes:
+            with contextlib.suppress(ConnectionError):  # this member has ended already
+                pipe.send(None)
+        end = time.monotonic() + JOIN_DEADLINE
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join(JOIN_DEADLINE)
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _answers(self) -> list[float]:
+        """Wait for all members; the first that fails ends the wait, since the others may wait for it."""
+        answers: dict[int, float] = {}
+        end = time.monotonic() + DEADLINE
+        while missing := [i for i in range(len(self._pipes)) if i not in answers]:
+            waiting = [self._pipes[i] for i in missing]
+            ready = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"{self._name}: members {missing} gave no answer in {DEADLINE:g} s")
+            for i in missing:
+                if self._pipes[i] in ready:
+                    answers[i] = self._answer(i)
+        return [answers[i] for i in range(len(self._pipes))]
+
+    def _answer(self, member: int) -> float:
+        try:
+            answer = self._pipes[member].recv()
+        except (EOFError, ConnectionError):
+            raise RuntimeError(f"{self._name}: member {member} died") from None
+        if isinstance(answer, str):
+            raise RuntimeError(f"{self._name}: member {member} failed\n{answer}")
+        return float(answer)
