@@ -66,6 +66,7 @@ class Coordinator:
         self.generation = 0
         self.limit = 0  # in versions
         self.joined: set[int] = set()
+        self._lives: dict[int, int] = {}  # the incarnation of each worker
         self.gone: dict[Peer, str] = {}  # members and servers whose channel closed, and why
         self._members = members
         self._servers = servers
@@ -102,8 +103,10 @@ class Coordinator:
             ProtocolError: a kind that no coordinator receives.
         """
         match message.kind:
-            case Kind.JOIN:
-                return self._join(source.index)
+            case Kind.JOIN | Kind.REPORT | Kind.FAILED if not (self._open_to_all or source.index in self._members):
+                raise ProtocolError(f"worker {source.index} is not a member of this job")
+            case Kind.JOIN if not self._open_to_all:
+                return self._join(source.index, message.incarnation)
             case Kind.REPORT:
                 return self._report(source.index, message)
             case Kind.STAGED:
@@ -159,12 +162,10 @@ class Coordinator:
 
     # -- membership ----------------------------------------------------------------------------
 
-    def _check_member(self, worker: int) -> None:
-        if worker not in self._members:
-            raise ProtocolError(f"worker {worker} is not a member of this job")
-
-    def _join(self, worker: int) -> Outgoing:
-        self._check_member(worker)
+    def _join(self, worker: int, incarnation: int) -> Outgoing:
+        if worker in self.joined and self._lives.get(worker) == incarnation:
+            return []  # a copy
+        self._lives[worker] = incarnation
         self.joined.add(worker)
         self.gone.pop(worker_peer(worker), None)
         if self.joined < self._members:
@@ -186,13 +187,17 @@ class Coordinator:
         self._busy.clear()
         reload = reload or not self._rule.together  # who was in the middle of a push may hold older weights
         self._sent = dict.fromkeys(self.joined, self.version)
-        install = bool(self._waiting) and self.joined == self._members  # else what clients put may not be whole yet
+        install = self._to_install() if self.joined == self._members else []  # they wait for the others
         meta = {"workers": sorted(self.joined), "reload": reload, "install": install}
         out = self._to_servers(Kind.MEMBERS, meta=meta)
         for worker in sorted(self.joined):
             message = Message(Kind.MEMBERS, generation=self.generation, version=self.version, meta=meta)
             out.append((worker_peer(worker), message))
         return out + (self._tell_installed() if install else [])
+
+    def _to_install(self) -> list[list[Any]]:
+        """Who has put what is to be the state from now on, and in which request."""
+        return [[*client, sequence] for client, sequence in self._waiting]
 
     def _tell_installed(self) -> Outgoing:
         waiting, self._waiting = self._waiting, []
@@ -239,9 +244,8 @@ class Coordinator:
         if self._open_to_all:
             self.version += 1
             self._waiting.append((source, message.sequence))
-            return self._to_servers(Kind.MEMBERS, meta={"workers": [], "reload": False, "install": True}) + (
-                self._tell_installed()
-            )
+            meta = {"workers": [], "reload": False, "install": self._to_install()}
+            return self._to_servers(Kind.MEMBERS, meta=meta) + self._tell_installed()
         self._client = source
         if self.gone:
             return [(source, Message(Kind.INSTALLED, sequence=message.sequence, meta=self._loss()))]
@@ -314,8 +318,6 @@ class Coordinator:
     # -- stage and commit ----------------------------------------------------------------------
 
     def _report(self, worker: int, message: Message) -> Outgoing:
-        if not self._open_to_all:
-            self._check_member(worker)
         if message.generation != self.generation or (self._rule.together and message.version != self.version):
             return []  # of a generation or a version that is over
         self._staging.report(worker, message)
@@ -452,7 +454,6 @@ class Coordinator:
         return {"reason": "lost", "peer": [peer.role, peer.index], "why": why}
 
     def _failed(self, worker: int, message: Message) -> Outgoing:
-        self._check_member(worker)
         if message.generation != self.generation:
             return []
         return self._fail({"reason": "raised", "worker": worker, **message.values()})

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import ray
+import torch
 
 from steepest.arrays import Arrays, ArrayTree, OptimizerFactory
 from steepest.checkpoint import Record
@@ -27,11 +29,13 @@ from steepest.server_group import ServerGroup
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_START_SECONDS = 60.0  # that servers may take at least
 _USERS_BY_CALLS = 32  # processes that may use a server by actor calls at the same time
 
 # The connections of this process, by secret: a handle arrives anew with every task, its connection stays.
 _connections: dict[bytes, Connection] = {}
-_opening = threading.Lock()
+_opening = threading.RLock()
+_handles: WeakValueDictionary[int, ParameterServer] = WeakValueDictionary()  # of this process, by id
 
 
 class ParameterServer:
@@ -50,7 +54,7 @@ class ParameterServer:
         nonfinite: what happens to a push with NaN or infinity: "refuse" (the push raises), "skip" (it is left
             out, and makes a version that changes nothing) or "pass".
         transport: "wire", sockets; or "ray", actor calls, where no other port is open.
-        timeout: seconds that any call may take.
+        timeout: seconds that any call may take; the start of the servers may take a minute in any case.
         max_in_flight: asynchronous pushes of one process; a further one waits for the first to be committed.
 
     Raises:
@@ -89,6 +93,7 @@ class ParameterServer:
         arrays = Arrays.plan(initial, optimizer, None)
         group = ServerGroup(arrays, shards, nonfinite)
         limits = (require_seconds("timeout", timeout), require_count("max_in_flight", max_in_flight))
+        patience = max(timeout, _START_SECONDS)
         self._began_ray = ensure_ray()
         self._shut_down = False
         token = secrets.token_bytes(32)
@@ -102,13 +107,16 @@ class ParameterServer:
             memory = arrays.bytes_of(initial, "initial")
             stored = ray.put({name: part.numpy() for name, part in memory.items()})
             opened = [s.open_group.remote(group, i, stored, transport == "ray") for i, s in enumerate(servers)]
-            addresses = _get(opened, timeout, "the servers to start")
+            addresses = _get(opened, patience, "the servers to start")
             self._access = Access(group, tuple(servers), tuple(a for a in addresses if a), token, *limits)
+            _handles[id(self)] = self
             first = self._access.callees(1)
-            _get([s.connect.remote(first, timeout) for s in servers[1:]], timeout, "the servers to connect")
+            _get([s.connect.remote(first, patience) for s in servers[1:]], patience, "the servers to connect")
         except BaseException:
             for server in servers:
                 ray.kill(server, no_restart=True)
+            if self._began_ray:
+                ray.shutdown()
             raise
 
     # -- pull and push -------------------------------------------------------------------------
@@ -153,7 +161,7 @@ class ParameterServer:
             DeadlineError, PeerLostError, ShutdownError
         """
         memory = self._arrays.bytes_of(update, "update")
-        return self._run(lambda connection: connection.pusher.push(memory), "a push to be committed")
+        return self._run(lambda connection: connection.pusher.push(memory), "a push to be committed", memory)
 
     def push_async(self, update: ArrayTree) -> Future[int]:
         """Pushes an update without waiting; the future holds the version that it made, or what went wrong.
@@ -181,7 +189,7 @@ class ParameterServer:
         """
         memory = self._arrays.bytes_of(update, "update")
         wanted, pulled = self._arrays.request(None, None, out)
-        self._run(lambda connection: connection.pusher.push(memory, wanted), "a push to be committed")
+        self._run(lambda connection: connection.pusher.push(memory, wanted), "a push to be committed", memory)
         return pulled
 
     def flush(self) -> None:
@@ -202,14 +210,14 @@ class ParameterServer:
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything at one version: "version", "arrays" and, with an optimizer, its "optimizer" state.
+        """Everything at one version: "version", "arrays", the kind of "update" and the "optimizer" state, if any.
 
         Plain tensors in dicts and lists: `torch.save` and `torch.load` with ``weights_only=True`` keep it.
         """
         snapshot: Snapshot = self._run(lambda connection: connection.client.read("state"), "the state")
         records = [[chunk, about, value] for chunk, about, value in snapshot.records]
         arrays = self._arrays.layout.named(snapshot.weights)
-        return {"version": snapshot.version, "arrays": arrays, "optimizer": records}
+        return {"version": snapshot.version, "update": self._rule, "arrays": arrays, "optimizer": records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets arrays and optimizer state to what `state_dict` of a like server gave, as a new version.
@@ -223,6 +231,9 @@ class ParameterServer:
         names = {entry.name for entry in layout.entries}
         if set(state["arrays"]) != names:
             raise ConfigurationError(f"state holds {sorted(state['arrays'])}, this server {sorted(names)}")
+        if state.get("update", self._rule) != self._rule:
+            raise ConfigurationError(f"state is of updates by {state['update']!r}, this server's are by {self._rule!r}")
+        self._arrays.bytes_of(state["arrays"][""] if self._arrays.single else state["arrays"], "state")
         weights = layout.allocate()
         layout.write(weights, state["arrays"])
         records: list[Record] = [(int(chunk), dict(about), value) for chunk, about, value in state["optimizer"]]
@@ -267,12 +278,24 @@ class ParameterServer:
         return _handle, (self._access,)
 
     def __del__(self) -> None:
-        access = getattr(self, "_access", None)
-        connection = _connections.get(access.token) if access is not None else None
-        if connection is not None:
-            _flush(connection)
+        access: Access | None = getattr(self, "_access", None)
+        if access is None or (connection := _connections.get(access.token)) is None:
+            return
+        _flush(connection)
+        others = [other for other in list(_handles.values()) if other is not self]
+        if not access.addresses and all(other._access.token != access.token for other in others):
+            _connections.pop(access.token, None)  # it holds the actors, which would live on
+            connection.close()
 
     # -- inside --------------------------------------------------------------------------------
+
+    @property
+    def _rule(self) -> str:
+        """What is done with updates: "add", or the optimizer and the switches that change what state it keeps."""
+        spec = self._arrays.spec
+        if spec is None:
+            return "add"
+        return " ".join([spec.name, *(flag for flag, on in spec.state_flags().items() if on)])
 
     @property
     def _arrays(self) -> Arrays:
@@ -283,22 +306,26 @@ class ParameterServer:
             raise ShutdownError("this parameter server is shut down: make another one")
         access = self._access
         connection = _connections.get(access.token)
-        if connection is None:
+        if connection is None or connection.closed:
             with _opening:
                 connection = _connections.get(access.token)
-                if connection is None:
+                if connection is None or connection.closed:
+                    _close_lost()
                     connection = _connections[access.token] = access.connect()
         return connection
 
-    def _run(self, begin: Callable[[Connection], Future[T]], what: str) -> T:
+    def _run(
+        self, begin: Callable[[Connection], Future[T]], what: str, memory: Mapping[str, torch.Tensor] | None = None
+    ) -> T:
         connection = self._connection()
-        return connection.run(lambda: begin(connection), what)
+        return connection.run(lambda: begin(connection), what, (memory or {}).values())
 
 
 def _handle(access: Access) -> ParameterServer:
     """A handle in another process."""
     server = ParameterServer.__new__(ParameterServer)
     server._access = access
+    _handles[id(server)] = server
     server._shut_down = server._began_ray = False
     return server
 
@@ -313,10 +340,19 @@ def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
     return results
 
 
+def _close_lost() -> None:
+    """Closes connections to servers that are gone: a process may meet many in its life."""
+    for token, connection in list(_connections.items()):
+        if not connection.turning_here and connection.lost():
+            del _connections[token]
+            connection.close()
+
+
 def _flush(connection: Connection) -> None:
     """Waits for what is in flight; what cannot be committed any more is said in the log."""
     try:
-        connection.flush()
+        if connection.pusher.pushing and not connection.turning_here:
+            connection.flush()
     except SteepestError as error:
         log.warning("pushes in flight were not committed: %s", error)
 
@@ -326,3 +362,4 @@ def _flush_all() -> None:
     for connection in list(_connections.values()):
         with contextlib.suppress(RuntimeError):  # interpreters that end refuse new threads
             _flush(connection)
+            connection.close()

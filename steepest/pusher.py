@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -50,7 +50,12 @@ class Pusher:
         self._sequence = 0
         self._reads = _READS
         self._requests: dict[int, _Request] = {}
-        self._gone: Exception | None = None
+        self._gone: Callable[[], Exception] | None = None
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why nothing is pushed or pulled any more; None while all is well."""
+        return None if self._gone is None else self._gone()
 
     def push(self, update: Mapping[str, torch.Tensor], wanted: Mapping[str, Wanted] | None = None) -> Future[int]:
         """Pushes some arrays; the future holds the version that the update made.
@@ -90,8 +95,9 @@ class Pusher:
 
     def _begin(self, sequence: int, wanted: Mapping[str, Wanted], chunks: set[int], servers: set[int]) -> Future[int]:
         future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # what is sent cannot be cancelled
         if self._gone is not None:
-            future.set_exception(self._gone)
+            future.set_exception(self._gone())
         else:
             self._requests[sequence] = _Request(future, wanted, chunks, servers)
         return future
@@ -117,6 +123,8 @@ class Pusher:
         match message.kind:
             case _ if request is None:
                 return  # nobody waits for it any more
+            case Kind.WEIGHTS | Kind.END if request.version not in (-1, message.version):
+                return  # of a request that came twice; of each server the first answer comes first
             case Kind.RESULT:
                 self._finish(message.sequence, message.version)
             case Kind.FAILURE:
@@ -148,7 +156,6 @@ class Pusher:
         self._look(message, request)
 
     def _look(self, message: Message, request: _Request) -> None:
-        assert request.version in (-1, message.version), "servers sent different versions"
         request.version = message.version
         if not request.chunks and not request.servers:
             self._finish(message.sequence, message.version)
@@ -164,19 +171,21 @@ class Pusher:
     def lost(self, peer: Peer, reason: str) -> None:
         """A server or the coordinator is gone: whatever waits fails, now and later."""
         if peer.role in ("server", "coordinator"):
-            self._fail(PeerLostError(f"{peer} of the parameter server is gone ({reason}): it was shut down or died"))
+            text = f"{peer} of the parameter server is gone ({reason}): it was shut down or died"
+            self._fail(lambda: PeerLostError(text))
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         """Nothing will arrive any more."""
-        self._fail(ShutdownError("this parameter server is shut down"))
+        self._fail(lambda: ShutdownError(why))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Callable[[], Exception]) -> None:
+        """Every future has an exception of its own: raising one adds to its traceback."""
         if self._gone is None:
             self._gone = error
         requests, self._requests = self._requests, {}
         self.pushing = 0
         for request in requests.values():
-            request.future.set_exception(error)
+            request.future.set_exception(error())
 
     def tick(self, now: float) -> None:
         """Deadlines are those of the callers."""

@@ -30,6 +30,14 @@ class _Arriving:
     culprits: list[tuple[int, str]] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Put:
+    """What a client wants to be the state, as far as it has come."""
+
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)
+    state: list[tuple[int, dict[str, Any], torch.Tensor]] = field(default_factory=list)
+
+
 class Server:
     """One server's chunks: a state machine over messages.
 
@@ -81,9 +89,9 @@ class Server:
         self._arriving: dict[PushId, _Arriving] = {}
         self._done = Done()
         self._together_now = _Arriving(len(self._trainable))
-        self._putting: tuple[Peer, int] | None = None  # who puts what follows, and in which request
-        self._put: dict[int, torch.Tensor] = {}
-        self._put_state: list[tuple[int, dict[str, Any], torch.Tensor]] = []
+        self._puts: dict[tuple[Peer, int], _Put] = {}  # by who puts, and in which request
+        self._installed: dict[Peer, int] = {}  # the last request of each
+        self._gone: set[Peer] = set()  # whoever put something and left; it may be installed all the same
 
     # -- Role ----------------------------------------------------------------------------------
 
@@ -118,8 +126,8 @@ class Server:
                 self._snapshot(message)
             case Kind.PUT:
                 assert message.payload is not None
-                if self._begin_put(source, message):
-                    self._put[message.chunk] = message.payload
+                if (put := self._begin_put(source, message)) is not None:
+                    put.weights[message.chunk] = message.payload
             case Kind.STATE:
                 self._receive_state(source, message)
             case _:
@@ -127,8 +135,8 @@ class Server:
 
     def lost(self, peer: Peer, reason: str) -> None:
         """The coordinator decides what a loss means; it is told once all that arrived is staged."""
-        if self._putting is not None and self._putting[0] == peer:
-            self._putting = None  # who comes in its place counts from one again
+        self._installed.pop(peer, None)  # who comes in its place counts from one again
+        self._gone |= {source for source, _ in self._puts if source == peer}
         if self._open_to_all and peer.role == "worker":
             for push in [push for push in self._arriving if push.worker == peer.index]:
                 self._forget(push)
@@ -280,8 +288,8 @@ class Server:
             self._arriving.clear()
             self._done.clear()
             self._together_now = _Arriving(len(self._trainable))
-        if meta.get("install"):
-            self._install()
+        for role, index, sequence in meta.get("install", ()):
+            self._install(Peer(role, index), sequence)
         if meta["reload"]:
             for worker in sorted(self._members):
                 for held in self._chunks.values():
@@ -293,32 +301,36 @@ class Server:
             except ProtocolError as error:
                 log.warning("refused %s from %s: %s", push.kind.name, source, error)
 
-    def _begin_put(self, source: Peer, message: Message) -> bool:
-        """Whether to take it; a new request takes the place of one that was never installed."""
-        last = self._putting
-        if last is not None and last[0] == source and message.sequence < last[1]:
-            return False  # a copy of an older one
-        if last != (source, message.sequence):
-            self._putting = (source, message.sequence)
-            self._put.clear()
-            self._put_state.clear()
-        about = {"sequence": message.sequence, "version": message.version, "chunk": message.chunk}
-        self._send(source, Message(Kind.END, **about))
-        return True
+    def _begin_put(self, source: Peer, message: Message) -> _Put | None:
+        """Where to put it; nowhere when it is a copy of what was installed."""
+        if message.sequence <= self._installed.get(source, 0):
+            return None
+        key = (source, message.sequence)
+        if source in self._gone or key not in self._puts:
+            self._puts = {other: put for other, put in self._puts.items() if other[0] not in self._gone}
+            self._gone.clear()
+            self._puts[key] = _Put()
+        end = Message(Kind.END, sequence=message.sequence, version=message.version, chunk=message.chunk)
+        self._send(source, end)
+        return self._puts[key]
 
-    def _install(self) -> None:
-        """Makes what clients put the state; optimizer state only together with weights of a checkpoint."""
-        for index, payload in self._put.items():
+    def _install(self, source: Peer, sequence: int) -> None:
+        """Makes what a client put the state; optimizer state only together with weights of a checkpoint."""
+        put = self._puts.pop((source, sequence), None)
+        if put is None:
+            return
+        if source not in self._gone:
+            self._installed[source] = sequence
+        self._puts = {key: other for key, other in self._puts.items() if key[0] != source or key[1] > sequence}
+        for index, payload in put.weights.items():
             self._own_pending(self._chunks[index].weights)
             self._chunks[index].weights.copy_(payload)
-        if self._put_state:
+        if put.state:
             for held in self._chunks.values():
                 held.clear_state()
-            for index, about, value in self._put_state:
+            for index, about, value in put.state:
                 if "name" in about:
                     self._chunks[index].load_state(about, value)
-        self._put.clear()
-        self._put_state.clear()
 
     def _snapshot(self, message: Message) -> None:
         meta = message.values()
@@ -338,8 +350,8 @@ class Server:
         value = torch.empty(0) if "name" not in about else state_tensor(about, message.payload)
         if message.chunk >= 0 and message.chunk not in self._chunks:
             raise ProtocolError(f"optimizer state for chunk {message.chunk}, which server {self._index} does not hold")
-        if self._begin_put(source, message):
-            self._put_state.append((message.chunk, about, value))
+        if (put := self._begin_put(source, message)) is not None:
+            put.state.append((message.chunk, about, value))
 
 
 def _about(arriving: _Arriving) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -57,7 +58,8 @@ class ServerChunk:
         self._layout = layout
         self._checked = checked and chunk.dtype.is_floating_point
         self._sum: torch.Tensor | None = None  # memory for a mean of several
-        self._buffers: list[torch.Tensor] = []  # staging memory, all of it
+        # staging memory, all of it, by id; a connection that breaks in the middle of a payload lets go of its part
+        self._buffers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
         self._spare: list[torch.Tensor] = []  # what of it is free
         self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
         self._parameters = [
@@ -73,14 +75,14 @@ class ServerChunk:
     def staging_buffer(self) -> torch.Tensor:
         """Memory for one push; free again after its commit."""
         if not self._spare:
-            self._buffers.append(torch.empty_like(self.weights))
-            return self._buffers[-1]
+            buffer = torch.empty_like(self.weights)
+            self._buffers[id(buffer)] = buffer
+            return buffer
         return self._spare.pop()
 
     def release(self, payload: torch.Tensor | None) -> None:
         """Takes back the staging buffer, if it is one, of a push that is done with."""
-        if any(payload is buffer for buffer in self._buffers):
-            assert payload is not None
+        if payload is not None and self._buffers.get(id(payload)) is payload:
             self._spare.append(payload)
 
     @property

@@ -168,6 +168,7 @@ class StagedEach:
     _waiting: dict[PushId, _Waiting] = field(default_factory=dict)
     _ready: dict[PushId, Staged] = field(default_factory=dict)
     _done: Done = field(default_factory=Done)
+    _left: dict[int, set[int | None]] = field(default_factory=dict)  # who has seen which workers leave
 
     def report(self, worker: int, message: Message) -> None:
         """Takes a worker's report; what is done with is not taken again."""
@@ -213,16 +214,25 @@ class StagedEach:
         return reports
 
     def abandon(self, worker: int, server: int | None) -> list[PushId]:
-        """A worker's channel to a server (None: to the coordinator) closed: what can never be complete now."""
-        lost = [
-            key
-            for key, waiting in self._waiting.items()
-            if key.worker == worker and (waiting.report is None if server is None else server not in waiting.servers)
-        ]
+        """A worker's channel to a server (None: to the coordinator) closed: what can never be complete now.
+
+        Some of its words may still be on their way, until everybody has said so.
+        """
+        if server is not None and server not in self.holding:
+            return []
+        left = self._left.setdefault(worker, set())
+        left.add(server)
+        everybody = left >= {None, *self.holding}
+        lost = []
+        for key, waiting in self._waiting.items():
+            missing = waiting.report is None if server is None else server not in waiting.servers
+            if key.worker == worker and key not in self._ready and (missing or everybody):
+                lost.append(key)
         for key in lost:
             del self._waiting[key]
             self._done.add(key)
-        if not any(key.worker == worker for key in self._waiting):
+        if everybody:
+            del self._left[worker]
             self._done.forget(worker)
         return lost
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from concurrent.futures import Future
@@ -16,15 +17,16 @@ from hypothesis import strategies as st
 
 from steepest import DistributedSGD, ParameterServerStrategy
 from steepest.comm.channel import Event
+from steepest.comm.frame import encode
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.comm.wire import WireTransport
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
-from steepest.runtime.calls import Caller, CallTransport, Parcel
+from steepest.runtime.calls import CallTransport
+from steepest.runtime.parcels import ANSWER_HEAD, CALL_HEAD, END, HELLO, NOTHING, SAY, Parcel, unpack
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.reference import same_bits
 
 ME, OTHER = worker_peer(0), server_peer(0)
-CALLER = Caller((ME,), 1)
 SECONDS = 30.0
 
 
@@ -44,23 +46,35 @@ def numbers(events: list[Event]) -> list[int]:
     return [event.message.sequence for event in events if event.message is not None]
 
 
-def parcel(*found: int) -> tuple[list[bytes], list[Any]]:
-    """Messages of the actor to the caller, as a channel packs them."""
-    channel = FakeRay().connected(CallTransport(sink, ()))
-    for number in found:
-        channel.send(message(number, OTHER, ME, size=3))
-    return channel.gathered()
+def parcel(answer: int, *found: int) -> Parcel:
+    """Messages of the actor to the caller."""
+    return ANSWER_HEAD.pack(answer, False) + b"".join(encode(message(number, OTHER, ME)) for number in found), []
+
+
+def packed(number: int, what: int = SAY, *, key: int = 1, text: bytes = b"") -> bytes:
+    """A call as a caller packs it."""
+    return CALL_HEAD.pack(key, number, what) + text
+
+
+def hello(key: int = 1, *peers: Peer) -> bytes:
+    return packed(0, HELLO, key=key, text=json.dumps(peers or (ME,)).encode())
 
 
 class FakeCall:
     """A call that the test runs and completes when it likes."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+    def __init__(self, call: bytes, *payloads: Any) -> None:
+        self.call, self.payloads = call, payloads
+        self.key, self.number, self.what = CALL_HEAD.unpack_from(call)
         self.result: Future[Parcel] = Future()
 
     def future(self) -> Future[Parcel]:
         return self.result
+
+    @property
+    def said(self) -> list[int]:
+        """The numbers of the messages that it takes along."""
+        return [found.sequence for found in unpack(memoryview(self.call)[CALL_HEAD.size :], self.payloads, sink)]
 
 
 class FakeRay:
@@ -69,13 +83,15 @@ class FakeRay:
     def __init__(self) -> None:
         self.exchange = self
         self.calls: list[FakeCall] = []
+        self.key = 0
         self.ended = 0
 
-    def remote(self, caller: Caller, number: int, heads: list[bytes] | None, *payloads: Any) -> FakeCall:
-        call = FakeCall(caller, number, heads, payloads)
-        if number == 0:
-            call.result.set_result((-1, [], []))
-        elif heads is None:
+    def remote(self, *arguments: Any) -> FakeCall:
+        call = FakeCall(*arguments)
+        self.key = call.key
+        if call.what == HELLO:
+            call.result.set_result(NOTHING)
+        elif call.what == END:
             self.ended += 1
         else:
             self.calls.append(call)
@@ -85,13 +101,13 @@ class FakeRay:
         return transport.connect((OTHER,), self, **options)
 
 
-def start(callee: CallTransport, *arguments: Any) -> tuple[threading.Thread, Future[Parcel]]:
+def start(callee: CallTransport, call: bytes, *payloads: Any) -> tuple[threading.Thread, Future[Parcel]]:
     """Answers a call on a thread; returns when the transport has it."""
     found: Future[Parcel] = Future()
 
     def body() -> None:
         try:
-            found.set_result(callee.answer(*arguments))
+            found.set_result(callee.answer(call, payloads))
         except (ShutdownError, PeerLostError) as error:
             found.set_exception(error)
 
@@ -102,12 +118,12 @@ def start(callee: CallTransport, *arguments: Any) -> tuple[threading.Thread, Fut
     return thread, found
 
 
-def greeted(callee: CallTransport, caller: Caller = CALLER) -> Any:
+def greeted(callee: CallTransport, key: int = 1) -> Any:
     """The callee's new channel to a caller."""
-    thread, found = start(callee, caller, 0, [], ())
+    thread, found = start(callee, hello(key))
     events = callee.poll(0)
     assert events[-1][1:] == (None, "opened")
-    assert found.result(SECONDS) == (-1, [], [])
+    assert found.result(SECONDS) == NOTHING
     thread.join(SECONDS)
     return events[-1].channel
 
@@ -121,11 +137,11 @@ def test_answers_are_put_in_order() -> None:
     for number in range(3):
         channel.send(message(number))
         transport.poll(0)
-    assert [call.arguments[1] for call in actor.calls] == [1, 2, 3]
-    actor.calls[0].result.set_result((2, *parcel(5, 6)))
-    actor.calls[2].result.set_result((1, *parcel(4)))
+    assert [call.number for call in actor.calls] == [1, 2, 3]
+    actor.calls[0].result.set_result(parcel(2, 5, 6))
+    actor.calls[2].result.set_result(parcel(1, 4))
     assert transport.poll(0) == []
-    actor.calls[1].result.set_result((0, *parcel(1, 2, 3)))
+    actor.calls[1].result.set_result(parcel(0, 1, 2, 3))
     assert numbers(transport.poll(0)) == [1, 2, 3, 4, 5, 6]
 
 
@@ -140,25 +156,19 @@ def test_a_call_is_always_in_flight_and_few_are() -> None:
         channel.send(message(number))
         transport.pump()
     assert len(actor.calls) == 4
-    actor.calls[1].result.set_result((-1, [], []))  # pump need not wait for poll
+    actor.calls[1].result.set_result(NOTHING)  # pump need not wait for poll
     transport.pump()
-    assert [len(call.arguments[2]) for call in actor.calls] == [0, 1, 1, 1, 17]
-    callee = CallTransport(sink, (OTHER,))
-    greeted(callee)
-    for call in actor.calls:
-        start(callee, CALLER, *call.arguments[1:])
-    assert numbers(callee.poll(0)) == list(range(20))
-    callee.close()
+    assert [call.said for call in actor.calls] == [[], [0], [1], [2], list(range(3, 20))]
 
 
 def test_a_caller_may_pause_after_an_answer() -> None:
     actor, transport = FakeRay(), CallTransport(sink, (ME,))
     channel = actor.connected(transport, pause=3600)
     transport.poll(0)
-    actor.calls[0].result.set_result((-1, [], []))
+    actor.calls[0].result.set_result(NOTHING)
     transport.poll(0)
     assert len(actor.calls) == 2, "no answer, no pause"
-    actor.calls[1].result.set_result((0, *parcel(1)))
+    actor.calls[1].result.set_result(parcel(0, 1))
     assert numbers(transport.poll(0)) == [1]
     transport.poll(0)
     assert len(actor.calls) == 2
@@ -173,7 +183,7 @@ def test_much_leaves_in_the_middle_of_a_turn(monkeypatch: pytest.MonkeyPatch) ->
     actor, transport = FakeRay(), CallTransport(sink, (ME,))
     channel = actor.connected(transport)
     channel.send(message(1, size=1 << 20))
-    assert actor.calls[0].arguments[3] == (1,)
+    assert actor.calls[0].payloads == (1,)
     weights = torch.zeros(1 << 20, dtype=torch.uint8)
     for version, worker in ((1, 0), (1, 1), (2, 0)):
         for kind in (Kind.WEIGHTS, Kind.STATE):
@@ -187,7 +197,7 @@ def test_a_completed_call_ends_poll() -> None:
     actor.connected(transport)
     transport.poll(0)
     call = actor.calls[0]
-    thread = threading.Thread(target=lambda: call.result.set_result((0, *parcel(7))))
+    thread = threading.Thread(target=lambda: call.result.set_result(parcel(0, 7)))
     thread.start()
     assert numbers(transport.poll(SECONDS)) == [7]
     thread.join()
@@ -201,7 +211,7 @@ def test_an_error_closes_the_channel_once() -> None:
     for number in range(3):
         channel.send(message(number))
         transport.poll(0)
-    actor.calls[0].result.set_result((0, *parcel(1)))
+    actor.calls[0].result.set_result(parcel(0, 1))
     for call in actor.calls[1:]:
         call.result.set_exception(ray.exceptions.RayActorError(error_msg="it died\nlong ago"))
     events = transport.poll(0)
@@ -212,13 +222,27 @@ def test_an_error_closes_the_channel_once() -> None:
     assert len(actor.calls) == 3
 
 
-def test_an_answer_that_makes_no_sense_closes_the_channel() -> None:
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [
+        (None, "a header that is cut off"),
+        (3, "PUSH without its payload of 3 bytes"),
+        (200_000, "PUSH without its payload of 200000 bytes"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_closes_the_channel(size: int | None, reason: str) -> None:
     actor, transport = FakeRay(), CallTransport(sink, (ME,))
-    actor.connected(transport)
+    channel = actor.connected(transport)
     transport.poll(0)
-    heads, _ = parcel(1)
-    actor.calls[0].result.set_result((0, heads, []))
-    assert "refused: PUSH without its payload of 3 bytes" in transport.poll(0)[0].reason
+    text, _ = parcel(0, 1)
+    if size is None:
+        text = text[:-1]
+    else:
+        text += encode(message(1, OTHER, ME, size))
+    actor.calls[0].result.set_result((text, []))
+    (event,) = transport.poll(0)
+    assert event[:2] == (channel, None)
+    assert event.reason == f"refused: {reason}"
     assert (transport.refused, actor.ended) == (1, 1)
 
 
@@ -236,7 +260,7 @@ def test_who_does_not_answer_is_not_connected() -> None:
     transport, silent = CallTransport(sink, (ME,)), Silent()
     with pytest.raises(DeadlineError, match=r"server 0 did not answer a call within 0\.01 s"):
         transport.connect((OTHER,), silent, 0.01)
-    assert silent.calls[-1].arguments[2] is None, "it is told, should it still live"
+    assert silent.calls[-1].what == END, "it is told, should it still live"
     with pytest.raises(PeerLostError, match="cannot call server 0: gone"):
         transport.connect((OTHER,), Dead())
     assert transport.poll(0) == []
@@ -248,34 +272,53 @@ def test_who_does_not_answer_is_not_connected() -> None:
 def test_calls_are_put_in_order_and_only_the_newest_is_held() -> None:
     actor, caller, callee = FakeRay(), CallTransport(sink, (ME,)), CallTransport(sink, (OTHER,))
     channel = actor.connected(caller)
-    back = greeted(callee)
-    assert back.peers == (ME,)
+    back = greeted(callee, actor.key)
+    assert (back.peers, back.name) == ((ME,), "worker 0")
     for number in range(3):
         channel.send(message(number, size=number))
         caller.poll(0)
-    third, second, first, again = (start(callee, CALLER, *actor.calls[i].arguments[1:]) for i in (2, 1, 0, 1))
+    third, second, first, again = (start(callee, actor.calls[i].call, *actor.calls[i].payloads) for i in (2, 1, 0, 1))
     assert numbers(callee.poll(0)) == [0, 1, 2]
     for thread, found in (first, second, again):
-        assert found.result(SECONDS) == (-1, [], [])
+        assert found.result(SECONDS) == NOTHING
         thread.join(SECONDS)
     assert third[0].is_alive()
     back.send(message(8, OTHER, ME))
     back.send(message(9, OTHER, ME))
     callee.poll(0)
-    number, heads, _ = third[1].result(SECONDS)
-    assert (number, len(heads)) == (0, 2)
+    actor.calls[2].result.set_result(third[1].result(SECONDS))
+    assert numbers(caller.poll(0)) == [8, 9]
+
+
+def test_a_long_turn_says_what_it_has_and_that_more_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, caller, callee = FakeRay(), CallTransport(sink, (ME,)), CallTransport(sink, (OTHER,))
+    actor.connected(caller, pause=3600)
+    back = greeted(callee, actor.key)
+    caller.poll(0)
+    thread, found = start(callee, actor.calls[0].call)
+    back.send(message(1, OTHER, ME))
+    monkeypatch.setattr("steepest.runtime.calls._GATHER_SECONDS", 3600)
+    callee.pump()
+    assert thread.is_alive()
+    monkeypatch.setattr("steepest.runtime.calls._GATHER_SECONDS", 0)
+    callee.pump()
+    actor.calls[0].result.set_result(found.result(SECONDS))
+    assert numbers(caller.poll(0)) == [1]
+    caller.poll(0)
+    assert len(actor.calls) == 2, "no pause"
+    thread.join(SECONDS)
 
 
 def test_a_call_is_not_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steepest.runtime.calls._HOLD_SECONDS", 0.001)
     callee = CallTransport(sink, (OTHER,))
     greeted(callee)
-    assert callee.answer(CALLER, 1, [], ()) == (-1, [], [])
+    assert callee.answer(packed(1), ()) == NOTHING
 
 
 def test_the_first_call_returns_when_the_router_knows_the_caller() -> None:
     callee = CallTransport(sink, (OTHER,))
-    thread, found = start(callee, CALLER, 0, [], ())
+    thread, found = start(callee, hello())
     assert not found.done()
     (event,) = callee.poll(0)
     assert (event.message, event.reason) == (None, "opened")
@@ -286,19 +329,20 @@ def test_the_first_call_returns_when_the_router_knows_the_caller() -> None:
 def test_a_caller_that_leaves_or_comes_again() -> None:
     callee = CallTransport(sink, (OTHER,))
     first = greeted(callee)
-    thread, found = start(callee, CALLER, 2, None, ())  # leaves; one call is still on its way
+    thread, found = start(callee, packed(2, END))  # leaves; one call is still on its way
     assert callee.poll(0) == []
-    start(callee, CALLER, 1, [], ())
+    start(callee, packed(1))
     assert callee.poll(0) == [Event(first, None, "channel closed")]
-    assert isinstance(found.exception(SECONDS), PeerLostError)
+    assert found.result(SECONDS) == NOTHING
     thread.join(SECONDS)
     second = greeted(callee)
-    start(callee, Caller((ME, COORDINATOR), 2), 0, [], ())
+    start(callee, hello(2, ME, COORDINATOR))
     events = callee.poll(0)
     assert events[0] == Event(second, None, "it has connected anew")
     assert events[1][1:] == (None, "opened")
     with pytest.raises(PeerLostError, match="it has closed this channel"):
-        callee.answer(CALLER, 1, [], ())
+        callee.answer(packed(1), ())
+    assert callee.answer(packed(2, END), ()) == NOTHING
 
 
 def test_nonsense_closes_the_channel_and_the_caller_is_told() -> None:
@@ -307,7 +351,7 @@ def test_nonsense_closes_the_channel_and_the_caller_is_told() -> None:
 
     callee = CallTransport(refuse, (OTHER,))
     back = greeted(callee)
-    _, found = start(callee, CALLER, 1, *parcel(1))
+    _, found = start(callee, packed(1, text=encode(message(1, size=3)) + bytes(3)))
     assert callee.poll(0) == [Event(back, None, "refused: not for me")]
     assert "refused: not for me" in str(found.exception(SECONDS))
     assert callee.refused == 1
@@ -316,14 +360,15 @@ def test_nonsense_closes_the_channel_and_the_caller_is_told() -> None:
 def test_close_ends_every_call() -> None:
     callee = CallTransport(sink, (OTHER,))
     greeted(callee)
-    held = [start(callee, CALLER, 1, [], ()), start(callee, Caller((worker_peer(1),), 2), 0, [], ())]
+    held = [start(callee, packed(1)), start(callee, hello(2, worker_peer(1)))]
     callee.close()
     for thread, found in held:
         assert isinstance(found.exception(SECONDS), PeerLostError | type(None))
         thread.join(SECONDS)
         assert not thread.is_alive()
     with pytest.raises(ShutdownError):
-        callee.answer(CALLER, 2, [], ())
+        callee.answer(packed(2), ())
+    assert callee.answer(packed(2, END), ()) == NOTHING
     actor, transport = FakeRay(), CallTransport(sink, (ME,))
     channel = actor.connected(transport)
     transport.close()
@@ -337,7 +382,8 @@ def test_close_ends_every_call() -> None:
 def test_both_ways_in_order_exactly_once_in_any_order_of_calls(seed: int) -> None:
     luck = random.Random(seed)
     actor, caller, callee = FakeRay(), CallTransport(sink, (ME,)), CallTransport(sink, (OTHER,))
-    there, back = actor.connected(caller), greeted(callee)
+    there = actor.connected(caller)
+    back = greeted(callee, actor.key)
     sent, found = [0, 0], ([], [])  # by direction
     running: list[tuple[FakeCall, threading.Thread, Future[Parcel]]] = []
 
@@ -349,7 +395,7 @@ def test_both_ways_in_order_exactly_once_in_any_order_of_calls(seed: int) -> Non
     def run() -> None:
         if actor.calls:
             call = actor.calls.pop(luck.randrange(len(actor.calls)))
-            running.append((call, *start(callee, CALLER, *call.arguments[1:])))
+            running.append((call, *start(callee, call.call, *call.payloads)))
 
     def complete() -> None:
         over = [entry for entry in running if entry[2].done()]
@@ -365,6 +411,7 @@ def test_both_ways_in_order_exactly_once_in_any_order_of_calls(seed: int) -> Non
         lambda: found[1].extend(numbers(caller.poll(0))),
         lambda: found[0].extend(numbers(callee.poll(0))),
         lambda: caller.pump(),
+        lambda: callee.pump(),
         run,
         complete,
         complete,
@@ -397,8 +444,8 @@ class Talker:
                     heard.source, heard.target = heard.target, heard.source
                     channel.send(heard)
 
-    def exchange(self, caller: Caller, number: int, heads: list[bytes] | None, *payloads: Any) -> Parcel:
-        return self.transport.answer(caller, number, heads, payloads)
+    def exchange(self, call: bytes, *payloads: Any) -> Parcel:
+        return self.transport.answer(call, payloads)
 
 
 def talk(actor: Any, index: int, count: int) -> list[int]:

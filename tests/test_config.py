@@ -18,7 +18,6 @@ from steepest.config import (
     ParameterServerStrategy,
     RunSettings,
     SimpleStrategy,
-    StrategyConfig,
     as_strategy,
     require_count,
 )
@@ -36,11 +35,98 @@ def refused(make: Callable[[], object]) -> str:
 # -- strategies -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "cls"), [("simple", SimpleStrategy), ("ps", ParameterServerStrategy)])
-def test_a_name_stands_for_a_strategy_with_its_defaults(name: str, cls: type[StrategyConfig]) -> None:
-    assert as_strategy(name) == cls()
-    assert cls.name == name
-    assert name in STRATEGY_NAMES
+NAMED = {
+    "simple": SimpleStrategy(),
+    "ps": ParameterServerStrategy(mode="sync"),
+    "async": ParameterServerStrategy(mode="async"),
+    "ssp": ParameterServerStrategy(mode="ssp"),
+}
+
+
+def test_there_are_these_names() -> None:
+    assert set(STRATEGY_NAMES) == set(NAMED)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_name_stands_for_a_strategy_with_its_defaults(name: str) -> None:
+    assert as_strategy(name) == NAMED[name]
+    assert as_strategy(name).name == name
+
+
+def test_the_parameter_server_is_synchronous_unless_told_otherwise() -> None:
+    assert ParameterServerStrategy() == ParameterServerStrategy(
+        mode="sync", staleness=None, correction=None, backup_workers=0, nonfinite="refuse", transport="wire"
+    )
+    assert ParameterServerStrategy(backup_workers=1).name == "ps"
+
+
+@pytest.mark.parametrize("settings", [{"staleness": 0}, {"staleness": 7}, {}])
+def test_ssp_has_a_lead_of_three_steps_unless_told_otherwise(settings: dict[str, int]) -> None:
+    found = ParameterServerStrategy(mode="ssp", **settings)
+    assert (found.lead, found.name) == (settings.get("staleness", 3), "ssp")
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("mode", ("sync", "async", "ssp")),
+        ("correction", (None, "learning_rate", "drop")),
+        ("nonfinite", ("refuse", "skip", "pass")),
+        ("transport", ("wire", "ray")),
+    ],
+)
+@pytest.mark.parametrize("value", ["", "Sync", "other", 0, True, ("sync",)])
+def test_choices_are_refused_with_those_there_are(field: str, values: tuple[Any, ...], value: Any) -> None:
+    message = refused(lambda: ParameterServerStrategy(**{field: value}))
+    assert message == f"{field}={value!r}: give one of {', '.join(map(repr, values))}"
+
+
+@pytest.mark.parametrize(("field", "value"), [("staleness", 0), ("backup_workers", 0), ("staleness", np.int64(2))])
+def test_none_at_all_may_be_given_where_it_makes_sense(field: str, value: Any) -> None:
+    mode = "ssp" if field == "staleness" else "sync"
+    assert getattr(ParameterServerStrategy(mode=mode, **{field: value}), field) == value
+
+
+@pytest.mark.parametrize("field", ["staleness", "backup_workers"])
+@pytest.mark.parametrize("value", [-1, 0.5, "2", True])
+def test_bounds_and_backups_are_integers_from_zero(field: str, value: Any) -> None:
+    message = refused(lambda: ParameterServerStrategy(mode="ssp", **{field: value}))
+    assert message == f"{field}={value!r}: give an integer of at least 0"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mode": "async", "backup_workers": 1}, "backup_workers=1 with mode='async': they are for sync"),
+        ({"mode": "ssp", "backup_workers": 2}, "backup_workers=2 with mode='ssp': they are for sync"),
+        ({"staleness": 3}, "with sync nothing is stale"),
+        ({"staleness": 0}, "with sync nothing is stale"),
+        ({"correction": "learning_rate"}, "with sync nothing is stale"),
+        ({"correction": "drop", "staleness": 1}, "with sync nothing is stale"),
+        ({"mode": "ssp", "correction": "drop"}, "ssp makes workers wait instead"),
+        ({"mode": "async", "staleness": 2}, "staleness=2 and correction=None"),
+        ({"mode": "async", "correction": "drop"}, "staleness=None and correction='drop'"),
+        ({"mode": "async", "staleness": 2, "correction": "learning_rate"}, "correction='learning_rate'"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
+    assert words in refused(lambda: ParameterServerStrategy(**settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "async"},
+        {"mode": "async", "correction": "learning_rate"},
+        {"mode": "async", "correction": "drop", "staleness": 0},
+        {"mode": "ssp", "correction": "learning_rate", "staleness": 1},
+        {"backup_workers": 2, "nonfinite": "skip"},
+        {"mode": "ssp", "transport": "ray", "nonfinite": "pass"},
+    ],
+)
+def test_settings_that_go_together_are_taken(settings: dict[str, Any]) -> None:
+    found = ParameterServerStrategy(**settings)
+    assert {name: getattr(found, name) for name in settings} == settings
 
 
 def test_settings_are_taken_as_given() -> None:
@@ -62,7 +148,7 @@ def test_counts_are_positive_integers(field: str, value: Any) -> None:
     assert f"{field}={value!r}: give an integer of at least 1" in message
 
 
-@pytest.mark.parametrize("settings", [SimpleStrategy(), ParameterServerStrategy(num_servers=2), RunSettings()])
+@pytest.mark.parametrize("settings", [*NAMED.values(), ParameterServerStrategy(num_servers=2), RunSettings()])
 def test_settings_are_frozen_values_by_keyword(settings: Any) -> None:
     for field in fields(settings):
         with pytest.raises(FrozenInstanceError):
@@ -92,6 +178,13 @@ def test_numpy_integers_are_integers() -> None:
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "30", None, True])
 def test_deadlines_are_positive_and_finite(field: str, value: Any) -> None:
     assert f"{field}={value!r}: give a positive number of seconds" in refused(lambda: RunSettings(**{field: value}))
+
+
+@pytest.mark.parametrize("value", [None, "yes", 2])
+def test_a_log_is_kept_or_not(value: Any) -> None:
+    assert f"keep_log={value!r}: give one of False, True" in refused(lambda: RunSettings(keep_log=value))
+    assert RunSettings().keep_log is False
+    assert RunSettings(keep_log=True).keep_log is True
 
 
 @pytest.mark.parametrize("value", [0, -2, 0.5, None, True])

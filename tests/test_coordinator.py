@@ -81,7 +81,7 @@ def test_a_generation_begins_when_the_last_member_joins() -> None:
     out = coordinator.handle(worker_peer(0), Message(Kind.JOIN))
     begun = [(peer, m) for peer, m in out if m.kind is Kind.MEMBERS]
     assert [str(peer) for peer, _ in begun] == ["server 0", "server 1", "worker 0", "worker 1"]
-    assert all(m.generation == 1 and m.meta == {"workers": [0, 1], "reload": True, "install": False} for _, m in begun)
+    assert all(m.generation == 1 and m.meta == {"workers": [0, 1], "reload": True, "install": []} for _, m in begun)
 
 
 def test_who_is_no_member_may_not_join() -> None:
@@ -309,7 +309,7 @@ def test_installing_sets_the_version_and_reloads_everybody() -> None:
     complete(coordinator)
     out = coordinator.handle(CLIENT, Message(Kind.INSTALL, sequence=4, version=17))
     begun = [m.values() for _, m in out if m.kind is Kind.MEMBERS]
-    assert [(said["reload"], said["install"]) for said in begun] == [(True, True)] * 4
+    assert [(said["reload"], said["install"]) for said in begun] == [(True, [["client", 0, 4]])] * 4
     installed = only(out, Kind.INSTALLED)
     assert (installed.sequence, installed.version, installed.generation) == (4, 17, 2)
     assert [m.version for _, m in ask(coordinator)] == [18, 18]

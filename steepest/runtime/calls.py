@@ -6,13 +6,14 @@ has something to say, `_HOLD_SECONDS` are over or a newer call has come; so eith
 runs the calls of a threaded actor, and completes them, in any order: calls are numbered, and so are the
 answers that say something; both ends put them back in order.
 
-A caller that closes its channel says so. A caller that dies does not, and nothing here notices it: that is
-left to the driver, which watches all processes through Ray.
+A caller that closes its channel says so. A caller that dies does not, and nothing here notices it (what is
+meant for it is kept): that is left to the driver, which watches all processes through Ray.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import secrets
@@ -22,38 +23,37 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import ray
 import torch
 
 from steepest.comm.channel import Event
-from steepest.comm.frame import HEADER, Sink, decode_header, decode_meta, encode
+from steepest.comm.frame import Sink, encode
 from steepest.comm.message import Kind, Message, Peer
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
+from steepest.runtime.parcels import (
+    ANSWER_HEAD,
+    CALL_HEAD,
+    END,
+    HELLO,
+    NOTHING,
+    SAY,
+    SMALL_BYTES,
+    InOrder,
+    Parcel,
+    unpack,
+)
+from steepest.runtime.parcels import Bytes as Bytes
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
-Bytes = npt.NDArray[np.uint8]
-#: What a call returns: the answer's number (-1 when it says nothing), headers of messages, and the payloads of
-#: those that have one, in order.
-Parcel = tuple[int, list[bytes], list[Bytes]]
-_NOTHING: Parcel = (-1, [], [])
+_Call = tuple[int, memoryview, Sequence[Bytes]]  # what it is, what follows the head, payloads
 
-_INLINE_BYTES = 100_000  # a larger argument goes to the object store
 _FULL_BYTES = 1 << 20  # a caller that has gathered more does not wait for the end of its turn
 _IN_FLIGHT = 4
 _HOLD_SECONDS = 2.0
-
-
-class Caller(NamedTuple):
-    """Who calls: the roles of its process, and a random number that tells its connections apart."""
-
-    peers: tuple[Peer, ...]
-    key: int
+_GATHER_SECONDS = 0.02  # in a long turn, answers gather for about so long
 
 
 class Callee(NamedTuple):
@@ -68,87 +68,52 @@ def threads_for(callers: int) -> int:
     return 2 * callers
 
 
-def unpack(heads: Sequence[bytes], payloads: Sequence[Bytes], sink: Sink) -> list[Message]:
-    """Messages from their headers and payloads, these copied to where the sink says.
-
-    Raises:
-        ProtocolError: a header makes no sense, or does not go with its payload.
-    """
-    messages = []
-    following = iter(payloads)
-    for head in heads:
-        message, meta_size, size = decode_header(head)
-        if meta_size:
-            message.meta = decode_meta(memoryview(head)[HEADER.size :])
-        if size:
-            payload = next(following, None)
-            if payload is None or payload.nbytes != size:
-                raise ProtocolError(f"{message.kind.name} without its payload of {size} bytes")
-            message.payload = sink(message, size)
-            if message.payload is not None:
-                message.payload.numpy()[:] = payload
-        messages.append(message)
-    return messages
-
-
-class _InOrder(Generic[T]):
-    """Gives things back in the order of their numbers, each once."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._early: dict[int, T] = {}
-
-    def put(self, number: int, thing: T) -> list[T]:
-        """Takes one thing; returns those whose turn it is."""
-        if number >= self._next:
-            self._early.setdefault(number, thing)
-        ready = []
-        while self._next in self._early:
-            ready.append(self._early.pop(self._next))
-            self._next += 1
-        return ready
-
-
 class _Channel:
     """What both ends have in common: they gather what is sent. Used on the router's thread."""
 
     def __init__(self, transport: CallTransport, peers: tuple[Peer, ...]) -> None:
-        self.name = " + ".join(map(str, peers))
-        self.peers = peers
+        self.name = ""
+        self.peers: tuple[Peer, ...] = ()
+        self.introduce(peers)
         self.pending = 0  # payloads are copied at once
         self.closed = False
-        self.heads: list[bytes] = []
+        self.parts: list[bytes] = []
         self.payloads: list[Any] = []
         self.size = 0
         self._transport = transport
+
+    def introduce(self, peers: tuple[Peer, ...]) -> None:
+        """Says who is at the other end."""
+        self.name = " + ".join(map(str, peers))
+        self.peers = peers
 
     def send(self, message: Message) -> None:
         """Keeps a message, with a copy of its payload, for the next call or answer."""
         if self.closed:
             return
-        head = encode(message)
+        part = encode(message)
         if message.payload is not None:
-            try:
-                self.payloads.append(self._keep(message))
-            except ray.exceptions.RayError as error:
-                self._transport.lose(self, f"its payload cannot be kept: {_reason(error)}")
-                return
-            self.size += message.payload.numel()
-            self._transport.bytes_sent += message.payload.numel()
-        self.heads.append(head)
+            size = message.payload.numel()
+            if size < SMALL_BYTES:
+                part += message.payload.numpy().tobytes()
+            else:
+                try:
+                    self.payloads.append(self._keep(message))
+                except ray.exceptions.RayError as error:
+                    self._transport.lose(self, f"its payload cannot be kept: {_reason(error)}")
+                    return
+            self.size += size
+            self._transport.bytes_sent += size
+        self.parts.append(part)
 
     def _keep(self, message: Message) -> Any:
         assert message.payload is not None
         return message.payload.numpy().copy()
 
-    def flush(self) -> None:
-        """Lets what is gathered leave, if it can."""
-        raise NotImplementedError
-
-    def gathered(self) -> tuple[list[bytes], list[Any]]:
+    def gathered(self) -> tuple[bytes, list[Any]]:
         """What was sent since the last time."""
-        taken = self.heads, self.payloads
-        self.heads, self.payloads, self.size = [], [], 0
+        taken = b"".join(self.parts), self.payloads
+        self.parts, self.payloads, self.size = [], [], 0
         return taken
 
     def own_pending(self, memory: torch.Tensor) -> None:
@@ -162,29 +127,37 @@ class _Channel:
 class CallingChannel(_Channel):
     """A `Channel` to an actor; made by `CallTransport.connect`."""
 
-    def __init__(self, transport: CallTransport, callee: Callee, caller: Caller, pause: float) -> None:
-        super().__init__(transport, callee.peers)
+    def __init__(self, transport: CallTransport, peers: tuple[Peer, ...], actor: Any, pause: float) -> None:
+        super().__init__(transport, peers)
         self.in_flight = 0  # calls; counted down on Ray's threads
-        self.answers: _InOrder[Parcel] = _InOrder()
         self.listen_at = 0.0
+        self._answers: InOrder[Parcel] = InOrder()
         self._pause = pause
-        self._actor = callee.actor
-        self._caller = caller
+        self._actor = actor
+        self._key = secrets.randbits(64)
         self._calls = 0
 
     def _keep(self, message: Message) -> Any:
         return self._transport.store(message)
 
-    def call(self, heads: list[bytes] | None, payloads: Sequence[Any] = ()) -> Future[Parcel]:
-        """Calls the actor; without heads this says that the channel is closed."""
-        number = self._calls
+    def _call(self, what: int, text: bytes = b"", payloads: Sequence[Any] = ()) -> Any:
+        head = CALL_HEAD.pack(self._key, self._calls, what)
         self._calls += 1
-        future: Future[Parcel] = self._actor.exchange.remote(self._caller, number, heads, *payloads).future()
+        return self._actor.exchange.remote(head + text, *payloads)
+
+    def greet(self) -> Future[Parcel]:
+        """The first call; nothing may be sent before it is answered."""
+        future: Future[Parcel] = self._call(HELLO, json.dumps(self._transport.peers).encode()).future()
         return future
+
+    def end(self) -> None:
+        """The last call; whoever is dead need not be told."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            self._call(END).future()  # Ray prints an error that nobody takes
 
     def flush(self) -> None:
         """Calls with what is gathered, unless too many calls are in flight."""
-        if self.heads and self.in_flight < _IN_FLIGHT:
+        if self.parts and self.in_flight < _IN_FLIGHT:
             self._start()
 
     def send(self, message: Message) -> None:
@@ -202,13 +175,15 @@ class CallingChannel(_Channel):
         self._start()
         return math.inf
 
-    def answered(self) -> None:
-        """The callee has said something."""
-        self.listen_at = time.monotonic() + self._pause
+    def take(self, parcel: Parcel) -> list[Parcel]:
+        """Takes an answer; returns those whose turn it is."""
+        number, more = ANSWER_HEAD.unpack_from(parcel[0])
+        self.listen_at = 0.0 if more else time.monotonic() + self._pause
+        return self._answers.put(number, parcel)
 
     def _start(self) -> None:
         try:
-            future = self.call(*self.gathered())
+            future: Future[Parcel] = self._call(SAY, *self.gathered()).future()
         except ray.exceptions.RayError as error:
             self._transport.lose(self, _reason(error))
             return
@@ -220,47 +195,49 @@ class CallingChannel(_Channel):
 class AnsweringChannel(_Channel):
     """A `Channel` to a caller; made by the transport when it calls for the first time."""
 
-    def __init__(self, transport: CallTransport, caller: Caller) -> None:
-        super().__init__(transport, caller.peers)
-        self.caller = caller
-        self.calls: _InOrder[_Call] = _InOrder()
+    def __init__(self, transport: CallTransport, key: int) -> None:
+        super().__init__(transport, ())
+        self.key = key
+        self.calls: InOrder[_Call] = InOrder()
         # below: guarded by the transport's lock
         self.changed = threading.Condition(transport.lock)
         self.greeted = False
         self.newest = 0
         self.why_closed = ""
-        self._ready_heads: list[bytes] = []
+        self._ready: list[bytes] = []
         self._ready_payloads: list[Bytes] = []
+        self._more = False
         self._answers = 0
+        self._since = 0.0  # when the first message was gathered
 
-    def flush(self) -> None:
-        """Lets the call that is held return."""
-        if self.heads:
+    def send(self, message: Message) -> None:
+        """Keeps a message, with a copy of its payload, for the next answer."""
+        if not self.parts:
+            self._since = time.monotonic()
+        super().send(message)
+
+    def flush(self, more: bool = False) -> None:
+        """Lets the call that is held return; in the middle of a turn, more will follow."""
+        if self.parts and not (more and time.monotonic() < self._since + _GATHER_SECONDS):
             with self.changed:
-                heads, payloads = self.gathered()
-                self._ready_heads += heads
+                text, payloads = self.gathered()
+                self._ready.append(text)
                 self._ready_payloads += payloads
+                self._more = more
                 self.changed.notify_all()
 
     def due(self, number: int) -> bool:
         """Whether a call has to return; the first one returns when the router knows the channel."""
-        return self.closed or (self.greeted if number == 0 else bool(self._ready_heads) or self.newest > number)
+        return self.closed or (self.greeted if number == 0 else bool(self._ready) or self.newest > number)
 
     def take(self) -> Parcel:
         """The next answer."""
-        if not self._ready_heads:
-            return _NOTHING
-        parcel = (self._answers, self._ready_heads, self._ready_payloads)
+        if not self._ready:
+            return NOTHING
+        parcel = (b"".join([ANSWER_HEAD.pack(self._answers, self._more), *self._ready]), self._ready_payloads)
         self._answers += 1
-        self._ready_heads, self._ready_payloads = [], []
+        self._ready, self._ready_payloads = [], []
         return parcel
-
-
-class _Call(NamedTuple):
-    """What an actor was called with."""
-
-    heads: list[bytes] | None
-    payloads: Sequence[Bytes]
 
 
 class CallTransport:
@@ -279,7 +256,7 @@ class CallTransport:
         self._sink = sink
         self._calling: list[CallingChannel] = []
         self._answering: list[AnsweringChannel] = []  # those that the router knows
-        self._callers: dict[Caller, AnsweringChannel] = {}
+        self._callers: dict[int, AnsweringChannel] = {}
         self._returned: deque[tuple[CallingChannel, Future[Parcel]]] = deque()
         self._called: deque[tuple[AnsweringChannel, int, _Call]] = deque()
         self._events: list[Event] = []
@@ -301,11 +278,11 @@ class CallTransport:
             PeerLostError: it is dead, or takes no calls.
             DeadlineError: no answer within `timeout` seconds.
         """
-        channel = CallingChannel(self, Callee(peers, actor), Caller(self.peers, secrets.randbits(63)), pause)
+        channel = CallingChannel(self, peers, actor, pause)
         try:
-            channel.call([]).result(timeout)
+            channel.greet().result(timeout)
         except FutureTimeoutError:
-            channel.call(None)
+            channel.end()
             raise DeadlineError(f"{channel.name} did not answer a call within {timeout:g} s") from None
         except ray.exceptions.RayError as error:
             raise PeerLostError(f"cannot call {channel.name}: {_reason(error)}") from error
@@ -313,11 +290,9 @@ class CallTransport:
         return channel
 
     def store(self, message: Message) -> Any:
-        """A payload as a call's argument; weights that go to several workers are put only once."""
+        """Puts a payload into the object store; weights that go to several workers only once."""
         assert message.payload is not None
         data = message.payload.numpy()
-        if data.nbytes < _INLINE_BYTES:
-            return data.copy()
         if message.kind is not Kind.WEIGHTS:
             return ray.put(data)
         key = (message.generation, message.version, message.chunk, data.ctypes.data, data.nbytes)
@@ -336,29 +311,34 @@ class CallTransport:
 
     # -- answering -----------------------------------------------------------------------------
 
-    def answer(self, caller: Caller, number: int, heads: list[bytes] | None, payloads: Sequence[Bytes]) -> Parcel:
-        """Takes a call and waits for what is to be said to the caller; any thread may do this.
+    def answer(self, call: bytes, payloads: Sequence[Bytes]) -> Parcel:
+        """Takes a call of `exchange` and waits for what is to be said to the caller; any thread may do this.
 
         Raises:
             ShutdownError: this process does not serve any more.
             PeerLostError: this end of the channel is closed.
         """
+        key, number, what = CALL_HEAD.unpack_from(call)
         with self.lock:
-            channel = self._callers.get(caller)
+            channel = self._callers.get(key)
+            if what == END and (self._closed or channel is None):
+                return NOTHING
             if self._closed:
                 raise ShutdownError("the process is shut down")
-            if channel is None and number == 0:
-                channel = self._callers[caller] = AnsweringChannel(self, caller)
+            if channel is None and what == HELLO:
+                channel = self._callers[key] = AnsweringChannel(self, key)
             if channel is None:
                 raise PeerLostError("it has closed this channel")
             channel.newest = max(channel.newest, number)
             channel.changed.notify_all()
-            self._called.append((channel, number, _Call(heads, payloads)))
+            self._called.append((channel, number, (what, memoryview(call)[CALL_HEAD.size :], payloads)))
             self._woken.set()
+            if what == END:
+                return NOTHING
             channel.changed.wait_for(lambda: channel.due(number), None if number == 0 else _HOLD_SECONDS)
-            if channel.closed and channel.why_closed:
+            if channel.closed:
                 raise PeerLostError(channel.why_closed)
-            return _NOTHING if number == 0 else channel.take()
+            return NOTHING if number == 0 else channel.take()
 
     # -- Transport -----------------------------------------------------------------------------
 
@@ -394,13 +374,14 @@ class CallTransport:
             self.lose(channel, _reason(error))
             return
         parcel = future.result()
-        if parcel[0] >= 0:
-            channel.answered()
-            for _, heads, payloads in channel.answers.put(parcel[0], parcel):
-                self._deliver(channel, heads, payloads)
+        if parcel[0]:
+            for text, payloads in channel.take(parcel):
+                self._deliver(channel, memoryview(text)[ANSWER_HEAD.size :], payloads)
 
     def _take_call(self, channel: AnsweringChannel, call: _Call) -> None:
-        if not channel.greeted:
+        what, text, payloads = call
+        if what == HELLO:
+            channel.introduce(tuple(Peer(*peer) for peer in json.loads(bytes(text))))
             for other in [other for other in self._answering if set(other.peers) & set(channel.peers)]:
                 self.lose(other, "it has connected anew")
             self._answering.append(channel)
@@ -408,16 +389,16 @@ class CallTransport:
             with channel.changed:
                 channel.greeted = True
                 channel.changed.notify_all()
-        if call.heads is None:
+        elif what == END:
             self.lose(channel, "channel closed")
         else:
-            self._deliver(channel, call.heads, call.payloads)
+            self._deliver(channel, text, payloads)
 
-    def _deliver(self, channel: CallingChannel | AnsweringChannel, heads: list[bytes], payloads: Sequence[Any]) -> None:
+    def _deliver(self, channel: CallingChannel | AnsweringChannel, text: memoryview, payloads: Sequence[Bytes]) -> None:
         if channel.closed:
             return
         try:
-            messages = unpack(heads, payloads, self._sink)
+            messages = unpack(text, payloads, self._sink)
         except ProtocolError as error:
             self.refused += 1
             log.warning("refused %s: %s", channel.name, error)
@@ -426,9 +407,11 @@ class CallTransport:
         self._events += [Event(channel, message) for message in messages]
 
     def pump(self) -> None:
-        """Calls with what was sent; answers are given in `poll`."""
-        for channel in list(self._calling):
-            channel.flush()
+        """Lets what was sent leave, if need be."""
+        for calling in list(self._calling):
+            calling.flush()
+        for answering in self._answering:
+            answering.flush(more=True)
 
     def wake(self) -> None:
         """Ends a `poll` in progress; may be called from any thread."""
@@ -452,23 +435,20 @@ class CallTransport:
             if isinstance(channel, AnsweringChannel):
                 channel.why_closed = reason
                 channel.changed.notify_all()
-                self._callers.pop(channel.caller, None)
+                self._callers.pop(channel.key, None)
         if isinstance(channel, AnsweringChannel):
             if channel in self._answering:
                 self._answering.remove(channel)
         elif isinstance(channel, CallingChannel):
-            if channel in self._calling:
-                self._calling.remove(channel)
-            with contextlib.suppress(ray.exceptions.RayError):  # whoever is dead need not be told
-                channel.call(None)
+            self._calling.remove(channel)
+            channel.end()
 
     def close(self) -> None:
         """Closes every channel; calls that are held return at once."""
         with self.lock:
             self._closed = True
             answering = list(self._callers.values())
-        channels: list[_Channel] = [*self._calling, *answering]
-        for channel in channels:
+        for channel in [*self._calling, *answering]:
             self.forget(channel, "the process is shut down")
         self._returned.clear()
         self._called.clear()

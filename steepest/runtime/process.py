@@ -29,7 +29,8 @@ from steepest.job import (
 )
 from steepest.model import Model
 from steepest.replicas import Replicas
-from steepest.runtime.calls import Bytes, Callee, Caller, CallTransport, Parcel
+from steepest.runtime.calls import Callee, CallTransport
+from steepest.runtime.parcels import Bytes, Parcel
 from steepest.worker import Worker
 
 
@@ -187,10 +188,10 @@ class Process:
         assert self._worker is not None
         self._on_router(self._worker.join)
 
-    def exchange(self, caller: Caller, number: int, heads: list[bytes] | None, *payloads: Bytes) -> Parcel:
+    def exchange(self, call: bytes, *payloads: Bytes) -> Parcel:
         """Takes what a caller has to say; returns what this process has for it."""
         assert isinstance(self._transport, CallTransport)
-        return self._transport.answer(caller, number, heads, payloads)
+        return self._transport.answer(call, payloads)
 
     def watch(self) -> None:
         """Returns when the process is stopped; raises what ended its router otherwise."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from steepest.comm.message import COORDINATOR, server_peer
 from steepest.comm.router import Router
 from steepest.comm.wire import WireTransport
 from steepest.connection import Connection
+from steepest.errors import DeadlineError, PeerLostError
 from steepest.runtime.calls import Bytes, Callee, CallTransport
 from steepest.runtime.process import Process, connect
 from steepest.server_group import ServerGroup
@@ -92,22 +94,47 @@ class Access:
             PeerLostError: a server is not there any more.
             DeadlineError: one does not answer.
         """
+        deadline = time.monotonic() + self.timeout
         router = Router()
         index = secrets.randbelow(1 << 31)
         peers = self.group.user_peers(index)
         transport: WireTransport | CallTransport = CallTransport(router.destination, peers)
+        usable = _same_ray()
         if self.addresses:
+            usable = _always
             node = ray.get_runtime_context().get_node_id()
             transport = WireTransport(self.token, peers, node, router.destination)
         router.transport = transport
         pusher, client = self.group.host_user(router, index)
         connection = Connection(
-            router, pusher, client, name=self.name, timeout=self.timeout, max_in_flight=self.max_in_flight
+            router,
+            pusher,
+            client,
+            name=self.name,
+            timeout=self.timeout,
+            max_in_flight=self.max_in_flight,
+            usable=usable,
         )
         try:
             for other in self.callees(len(self.servers)):
-                router.attach(connect(transport, other, self.timeout))
+                router.attach(connect(transport, other, max(deadline - time.monotonic(), 0.001)))
+        except PeerLostError as error:
+            connection.close()
+            raise PeerLostError(f"{self.name}: {error}: it was shut down or died") from error
+        except DeadlineError as error:
+            connection.close()
+            raise DeadlineError(f"{self.name}: {error}") from error
         except BaseException:
             connection.close()
             raise
         return connection
+
+
+def _always() -> bool:
+    return True
+
+
+def _same_ray() -> Callable[[], bool]:
+    """Tells whether Ray is still what it is now; a call that finds it shut down would begin another one."""
+    job = ray.get_runtime_context().get_job_id()
+    return lambda: ray.is_initialized() and ray.get_runtime_context().get_job_id() == job

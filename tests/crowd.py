@@ -1,0 +1,227 @@
+"""A parameter server's processes and its users in one thread, and what befalls their messages."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from steepest.arrays import Arrays
+from steepest.client import Client, Snapshot
+from steepest.comm.message import Kind, Message, Peer
+from steepest.comm.router import Router
+from steepest.coordinator import CoordinatorRole
+from steepest.pusher import Pusher
+from steepest.server_chunk import ServerChunk
+from steepest.server_group import ServerGroup
+from steepest.testing import Link, Network, server_peers
+
+T = TypeVar("T")
+FIRST = 100  # index of the first user
+
+
+def zeros() -> dict[str, Any]:
+    """Four arrays of two dtypes; with chunks of 64 bytes four of them, one with parts of two arrays."""
+    return {
+        "a": np.zeros((5, 3)),
+        "b": torch.zeros(7, dtype=torch.float64),
+        "none": np.zeros((0, 4)),
+        "n": np.zeros(2, dtype=np.int64),
+    }
+
+
+def like(initial: Any, value: float) -> Any:
+    """Arrays of one value."""
+    if isinstance(initial, dict):
+        return {name: like(array, value) for name, array in initial.items()}
+    return torch.full_like(initial, value) if isinstance(initial, torch.Tensor) else np.full_like(initial, value)
+
+
+def values(pulled: Any) -> set[float]:
+    """All numbers that occur."""
+    arrays = pulled.values() if isinstance(pulled, dict) else [pulled]
+    return {float(number) for array in arrays for number in np.asarray(array).reshape(-1)}
+
+
+@dataclass
+class User:
+    """A user's process."""
+
+    arrays: Arrays
+    pusher: Pusher
+    client: Client
+    router: Router
+    links: list[Link]
+
+    def push(self, update: Any) -> Future[int]:
+        """Pushes."""
+        return self.pusher.push(self.arrays.bytes_of(update, "update"))
+
+    def push_pull(self, update: Any) -> tuple[Future[int], Any]:
+        """Pushes, and pulls just that version; what is pulled is filled in by and by."""
+        wanted, pulled = self.arrays.request(None, None, None)
+        return self.pusher.push(self.arrays.bytes_of(update, "update"), wanted), pulled
+
+    def pull(self, names: Sequence[str] | None = None, span: Any = None) -> tuple[Future[int], Any]:
+        """Pulls."""
+        wanted, pulled = self.arrays.request(names, span, None)
+        return self.pusher.pull(wanted), pulled
+
+    def die(self) -> None:
+        """Its process is gone: what has left arrives."""
+        for link in self.links:
+            link.close()
+
+
+class Crowd:
+    """Servers that hold some arrays, and users."""
+
+    def __init__(
+        self,
+        initial: Any = None,
+        servers: int = 3,
+        users: int = 2,
+        *,
+        shuffle: int | None = None,
+        optimizer: Any = None,
+        nonfinite: str = "refuse",
+        chunk_bytes: int = 64,
+    ) -> None:
+        initial = zeros() if initial is None else initial
+        self.initial = initial
+        self.network = Network(shuffle)
+        self.arrays = Arrays.plan(initial, optimizer, chunk_bytes)
+        self.group = ServerGroup(self.arrays, servers, nonfinite)
+        weights = self.arrays.layout.allocate()
+        for name, memory in self.arrays.bytes_of(initial, "initial").items():
+            entry = self.arrays.layout.entries[self.arrays.layout.index[name]]
+            weights[entry.offset : entry.offset + entry.nbytes] = memory
+        self.routers = [self.network.router() for _ in range(servers)]
+        self.servers = [self.group.host_server(r, i, weights.clone()) for i, r in enumerate(self.routers)]
+        for i, router in enumerate(self.routers[1:], 1):
+            self.network.connect(router, server_peers(i), self.routers[0], server_peers(0))
+        role = self.routers[0]._roles[Peer("coordinator", 0)]
+        assert isinstance(role, CoordinatorRole)
+        self.coordinator = role.coordinator
+        self.users: list[User] = []
+        for _ in range(users):
+            self.join()
+
+    def join(self) -> User:
+        """One more user."""
+        router = self.network.router()
+        index = FIRST + len(self.users)
+        pusher, client = self.group.host_user(router, index)
+        peers = self.group.user_peers(index)
+        links = [self.network.connect(router, peers, r, server_peers(i)) for i, r in enumerate(self.routers)]
+        self.users.append(User(self.arrays, pusher, client, router, links))
+        return self.users[-1]
+
+    def wait(self, future: Future[T], what: str = "a future") -> T:
+        """Runs everybody until a future is done."""
+        self.network.run_until(future.done, what)
+        return future.result()
+
+    def turn(self) -> None:
+        """Gives everybody a turn."""
+        rounds = self.network.rounds
+        self.network.run_until(lambda: self.network.rounds > rounds, "a round")
+
+    def settle(self) -> None:
+        """Runs everybody until no message is on its way."""
+
+        def quiet() -> bool:
+            transports = self.network._transports
+            return not (self.network._late or any(t.inbox or t.router._local or t.router._calls for t in transports))
+
+        self.network.run_until(quiet, "quiet")
+
+    def pull(self, user: int = 0) -> tuple[int, Any]:
+        """Version and arrays, as somebody pulls them."""
+        future, pulled = self.users[user].pull()
+        return self.wait(future, "a pull"), pulled
+
+    def value(self, user: int = 0) -> float:
+        """The number that every element is, which is the version too, as somebody pulls them."""
+        version, pulled = self.pull(user)
+        assert values(pulled) == {version}
+        return version
+
+    def state(self) -> Snapshot:
+        """Everything."""
+        return self.wait(self.users[0].client.read("state"), "the state")
+
+    @property
+    def chunks(self) -> list[ServerChunk]:
+        """All chunks of all servers."""
+        return [held for server in self.servers for held in server._chunks.values()]
+
+    def idle(self) -> bool:
+        """Whether nothing is kept of any push: not on servers, not at the coordinator, not at users."""
+        buffers = all(len(held._spare) == len(held._buffers) for held in self.chunks)
+        staged = any(held.staged for held in self.chunks) or any(server._arriving for server in self.servers)
+        staging: Any = self.coordinator._staging
+        waiting = (
+            staging._waiting
+            or staging._ready
+            or any(user.pusher._requests for user in self.users if not user.links[0].closed)
+        )
+        return buffers and not staged and not waiting
+
+
+# -- what befalls messages ---------------------------------------------------------------------------
+
+
+def twice(message: Message) -> list[Message]:
+    """Every message comes twice."""
+    return [message, replace(message)]
+
+
+class Replayed:
+    """Pushes and reports are followed by older ones of the same user to the same server."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._old: dict[tuple[Peer | None, Peer | None], list[Message]] = defaultdict(list)
+        self.count = 0
+
+    def __call__(self, message: Message) -> list[Message]:
+        if message.kind not in (Kind.PUSH, Kind.REPORT, Kind.STAGED):
+            return [message]
+        old = self._old[message.source, message.target]
+        old.append(message)
+        again = self._random.sample(old, min(len(old), self._random.randrange(3)))
+        self.count += len(again)
+        return [replace(message), *map(replace, again)]
+
+
+class Reordered:
+    """The chunks of each push reach each server in another order."""
+
+    def __init__(self, crowd: Crowd, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._sizes = Counter(crowd.group.owners)
+        self._held: dict[Any, list[Message]] = defaultdict(list)
+
+    def __call__(self, message: Message) -> list[Message]:
+        if message.kind is not Kind.PUSH:
+            return [message]
+        assert message.target is not None
+        held = self._held[message.source, message.target, message.sequence]
+        held.append(message)
+        if len(held) < self._sizes[message.target.index]:
+            return []
+        self._random.shuffle(held)
+        return held
+
+
+def late(seed: int) -> Callable[[Message], int]:
+    """Some messages take long."""
+    chance = random.Random(seed)
+    return lambda message: chance.choice((0, 0, 0, 3, 40))

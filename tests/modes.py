@@ -1,0 +1,130 @@
+"""What the tests of all modes share: the modes, jobs that train in them, and what a log must say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from steepest.comm.message import Kind, Message
+from steepest.config import ParameterServerStrategy
+from steepest.observe.commits import CommitLog
+from steepest.testing import InProcessCluster, replay
+from tests.reference import Task, same_bits, samples, sgd
+
+MODES = {
+    "sync": ParameterServerStrategy(),
+    "backup": ParameterServerStrategy(backup_workers=1),
+    "async": ParameterServerStrategy(mode="async"),
+    "async-drop": ParameterServerStrategy(mode="async", correction="drop", staleness=1),
+    "async-rate": ParameterServerStrategy(mode="async", correction="learning_rate"),
+    "ssp-0": ParameterServerStrategy(mode="ssp", staleness=0),
+    "ssp-2": ParameterServerStrategy(mode="ssp", staleness=2),
+}
+EACH = [name for name in MODES if name not in ("sync", "backup")]  # those in which each push is an update
+
+
+def mode(name: str, servers: int = 2, chunk_bytes: int = 64, **settings: Any) -> ParameterServerStrategy:
+    """The strategy of that name, with small chunks on several servers."""
+    return replace(MODES[name], num_servers=servers, chunk_bytes=chunk_bytes, **settings)
+
+
+def make(
+    name: str,
+    task: Task | None = None,
+    workers: int = 3,
+    devices: int = 1,
+    servers: int = 2,
+    *,
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> InProcessCluster:
+    """A job in that mode which keeps its log."""
+    return InProcessCluster(
+        (task or Task(optimizer=sgd(momentum=0.9))).creator(),
+        num_workers=workers,
+        devices_per_worker=devices,
+        strategy=mode(name, servers, **(settings or {})),
+        keep_log=True,
+        **options,
+    )
+
+
+def trained(cluster: InProcessCluster, steps: int) -> list[Message]:
+    """Results of steps, all of which were taken."""
+    results = cluster.step(steps)
+    assert [result.kind for result in results] == [Kind.RESULT] * steps
+    return results
+
+
+def counters(cluster: InProcessCluster) -> dict[str, Any]:
+    """The coordinator's."""
+    return cluster.wait(cluster.client.counters(), "the counters")
+
+
+def shares(log: CommitLog) -> list[int]:
+    """The shares of the samples that were committed, in that order."""
+    return [push.share for commit in log.commits for push in commit.pushes]
+
+
+def worker_weights(cluster: InProcessCluster, version: int) -> list[torch.Tensor]:
+    """What each worker holds at a version, as an evaluation there would find it."""
+    futures = [
+        worker.at_version(cluster.coordinator.generation, version, lambda replicas: replicas.weights.clone())
+        for worker in cluster.workers
+    ]
+    return [cluster.wait(future, "the workers' weights") for future in futures]
+
+
+def check(cluster: InProcessCluster, task: Task) -> CommitLog:
+    """What holds in every mode whatever happened: the log explains the weights, and nothing is counted twice."""
+    log = cluster.log()
+    assert same_bits(replay(log, task.creator()), cluster.weights())
+    pushes = list(chain.from_iterable(commit.pushes for commit in log.commits))
+    assert [commit.version for commit in log.commits] == list(range(1, len(log.commits) + 1))
+    assert len({push[:3] for push in pushes}) == len(pushes)
+    assert len({push.share for push in pushes}) == len(pushes)
+    told = counters(cluster)
+    assert told["committed"] == told["version"] == len(log.commits)
+    assert dict(told["staleness"]) == Counter(chain.from_iterable(commit.staleness for commit in log.commits))
+    assert told["skipped"] == sum(commit.skipped for commit in log.commits)
+    for held in (chunk for server in cluster.servers for chunk in server._trainable):
+        assert len(held.staged) <= len(cluster.workers)
+    return log
+
+
+class Plus(nn.Module):
+    """Its gradient is -1 everywhere, whatever the samples: with a learning rate of 1, an update adds 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -self.count.sum()
+
+
+def plus_one() -> Task:
+    """The task whose weights count updates."""
+    return Task(Plus, sgd(lr=1.0), samples(24), lambda output, target: output, batch_size=1)
+
+
+class Moody(nn.Module):
+    """A perceptron whose gradient passes through a function of the test's, in the middle of the backward pass."""
+
+    def __init__(self, mood: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4).double()
+        self.last = nn.Linear(4, 2).double()
+        self.mood = mood
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if hidden.requires_grad:
+            hidden.register_hook(self.mood)
+        return self.last(hidden)

@@ -1,0 +1,490 @@
+"""Every mode of training, whole: the log replayed gives the weights, each share is taken once, staleness is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from steepest.comm.message import Kind, Message, server_peer, worker_peer
+from steepest.config import ParameterServerStrategy
+from steepest.coordinator import Coordinator
+from steepest.errors import ConfigurationError
+from steepest.observe.commits import CommitLog
+from steepest.observe.results import StepResult
+from steepest.optimizer import Schedule
+from steepest.rules import CommitEach
+from steepest.testing import InProcessCluster, replay
+from tests.modes import EACH, MODES, Moody, check, counters, make, plus_one, shares, trained, worker_weights
+from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
+
+SEEDS = st.integers(0, 2**32)
+few = settings(max_examples=5, deadline=None, database=None, derandomize=True)
+
+
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.Linear(6, 2)).double()
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=0.01)
+
+
+TASKS = {
+    "momentum": Task(optimizer=sgd(momentum=0.9)),
+    "adam-dropout": Task(dropout, adam),
+    "schedule": Task(optimizer=sgd(momentum=0.9, weight_decay=0.01), lr_scheduler=cosine),
+}
+SIZES = [(1, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 2, 2)]  # workers, devices, servers
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("name", MODES)
+def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str, task: str) -> None:
+    for seed, (workers, devices, servers) in enumerate(SIZES):
+        if name != "backup" or workers > 1:
+            cluster = make(name, TASKS[task], workers, devices, servers, shuffle=seed)
+            trained(cluster, 4)
+            trained(cluster, 3)
+            check(cluster, TASKS[task])
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_replay_tells_another_order_of_updates_from_the_one_that_was(name: str) -> None:
+    task = Task(optimizer=sgd(momentum=0.9), data=samples(36))
+    cluster = make(name, task, shuffle=3)
+    trained(cluster, 3)
+    log = cluster.log()
+    first, second, *rest = log.commits
+    swapped = [
+        type(first)(1, second.pushes, None, first.rate, False),
+        type(first)(2, first.pushes, None, second.rate, False),
+    ]
+    assert all(push.pulled == 0 for push in first.pushes)
+    if all(push.pulled == 0 for push in second.pushes):
+        other = CommitLog((*swapped, *rest), log.strategy, 3, 1, 0)
+        assert not same_bits(replay(other, task.creator()), cluster.weights())
+    missing = CommitLog(log.commits[:-1], log.strategy, 3, 1, 0)
+    assert not same_bits(replay(missing, task.creator()), cluster.weights())
+    with pytest.raises(ConfigurationError, match="begins at version 1"):
+        replay(CommitLog(log.commits[1:], log.strategy, 3, 1, 0), task.creator())
+
+
+# -- the same by plain torch ----------------------------------------------------------------------
+
+
+def serial(task: Task, log: CommitLog, plan: Any, shares_per_step: int, versions_per_step: int) -> Weights:
+    """The log carried out with plain torch: the mean of the gradients at the pulled weights, one optimizer step."""
+    torch.manual_seed(log.seed)
+    module = task.module()
+    optimizer = task.optimizer(module)
+    scheduler = None if task.lr_scheduler is None else task.lr_scheduler(optimizer)
+    history = [snapshot(module)]
+    for commit in log.commits:
+        total = 0
+        mean = {name: torch.zeros_like(value) for name, value in history[0].items()}
+        for push in commit.pushes:
+            module.load_state_dict(history[push.pulled])
+            module.zero_grad()
+            step, part = divmod(push.share, shares_per_step)
+            index = torch.from_numpy(plan.share(step, part, shares_per_step).copy())
+            if len(index):
+                *inputs, target = (column[index] for column in task.data)
+                task.loss(module(*inputs), target).backward()
+                for name, parameter in module.named_parameters():
+                    mean[name] += parameter.grad * len(index)
+            total += len(index)
+        module.load_state_dict(history[-1])
+        for name, parameter in module.named_parameters():
+            parameter.grad = mean[name] / max(total, 1)
+        late = commit.version - 1 - min(push.pulled for push in commit.pushes)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] /= max(1, late) if log.strategy.correction == "learning_rate" else 1  # type: ignore[union-attr]
+        if total:
+            optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if scheduler is not None and commit.version % versions_per_step == 0:
+            scheduler.step()
+        history.append(snapshot(module))
+    return history[-1]
+
+
+@pytest.mark.parametrize("task", ["momentum", "schedule"])
+@pytest.mark.parametrize("name", MODES)
+@few
+@given(seed=SEEDS)
+def test_plain_torch_that_follows_the_log_gets_the_same_weights(name: str, task: str, seed: int) -> None:
+    cluster = make(name, TASKS[task], 3, 1, 2, shuffle=seed)
+    trained(cluster, 8)
+    log, job = cluster.log(), cluster.job
+    expected = serial(TASKS[task], log, job.plan(), job.shares, job.versions_per_step)
+    assert difference(cluster.weights(), expected) < 1e-12
+    late = max(chain.from_iterable(commit.staleness for commit in log.commits))
+    assert (late > 0) == (name in EACH)
+    if name == "async-rate":
+        assert [commit.rate for commit in log.commits] == [1 / max(1, *commit.staleness) for commit in log.commits]
+        assert min(commit.rate for commit in log.commits) < 1
+    else:
+        assert {commit.rate for commit in log.commits} == {1.0}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_schedule_ticks_by_step_and_not_by_update(name: str) -> None:
+    task = Task(optimizer=sgd(momentum=0.9), learning_rate=lambda step: 0.1 / (1 + step))
+    cluster = make(name, task, shuffle=5)
+    results = trained(cluster, 4)
+    assert [(r.version, r.values()["step"]) for r in results] == [(3, 1), (6, 2), (9, 3), (12, 4)]
+    log = check(cluster, task)
+    rates = [(commit.hyperparameters or [{"lr": 0.1}])[0].get("lr", 0.1) for commit in log.commits]
+    assert rates == [0.1 / (1 + step) for step in range(4) for _ in range(3)]
+    assert Schedule(cluster.job.description.optimizer_spec).at(3)[0]["lr"] == rates[-1]
+
+
+def test_a_step_with_backup_workers_is_an_update_of_the_first_gradients() -> None:
+    cluster = make("backup", shuffle=2)
+    results = trained(cluster, 6)
+    assert [(r.version, r.values()["step"]) for r in results] == [(n, n) for n in range(1, 7)]
+    assert [len(commit.pushes) for commit in cluster.log().commits] == [2] * 6
+    assert all(r.values()["staleness"] == [0, 0] for r in results)
+
+
+# -- samples --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*EACH, "sync"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_share_of_an_epoch_is_in_one_committed_gradient(name: str, workers: int) -> None:
+    task = TASKS["momentum"]
+    for seed in range(3):
+        cluster = make(name, task, workers, devices=1 + seed % 2, shuffle=seed)
+        plan = cluster.job.plan()
+        assert plan is not None
+        for epoch in (1, 2):
+            trained(cluster, plan.steps_per_epoch)
+            assert sorted(shares(check(cluster, task))) == list(range(epoch * plan.steps_per_epoch * workers))
+
+
+@pytest.mark.parametrize("name", [*EACH, "sync"])
+@few
+@given(seed=SEEDS, when=st.integers(1, 18))
+def test_a_step_given_up_half_way_loses_no_share_and_repeats_none(name: str, seed: int, when: int) -> None:
+    calls = Counter[str]()
+
+    def raise_once(gradient: torch.Tensor) -> torch.Tensor:
+        calls["all"] += 1
+        if calls["all"] == when:
+            raise ValueError("no luck today")
+        return gradient
+
+    task = Task(lambda: Moody(raise_once), sgd(momentum=0.9), samples(36))
+    cluster = make(name, task, shuffle=seed)
+    about = cluster.step(6)[-1]
+    assert about.kind is Kind.FAILURE
+    assert about.values()["reason"] == "raised"
+    assert about.values()["step"] == cluster.coordinator.version // cluster.job.versions_per_step
+    for step in range(about.values()["step"] + 1, 7):
+        (result,) = trained(cluster, 1)
+        settle(cluster)
+        assert result.values()["step"] == step
+        assert cluster.coordinator.version == cluster.coordinator.limit == result.version
+        assert result.version == step * cluster.job.versions_per_step
+        assert len(result.values()["staleness"]) == 3
+    assert sorted(shares(check(cluster, task))) == list(range(18))
+
+
+def settle(cluster: InProcessCluster) -> None:
+    """Lets everything arrive that is on its way."""
+    network = cluster.network
+    network.run_until(lambda: not any(transport.inbox for transport in network._transports), "silence")
+
+
+@pytest.mark.parametrize("name", MODES)
+@few
+@given(seed=SEEDS, events=st.integers(30, 400))
+def test_steps_taken_back_at_any_moment_go_on_where_they_stopped(name: str, seed: int, events: int) -> None:
+    task = TASKS["momentum"]
+    cluster = make(name, task, shuffle=seed)
+    network, client, coordinator = cluster.network, cluster.client, cluster.coordinator
+    client.ask(8, True)
+    network.run_until(
+        lambda: network.delivered >= events or 0 < coordinator.limit == coordinator.version, "some messages"
+    )
+    position = cluster.wait(client.revoke(), "the coordinator")
+    while not client.outcomes.empty():
+        client.outcomes.get()
+    per_step = cluster.job.versions_per_step
+    settle(cluster)
+    assert coordinator.version == position.version
+    for step in range(position.version // per_step + 1, position.version // per_step + 4):
+        assert trained(cluster, 1)[0].values()["step"] == step
+        settle(cluster)
+        assert coordinator.version == step * per_step
+    committed = shares(check(cluster, task))
+    if name != "backup":
+        assert sorted(committed) == list(range(len(committed)))
+    assert all(torch.equal(held, cluster.snapshot().weights) for held in worker_weights(cluster, coordinator.version))
+
+
+@few
+@given(seed=SEEDS)
+def test_with_backup_workers_what_was_dropped_comes_later_and_nothing_twice(seed: int) -> None:
+    cluster = make("backup", TASKS["momentum"], shuffle=seed)
+    granted: list[int] = []
+
+    def note(message: Message) -> list[Message]:
+        if message.kind is Kind.GRANT:
+            granted.append(message.values()["lease"])
+        return [message]
+
+    cluster.network.filter = note
+    trained(cluster, 12)
+    settle(cluster)
+    committed = shares(check(cluster, TASKS["momentum"]))
+    told = counters(cluster)
+    again = [share for share, times in Counter(granted).items() if times > 1]
+    assert told["dropped"] > 0
+    assert again
+    assert len(set(committed)) == len(committed) == 24
+    assert len(granted) == 24 + told["dropped"]
+    assert max(committed) < 24 + 3  # only what some worker holds is passed over
+    assert set(again) & set(committed)
+
+
+# -- staleness ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODES)
+@few
+@given(seed=SEEDS)
+def test_log_results_and_counters_agree_about_staleness(name: str, seed: int) -> None:
+    cluster = make(name, shuffle=seed)
+    results = [StepResult.from_message(r.values()["step"], r.values(), None) for r in trained(cluster, 8)]
+    assert [result.step for result in results] == list(range(1, 9))
+    log = check(cluster, Task(optimizer=sgd(momentum=0.9)))  # which compares the log with the counters
+    logged = [late for commit in log.commits for late in commit.staleness]
+    assert list(chain.from_iterable(result.staleness for result in results)) == logged
+    if name == "async-drop":
+        assert max(logged) == 1
+        assert counters(cluster)["dropped"] > 0
+    elif name.startswith("ssp"):
+        lead = cluster.job.config.lead  # type: ignore[union-attr]
+        assert max(logged) <= 2 * (2 * lead + 1)  # of each other worker, no more pushes than it may be apart
+    elif name in ("sync", "backup"):
+        assert set(logged) == {0}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_one_worker_is_never_stale(name: str) -> None:
+    cluster = make(name, workers=1, shuffle=1)
+    trained(cluster, 6)
+    assert counters(cluster)["staleness"] == [(0, 6)]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_one_worker_in_any_mode_is_serial_training(name: str) -> None:
+    cluster = make(name, TASKS["schedule"], workers=1)
+    trained(cluster, 6)
+    assert difference(cluster.weights(), TASKS["schedule"].train(1, 6)) < 1e-12
+
+
+# -- between steps --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODES)
+@few
+@given(seed=SEEDS)
+def test_after_the_last_step_every_worker_holds_the_newest_weights(name: str, seed: int) -> None:
+    cluster = make(name, shuffle=seed)
+    before: list[torch.Tensor] = []
+    for steps in (2, 1, 3):
+        version = trained(cluster, steps)[-1].version
+        weights = cluster.snapshot().weights
+        assert all(torch.equal(held, weights) for held in worker_weights(cluster, version))
+        assert not any(torch.equal(weights, other) for other in before)
+        before.append(weights)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_step_is_as_many_updates_as_workers(name: str) -> None:
+    for workers in (1, 2, 3):
+        cluster = make(name, plus_one(), workers, shuffle=workers)
+        (result,) = trained(cluster, 1)
+        assert (result.version, result.values()["step"]) == (workers, 1)
+        assert result.values()["samples"] == workers
+        assert len(result.values()["staleness"]) == workers
+        assert counters(cluster)["step"] == 1
+
+
+# -- NaN ------------------------------------------------------------------------------------------
+
+
+def poisoned(name: str, nonfinite: str, **options: Any) -> tuple[InProcessCluster, Task]:
+    """A job in which worker 1's second gradient is NaN in the first layer."""
+    calls = Counter[int]()
+
+    class Sick(Moody):
+        worker = -1
+
+        def __init__(self) -> None:
+            super().__init__(self.spoil)
+
+        def spoil(self, gradient: torch.Tensor) -> torch.Tensor:
+            calls[self.worker] += 1
+            return gradient * float("nan") if (self.worker, calls[self.worker]) == (1, 2) else gradient
+
+    task = Task(Sick, sgd(momentum=0.9), samples(36))
+
+    def create(worker_index: int, device_index: int) -> Any:
+        model = task.creator()(worker_index, device_index)
+        model.module.worker = worker_index
+        return model
+
+    config = MODES[name]
+    strategy = ParameterServerStrategy(
+        mode=config.mode,
+        staleness=config.staleness,
+        correction=config.correction,
+        backup_workers=config.backup_workers,
+        num_servers=2,
+        chunk_bytes=64,
+        nonfinite=nonfinite,
+    )
+    return InProcessCluster(create, num_workers=3, strategy=strategy, keep_log=True, **options), task
+
+
+SURE = [name for name in MODES if name not in ("backup", "async-drop")]  # whose pushes are all committed
+
+
+@pytest.mark.parametrize("name", SURE)
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_nan_that_is_refused_names_worker_and_tensor_and_changes_nothing(name: str, seed: int | None) -> None:
+    cluster, task = poisoned(name, "refuse", shuffle=seed)
+    about = cluster.step(8)[-1].values()
+    assert about["reason"] == "nonfinite"
+    assert sorted(about["culprits"]) == [[1, "first.bias"], [1, "first.weight"]]
+    weights = cluster.weights()
+    assert all(bool(value.isfinite().all()) for value in weights.values())
+    log = check(cluster, task)
+    assert len(log.commits) == cluster.coordinator.version > 0
+    trained(cluster, 2)
+    log = check(cluster, task)
+    assert sorted(shares(log)) == list(range(len(shares(log))))
+
+
+@pytest.mark.parametrize("name", SURE)
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_nan_that_is_skipped_is_a_version_in_which_nothing_changes(name: str, seed: int | None) -> None:
+    cluster, task = poisoned(name, "skip", shuffle=seed)
+    weights = {0: cluster.weights()}
+    coordinator, per_step = cluster.coordinator, cluster.job.versions_per_step
+    for step in range(1, 7):
+        trained(cluster, 1)
+        weights[step * per_step] = cluster.weights()
+    log = cluster.log()
+    (skipped,) = (commit for commit in log.commits if commit.skipped)
+    assert 1 in [push.worker for push in skipped.pushes]
+    assert coordinator.version == 6 * per_step
+    assert counters(cluster)["skipped"] == 1
+    assert all(bool(value.isfinite().all()) for value in weights[coordinator.version].values())
+    assert same_bits(replay(log, task.creator()), cluster.weights())
+    assert len(log.commits) == 6 * per_step
+    parts = [CommitLog(log.commits[:n], log.strategy, 3, 1, 0) for n in range(len(log.commits) + 1)]
+    passed = [replay(part, task.creator()) for part in parts[skipped.version - 1 : skipped.version + 2]]
+    assert same_bits(passed[0], passed[1])
+    assert not same_bits(passed[1], passed[2])
+    assert all(same_bits(replay(parts[version], task.creator()), found) for version, found in weights.items())
+
+
+@pytest.mark.parametrize("name", SURE)
+def test_nan_that_may_pass_is_applied(name: str) -> None:
+    cluster, _ = poisoned(name, "pass", shuffle=1)
+    trained(cluster, 6)
+    weights = cluster.weights()
+    assert all(bool(weights[name].isnan().all()) for name in ("first.weight", "first.bias"))
+    assert not any(commit.skipped for commit in cluster.log().commits)
+    assert counters(cluster)["skipped"] == 0
+
+
+# -- deadlines ------------------------------------------------------------------------------------
+
+
+def swallow(cluster: InProcessCluster, *kinds: Kind) -> None:
+    """What worker 1 sends of these kinds is lost from now on."""
+    filtered: Callable[[Message], list[Message]] = lambda m: (  # noqa: E731
+        [] if m.source == worker_peer(1) and m.kind in kinds else [m]
+    )
+    cluster.network.filter = filtered
+
+
+@pytest.mark.parametrize("name", ["async", "async-drop", "async-rate"])
+@pytest.mark.parametrize("kinds", [(Kind.PUSH, Kind.REPORT), (Kind.REPORT,)])
+def test_the_deadline_names_who_took_samples_and_never_came_back_while_others_go_on(
+    name: str, kinds: tuple[Kind, ...]
+) -> None:
+    task = TASKS["momentum"]
+    cluster = make(name, task, step_timeout=50.0)
+    trained(cluster, 2)
+    swallow(cluster, *kinds)
+    cluster.network.round_seconds = 0.5
+    last = cluster.step(1000)[-1]
+    assert last.kind is Kind.FAILURE
+    about = last.values()
+    assert (about["reason"], about["awaited"], about["seconds"]) == ("deadline", ["worker 1"], 50.0)
+    log = check(cluster, task)
+    others = [push.worker for commit in log.commits[6:] for push in commit.pushes]
+    assert Counter(others).keys() == {0, 2}
+    assert len(others) > 10
+    assert cluster.network.now < 150
+    swallow(cluster)
+    trained(cluster, 4)
+    log = check(cluster, task)
+    assert sorted(shares(log)) == list(range(len(shares(log))))
+
+
+def test_the_deadline_names_the_server_that_lacks_what_was_reported() -> None:
+    cluster = make("async", step_timeout=50.0)
+    trained(cluster, 1)
+    far = server_peer(1)
+    cluster.network.filter = lambda m: [] if (m.kind, m.source) == (Kind.STAGED, far) else [m]
+    assert cluster.step(2)[-1].values()["awaited"] == ["server 1"]
+
+
+def test_with_a_bound_the_others_wait_for_who_never_came_back_and_the_deadline_names_it() -> None:
+    cluster = make("ssp-2", step_timeout=50.0)
+    trained(cluster, 2)
+    before = dict(cluster.coordinator._clocks)
+    swallow(cluster, Kind.PUSH, Kind.REPORT)
+    assert cluster.step(1000)[-1].values()["awaited"] == ["worker 1"]
+    after = cluster.coordinator._clocks
+    assert after[1] == before[1]
+    assert {after[0], after[2]} == {after[1] + 3}
+
+
+@pytest.mark.parametrize("rule", [CommitEach(), CommitEach(lead=0)])
+def test_who_has_not_joined_is_awaited(rule: CommitEach) -> None:
+    coordinator = Coordinator(
+        members=frozenset({0, 1}),
+        servers=(0,),
+        holding=frozenset({0}),
+        rule=rule,
+        hyperparameters=lambda step: [{}],
+        step_timeout=10.0,
+    )
+    coordinator.handle(worker_peer(0), Message(Kind.JOIN))
+    coordinator.handle(("client", 0), Message(Kind.ASK, sequence=1, meta={"steps": 1}))  # type: ignore[arg-type]
+    assert coordinator.tick(0.0) == []
+    ((_, failure),) = [found for found in coordinator.tick(10.0) if found[1].kind is Kind.FAILURE]
+    assert "worker 1" in failure.values()["awaited"]
