@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ _DTYPES = (
     torch.uint8,
 )  # fmt: skip
 _FROM_NUMPY = {torch.empty(0, dtype=dtype).numpy().dtype: dtype for dtype in _DTYPES if dtype != torch.bfloat16}
+_WORTH_KEEPING = 1 << 20  # bytes from which memory is used again
+_KEPT = 2  # pieces of one size
 _ONLY = ""  # the name of an array that was given by itself
 
 
@@ -35,6 +38,40 @@ class Wanted:
     start: int
     stop: int
     memory: torch.Tensor
+
+
+class Recycler:
+    """Memory of pulled arrays that nobody holds any more, to be filled again: fresh pages cost more than a transfer.
+
+    Example:
+        >>> recycler = Recycler()
+        >>> first = recycler.empty(1 << 20)
+        >>> place = first.data_ptr()
+        >>> del first
+        >>> recycler.empty(1 << 20).data_ptr() == place
+        True
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Any]] = {}
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Memory (flat, uint8) with anything in it; it comes back when the last view of it goes."""
+        if nbytes < _WORTH_KEEPING:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        kept = self._free.setdefault(nbytes, [])
+        try:
+            memory = kept.pop()
+        except IndexError:
+            memory = np.empty(nbytes, dtype=np.uint8)
+        array = np.frombuffer(memory, dtype=np.uint8)  # views of it hold this object, not what lies below
+        weakref.finalize(array, _keep, kept, memory).atexit = False
+        return torch.from_numpy(array)
+
+
+def _keep(kept: list[Any], memory: Any) -> None:
+    if len(kept) < _KEPT:
+        kept.append(memory)
 
 
 @dataclass(frozen=True)
@@ -145,7 +182,11 @@ class Arrays:
         return gathered, absent
 
     def request(
-        self, names: Sequence[str] | None, span: tuple[int, int] | None, out: ArrayTree | None
+        self,
+        names: Sequence[str] | None,
+        span: tuple[int, int] | None,
+        out: ArrayTree | None,
+        recycler: Recycler | None = None,
     ) -> tuple[dict[str, Wanted], ArrayTree]:
         """Memory for what is to be pulled, and the same as the user will see it.
 
@@ -153,6 +194,7 @@ class Arrays:
             names: which arrays; None for all.
             span: elements [begin, end) of the one array that is meant, as if it were flat; None for all.
             out: arrays to write to; None for new ones.
+            recycler: where memory for new ones comes from.
 
         Raises:
             ConfigurationError: an unknown name, a span out of range, an `out` that does not fit.
@@ -180,7 +222,8 @@ class Arrays:
             pulled = out
         else:
             entries = {name: self.layout.entries[self.layout.index[name]] for name in wanted}
-            fresh = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+            empty = (recycler or Recycler()).empty
+            fresh = {n: empty(entry.nbytes).view(entry.dtype).view(entry.shape) for n, entry in entries.items()}
             memory = {name: _flat_bytes(tensor) for name, tensor in fresh.items()}
             pulled = {name: self._as_given(name, tensor) for name, tensor in fresh.items()}
             pulled = pulled[_ONLY] if self.single else pulled

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from steepest.arrays import Recycler
 from steepest.client import Client
 from steepest.comm.router import Router
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
@@ -47,6 +48,7 @@ class Connection:
     ) -> None:
         self.client = client
         self.pusher = pusher
+        self.recycler = Recycler()
         self._router = router
         self._name = name
         self._timeout = timeout

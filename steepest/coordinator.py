@@ -413,13 +413,16 @@ class Coordinator:
         return Message(Kind.RESULT, self.generation, sequence=push.sequence, version=self.version)
 
     def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
-        """Will never be committed: their samples return, and their workers go on with new weights."""
+        """Will never be committed: their workers go on with new weights, others take their samples if any will come."""
         self._staging.take(pushes)
         self._counts["dropped"] += len(pushes)
-        for push in pushes:
-            self._give_back([push.worker])
-            del self._busy[push.worker]
+        back = [lease for push in pushes if (lease := self._busy.pop(push.worker).lease) is not None]
+        others = self.limit - self.version - len(self._busy) >= 2 * len(back)
+        for lease in () if others else back:
+            self._ledger.give_back(lease)
         grants, behind = self._lease()
+        for lease in back if others else ():  # else who is too slow for a share gets it again and again
+            self._ledger.give_back(lease)
         meta = {"pushes": [list(push.id) for push in pushes], "readers": [[worker, 0] for worker in behind]}
         return self._to_servers(Kind.DISCARD, meta=meta) + grants
 

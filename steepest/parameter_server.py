@@ -142,7 +142,7 @@ class ParameterServer:
         chosen = [names] if isinstance(names, str) else names
         if chosen is not None and self._arrays.single:
             raise ConfigurationError("names= is for a dict of arrays: this server holds one array")
-        wanted, pulled = self._arrays.request(chosen, range, out)
+        wanted, pulled = self._arrays.request(chosen, range, out, self._connection().recycler)
         self._run(lambda connection: connection.pusher.pull(wanted), "a pull")
         return pulled[names] if isinstance(names, str) and range is None and out is None else pulled
 
@@ -188,7 +188,7 @@ class ParameterServer:
             As `push`.
         """
         memory = self._arrays.bytes_of(update, "update")
-        wanted, pulled = self._arrays.request(None, None, out)
+        wanted, pulled = self._arrays.request(None, None, out, self._connection().recycler)
         self._run(lambda connection: connection.pusher.push(memory, wanted), "a push to be committed", memory)
         return pulled
 

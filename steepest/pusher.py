@@ -23,7 +23,6 @@ class _Request:
     wanted: Mapping[str, Wanted]
     chunks: set[int]  # still to come
     servers: set[int]  # which have not ended a read yet
-    version: int = -1
 
 
 class Pusher:
@@ -123,8 +122,6 @@ class Pusher:
         match message.kind:
             case _ if request is None:
                 return  # nobody waits for it any more
-            case Kind.WEIGHTS | Kind.END if request.version not in (-1, message.version):
-                return  # of a request that came twice; of each server the first answer comes first
             case Kind.RESULT:
                 self._finish(message.sequence, message.version)
             case Kind.FAILURE:
@@ -156,7 +153,7 @@ class Pusher:
         self._look(message, request)
 
     def _look(self, message: Message, request: _Request) -> None:
-        request.version = message.version
+        """The message that completes a request is of its version, also when the request came twice."""
         if not request.chunks and not request.servers:
             self._finish(message.sequence, message.version)
 

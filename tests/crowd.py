@@ -113,10 +113,10 @@ class Crowd:
         for _ in range(users):
             self.join()
 
-    def join(self) -> User:
+    def join(self, index: int | None = None) -> User:
         """One more user."""
         router = self.network.router()
-        index = FIRST + len(self.users)
+        index = FIRST + len(self.users) if index is None else index
         pusher, client = self.group.host_user(router, index)
         peers = self.group.user_peers(index)
         links = [self.network.connect(router, peers, r, server_peers(i)) for i, r in enumerate(self.routers)]
@@ -170,6 +170,8 @@ class Crowd:
         waiting = (
             staging._waiting
             or staging._ready
+            or staging._left
+            or self.coordinator._part
             or any(user.pusher._requests for user in self.users if not user.links[0].closed)
         )
         return buffers and not staged and not waiting

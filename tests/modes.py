@@ -62,6 +62,12 @@ def trained(cluster: InProcessCluster, steps: int) -> list[Message]:
     return results
 
 
+def settle(cluster: InProcessCluster) -> None:
+    """Lets everything arrive that is on its way."""
+    network = cluster.network
+    network.run_until(lambda: not any(transport.inbox for transport in network._transports), "silence")
+
+
 def counters(cluster: InProcessCluster) -> dict[str, Any]:
     """The coordinator's."""
     return cluster.wait(cluster.client.counters(), "the counters")

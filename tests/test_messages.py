@@ -19,7 +19,7 @@ from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer,
 from steepest.comm.router import Router
 from steepest.strategies.parameter_server import PushPull
 from steepest.testing import InProcessCluster, replay, server_peers
-from tests.modes import MODES, Moody, check, counters, make, plus_one, shares, trained, worker_weights
+from tests.modes import MODES, Moody, check, counters, make, plus_one, settle, shares, trained, worker_weights
 from tests.reference import Task, Weights, same_bits, sgd
 
 STEPS = 5
@@ -95,6 +95,7 @@ def live(name: str, shuffle: int, disturb: Filter | None = None, delay: Any = No
         cluster.wait(cluster.client.install(snapshot.version, weights.view(torch.uint8), None), "an install")
         assert torch.equal(cluster.snapshot().weights.view(torch.float64), weights)
     trained(cluster, 1)
+    settle(cluster)
     assert cluster.client.position == Position(cluster.coordinator.generation, cluster.coordinator.version)
     return cluster
 

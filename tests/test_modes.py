@@ -22,7 +22,7 @@ from steepest.observe.results import StepResult
 from steepest.optimizer import Schedule
 from steepest.rules import CommitEach
 from steepest.testing import InProcessCluster, replay
-from tests.modes import EACH, MODES, Moody, check, counters, make, plus_one, shares, trained, worker_weights
+from tests.modes import EACH, MODES, Moody, check, counters, make, plus_one, settle, shares, trained, worker_weights
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
 
 SEEDS = st.integers(0, 2**32)
@@ -203,12 +203,6 @@ def test_a_step_given_up_half_way_loses_no_share_and_repeats_none(name: str, see
         assert result.version == step * cluster.job.versions_per_step
         assert len(result.values()["staleness"]) == 3
     assert sorted(shares(check(cluster, task))) == list(range(18))
-
-
-def settle(cluster: InProcessCluster) -> None:
-    """Lets everything arrive that is on its way."""
-    network = cluster.network
-    network.run_until(lambda: not any(transport.inbox for transport in network._transports), "silence")
 
 
 @pytest.mark.parametrize("name", MODES)

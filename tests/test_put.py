@@ -109,6 +109,41 @@ def test_a_state_that_was_put_in_part_only_is_not_installed_and_not_kept(shuffle
     assert not any(server._puts for server in crowd.servers)
 
 
+def test_a_request_that_was_never_whole_is_forgotten_with_the_next_one() -> None:
+    crowd = Crowd()
+    weights = crowd.arrays.layout.allocate()
+    crowd.network.filter = lambda m: [] if m.kind is Kind.PUT and m.target == Peer("server", 1) else [m]
+    crowd.users[0].client.install(0, weights, [])
+    crowd.settle()
+    crowd.network.filter = lambda message: [message]
+    assert any(server._puts for server in crowd.servers)
+    crowd.wait(crowd.users[0].client.install(0, weights, []))
+    crowd.settle()
+    assert not any(server._puts for server in crowd.servers)
+
+
+def test_who_takes_the_place_of_one_that_left_is_taken_for_another() -> None:
+    crowd = Crowd()
+    for value in (5, 6):
+        weights = crowd.arrays.layout.allocate()
+        full = {name: torch.as_tensor(array) for name, array in like(zeros(), value).items()}
+        crowd.arrays.layout.write(weights, full)
+        user = crowd.join(FIRST + 7)
+        crowd.network.filter = lambda m: [] if m.kind is Kind.PUT and m.target == Peer("server", 1) else [m]
+        half = user.client.install(0, torch.zeros_like(weights), [])
+        crowd.settle()
+        crowd.network.filter = lambda message: [message]
+        user.die()
+        crowd.settle()
+        assert not half.done()
+        user = crowd.join(FIRST + 7)  # counts from one again
+        crowd.wait(user.client.install(0, weights, []))
+        assert values(crowd.pull()[1]) == {value}
+        crowd.settle()
+        user.die()
+        crowd.settle()
+
+
 @some
 @given(shuffle=SEEDS)
 def test_states_put_by_one_right_after_another_are_installed_in_turn_and_whole(shuffle: int) -> None:
@@ -121,7 +156,8 @@ def test_states_put_by_one_right_after_another_are_installed_in_turn_and_whole(s
         install = putting.client.install(0, weights, [])
         pulls = []
         while not install.done():
-            pulls.append(looking.pull())
+            if crowd.network.rounds % 8 == 0:
+                pulls.append(looking.pull())
             crowd.turn()
         for future, pulled in pulls:
             assert crowd.wait(future) in (value, value + 1)

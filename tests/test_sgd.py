@@ -309,7 +309,7 @@ def test_weights_may_be_read_by_another_thread_while_training_goes_on(trainer: D
     found: list[dict[str, torch.Tensor]] = []
 
     def read() -> None:
-        while len(found) < 20:
+        while len({float(w["head.bias"][0]) for w in found}) <= 3:
             found.append(trainer.weights())
         enough.set()
 
