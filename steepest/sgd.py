@@ -82,6 +82,12 @@ class DistributedSGD:
         self.num_workers = require_count("num_workers", num_workers)
         self.devices_per_worker = require_count("devices_per_worker", devices_per_worker)
         self.strategy = as_strategy(strategy)
+        backup = getattr(self.strategy, "backup_workers", 0)
+        if backup and backup >= self.num_workers:
+            raise ConfigurationError(
+                f"backup_workers={backup} with num_workers={self.num_workers}: nobody would be left whose gradient a "
+                "step takes; give fewer backup workers, or more workers"
+            )
         self._settings = settings or RunSettings()
         self._seed = require_count("seed", seed, 0)
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock

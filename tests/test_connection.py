@@ -325,3 +325,20 @@ def test_what_breaks_off_in_the_middle_closes_the_connection(setup: Setup, inter
     assert futures == [1, 2]
     with pytest.raises(ShutdownError, match="broke off"):
         setup.push()
+
+
+def test_what_it_is_reached_through_is_let_alone_once_that_is_shut_down(setup: Setup) -> None:
+    usable = True
+    through = connection.Connection(
+        setup.router, setup.user.pusher, setup.user.client, name="it", timeout=1.0, max_in_flight=1,
+        usable=lambda: usable,
+    )  # fmt: skip
+    wanted, _ = setup.crowd.arrays.request(None, None, None)
+    assert through.run(lambda: setup.user.pusher.pull(wanted), "a pull") == 0
+    usable = False
+    setup.router.threads.clear()
+    with pytest.raises(ShutdownError, match="reached through is shut down"):
+        through.run(lambda: setup.user.pusher.pull(wanted), "a pull")
+    assert setup.router.threads == set()
+    assert through.closed
+    assert through.lost()

@@ -112,6 +112,10 @@ def test_wrong_arguments_are_refused_before_anything_is_started() -> None:
         ({"num_workers": 1.5}, "num_workers=1.5"),
         ({"devices_per_worker": 0}, "devices_per_worker=0"),
         ({"seed": -1}, "seed=-1"),
+        (
+            {"strategy": ParameterServerStrategy(backup_workers=2), "num_workers": 2},
+            "backup_workers=2 with num_workers=2",
+        ),
         ({"model_creator": "ConvNet"}, r"model_creator='ConvNet'.*worker_index, device_index"),
     ]
     for arguments, message in cases:

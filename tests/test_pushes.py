@@ -101,6 +101,9 @@ def test_more_servers_than_chunks_do_no_harm() -> None:
     crowd = Crowd(np.zeros(3), 3, 2)
     assert crowd.group.owners == (0,)
     check_ones(crowd, push_ones(crowd, 3))
+    crowd.users[1].die()
+    crowd.settle()
+    assert crowd.idle()
 
 
 @some
