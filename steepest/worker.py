@@ -183,7 +183,7 @@ class Worker:
     def _step(self, share: int) -> None:
         version = self.version
         self._pushed = (self.generation, version)
-        self._exchange.begin(self.generation, version)
+        self._exchange.begin(self.generation, version, self._incarnation)
         try:
             result = self._replicas.compute(share, self._push, self._stats)
         except Exception as error:  # noqa: BLE001 - the user's code; sent to the driver with its traceback

@@ -224,7 +224,7 @@ def test_strangers_at_the_door_are_refused_and_counted(shared: DistributedSGD) -
     server = shared._live()._actors[Peer("server", 0)]
 
     def door(process: Any) -> tuple[str, int]:
-        listener = next(sock for sock in process._wire._listeners if sock.family == socket.AF_INET)
+        listener = next(sock for sock in process._transport._listeners if sock.family == socket.AF_INET)
         return listener.getsockname()
 
     address = ray.get(server.__ray_call__.remote(door))

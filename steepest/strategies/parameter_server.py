@@ -26,22 +26,23 @@ class PushPull:
         self._weights = weights
         self._send = send
         self._sequence = 0
-        self._generation = 0
+        self._generation = self._incarnation = 0
         self._version = 0
         self._newest = [(-1, -1)] * len(layout.chunks)  # (generation, version) of each chunk's weights
         self._all = frozenset(range(len(layout.chunks)))
         self._trainable = frozenset(chunk.index for chunk in layout.chunks if chunk.trainable)
         self._awaited: dict[tuple[int, int], set[int]] = {}  # (generation, version) -> chunks still to come
 
-    def begin(self, generation: int, version: int) -> None:
+    def begin(self, generation: int, version: int, incarnation: int) -> None:
         """A step starts."""
+        self._incarnation = incarnation
         self._generation, self._version = generation, version
         self._sequence += 1
         self.bytes_pushed = 0
 
     def ready(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
         """Pushes one chunk."""
-        message = Message(Kind.PUSH, self._generation, sequence=self._sequence, version=self._version, chunk=chunk)
+        message = Message(Kind.PUSH, self._generation, self._incarnation, self._sequence, self._version, chunk)
         message.weight, message.total = unit, total
         if absent:
             message.meta = {"absent": sorted(absent)}

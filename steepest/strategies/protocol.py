@@ -22,8 +22,8 @@ class Exchange(Protocol):
 
     bytes_pushed: int
 
-    def begin(self, generation: int, version: int) -> None:
-        """A step starts from the weights of `version`."""
+    def begin(self, generation: int, version: int, incarnation: int) -> None:
+        """A step starts from the weights of `version`; which life of the worker takes it."""
 
     def ready(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
         """A chunk of the gradient is complete (see `steepest.replicas.ChunkReady`).
