@@ -12,7 +12,7 @@ from steepest.comm.message import Kind, Message, Peer, Send, server_peer, worker
 from steepest.errors import ProtocolError, describe_error
 from steepest.ledger import Ledger
 from steepest.rules import CommitRule, Staged
-from steepest.staging import Report, StagedEach, StagedTogether, summarize
+from steepest.staging import Report, StagedEach, StagedTogether, Staging, summarize
 
 Outgoing = list[tuple[Peer, Message]]
 
@@ -80,7 +80,7 @@ class Coordinator:
         self._client: Peer | None = None
         self._waiting: list[tuple[Peer, int]] = []  # clients that installed and wait for the members
         self._asked: dict[Peer, int] = {}  # the last request of each client: none is taken twice
-        self._staging = StagedTogether(holding) if rule.together else StagedEach(holding)
+        self._staging: Staging = StagedTogether(holding) if rule.together else StagedEach(holding)
         self._per_step = rule.versions_per_step(max(len(members), 1))  # versions that make one step
         self._pushes = rule.pushes_per_step(max(len(members), 1))  # pushes that make one step
         self._ledger = Ledger()

@@ -200,3 +200,16 @@ def test_a_peer_that_announces_shared_memory_and_passes_none_is_refused(
     near.flush()
     until(lambda: server.lost, server)
     assert server.transport.refused == 1
+
+
+def test_room_and_the_end_of_a_channel_may_come_at_once(
+    ends: tuple[object, object], server: Node, client: Node
+) -> None:
+    near, far = ends
+    near.send(message_of(1, 2 * RING_BYTES))
+    until(lambda: near in client.transport._waiting, client)
+    go_on = client.transport._selector.get_key(near._ring_out.room).data
+    far.close()  # the reader has made room, and is gone: both are seen in one look
+    until(lambda: client.lost, client)
+    go_on()
+    assert not client.transport._waiting

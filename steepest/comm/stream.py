@@ -143,7 +143,7 @@ class WireChannel:
 
     def _receive(self, into: memoryview) -> int:
         """As `recv_into`, for descriptors too."""
-        count, ancillary, _, _ = self._socket.recvmsg_into([into], _DESCRIPTORS_SPACE)
+        count, ancillary, _, _ = self._socket.recvmsg_into([into], _DESCRIPTORS_SPACE, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._descriptors += struct.unpack(f"={len(data) // 4}i", data[: len(data) // 4 * 4])

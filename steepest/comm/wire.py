@@ -311,9 +311,9 @@ class WireTransport:
         """Has a channel go on when its peer has read from the ring."""
 
         def go_on() -> None:
-            self._selector.unregister(room)
-            del self._waiting[channel]
-            channel.flush()
+            if self._waiting.pop(channel, None) is not None:  # else it was closed in the same look
+                self._selector.unregister(room)
+                channel.flush()
 
         if channel not in self._waiting and not channel.closed:
             self._waiting[channel] = room
