@@ -193,6 +193,7 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor) -> 
         weights,
         router.sender(peer),
         router.own_pending,
+        router.in_use,
         together=job.strategy.rule.together,
         checked=job.strategy.nonfinite != "pass",
     )

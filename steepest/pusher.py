@@ -23,6 +23,7 @@ class _Request:
     wanted: Mapping[str, Wanted]
     chunks: set[int]  # still to come
     servers: set[int]  # which have not ended a read yet
+    landing: torch.Tensor | None = None  # where the last payload was received, as it is wanted
 
 
 class Pusher:
@@ -114,7 +115,10 @@ class Pusher:
         if request is None or message.chunk not in request.chunks:
             return None  # a copy
         target = self._arrays.target(chunk, request.wanted)
-        return torch.empty(size, dtype=torch.uint8) if target is None else target
+        if target is None:
+            return torch.empty(size, dtype=torch.uint8)
+        request.landing = target
+        return target
 
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
@@ -144,11 +148,9 @@ class Pusher:
     def _take(self, message: Message, request: _Request) -> None:
         assert message.payload is not None
         chunk = self._arrays.layout.chunks[message.chunk]
-        target = self._arrays.target(chunk, request.wanted)
-        if target is None:
+        if message.payload is not request.landing:
             self._arrays.scatter(chunk, message.payload, request.wanted)
-        elif target.data_ptr() != message.payload.data_ptr():
-            target.copy_(message.payload)
+        request.landing = None
         request.chunks.discard(message.chunk)
         self._look(message, request)
 

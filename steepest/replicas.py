@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from steepest.comm.shared import allocate
 from steepest.errors import ModelError
 from steepest.model import Computed, Model
 from steepest.sampler import SamplePlan, even_share, step_seed
@@ -63,7 +64,7 @@ class Replicas:
         self.models = tuple(models)
         self.layout = models[0].layout
         self.weights = self.layout.allocate()
-        self._sum = self.layout.allocate()
+        self._sum = allocate(self.layout.nbytes)  # servers of this host read it there
         self.first_index = first_index
         self.worker = first_index // len(models)
         self._shares = shares

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send, worker_peer
+from steepest.comm.shared import allocate
 from steepest.errors import ProtocolError
 from steepest.model import ParameterLayout
 from steepest.optimizer import OptimizerSpec
@@ -48,6 +49,7 @@ class Server:
         weights: the flat vector; this server's chunks in it are read now and updated in place.
         send: how to send.
         own_pending: called before weights change, so that what is still on its way keeps its value.
+        in_use: whether somebody may be reading weights where they lie; then others are made elsewhere.
         together: whether every member contributes to every version: pushes are reduced as they arrive.
         open_to_all: whether anybody may push, members or not.
         checked: whether to look for NaN and infinity.
@@ -62,6 +64,7 @@ class Server:
         weights: torch.Tensor,
         send: Send,
         own_pending: Callable[[torch.Tensor], None] = lambda weights: None,
+        in_use: Callable[[torch.Tensor], bool] = lambda weights: False,
         *,
         together: bool = True,
         open_to_all: bool = False,
@@ -73,6 +76,8 @@ class Server:
         self._index = index
         self._send = send
         self._own_pending = own_pending
+        self._in_use = in_use
+        self._rooms = [weights]  # flat vectors; each chunk's weights lie in one of them, its older ones in others
         self._together = together
         self._open_to_all = open_to_all
         self._layout = layout
@@ -96,7 +101,7 @@ class Server:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Where an arriving payload goes: a push into a staging buffer of its chunk."""
+        """Where an arriving payload goes: a push into a staging buffer of its chunk, or it stays where it is lent."""
         if message.kind is Kind.STATE:
             return torch.empty(_checked_state_size(message, size), dtype=torch.uint8)
         held = self._chunks.get(message.chunk)
@@ -109,7 +114,7 @@ class Server:
             return torch.empty(size, dtype=torch.uint8)
         if message.generation < self.generation or (self._together and message.version < self.version):
             return None  # late: received and dropped
-        return held.staging_buffer()
+        return message.payload if message.payload is not None else held.staging_buffer()
 
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
@@ -245,8 +250,7 @@ class Server:
             if not skip:
                 if not self._together:
                     held.reduce(pushes)
-                self._own_pending(held.weights)
-                held.apply(hyper, message.weight)
+                held.apply(hyper, message.weight, self._make_way(held))
             for push in pushes:
                 held.forget(push)
             for reader, sequence in readers:
@@ -254,6 +258,18 @@ class Server:
         if not self._together:
             for push in pushes:
                 self._done.add(push)
+
+    def _make_way(self, held: ServerChunk) -> torch.Tensor | None:
+        """Before weights change: where the new ones go, or None when they may take the place of the old ones."""
+        self._own_pending(held.weights)
+        if not self._in_use(held.weights):
+            return None
+        for room in self._rooms:
+            place = self._layout.chunk_view(room, held.chunk.index)
+            if not self._in_use(place):
+                return place
+        self._rooms.append(allocate(self._layout.nbytes))
+        return self._layout.chunk_view(self._rooms[-1], held.chunk.index)
 
     def _discard(self, message: Message) -> None:
         """These pushes will never be committed; whoever made them goes on with the weights as they are."""
@@ -323,8 +339,10 @@ class Server:
             self._installed[source] = sequence
         self._puts = {key: other for key, other in self._puts.items() if key[0] != source or key[1] > sequence}
         for index, payload in put.weights.items():
-            self._own_pending(self._chunks[index].weights)
-            self._chunks[index].weights.copy_(payload)
+            held = self._chunks[index]
+            if (room := self._make_way(held)) is not None:
+                held.move(room)
+            held.weights.copy_(payload)
         if put.state:
             for held in self._chunks.values():
                 held.clear_state()

@@ -38,7 +38,7 @@ class ServerChunk:
 
     Args:
         spec: the optimizer; None to add what is pushed to the weights.
-        weights: the chunk's bytes; updated in place.
+        weights: the chunk's bytes; updated in place, or in a room that `apply` is given.
         checked: whether to look for NaN and infinity.
     """
 
@@ -71,6 +71,8 @@ class ServerChunk:
         if chunk.trainable and spec is not None:
             slices = list(zip(self._names, self._parameters, strict=True))
             self._optimizer, self._groups = spec.build(slices)
+        # torch's own optimizers leave gradients as they are; others get one that they may write to
+        self._gentle = spec is None or type(self._optimizer).__module__.startswith("torch.optim")
 
     def staging_buffer(self) -> torch.Tensor:
         """Memory for one push; free again after its commit."""
@@ -110,7 +112,7 @@ class ServerChunk:
         dtype = self.chunk.dtype
         (first, unit), *rest = [(p.payload.view(dtype), p.unit) for p in pushes if p.payload is not None]
         result = first
-        if rest or unit != total:
+        if rest or unit != total or not self._gentle:
             result = self._accumulator
             if all(other == unit for _, other in rest):  # divided by a count: the mean of equal values is that value
                 if rest:
@@ -118,6 +120,8 @@ class ServerChunk:
                     for gradient, _ in rest[1:]:
                         result.add_(gradient)
                     result.div_(total / unit)
+                elif unit == total:
+                    result.copy_(first)
                 else:
                     torch.div(first, total / unit, out=result)
             else:
@@ -142,14 +146,23 @@ class ServerChunk:
                         found.append((push.worker, name))
         return found or [(-1, self._names[0])]  # each is finite, only their sum is not
 
-    def apply(self, hyper: Sequence[Hyperparameters], rate: float) -> None:
-        """One optimizer step with the mean, learning rates multiplied by `rate`."""
+    def apply(self, hyper: Sequence[Hyperparameters], rate: float, room: torch.Tensor | None = None) -> None:
+        """One optimizer step with the mean, learning rates multiplied by `rate`.
+
+        Args:
+            room: where the new weights go, when the old ones must not change; None to change them in place.
+        """
         if self.mean is None:
             return
         if self._optimizer is None:
-            self.weights.view(self.chunk.dtype).add_(self.mean)
+            old, new = self.weights, self.weights if room is None else room
+            torch.add(old.view(self.chunk.dtype), self.mean, out=new.view(self.chunk.dtype))
+            self.weights = new
             self.mean = None
             return
+        if room is not None:
+            room.copy_(self.weights)
+            self.move(room)
         self.set_hyperparameters(hyper)
         if rate != 1.0:
             own = [group["lr"] for group in self._optimizer.param_groups]
@@ -165,6 +178,12 @@ class ServerChunk:
             for group, lr in zip(self._optimizer.param_groups, own, strict=True):
                 group["lr"] = lr
         self.mean = None
+
+    def move(self, room: torch.Tensor) -> None:
+        """The weights are there from now on."""
+        self.weights = room
+        for parameter, view in zip(self._parameters, self._layout.slice_views(self.chunk, room), strict=True):
+            parameter.data = view
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         """torch's fused SGD cannot begin one parameter's momentum while another's runs; the plain one can."""

@@ -50,6 +50,7 @@ class ServerGroup:
             weights,
             router.sender(peer),
             router.own_pending,
+            router.in_use,
             together=False,
             open_to_all=True,
             checked=self.nonfinite != "pass",

@@ -112,6 +112,9 @@ class Counted:
 
     def add(self, sequence: int) -> None:
         """This one is done with."""
+        if self._ranges and sequence == self._ranges[-1][1] + 1:  # nearly always
+            self._ranges[-1] = (self._ranges[-1][0], sequence)
+            return
         if sequence in self:
             return
         first = last = sequence

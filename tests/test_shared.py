@@ -1,25 +1,26 @@
 # ruff: noqa: F811 - fixtures are imported, and named as arguments
-"""Shared memory between two processes of one host: the ring alone, and behind a channel."""
+"""Shared memory between two processes of one host: payloads that are lent where they lie."""
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
+import random
 import socket
+from collections import deque
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from steepest.comm import shared
 from steepest.comm.frame import FrameReader, encode
 from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
-from steepest.comm.shared import PIECE_BYTES, RING_BYTES, SHARED_FROM, RingReader, RingWriter
+from steepest.comm.shared import BOARD_BYTES, NOTICE, SHARED_FROM, Segment, allocate, segment_of
 from steepest.errors import ProtocolError
 from tests.test_wire import Node, client, ends, node, server, until  # noqa: F401 - fixtures
 
-pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memfd and eventfd are Linux'")
+pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
 WORKER = worker_peer(0)
 
 
@@ -28,160 +29,199 @@ def family() -> str:
     return "unix"
 
 
-def pair() -> tuple[RingWriter, RingReader]:
-    writer = RingWriter()
-    return writer, RingReader([os.dup(descriptor) for descriptor in writer.descriptors])
+@pytest.fixture
+def leaving(server: Node) -> Node:
+    """A server that leaves payloads where they lie."""
+    server.place = lambda message, size: message.payload
+    return server
 
 
 def data_of(size: int, start: int = 0) -> torch.Tensor:
     return (torch.arange(start, start + size) % 251).to(torch.uint8)
 
 
+def lendable(size: int) -> torch.Tensor:
+    memory = allocate(size)
+    memory.copy_(data_of(size))
+    return memory
+
+
+def message_of(payload: torch.Tensor, sequence: int = 1) -> Message:
+    return Message(Kind.PUSH, sequence=sequence, payload=payload, source=WORKER, target=COORDINATOR)
+
+
 def open_descriptors() -> int:
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
-@given(sizes=st.lists(st.integers(1, 3 * PIECE_BYTES), min_size=1, max_size=8), lag=st.integers(1, 9))
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
-def test_what_is_written_is_read_in_order_however_far_the_reader_lags(sizes: list[int], lag: int) -> None:
-    writer, reader = pair()
-    everything = data_of(sum(sizes))
-    got = torch.empty_like(everything)
-    pieces: list[int] = []
-    at = taken = 0
-    view, target = everything.numpy().data, got.numpy().data
-
-    def take() -> None:
-        nonlocal taken
-        count = pieces.pop(0)
-        reader.read(count, target[taken:])
-        taken += count
-
-    for size in sizes:
-        end = at + size
-        while at < end:
-            count = writer.write(view[at:end])
-            at += count
-            pieces += [count] if count else []
-            if not count or len(pieces) > lag:
-                take()
-    while pieces:
-        take()
-    writer.close()
-    reader.close()
-    assert torch.equal(got, everything)
-
-
-def test_a_full_ring_takes_nothing_until_the_reader_has_read() -> None:
-    writer, reader = pair()
-    data = data_of(RING_BYTES + 10).numpy().data
-    counts = []
-    while count := writer.write(data[sum(counts) :]):
-        counts.append(count)
-    assert sum(counts) == RING_BYTES
-    assert writer.write(data[:1]) == 0
-    reader.read(counts[0], None)
-    assert writer.write(data[RING_BYTES:]) == 10
-    writer.close()
-    reader.close()
-
-
-@pytest.mark.parametrize("count", [0, PIECE_BYTES + 1, 2**31])
-def test_a_piece_that_no_writer_makes_is_refused(count: int) -> None:
-    writer, reader = pair()
-    with pytest.raises(ProtocolError, match="out of place"):
-        reader.read(count, None)
-    writer.close()
-    reader.close()
-
-
-def test_memory_that_could_be_pulled_away_or_is_no_ring_is_refused() -> None:
-    unsealed = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(unsealed, RING_BYTES)
-    with pytest.raises(ProtocolError):
-        RingReader([unsealed, os.eventfd(0)])
-    small = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(small, 4096)
-    fcntl.fcntl(small, 1033, 6)
-    with pytest.raises(ProtocolError):
-        RingReader([small, os.eventfd(0)])
-    with pytest.raises(ProtocolError):
-        RingReader([os.open("/dev/null", os.O_RDONLY), os.eventfd(0)])
-
-
-def message_of(sequence: int, size: int) -> Message:
-    return Message(Kind.PUSH, sequence=sequence, payload=data_of(size, sequence), source=WORKER, target=COORDINATOR)
-
-
-@pytest.mark.parametrize(
-    "sizes", [[SHARED_FROM], [SHARED_FROM - 1, SHARED_FROM, 10, 3 * RING_BYTES + 7, 0, PIECE_BYTES]]
-)
-def test_payloads_arrive_through_shared_memory_whole_and_in_order(
-    ends: tuple[object, object],
-    server: Node,
-    client: Node,
-    sizes: list[int],
-) -> None:
-    near = ends[0]
-    for sequence, size in enumerate(sizes):
-        near.send(message_of(sequence, size))
-    until(lambda: len(server.messages) == len(sizes), client, server)
-    for sequence, (message, size) in enumerate(zip(server.messages, sizes, strict=True)):
-        assert message.sequence == sequence
-        assert (message.payload is None and size == 0) or torch.equal(message.payload, data_of(size, sequence))
-    assert near._ring_out is not None
-    assert near.pending == 0
-
-
-def test_both_directions_may_be_full_at_once(
-    ends: tuple[object, object],
-    server: Node,
-    client: Node,
-) -> None:
-    near, far = ends
-    for sequence in range(4):
-        near.send(message_of(sequence, RING_BYTES))
-        back = message_of(sequence, RING_BYTES)
-        back.source, back.target = COORDINATOR, WORKER
-        far.send(back)
-    until(lambda: len(server.messages) == 4 and len(client.messages) == 4, client, server)
-    assert all(torch.equal(m.payload, data_of(RING_BYTES, m.sequence)) for m in server.messages + client.messages)
-
-
-def test_what_waits_for_room_may_be_owned_and_its_memory_change(
-    ends: tuple[object, object],
-    server: Node,
-    client: Node,
-) -> None:
-    near = ends[0]
-    message = message_of(1, 3 * RING_BYTES)
-    near.send(message)
-    near.own_pending(message.payload)
-    message.payload.zero_()
-    until(lambda: server.messages, client, server)
-    assert torch.equal(server.messages[0].payload, data_of(3 * RING_BYTES, 1))
-
-
-def test_a_closed_channel_leaves_no_descriptor_and_no_mapping(
-    ends: tuple[object, object],
-    server: Node,
-    client: Node,
-) -> None:
+def test_memory_goes_with_its_last_view() -> None:
     before = open_descriptors()
-    near = ends[0]
-    near.send(message_of(1, 2 * RING_BYTES))
+    memory = allocate(SHARED_FROM)
+    part = memory[100:200]
+    assert segment_of(part) is segment_of(memory) is not None
+    assert segment_of(torch.empty(10)) is None
+    del memory
+    assert segment_of(part) is not None
+    del part
+    assert open_descriptors() == before
+    assert segment_of(allocate(SHARED_FROM - 1)) is None, "what is small goes through the socket"
+
+
+def test_a_lent_payload_is_read_where_it_lies_until_the_reader_lets_go(
+    ends: tuple[object, object], leaving: Node, client: Node
+) -> None:
+    memory = lendable(1 << 20)
+    part = memory[4096 : 4096 + SHARED_FROM]
+    ends[0].send(message_of(part))
+    until(lambda: leaving.messages, client, leaving)
+    assert torch.equal(leaving.messages[0].payload, part)
+    part[0] = 99
+    assert leaving.messages[0].payload[0] == 99, "it is the same memory"
+    assert client.transport.in_use(part)
+    assert not client.transport.in_use(memory)
+    view = leaving.messages.pop().payload.view(torch.float64)
+    assert client.transport.in_use(part), "a view is left"
+    del view
+    assert not client.transport.in_use(part)
+
+
+def test_memory_that_nobody_can_map_is_copied_once_and_may_change_at_once(
+    ends: tuple[object, object], leaving: Node, client: Node
+) -> None:
+    payload = data_of(SHARED_FROM)
+    ends[0].send(message_of(payload))
+    payload.zero_()
+    until(lambda: leaving.messages, client, leaving)
+    assert torch.equal(leaving.messages[0].payload, data_of(SHARED_FROM))
+    assert not client.transport.in_use(payload)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_reader_with_a_place_of_its_own_has_it_copied_there(
+    ends: tuple[object, object], server: Node, client: Node, wanted: bool
+) -> None:
+    target = torch.zeros(SHARED_FROM, dtype=torch.uint8)
+    server.place = lambda message, size: target if wanted else None
+    memory = lendable(SHARED_FROM)
+    ends[0].send(message_of(memory))
     until(lambda: server.messages, client, server)
-    assert open_descriptors() > before
-    near.close()
-    until(lambda: server.lost, server)
-    assert open_descriptors() == before - 2
+    assert server.messages[0].payload is (target if wanted else None)
+    assert torch.equal(target, memory) is wanted
+    assert not client.transport.in_use(memory), "it is given back at once"
+
+
+def test_sizes_of_all_kinds_both_ways_arrive_whole_and_in_order_however_they_are_given_back(
+    ends: tuple[object, object], leaving: Node, client: Node
+) -> None:
+    client.place = lambda message, size: message.payload
+    chance = random.Random(7)
+    memory = lendable(4 << 20)
+    expected: dict[Node, list[torch.Tensor]] = {leaving: [], client: []}
+    held = []
+    for sequence in range(120):
+        near, reader, back = chance.choice([(ends[0], leaving, False), (ends[1], client, True)])
+        size = chance.choice([SHARED_FROM, SHARED_FROM + 7, 1 << 20])
+        start = chance.randrange((4 << 20) - size)
+        payload = memory[start : start + size] if chance.random() < 0.5 else data_of(size, sequence)
+        message = message_of(payload, sequence)
+        if back:
+            message.source, message.target = COORDINATOR, WORKER
+        near.send(message)
+        expected[reader].append(payload)
+        until(lambda reader=reader: reader.messages, client, leaving)
+        held.append(reader.messages.pop())
+        assert held[-1].sequence == sequence
+        assert torch.equal(held[-1].payload, payload)
+        chance.shuffle(held)
+        del held[chance.randrange(1, 20) :]
+    held.clear()
+    assert not client.transport.in_use(memory)
+    assert not client.transport.lending._lent or not client.transport._events
+
+
+def test_room_for_copies_is_used_again(ends: tuple[object, object], leaving: Node, client: Node) -> None:
+    for sequence in range(5):
+        for _ in range(3):
+            ends[0].send(message_of(data_of(30 << 20, sequence)))
+        until(lambda: len(leaving.messages) == 3, client, leaving)
+        assert all(torch.equal(message.payload, data_of(30 << 20, sequence)) for message in leaving.messages)
+        leaving.messages.clear()
+        assert len(client.transport.lending._outbox) == 2, "two regions of 64 MB"
+
+
+@pytest.mark.parametrize("limit", ["OUTBOX_BYTES", "board"])
+def test_when_too_much_is_lent_payloads_go_through_the_socket(
+    ends: tuple[object, object], leaving: Node, client: Node, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    near = ends[0]
+    if limit == "board":
+        while len(near._lender._free) > 1:
+            near._lender._free.pop()
+    else:
+        monkeypatch.setattr(shared, "OUTBOX_BYTES", shared.REGION_BYTES)
+        monkeypatch.setattr(shared, "REGION_BYTES", SHARED_FROM)
+        monkeypatch.setattr(shared, "OUTBOX_BYTES", SHARED_FROM)
+    own = [torch.empty(SHARED_FROM, dtype=torch.uint8) for _ in range(3)]
+    leaving.place = lambda message, size: own.pop() if message.payload is None else message.payload
+    for sequence in range(3):
+        near.send(message_of(data_of(SHARED_FROM, sequence), sequence))
+    until(lambda: len(leaving.messages) == 3, client, leaving)
+    assert [message.sequence for message in leaving.messages] == [0, 1, 2]
+    assert all(torch.equal(m.payload, data_of(SHARED_FROM, m.sequence)) for m in leaving.messages)
+    assert len(own) == 1, "one was lent, two were sent"
+
+
+def test_a_closed_channel_takes_back_what_it_lent_and_leaves_nothing_behind(
+    ends: tuple[object, object], leaving: Node, client: Node
+) -> None:
+    memory = lendable(SHARED_FROM)
+    ends[0].send(message_of(memory))
+    ends[0].send(message_of(data_of(SHARED_FROM)))
+    until(lambda: len(leaving.messages) == 2, client, leaving)
+    ends[0].close()
+    until(lambda: leaving.lost, leaving)
+    assert not client.transport.in_use(memory)
+    assert torch.equal(leaving.messages[0].payload, memory), "the reader's mapping stays as long as it is needed"
+    leaving.messages.clear()
+    leaving.lost.clear()
+    leaving.opened.clear()
+    client.transport.close()
+    del memory
+    gc.collect()
     with open("/proc/self/maps") as maps:
         assert "memfd:steepest" not in maps.read()
 
 
-def test_a_shared_payload_over_a_stream_without_a_ring_is_refused() -> None:
+def sealed(size: int) -> int:
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, 1033, 6)
+    return descriptor
+
+
+def test_memory_that_could_be_pulled_away_or_is_none_is_refused() -> None:
+    before = open_descriptors()
+    unsealed = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    for descriptor in (unsealed, sealed(0), os.open("/dev/null", os.O_RDONLY)):
+        with pytest.raises(ProtocolError, match="shared memory of a peer"):
+            Segment.attach(descriptor)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("notice", "size"),
+    [((1, 0, 0), 8), ((0, BOARD_BYTES, 0), 8), ((0, 0, 4089), 8), ((0, 0, 0), 4097), ((0, 0, 0), 0)],
+)
+def test_a_notice_that_no_lender_gives_is_refused(notice: tuple[int, int, int], size: int) -> None:
+    with pytest.raises(ProtocolError, match="shared memory"):
+        shared.Borrower().borrow(NOTICE.pack(*notice), size, deque([sealed(BOARD_BYTES), sealed(4096)]))
+
+
+def test_a_lent_payload_over_a_stream_without_shared_memory_is_refused() -> None:
     near, far = socket.socketpair()
-    near.sendall(encode(message_of(1, SHARED_FROM), shared=True) + b"\1\0\0\0")
+    near.sendall(encode(message_of(data_of(SHARED_FROM)), NOTICE.pack(0, 0, 0)))
     reader = FrameReader(far.recv_into, lambda message, size: torch.empty(size, dtype=torch.uint8))
     far.setblocking(False)
     with pytest.raises(ProtocolError, match="shared memory"):
@@ -191,25 +231,10 @@ def test_a_shared_payload_over_a_stream_without_a_ring_is_refused() -> None:
 
 
 def test_a_peer_that_announces_shared_memory_and_passes_none_is_refused(
-    ends: tuple[object, object],
-    server: Node,
-    client: Node,
+    ends: tuple[object, object], server: Node, client: Node
 ) -> None:
     near = ends[0]
-    near._append(memoryview(encode(message_of(1, SHARED_FROM), shared=True) + b"\1\0\0\0"))
+    near._append(memoryview(encode(message_of(data_of(SHARED_FROM)), NOTICE.pack(0, 0, 0))))
     near.flush()
     until(lambda: server.lost, server)
     assert server.transport.refused == 1
-
-
-def test_room_and_the_end_of_a_channel_may_come_at_once(
-    ends: tuple[object, object], server: Node, client: Node
-) -> None:
-    near, far = ends
-    near.send(message_of(1, 2 * RING_BYTES))
-    until(lambda: near in client.transport._waiting, client)
-    go_on = client.transport._selector.get_key(near._ring_out.room).data
-    far.close()  # the reader has made room, and is gone: both are seen in one look
-    until(lambda: client.lost, client)
-    go_on()
-    assert not client.transport._waiting

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from steepest.comm.message import Kind, Message, Peer
-from steepest.comm.shared import NOTICE, RingReader
+from steepest.comm.shared import NOTICE
 from steepest.errors import ProtocolError
 
 MAGIC = b"sP"
@@ -21,11 +21,15 @@ MAX_META = 4 << 20
 MAX_PAYLOAD = 1 << 36
 ROLES = ("coordinator", "server", "worker", "client")
 _ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
+_KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
 _READ_AHEAD = 1 << 16
-_SHARED = 1 << 63  # in the size of a payload: it comes through shared memory, in pieces, each after a notice
+_to_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: `json.dumps` makes one for each call
+_from_json = json.JSONDecoder().decode
+_LENT = 1 << 63  # in the size of a payload: it lies in shared memory, a notice follows in its place
 
 #: Where an arriving payload of that many bytes goes: a uint8 tensor of just that size, or None to
-#: receive and discard it. Raises ProtocolError to refuse it.
+#: receive and discard it. When the message has its payload already, it lies in memory of the sender: that
+#: tensor may be returned, to leave it there, and must not be written to. Raises ProtocolError to refuse it.
 Sink = Callable[[Message, int], "torch.Tensor | None"]
 
 
@@ -34,22 +38,22 @@ def buffer_of(payload: torch.Tensor) -> memoryview:
     return payload.numpy().data
 
 
-def encode(message: Message, shared: bool = False) -> bytes:
-    """Header and JSON of a message; the payload follows as it lies in memory, or through shared memory."""
+def encode(message: Message, notice: bytes = b"") -> bytes:
+    """Header and JSON of a message; the payload follows as it lies in memory, or is lent by a notice."""
     source, target = message.source, message.target
     assert source is not None
     assert target is not None
-    meta = b"" if message.meta is None else json.dumps(message.meta, separators=(",", ":")).encode()
+    meta = b"" if message.meta is None else _to_json(message.meta).encode()
     if len(meta) > MAX_META:
         raise ProtocolError(f"{message.kind.name} carries {len(meta)} bytes of JSON, at most {MAX_META} fit")
     size = 0 if message.payload is None else message.payload.numel()
-    size |= _SHARED if shared else 0
+    size |= _LENT if notice else 0
     head = HEADER.pack(
         MAGIC, PROTOCOL, message.kind, _ROLE_NUMBER[source.role], source.index, _ROLE_NUMBER[target.role],
         target.index, message.generation, message.incarnation, message.sequence, message.version,
         message.chunk, message.weight, message.total, len(meta), size,
     )  # fmt: skip
-    return head + meta
+    return head + meta + notice
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:
@@ -64,14 +68,14 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, i
         raise ProtocolError(f"frame starts with {magic!r}, not {MAGIC!r}: the sender is not a steepest process")
     if protocol != PROTOCOL:
         raise ProtocolError(f"frame of protocol {protocol}, this process speaks {PROTOCOL}: update one of them")
-    if meta_size > MAX_META or payload_size & ~_SHARED > MAX_PAYLOAD:
+    if meta_size > MAX_META or payload_size & ~_LENT > MAX_PAYLOAD:
         raise ProtocolError(f"oversized frame: {meta_size} bytes of JSON, {payload_size} bytes of payload")
     try:
         message = Message(
-            Kind(kind), generation, incarnation, sequence, version, chunk, weight, total,
+            _KINDS[kind], generation, incarnation, sequence, version, chunk, weight, total,
             source=Peer(ROLES[source_role], source_index), target=Peer(ROLES[target_role], target_index),
         )  # fmt: skip
-    except (ValueError, IndexError) as error:
+    except (KeyError, IndexError) as error:
         raise ProtocolError(f"frame of unknown kind or role: {error}") from None
     return message, meta_size, payload_size
 
@@ -83,7 +87,7 @@ def decode_meta(data: bytes | memoryview) -> dict[str, object]:
         ProtocolError: not JSON, or not an object.
     """
     try:
-        meta = json.loads(bytes(data))
+        meta = _from_json(str(data, "utf-8"))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"frame with damaged JSON: {error}") from None
     if not isinstance(meta, dict):
@@ -98,19 +102,19 @@ class FrameReader:
         receive_into: reads into a buffer and returns the number of bytes, 0 at the end of the stream;
             raises BlockingIOError when nothing is there.
         sink: tells where each payload goes.
-        ring: the ring that payloads come through which do not come through the stream.
+        borrow: a payload that is not in the stream, by its notice and size.
     """
 
     def __init__(
         self,
         receive_into: Callable[[memoryview], int],
         sink: Sink,
-        ring: Callable[[], RingReader] | None = None,
+        borrow: Callable[[memoryview, int], torch.Tensor] | None = None,
     ) -> None:
         self._receive_into = receive_into
         self._sink = sink
-        self._ring = ring
-        self._shared = False  # whether the payload that is being received comes through the ring
+        self._borrow = borrow
+        self._lent = False  # whether the payload of the message that is being read is not in the stream
         self._ahead = bytearray(_READ_AHEAD)  # bytes read but not yet understood: [start, end)
         self._view = memoryview(self._ahead)
         self._start = 0
@@ -142,12 +146,11 @@ class FrameReader:
             raise failure
         messages: list[Message] = []
         try:
-            while True:
-                if self._payload is not None and not self._shared:
-                    self._read_payload(self._payload)
-                else:
-                    self._fill()
+            full = True
+            while full:  # what does not fill its buffer is all that is there
+                full = self._read_payload(self._payload) if self._payload is not None else self._fill()
                 self._parse(messages)
+            return messages
         except BlockingIOError:
             return messages
         except (EOFError, OSError, ProtocolError) as error:
@@ -156,24 +159,27 @@ class FrameReader:
             self._failure = error.with_traceback(None)  # without the frames, and the messages in them
             return messages
 
-    def _fill(self) -> None:
+    def _fill(self) -> bool:
         if self._start:
-            self._view[: self._end - self._start] = bytes(self._view[self._start : self._end])
+            if self._end > self._start:
+                self._view[: self._end - self._start] = bytes(self._view[self._start : self._end])
             self._end -= self._start
             self._start = 0
-        needed = HEADER.size if self._message is None else self._meta_size
+        needed = HEADER.size if self._message is None else self._meta_size + NOTICE.size
         if needed > len(self._ahead):
             grown = bytearray(needed)
             grown[: self._end] = self._view[: self._end]
             self._ahead, self._view = grown, memoryview(grown)
-        count = self._receive_into(self._view[self._end :])
+        room = self._view[self._end :] if self._end else self._view
+        count = self._receive_into(room)
         if count == 0:
             if self._end or self._message is not None:
                 raise ProtocolError("stream ended inside a frame")
             raise EOFError
         self._end += count
+        return count == len(room)
 
-    def _read_payload(self, payload: memoryview) -> None:
+    def _read_payload(self, payload: memoryview) -> bool:
         """Receives into the destination, or, discarding, into the same scratch over and over."""
         left = self._payload_size - self._received
         if self._discard is not None:
@@ -184,6 +190,7 @@ class FrameReader:
         if count == 0 and left:
             raise ProtocolError("stream ended inside a frame's payload")
         self._received += count
+        return count == len(target)
 
     def _parse(self, messages: list[Message]) -> None:
         while True:
@@ -192,20 +199,20 @@ class FrameReader:
                     return
                 header = self._view[self._start : self._start + HEADER.size]
                 self._message, self._meta_size, size = decode_header(header)
-                self._payload_size, self._shared = size & ~_SHARED, bool(size & _SHARED)
+                self._payload_size, self._lent = size & ~_LENT, bool(size & _LENT)
                 self._start += HEADER.size
             message = self._message
             if self._payload is None:
-                if self._end - self._start < self._meta_size:
+                if self._end - self._start < self._meta_size + NOTICE.size * self._lent:
                     return
                 if self._meta_size:
                     message.meta = decode_meta(self._view[self._start : self._start + self._meta_size])
                     self._start += self._meta_size
-                if self._payload_size:
+                if self._lent:
+                    self._take_lent(message)
+                elif self._payload_size:
                     self._open_payload(message)
             if self._payload is not None:
-                if self._shared:
-                    self._take_pieces(self._payload)
                 if self._received < self._payload_size:
                     return
                 self._payload = self._discard = None
@@ -215,7 +222,7 @@ class FrameReader:
     def _open_payload(self, message: Message) -> None:
         size = self._payload_size
         destination = self._sink(message, size)
-        ahead = 0 if self._shared else min(size, self._end - self._start)
+        ahead = min(size, self._end - self._start)
         if destination is None:
             self._payload = self._discard = memoryview(bytearray(min(size, 1 << 18)))
         else:
@@ -226,15 +233,14 @@ class FrameReader:
         self._received = ahead
         self._start += ahead
 
-    def _take_pieces(self, payload: memoryview) -> None:
-        """Copies the pieces out of the ring whose notices are here."""
-        if self._ring is None:
+    def _take_lent(self, message: Message) -> None:
+        """Leaves the payload where it lies, or copies it where it is wanted."""
+        if self._borrow is None:
             raise ProtocolError("a payload in shared memory over a stream that has none")
-        while self._received < self._payload_size and self._end - self._start >= NOTICE.size:
-            ring = self._ring()  # its descriptors came with the first notice
-            (count,) = NOTICE.unpack_from(self._ahead, self._start)
-            if count > self._payload_size - self._received:
-                raise ProtocolError(f"a piece of {count} bytes in shared memory is out of place")
-            self._start += NOTICE.size
-            ring.read(count, None if self._discard is not None else payload[self._received :])
-            self._received += count
+        notice = self._view[self._start : self._start + NOTICE.size]
+        self._start += NOTICE.size
+        lent = message.payload = self._borrow(notice, self._payload_size)
+        destination = self._sink(message, self._payload_size)
+        if destination is not None and destination is not lent:
+            destination.copy_(lent)
+        message.payload = destination

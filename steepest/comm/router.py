@@ -114,6 +114,10 @@ class Router:
             if message.payload is not None and overlap(message.payload, memory):
                 message.payload = message.payload.clone()
 
+    def in_use(self, memory: torch.Tensor) -> bool:
+        """Whether another process may still be reading what was sent of that memory (flat, uint8) where it lies."""
+        return self.transport is not None and self.transport.in_use(memory)
+
     def pump(self) -> None:
         """Sends what can be sent now; for use in the middle of a long computation."""
         if self.transport is not None:
@@ -218,7 +222,7 @@ class Router:
 
     def _run_calls(self) -> None:
         with contextlib.suppress(IndexError):  # another thread may take the last one
-            while True:
+            while self._calls:
                 self._calls.popleft()()
 
     def stop(self, timeout: float = 10.0) -> None:

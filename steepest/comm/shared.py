@@ -1,111 +1,280 @@
-"""Shared memory between two processes of one host: payloads pass through a ring, the socket carries notices.
+"""Shared memory between processes of one host: payloads are lent where they lie, only a notice travels.
 
-The writer makes a ring (a sealed `memfd`) and an `eventfd`, and passes both over the Unix-domain socket. It
-copies a piece into the ring and says its size on the socket; the reader copies it out and adds its size to
-the eventfd, which gives the room back. Nothing is named, so nothing is left behind when a process is killed,
-and each byte is copied twice in memory instead of twice through the kernel's socket buffers.
+Memory that others may read is a `Segment`: a sealed `memfd` whose descriptor is passed over the Unix-domain
+socket once; the other end maps it, to read. A notice names the segment and the place in it. The reader says
+that it is done by setting a byte on the lender's *board*, a page that both map: no message, nobody is woken.
+Nothing has a name, so nothing is left behind when a process is killed, and memory goes with its last user.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import struct
+import sys
+import weakref
+from collections import Counter, deque
+from typing import Any
+
+import numpy as np
+import torch
 
 from steepest.errors import ProtocolError
 
-RING_BYTES = 8 << 20
-PIECE_BYTES = 1 << 20  # stays in the processors' caches between the two copies
+AVAILABLE = hasattr(os, "memfd_create") and sys.platform == "linux"
 SHARED_FROM = 1 << 15  # smaller payloads go through the socket with their header
-NOTICE = struct.Struct("<I")
-AVAILABLE = hasattr(os, "memfd_create") and hasattr(os, "eventfd")  # Linux
+NOTICE = struct.Struct(
+    "<IIQ"
+)  # number of the segment, in the order in which they were passed; byte of the board; offset
+BOARD_BYTES = 4096  # as many payloads may be lent over one channel at a time
+REGION_BYTES = 64 << 20
+OUTBOX_BYTES = 1 << 30
+MAX_DESCRIPTORS = 64  # passed with one message
 _SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK, F_SEAL_GROW: nobody pulls the memory away from under the other
 _GET_SEALS, _ADD_SEALS = 1034, 1033
 
 
-class RingWriter:
-    """The sending end."""
+class Segment(mmap.mmap):
+    """Memory that other processes may map; lives as long as something views it."""
 
-    def __init__(self) -> None:
-        self._memory = os.memfd_create("steepest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._memory, RING_BYTES)
-        fcntl.fcntl(self._memory, _ADD_SEALS, _SEALS)
-        self.room = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._map = mmap.mmap(self._memory, RING_BYTES)
-        self._view = memoryview(self._map)
-        self._at = 0
-        self._free = RING_BYTES
+    descriptor: int
+    address: int
 
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """What the reader needs."""
-        return self._memory, self.room
+    @classmethod
+    def create(cls, nbytes: int) -> Segment:
+        """Zeroed memory; pages are taken as they are touched."""
+        descriptor = os.memfd_create("steepest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
+        return cls._map(descriptor, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
 
-    def write(self, data: memoryview) -> int:
-        """Copies the first part of some bytes; how many, 0 while there is no room (wait for `room`)."""
-        if self._free < min(data.nbytes, PIECE_BYTES):
-            with contextlib.suppress(BlockingIOError):  # nothing was read since
-                self._free = min(self._free + os.eventfd_read(self.room), RING_BYTES)
-        count = min(data.nbytes, PIECE_BYTES, self._free, RING_BYTES - self._at)
-        if count:
-            self._view[self._at : self._at + count] = data[:count]
-            self._at = (self._at + count) % RING_BYTES
-            self._free -= count
-        return count
-
-    def close(self) -> None:
-        """Lets the memory go; the reader keeps its own hold on it."""
-        self._view.release()
-        self._map.close()
-        os.close(self._memory)
-        os.close(self.room)
-
-
-class RingReader:
-    """The receiving end.
-
-    Args:
-        descriptors: as they came over the socket; taken over.
-
-    Raises:
-        ProtocolError: they are not a ring.
-    """
-
-    def __init__(self, descriptors: list[int]) -> None:
-        try:
-            memory, self._room = descriptors
-        except ValueError:
-            raise ProtocolError(f"a peer passed {len(descriptors)} descriptors, a ring has 2") from None
-        try:
-            sealed = fcntl.fcntl(memory, _GET_SEALS) & _SEALS == _SEALS
-            if not sealed or os.fstat(memory).st_size != RING_BYTES:
-                raise ProtocolError("the shared memory of a peer is not a ring of this version")
-            self._map = mmap.mmap(memory, RING_BYTES, prot=mmap.PROT_READ)
-        except (OSError, ValueError, ProtocolError) as error:
-            os.close(self._room)
-            raise ProtocolError(f"the shared memory of a peer cannot be used: {error}") from None
-        finally:
-            os.close(memory)
-        self._view = memoryview(self._map)
-        self._at = 0
-
-    def read(self, count: int, target: memoryview | None) -> None:
-        """Copies the next piece to where it belongs (None: nowhere), and gives its room back.
+    @classmethod
+    def attach(cls, descriptor: int, *, writable: bool = False) -> Segment:
+        """Maps another process' memory; the descriptor is taken over.
 
         Raises:
-            ProtocolError: no writer makes such a piece.
+            ProtocolError: it is no such memory.
         """
-        if not 0 < count <= min(PIECE_BYTES, RING_BYTES - self._at) or (target is not None and target.nbytes < count):
-            raise ProtocolError(f"a piece of {count} bytes in shared memory is out of place")
-        if target is not None:
-            target[:count] = self._view[self._at : self._at + count]
-        self._at = (self._at + count) % RING_BYTES
-        os.eventfd_write(self._room, count)
+        try:
+            if fcntl.fcntl(descriptor, _GET_SEALS) & _SEALS != _SEALS:
+                raise ProtocolError("the shared memory of a peer could be pulled away: it is not sealed")
+            size = os.fstat(descriptor).st_size
+            return cls._map(descriptor, size, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        except (OSError, ValueError) as error:
+            raise ProtocolError(f"the shared memory of a peer cannot be used: {error}") from None
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def _map(cls, descriptor: int, nbytes: int, protection: int) -> Segment:
+        segment = cls(descriptor, nbytes, prot=protection)
+        segment.descriptor = descriptor
+        segment.address = np.frombuffer(segment, dtype=np.uint8).ctypes.data
+        return segment
+
+
+_segments: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()  # of this process, by address
+
+
+def allocate(nbytes: int) -> torch.Tensor:
+    """Zeroed uint8 memory that is lent instead of copied to processes of the same host, where that is possible."""
+    if not AVAILABLE or nbytes < SHARED_FROM:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    segment = Segment.create(nbytes)
+    weakref.finalize(segment, os.close, segment.descriptor)
+    _segments[segment.address] = segment
+    return torch.frombuffer(segment, dtype=torch.uint8)
+
+
+def segment_of(memory: torch.Tensor) -> Segment | None:
+    """The segment of this process in which some memory lies."""
+    address = memory.data_ptr()
+    for start, segment in list(_segments.items()):
+        if start <= address < start + len(segment):
+            return segment
+    return None
+
+
+class Lending:
+    """What one transport has lent: used on its thread only."""
+
+    def __init__(self) -> None:
+        self._lent: Counter[int] = Counter()  # readers, by the address of what they read
+        self._lenders: set[Lender] = set()
+        self._outbox: list[_Region] = []
+
+    def lender(self) -> Lender:
+        """The sending end of a new channel."""
+        lender = Lender(self)
+        self._lenders.add(lender)
+        return lender
+
+    def in_use(self, memory: torch.Tensor) -> bool:
+        """Whether somebody may still be reading what was lent with this address."""
+        address = memory.data_ptr()
+        if address in self._lent:
+            self._collect()
+        return address in self._lent
+
+    def copy(self, payload: torch.Tensor) -> torch.Tensor | None:
+        """A copy in memory that can be lent, free again when it is given back; None when too much is out."""
+        size = -(-payload.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
+        place = self._place(size)
+        if place is None:
+            self._collect()
+            place = self._place(size)
+        if place is None:
+            taken = sum(region.memory.numel() for region in self._outbox)
+            if taken + size > OUTBOX_BYTES:
+                return None
+            self._outbox.append(_Region(max(size, REGION_BYTES)))
+            place = self._outbox[-1].take(size, self._lent)
+            assert place is not None
+        place = place[: payload.numel()]
+        place.copy_(payload)
+        return place
 
     def close(self) -> None:
-        """Lets the memory go."""
-        self._view.release()
-        self._map.close()
-        os.close(self._room)
+        """Nothing will be lent any more; memory goes as soon as no reader has it."""
+        self._outbox.clear()
+
+    def _place(self, size: int) -> torch.Tensor | None:
+        return next((place for region in self._outbox if (place := region.take(size, self._lent)) is not None), None)
+
+    def _collect(self) -> None:
+        for lender in self._lenders:
+            lender.collect()
+
+    def _note(self, payload: torch.Tensor, readers: int) -> None:
+        address = payload.data_ptr()
+        self._lent[address] += readers
+        if not self._lent[address]:
+            del self._lent[address]
+
+
+class _Region:
+    """Memory for copies: handed out from its beginning to its end, and anew when all has come back."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = allocate(nbytes)
+        self._at = 0
+        self._out: list[int] = []
+
+    def take(self, size: int, lent: Counter[int]) -> torch.Tensor | None:
+        if self._at + size > self.memory.numel():
+            if any(address in lent for address in self._out):
+                return None
+            self._at, self._out = 0, []
+            if size > self.memory.numel():
+                return None
+        part = self.memory[self._at : self._at + size]
+        self._at += size
+        self._out.append(part.data_ptr())
+        return part
+
+
+class Lender:
+    """One channel's sending end; made by `Lending`."""
+
+    def __init__(self, lending: Lending) -> None:
+        self._lending = lending
+        self._numbers: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDictionary()
+        self._passed = 0
+        self._board: Segment | None = None
+        self._free: deque[int] = deque(range(BOARD_BYTES))
+        self._out: dict[int, torch.Tensor] = {}
+
+    def lend(self, payload: torch.Tensor, descriptors: list[int]) -> bytes:
+        """The notice that tells the reader where a payload lies; empty when it has to be sent.
+
+        What does not lie in shared memory is copied there.
+
+        Args:
+            descriptors: that are to go with the notice; new ones are appended.
+        """
+        if not self._free:
+            self.collect()
+        if not self._free or len(descriptors) > MAX_DESCRIPTORS - 2:
+            return b""
+        segment = segment_of(payload)
+        if segment is None:
+            copied = self._lending.copy(payload)
+            if copied is None:
+                return b""
+            payload, segment = copied, segment_of(copied)
+            assert segment is not None
+        if self._board is None:
+            self._board = Segment.create(BOARD_BYTES)
+            weakref.finalize(self._board, os.close, self._board.descriptor)
+            descriptors.append(self._board.descriptor)
+        number = self._numbers.get(segment)
+        if number is None:
+            number = self._numbers[segment] = self._passed
+            self._passed += 1
+            descriptors.append(segment.descriptor)
+        slot = self._free.popleft()
+        self._out[slot] = payload
+        self._lending._note(payload, 1)
+        return NOTICE.pack(number, slot, payload.data_ptr() - segment.address)
+
+    def collect(self) -> None:
+        """Takes back what the reader is done with."""
+        board = self._board
+        if board is None:
+            return
+        for slot in [slot for slot in self._out if board[slot]]:
+            board[slot] = 0
+            self._lending._note(self._out.pop(slot), -1)
+            self._free.append(slot)
+
+    def close(self) -> None:
+        """The reader is gone."""
+        for payload in self._out.values():
+            self._lending._note(payload, -1)
+        self._out.clear()
+        self._board = None
+        self._lending._lenders.discard(self)
+
+
+class _Loan:
+    """Given back when the last tensor over it goes."""
+
+    def __init__(self, board: Segment, slot: int, segment: Segment) -> None:
+        self._board, self._slot, self._segment = board, slot, segment
+
+    def __del__(self) -> None:
+        self._board[self._slot] = 1
+
+
+class Borrower:
+    """One channel's receiving end."""
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+        self._board: Segment | None = None
+
+    def borrow(self, notice: bytes | memoryview, size: int, descriptors: deque[int]) -> torch.Tensor:
+        """What the notice tells of: uint8, not to be written to; given back when the last view of it goes.
+
+        Args:
+            descriptors: that came over the socket and were not used yet.
+
+        Raises:
+            ProtocolError: no lender gives such a notice.
+        """
+        number, slot, offset = NOTICE.unpack(notice)
+        try:
+            if self._board is None:
+                self._board = Segment.attach(descriptors.popleft(), writable=True)
+            if number == len(self._segments):
+                self._segments.append(Segment.attach(descriptors.popleft()))
+            segment = self._segments[number]
+        except IndexError:
+            raise ProtocolError("a payload in shared memory that was never passed") from None
+        if slot >= len(self._board) or offset + size > len(segment) or not size:
+            raise ProtocolError(f"a payload of {size} bytes in shared memory is out of place")
+        memory: Any = (ctypes.c_uint8 * size).from_address(segment.address + offset)
+        memory.loan = _Loan(self._board, slot, segment)
+        return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))

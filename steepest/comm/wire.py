@@ -20,9 +20,12 @@ import struct
 import time
 from collections.abc import Callable
 
+import torch
+
 from steepest.comm.channel import Address, Event
 from steepest.comm.frame import ROLES, Sink
 from steepest.comm.message import Message, Peer
+from steepest.comm.shared import Lending
 from steepest.comm.stream import WireChannel
 from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, ProtocolError
 
@@ -35,6 +38,8 @@ _HELLO_LIMIT = 4096
 _REFUSED = struct.pack("<I", 0xFFFFFFFF)  # in place of the answer's size: the proof is wrong
 _HANDSHAKE_SECONDS = 10.0
 _SOCKET_BUFFER = 4 << 20
+_BRISK_SECONDS = 0.0006  # what a short wait is; waking a process that sleeps costs a good part of it
+_BRISK_AFTER = 16  # short waits in a row; where processes compute, there is a long one in every step
 
 
 def _proof(token: bytes, side: bytes, first: bytes, second: bytes, hello: bytes) -> bytes:
@@ -89,12 +94,13 @@ class WireTransport:
         self._channels: set[WireChannel] = set()
         self._events: list[Event] = []
         self._gathering: list[WireChannel] = []
-        self._waiting: dict[WireChannel, int] = {}  # for room in the ring to their peers
+        self.lending = Lending()
         self._opening: dict[WireChannel, Handshake] = {}  # oldest first
         self._wake_in, self._wake_out = socket.socketpair()
         for sock in (self._wake_in, self._wake_out):
             sock.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wake)
+        self._short = 0  # waits that were short, one after another
         self._closed = False
 
     # -- opening -------------------------------------------------------------------------------
@@ -237,7 +243,7 @@ class WireTransport:
             timeout = 0.0
         if self._opening:
             timeout = min(timeout, 1.0)
-        for key, mask in self._selector.select(max(timeout, 0.0)):
+        for key, mask in self._select(max(timeout, 0.0)):
             channel = key.data
             if not isinstance(channel, WireChannel):
                 channel()
@@ -253,6 +259,24 @@ class WireTransport:
                     self.refuse(channel, "no proof of the token in time")
         events, self._events = self._events, []
         return events
+
+    def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """Waits; after a number of short waits at first without sleeping, which would cost more than it saves.
+
+        Whoever else wants the processor has it meanwhile.
+        """
+        if not timeout:
+            return self._selector.select(0)
+        began = time.perf_counter()
+        found: list[tuple[selectors.SelectorKey, int]] = []
+        while self._short >= _BRISK_AFTER and not found and time.perf_counter() - began < _BRISK_SECONDS:
+            found = self._selector.select(0)
+            if not found:
+                os.sched_yield()
+        if not found:
+            found = self._selector.select(timeout)
+            self._short = self._short + 1 if time.perf_counter() - began < _BRISK_SECONDS else 0
+        return found
 
     def _read(self, channel: WireChannel) -> None:
         try:
@@ -279,6 +303,10 @@ class WireTransport:
         for channel in [channel for channel in self._channels if channel.pending]:
             channel.flush()
 
+    def in_use(self, memory: torch.Tensor) -> bool:
+        """Whether a peer may still be reading this memory where it lies."""
+        return self.lending.in_use(memory)
+
     def wake(self) -> None:
         """Ends a `poll` in progress; may be called from any thread."""
         with contextlib.suppress(BlockingIOError, OSError):  # already woken, or closed
@@ -304,20 +332,7 @@ class WireTransport:
         """Sets whether the selector also waits for a channel to take bytes."""
         if not channel.closed:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
-            if self._selector.get_key(channel._socket).events != events:
-                self._selector.modify(channel._socket, events, channel)
-
-    def watch_room(self, channel: WireChannel, room: int) -> None:
-        """Has a channel go on when its peer has read from the ring."""
-
-        def go_on() -> None:
-            if self._waiting.pop(channel, None) is not None:  # else it was closed in the same look
-                self._selector.unregister(room)
-                channel.flush()
-
-        if channel not in self._waiting and not channel.closed:
-            self._waiting[channel] = room
-            self._selector.register(room, selectors.EVENT_READ, go_on)
+            self._selector.modify(channel._socket, events, channel)
 
     def refuse(self, channel: WireChannel, reason: str) -> None:
         """Counts and logs a peer that broke the protocol, and closes its channel."""
@@ -342,8 +357,6 @@ class WireTransport:
             self._channels.discard(channel)
             self._opening.pop(channel, None)
             self._selector.unregister(channel._socket)
-            if channel in self._waiting:
-                self._selector.unregister(self._waiting.pop(channel))
             channel._socket.close()
             channel.release()
 
@@ -357,6 +370,7 @@ class WireTransport:
         for sock in self._listeners:
             self._selector.unregister(sock)
             sock.close()
+        self.lending.close()
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()

@@ -15,6 +15,7 @@ from steepest.comm.channel import Address, Channel
 from steepest.comm.frame import Sink
 from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
+from steepest.comm.shared import allocate
 from steepest.comm.wire import WireTransport
 from steepest.config import SimpleStrategy, StrategyConfig
 from steepest.job import (
@@ -148,7 +149,7 @@ class Process:
                 # A worker that hosts the servers shares its weights with them: one copy, updated in place.
                 if self._replicas is None:
                     assert initial is not None
-                    weights = torch.empty(job.description.layout.nbytes, dtype=torch.uint8)
+                    weights = allocate(job.description.layout.nbytes)
                     for chunk in job.description.layout.chunks:
                         if job.owners[chunk.index] in servers:
                             weights.numpy()[chunk.start : chunk.stop] = initial[0][chunk.start : chunk.stop]

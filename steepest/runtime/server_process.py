@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-import torch
 
 from steepest.comm.channel import Address
 from steepest.comm.message import COORDINATOR, server_peer
 from steepest.comm.router import Router
+from steepest.comm.shared import allocate
 from steepest.comm.wire import WireTransport
 from steepest.connection import Connection
 from steepest.errors import DeadlineError, PeerLostError
 from steepest.runtime.calls import Bytes, Callee, CallTransport
 from steepest.runtime.process import Process, connect
 from steepest.server_group import ServerGroup
+
+log = logging.getLogger(__name__)
 
 
 class ServerProcess(Process):
@@ -35,7 +39,7 @@ class ServerProcess(Process):
         def open_() -> Address | None:
             peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
             layout = group.arrays.layout
-            weights = torch.empty(layout.nbytes, dtype=torch.uint8)
+            weights = allocate(layout.nbytes)
             memory = weights.numpy()
             for chunk in layout.chunks:
                 at = chunk.start
@@ -53,6 +57,7 @@ class ServerProcess(Process):
             return wire.listen(self._place.host)
 
         address: Address | None = self._on_router(open_)
+        self._router.finished.add_done_callback(_log_end)
         return address
 
 
@@ -128,6 +133,12 @@ class Access:
             connection.close()
             raise
         return connection
+
+
+def _log_end(finished: Future[None]) -> None:
+    """Nobody watches these servers: what ended one must be found in its log."""
+    if finished.exception() is not None:
+        log.error("a server of a parameter server ended", exc_info=finished.exception())
 
 
 def _always() -> bool:

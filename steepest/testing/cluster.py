@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from steepest.client import Snapshot, read_log
-from steepest.comm.message import Message, Peer, worker_peer
+from steepest.comm.message import Kind, Message, Peer, worker_peer
 from steepest.comm.router import Router
 from steepest.config import ParameterServerStrategy, StrategyConfig
 from steepest.errors import PeerLostError
@@ -34,6 +34,9 @@ T = TypeVar("T")
 class InProcessCluster:
     """A whole job in one thread: the same state machines as on Ray, over in-process channels.
 
+    Args:
+        lend: whether gradients and weights are read where they lie, as between processes of one host.
+
     Example:
         >>> import torch
         >>> from steepest.testing import InProcessCluster, linear_model_creator
@@ -54,10 +57,12 @@ class InProcessCluster:
         shuffle: int | None = None,
         step_timeout: float = 300.0,
         keep_log: bool = False,
+        lend: bool = True,
     ) -> None:
         config = strategy or ParameterServerStrategy(num_servers=1)
         chosen = make_strategy(config)
         self.network = Network(shuffle)
+        self.network.lends = (Kind.PUSH, Kind.WEIGHTS) if lend else ()
         built = [
             build_models(model_creator, worker, devices_per_worker, seed, chosen.chunk_bytes)
             for worker in range(num_workers)

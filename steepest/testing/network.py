@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from steepest.comm.channel import Event
-from steepest.comm.message import Message, Peer
+from steepest.comm.message import Kind, Message, Peer
 from steepest.comm.router import Router
 from steepest.errors import DeadlineError
 
 
+class _Loan:
+    """A payload that another process of this host reads where it lies; given back when the last view of it goes."""
+
+    def __init__(self, payload: torch.Tensor, lent: Counter[int]) -> None:
+        self._payload, self._lent = payload, lent
+        lent[payload.data_ptr()] += 1
+
+    def __del__(self) -> None:
+        self._lent[self._payload.data_ptr()] -= 1
+
+
 class Link:
-    """One direction-aware end of an in-process channel; what is sent is copied, as a wire would."""
+    """One direction-aware end of an in-process channel; what is sent is copied as a wire would, or lent."""
 
     def __init__(self, network: Network, name: str, peers: tuple[Peer, ...], far: InProcessTransport) -> None:
         self.name = name
@@ -33,11 +47,19 @@ class Link:
         assert self.other is not None
         copy = Message(**{name: getattr(message, name) for name in Message.__slots__})
         if message.payload is not None:
-            copy.payload = message.payload.clone()
+            copy.payload = (
+                self._lent(message.payload) if message.kind in self._network.lends else message.payload.clone()
+            )
         self._network.deliver(self._far, self.other, copy)
 
+    def _lent(self, payload: torch.Tensor) -> torch.Tensor:
+        assert self.other is not None
+        memory: Any = (ctypes.c_uint8 * payload.numel()).from_address(payload.data_ptr())
+        memory.loan = _Loan(payload, self.other._far.lent)
+        return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+
     def own_pending(self, memory: torch.Tensor) -> None:
-        """Nothing is pending: `send` copies."""
+        """Nothing is pending: `send` copies, or lends."""
 
     def close(self) -> None:
         """Closes both ends; the other one sees it."""
@@ -54,6 +76,7 @@ class InProcessTransport:
     def __init__(self, router: Router) -> None:
         self.router = router
         self.inbox: deque[tuple[Link, Message | None]] = deque()
+        self.lent: Counter[int] = Counter()  # readers of this process' memory, by address
         self.random: random.Random | None = None  # chooses the channel that is heard next; order within one stays
         self.speed = 1.0  # the share of its turns that it takes
         self.every = 1  # it takes a turn only in every so many rounds: a slow process
@@ -69,9 +92,11 @@ class InProcessTransport:
             return []
         link, message = self._next()
         if message is not None and message.payload is not None:
-            target = self.router.destination(message, message.payload.numel())
-            if target is not None:
-                target.copy_(message.payload)
+            here = message.payload
+            message.payload = here if message.kind in link._network.lends else None
+            target = self.router.destination(message, here.numel())
+            if target is not None and target is not here:
+                target.copy_(here)
             message.payload = target
         return [Event(link, message, "" if message is not None else "closed")]
 
@@ -84,6 +109,10 @@ class InProcessTransport:
             self.inbox.rotate(position)
             return found
         return self.inbox.popleft()
+
+    def in_use(self, memory: torch.Tensor) -> bool:
+        """Whether another process reads it where it lies."""
+        return self.lent[memory.data_ptr()] > 0
 
     def pump(self) -> None:
         """Nothing is pending."""
@@ -108,11 +137,13 @@ class Network:
         rounds: how often every process was given its turn.
         delivered: messages that were put into inboxes or are on their way there.
         filter: looks at every message as it is sent; what it returns is delivered instead.
+        lends: kinds of messages whose payloads are lent instead of copied, as in shared memory.
         latency: rounds that a message takes; those behind it in its channel wait for it.
     """
 
     def __init__(self, shuffle: int | None = None) -> None:
         self.now = 0.0
+        self.lends: Collection[Kind] = ()
         self.round_seconds = 0.0
         self.rounds = 0
         self.delivered = 0

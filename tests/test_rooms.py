@@ -1,0 +1,86 @@
+"""Weights that somebody is reading: new ones are made in another room, with the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from steepest.config import ParameterServerStrategy
+from steepest.model import ParameterLayout
+from steepest.optimizer import OptimizerSpec
+from steepest.rules import PushId
+from steepest.server_chunk import Push, ServerChunk
+from steepest.testing import InProcessCluster, linear_model_creator
+
+LAYOUT = ParameterLayout.plan([("a", (3, 5), torch.float64, True), ("b", (7,), torch.float64, True)])
+
+
+class WritesGradients(torch.optim.SGD):
+    """An optimizer that is allowed to do what torch's own do not."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(2.0)
+        super().step()
+
+
+OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None] = {
+    "add": None,
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "own": lambda parameters: WritesGradients(parameters, lr=0.1),
+}
+
+
+def chunk_of(optimizer: str, weights: torch.Tensor) -> ServerChunk:
+    spec = None
+    if (make := OPTIMIZERS[optimizer]) is not None:
+        named = {e.name: torch.nn.Parameter(torch.zeros(e.shape, dtype=e.dtype)) for e in LAYOUT.entries}
+        spec = OptimizerSpec.read(make(list(named.values())), {id(p): name for name, p in named.items()})
+    return ServerChunk(LAYOUT.chunks[0], LAYOUT, spec, weights)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_update_into_another_room_equals_one_in_place_and_leaves_the_old_weights(optimizer: str) -> None:
+    size = LAYOUT.chunks[0].nbytes
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(size // 8, dtype=torch.float64, generator=generator).view(torch.uint8)
+    still, moving = chunk_of(optimizer, start.clone()), chunk_of(optimizer, start.clone())
+    for step in range(6):
+        gradient = torch.randn(size // 8, dtype=torch.float64, generator=generator).view(torch.uint8)
+        before, old = moving.weights.clone(), moving.weights
+        room = torch.full((size,), 77, dtype=torch.uint8) if step % 2 else None
+        for held, place in ((still, None), (moving, room)):
+            push = PushId(0, 0, step)
+            held.staged[push] = Push(0, gradient, 1.0, 1.0, frozenset())
+            held.reduce([push])
+            held.apply([{}], 1.0, place)
+            held.forget(push)
+        assert torch.equal(still.weights, moving.weights)
+        assert not torch.equal(before, moving.weights)
+        if room is not None:
+            assert moving.weights is room
+            assert torch.equal(old, before)
+
+
+def test_a_gradient_is_left_as_it_is_whatever_the_optimizer_does_to_it() -> None:
+    held = chunk_of("own", torch.zeros(LAYOUT.chunks[0].nbytes, dtype=torch.uint8))
+    gradient = torch.ones(LAYOUT.chunks[0].nbytes // 8, dtype=torch.float64)
+    held.staged[PushId(0, 0, 1)] = Push(0, gradient.view(torch.uint8), 1.0, 1.0, frozenset())
+    held.reduce([PushId(0, 0, 1)])
+    held.apply([{}], 1.0)
+    assert torch.equal(gradient, torch.ones_like(gradient))
+    assert torch.allclose(held.weights.view(torch.float64), torch.tensor(-0.2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp", "sync"])
+def test_servers_use_few_rooms_and_only_while_somebody_reads(mode: str) -> None:
+    strategy = ParameterServerStrategy(mode=mode, num_servers=2, staleness=2 if mode == "ssp" else None)
+    cluster = InProcessCluster(linear_model_creator(), num_workers=3, strategy=strategy, shuffle=4)
+    cluster.step(30)
+    rooms = [len(server._rooms) for server in cluster.servers if server._trainable]
+    assert all(count <= 4 for count in rooms), "three readers and what is being made"
+    assert mode == "sync" or max(rooms) > 1, "nobody read while weights changed: this tests nothing"
