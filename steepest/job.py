@@ -182,8 +182,13 @@ def host_coordinator(router: Router, job: Job) -> Coordinator:
     return coordinator
 
 
-def host_server(router: Router, job: Job, index: int, weights: torch.Tensor) -> Server:
-    """Makes a server live in this process; `weights` is the flat vector with the initial values."""
+def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, shared: bool = False) -> Server:
+    """Makes a server live in this process.
+
+    Args:
+        weights: the flat vector with the initial values.
+        shared: whether a worker of this process computes with them: then they stay where they are.
+    """
     peer = server_peer(index)
     server = Server(
         index,
@@ -192,8 +197,8 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor) -> 
         job.description.optimizer_spec,
         weights,
         router.sender(peer),
-        router.own_pending,
         router.in_use,
+        own_pending=router.own_pending if shared else None,
         together=job.strategy.rule.together,
         checked=job.strategy.nonfinite != "pass",
     )

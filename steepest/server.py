@@ -48,8 +48,8 @@ class Server:
         spec: the optimizer; None to add what is pushed to the weights.
         weights: the flat vector; this server's chunks in it are read now and updated in place.
         send: how to send.
-        own_pending: called before weights change, so that what is still on its way keeps its value.
-        in_use: whether somebody may be reading weights where they lie; then others are made elsewhere.
+        in_use: whether somebody may be reading weights where they lie, or has yet to be sent them.
+        own_pending: makes copies for those; None to make the new weights elsewhere.
         together: whether every member contributes to every version: pushes are reduced as they arrive.
         open_to_all: whether anybody may push, members or not.
         checked: whether to look for NaN and infinity.
@@ -63,9 +63,9 @@ class Server:
         spec: OptimizerSpec | None,
         weights: torch.Tensor,
         send: Send,
-        own_pending: Callable[[torch.Tensor], None] = lambda weights: None,
         in_use: Callable[[torch.Tensor], bool] = lambda weights: False,
         *,
+        own_pending: Callable[[torch.Tensor], None] | None = None,
         together: bool = True,
         open_to_all: bool = False,
         checked: bool = True,
@@ -261,7 +261,9 @@ class Server:
 
     def _make_way(self, held: ServerChunk) -> torch.Tensor | None:
         """Before weights change: where the new ones go, or None when they may take the place of the old ones."""
-        self._own_pending(held.weights)
+        if self._own_pending is not None:
+            self._own_pending(held.weights)
+            return None
         if not self._in_use(held.weights):
             return None
         for room in self._rooms:

@@ -49,7 +49,6 @@ class ServerGroup:
             self.arrays.spec,
             weights,
             router.sender(peer),
-            router.own_pending,
             router.in_use,
             together=False,
             open_to_all=True,

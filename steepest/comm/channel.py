@@ -74,7 +74,7 @@ class Transport(Protocol):
         """Sends what can be sent now, without waiting."""
 
     def in_use(self, memory: torch.Tensor) -> bool:
-        """Whether a peer may still be reading this memory where it lies, so that it must not change."""
+        """Whether a peer may still be reading this memory, or has yet to be sent it: it must not change."""
 
     def wake(self) -> None:
         """Ends a `poll` in progress; the only method that other threads may call."""

@@ -132,6 +132,11 @@ class FrameReader:
         """Whether the stream is known to have failed behind the last message: the next `read` says how."""
         return self._failure is not None
 
+    @property
+    def receiving(self) -> bool:
+        """Whether it is in the middle of a payload."""
+        return self._payload is not None
+
     def read(self) -> list[Message]:
         """Every message that is complete by now; returns when the stream would block.
 

@@ -115,7 +115,9 @@ class Router:
                 message.payload = message.payload.clone()
 
     def in_use(self, memory: torch.Tensor) -> bool:
-        """Whether another process may still be reading what was sent of that memory (flat, uint8) where it lies."""
+        """Whether that memory (flat, uint8) must not change: somebody may be reading it, or has yet to be sent it."""
+        if any(message.payload is not None and overlap(message.payload, memory) for message in self._local):
+            return True
         return self.transport is not None and self.transport.in_use(memory)
 
     def pump(self) -> None:

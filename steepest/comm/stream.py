@@ -124,6 +124,10 @@ class WireChannel:
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
+    def holds(self, memory: torch.Tensor) -> bool:
+        """Whether queued bytes lie in this memory."""
+        return any(not d.readonly and overlap(torch.frombuffer(d, dtype=torch.uint8), memory) for d in self._queue)
+
     def own_pending(self, memory: torch.Tensor) -> None:
         """Copies queued bytes that lie in this memory, so that it may change."""
         for index, data in enumerate(self._queue):

@@ -25,7 +25,7 @@ import torch
 from steepest.comm.channel import Address, Event
 from steepest.comm.frame import ROLES, Sink
 from steepest.comm.message import Message, Peer
-from steepest.comm.shared import Lending
+from steepest.comm.shared import SHARED_FROM, Lending
 from steepest.comm.stream import WireChannel
 from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, ProtocolError
 
@@ -261,7 +261,7 @@ class WireTransport:
         return events
 
     def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """Waits; after a number of short waits at first without sleeping, which would cost more than it saves.
+        """Waits; after many short waits for small messages at first without sleeping, which would take longer.
 
         Whoever else wants the processor has it meanwhile.
         """
@@ -283,7 +283,12 @@ class WireTransport:
             if channel.handshake is not None:
                 self._continue_handshake(channel, channel.handshake)
                 return
-            self._events += [Event(channel, message) for message in channel._reader.read()]
+            messages = channel._reader.read()
+            self._events += [Event(channel, message) for message in messages]
+            if channel._reader.receiving or any(
+                m.payload is not None and m.payload.numel() >= SHARED_FROM for m in messages
+            ):
+                self._short = 0
             if channel._reader.failed:
                 channel._reader.read()  # raises what follows those messages
         except BlockingIOError:
@@ -304,8 +309,8 @@ class WireTransport:
             channel.flush()
 
     def in_use(self, memory: torch.Tensor) -> bool:
-        """Whether a peer may still be reading this memory where it lies."""
-        return self.lending.in_use(memory)
+        """Whether a peer may still be reading this memory where it lies, or some of it has not left yet."""
+        return self.lending.in_use(memory) or any(c.holds(memory) for c in self._channels if c.pending)
 
     def wake(self) -> None:
         """Ends a `poll` in progress; may be called from any thread."""

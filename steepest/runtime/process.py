@@ -158,7 +158,7 @@ class Process:
                 if 0 in servers:
                     host_coordinator(self._router, job)
                 for index in servers:
-                    host_server(self._router, job, index, weights)
+                    host_server(self._router, job, index, weights, shared=self._replicas is not None)
             self._open_worker(job, initial)
             if isinstance(self._transport, WireTransport):
                 return self._transport.listen(self._place.host)
