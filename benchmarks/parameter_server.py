@@ -9,9 +9,11 @@ Tables:
 
 ``sharded``      the classic exercise: 100 MB of float64 in two shards; four Ray tasks, five times each, pull
                  all of it, make an update of ones, and push it. Rival: an actor for each shard. Ours by
-                 ``push_pull`` and, "plain", by ``pull`` and ``push``. The time of the whole exercise.
+                 ``push_pull`` of an update made in ``empty()``, and also of an array of the user's, and by
+                 ``pull`` and ``push``. The time of the whole exercise.
 ``mnist_async``  the network of 1,960 parameters at batch 128, two workers, asynchronous SGD. Rivals: the
-                 asynchronous loop of Ray's tutorial, its weights as tensors and as numpy arrays.
+                 asynchronous loop of Ray's tutorial, its weights as tensors and as numpy arrays. "free" only
+                 computes the gradients: the most that is possible.
 ``network-N``    N workers push 100 MB of float32 each and pull as much, between two network namespaces
                  joined by veth. Rivals: Gloo, which sends back what it received (the network alone), as one
                  message or in pieces of 4 MB; and Gloo that adds each piece first. The time of a round of
@@ -71,7 +73,7 @@ from benchmarks.parameter_server_rivals import (
     small,
 )
 from benchmarks.parameter_server_scaling import report_scaling
-from benchmarks.rivals import DEADLINE, WORKERS, Contender, Steepest
+from benchmarks.rivals import DEADLINE, WORKERS, Contender, Local, Steepest
 
 CONVNET = WORKLOADS["convnet"]
 NETWORK_WORKERS = (1, 2, 4)
@@ -121,6 +123,16 @@ def push_pull_rounds(server: Any) -> None:
         server.push_pull(update, out=weights)
 
 
+@ray.remote
+def in_place_rounds(server: Any) -> None:
+    """The same from an update that servers read where it lies."""
+    weights = server.pull()
+    update = server.empty()
+    for _ in range(SHARDED_ROUNDS):
+        update.fill(1.0)
+        server.push_pull(update, out=weights)
+
+
 class OurSharded(Ours):
     def __init__(self, name: str, work: Any) -> None:
         super().__init__(name)
@@ -139,6 +151,16 @@ class OurSharded(Ours):
         for place in (0, -1):  # one in each shard
             expect(self.name, values[place], self._pushed)
         return seconds / steps
+
+
+class Floor(Local):
+    """Two processes that compute gradients alone: nobody makes more updates of them."""
+
+    def __init__(self) -> None:
+        super().__init__("free", CONVNET)
+
+    def run(self, steps: int) -> float:
+        return super().run(steps) / WORKERS
 
 
 class OurAsync(Steepest):
@@ -236,8 +258,12 @@ TABLES = (
         unit="s",
         show=lambda seconds: seconds,
         steps=1,
-        rivals=lambda: [ShardedActors("actors"), OurSharded("steepest, plain", push_rounds)],
-        ours=lambda: OurSharded(OURS, push_pull_rounds),
+        rivals=lambda: [
+            ShardedActors("actors"),
+            OurSharded("ours, pull+push", push_rounds),
+            OurSharded("ours, push_pull", push_pull_rounds),
+        ],
+        ours=lambda: OurSharded(OURS, in_place_rounds),
     ),
     Table(
         name="mnist_async",
@@ -248,6 +274,7 @@ TABLES = (
         rivals=lambda: [
             AsyncTutorial("tutorial", CONVNET, arrays=False),
             AsyncTutorial("tutorial+numpy", CONVNET, arrays=True),
+            Floor(),
         ],
         ours=OurAsync,
     ),

@@ -41,7 +41,7 @@ class Wanted:
 
 
 class Recycler:
-    """Memory of pulled arrays that nobody holds any more, to be filled again: fresh pages cost more than a transfer.
+    """Memory of arrays that nobody holds any more, to be filled again: fresh pages cost more than a transfer.
 
     Example:
         >>> recycler = Recycler()
@@ -52,7 +52,13 @@ class Recycler:
         True
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        make: Callable[[int], Any] = lambda nbytes: np.empty(nbytes, dtype=np.uint8),
+        may_keep: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._make = make  # new memory of so many bytes
+        self._may_keep = may_keep  # asked when memory comes back
         self._free: dict[int, list[Any]] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -63,15 +69,14 @@ class Recycler:
         try:
             memory = kept.pop()
         except IndexError:
-            memory = np.empty(nbytes, dtype=np.uint8)
+            memory = self._make(nbytes)
         array = np.frombuffer(memory, dtype=np.uint8)  # views of it hold this object, not what lies below
-        weakref.finalize(array, _keep, kept, memory).atexit = False
+        weakref.finalize(array, self._keep, kept, memory).atexit = False
         return torch.from_numpy(array)
 
-
-def _keep(kept: list[Any], memory: Any) -> None:
-    if len(kept) < _KEPT:
-        kept.append(memory)
+    def _keep(self, kept: list[Any], memory: Any) -> None:
+        if len(kept) < _KEPT and self._may_keep():
+            kept.append(memory)
 
 
 @dataclass(frozen=True)

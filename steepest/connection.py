@@ -13,6 +13,7 @@ import torch
 from steepest.arrays import Recycler
 from steepest.client import Client
 from steepest.comm.router import Router
+from steepest.comm.shared import allocate
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
 from steepest.pusher import Pusher
 
@@ -48,7 +49,9 @@ class Connection:
     ) -> None:
         self.client = client
         self.pusher = pusher
-        self.recycler = Recycler()
+        self.recycler = Recycler()  # for what is pulled
+        # for what is pushed; a push that nobody waits for any more may still be read
+        self.updates = Recycler(lambda nbytes: allocate(nbytes).numpy(), lambda: pusher.pushing == 0)
         self._router = router
         self._name = name
         self._timeout = timeout

@@ -19,6 +19,7 @@ import torch
 from steepest.arrays import Arrays, ArrayTree, OptimizerFactory
 from steepest.checkpoint import Record
 from steepest.client import Snapshot
+from steepest.comm.shared import segment_of
 from steepest.config import require_choice, require_count, require_seconds
 from steepest.connection import Connection
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError, SteepestError
@@ -160,7 +161,7 @@ class ParameterServer:
             NonFiniteError: it holds NaN or infinity (see `nonfinite`). Nothing of it was applied.
             DeadlineError, PeerLostError, ShutdownError
         """
-        memory = self._arrays.bytes_of(update, "update")
+        memory = self._owned(update)
         return self._run(lambda connection: connection.pusher.push(memory), "a push to be committed", memory)
 
     def push_async(self, update: ArrayTree) -> Future[int]:
@@ -173,7 +174,7 @@ class ParameterServer:
         Raises:
             As `push`, except that what the servers find is raised by the future.
         """
-        memory = self._arrays.bytes_of(update, "update")
+        memory = self._owned(update)
         connection = self._connection()
         return connection.push_async(lambda: connection.pusher.push(memory), list(memory.values()))
 
@@ -191,6 +192,19 @@ class ParameterServer:
         wanted, pulled = self._arrays.request(None, None, out, self._connection().recycler)
         self._run(lambda connection: connection.pusher.push(memory, wanted), "a push to be committed", memory)
         return pulled
+
+    def empty(self) -> ArrayTree:
+        """New arrays, of all names, with anything in them, for `push_pull`: servers of this host read them in place.
+
+        Other arrays are copied first. After a `DeadlineError` leave them as they are and take new ones: the
+        push may still be committed.
+
+        Example:
+            >>> update = server.empty()                                      # doctest: +SKIP
+            >>> update[:] = 1.0
+            >>> weights = server.push_pull(update)
+        """
+        return self._arrays.request(None, None, None, self._connection().updates)[1]
 
     def flush(self) -> None:
         """Waits until every asynchronous push of this process is committed or refused."""
@@ -300,6 +314,11 @@ class ParameterServer:
     @property
     def _arrays(self) -> Arrays:
         return self._access.group.arrays
+
+    def _owned(self, update: ArrayTree) -> dict[str, torch.Tensor]:
+        """Memory of an update that may be changed before every server has read it."""
+        memory = self._arrays.bytes_of(update, "update")
+        return {name: part.clone() if segment_of(part) is not None else part for name, part in memory.items()}
 
     def _connection(self) -> Connection:
         if self._shut_down:

@@ -272,6 +272,32 @@ class TestContract:
 
 
 @TRANSPORTS
+def test_arrays_to_push_from_are_read_in_place_and_used_again(transport: str) -> None:
+    with ParameterServer(initial(), num_shards=2, transport=transport) as server:
+        update = server.empty()
+        assert {name: (array.shape, array.dtype) for name, array in update.items()} == {
+            name: (array.shape, array.dtype) for name, array in initial().items()
+        }
+        update["stop"][:] = 0
+        for number in range(1, 7):
+            for name in ("w", "t"):
+                update[name][:] = 1.0
+            if number % 3 == 0:
+                assert value(server.push_pull(update)) == number
+            elif number % 3 == 1:
+                server.push(update)
+            else:
+                pushed = server.push_async(update)
+            for name in ("w", "t"):
+                update[name][:] = 77.0  # whoever reads it too late adds this
+        assert pushed.result(SECONDS) == 5
+        assert value(server.pull()) == 6
+        place = update["w"].ctypes.data
+        del update
+        assert server.empty()["w"].ctypes.data == place
+
+
+@TRANSPORTS
 def test_an_optimizer_on_the_servers_equals_torch(transport: str) -> None:
     start = torch.linspace(-1, 1, SIZE)
     gradients = [torch.sin(start * number) for number in range(1, 4)]

@@ -86,6 +86,19 @@ def test_a_lent_payload_is_read_where_it_lies_until_the_reader_lets_go(
     assert not client.transport.in_use(part)
 
 
+def test_lent_memory_that_its_owner_lets_go_of_stays_for_the_reader(
+    ends: tuple[object, object], leaving: Node, client: Node
+) -> None:
+    message = message_of(lendable(1 << 20))
+    address = message.payload.data_ptr()
+    ends[0].send(message)
+    until(lambda: leaving.messages, client, leaving)
+    del message
+    gc.collect()
+    assert address not in shared._segments, "this end holds nothing"
+    assert torch.equal(leaving.messages[0].payload, data_of(1 << 20))
+
+
 def test_memory_that_nobody_can_map_is_copied_once_and_may_change_at_once(
     ends: tuple[object, object], leaving: Node, client: Node
 ) -> None:

@@ -147,8 +147,7 @@ class Lending:
         for lender in self._lenders:
             lender.collect()
 
-    def _note(self, payload: torch.Tensor, readers: int) -> None:
-        address = payload.data_ptr()
+    def _note(self, address: int, readers: int) -> None:
         self._lent[address] += readers
         if not self._lent[address]:
             del self._lent[address]
@@ -184,7 +183,7 @@ class Lender:
         self._passed = 0
         self._board: Segment | None = None
         self._free: deque[int] = deque(range(BOARD_BYTES))
-        self._out: dict[int, torch.Tensor] = {}
+        self._out: dict[int, int] = {}  # addresses; a reader's own mapping keeps the memory, not this end
 
     def lend(self, payload: torch.Tensor, descriptors: list[int]) -> bytes:
         """The notice that tells the reader where a payload lies; empty when it has to be sent.
@@ -215,8 +214,8 @@ class Lender:
             self._passed += 1
             descriptors.append(segment.descriptor)
         slot = self._free.popleft()
-        self._out[slot] = payload
-        self._lending._note(payload, 1)
+        self._out[slot] = payload.data_ptr()
+        self._lending._note(payload.data_ptr(), 1)
         return NOTICE.pack(number, slot, payload.data_ptr() - segment.address)
 
     def collect(self) -> None:
@@ -231,8 +230,8 @@ class Lender:
 
     def close(self) -> None:
         """The reader is gone."""
-        for payload in self._out.values():
-            self._lending._note(payload, -1)
+        for address in self._out.values():
+            self._lending._note(address, -1)
         self._out.clear()
         self._board = None
         self._lending._lenders.discard(self)
