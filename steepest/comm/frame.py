@@ -133,9 +133,9 @@ class FrameReader:
         return self._failure is not None
 
     @property
-    def receiving(self) -> bool:
-        """Whether it is in the middle of a payload."""
-        return self._payload is not None
+    def missing(self) -> int:
+        """Bytes to come of the payload that is being received."""
+        return self._payload_size - self._received if self._payload is not None else 0
 
     def read(self) -> list[Message]:
         """Every message that is complete by now; returns when the stream would block.

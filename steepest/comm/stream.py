@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from steepest.comm.wire import Handshake, WireTransport
 
 _BUFFERS_PER_CALL = 64
+_WORTH_WAKING = 1 << 21
 _GATHERED_BYTES = 1 << 15  # less than this waits for the end of the turn, for company
 _DESCRIPTORS_SPACE = socket.CMSG_SPACE(4 * shared.MAX_DESCRIPTORS) if hasattr(socket, "CMSG_SPACE") else 0
 
@@ -37,6 +38,7 @@ class WireChannel:
         self._transport = transport
         self._socket = sock
         self._queue: deque[memoryview] = deque()
+        self._awaited = 1  # bytes that have to be there before the transport is told of any
         self._watched = False  # whether the transport waits for the socket to take more
         local = sock.family == socket.AF_UNIX and shared.AVAILABLE
         self._lender = transport.lending.lender() if local else None
@@ -112,6 +114,13 @@ class WireChannel:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._descriptors += array.array("i", data[: len(data) // 4 * 4])
         return count
+
+    def await_bytes(self, missing: int) -> None:
+        """Lets this process sleep until a good part of the bytes that are missing is there."""
+        wanted = 1 if self._lender is not None else max(min(missing, _WORTH_WAKING), 1)
+        if wanted != self._awaited:
+            self._awaited = wanted
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _borrow(self, notice: memoryview, size: int) -> torch.Tensor:
         return self._borrower.borrow(notice, size, self._descriptors)

@@ -285,7 +285,8 @@ class WireTransport:
                 return
             messages = channel._reader.read()
             self._events += [Event(channel, message) for message in messages]
-            if channel._reader.receiving or any(
+            channel.await_bytes(channel._reader.missing)
+            if channel._reader.missing or any(
                 m.payload is not None and m.payload.numel() >= SHARED_FROM for m in messages
             ):
                 self._short = 0
