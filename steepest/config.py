@@ -68,6 +68,9 @@ class ParameterServerStrategy:
         nonfinite: what happens to an update with NaN or infinity. "refuse": an error that names the tensor.
             "skip": it is left out, and counted. "pass": it is applied.
         transport: "wire", sockets; or "ray", actor calls, for networks where no other port is open.
+        wire_dtype: "fp16" or "bf16": float32 gradients and weights travel in half the bytes; servers add up, apply
+            and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. What does not
+            fit into fp16 travels as float32. With one worker nothing travels.
 
     Raises:
         ConfigurationError: a value out of range, or two that do not go together.
@@ -81,6 +84,7 @@ class ParameterServerStrategy:
     backup_workers: int = 0
     nonfinite: str = "refuse"
     transport: str = "wire"
+    wire_dtype: str | tuple[str | None, str | None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_servers", "chunk_bytes"):
@@ -93,6 +97,10 @@ class ParameterServerStrategy:
         require_choice("correction", self.correction, (None, "learning_rate", "drop"))
         require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", self.transport, ("wire", "ray"))
+        if isinstance(self.wire_dtype, tuple) and len(self.wire_dtype) != 2:
+            raise ConfigurationError(f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls")
+        for dtype in self.wire_dtypes:
+            require_choice("wire_dtype", dtype, (None, "fp16", "bf16"))
         if self.mode != "sync" and self.backup_workers:
             raise ConfigurationError(f"backup_workers={self.backup_workers} with mode={self.mode!r}: they are for sync")
         if self.mode == "sync" and (self.staleness is not None or self.correction is not None):
@@ -109,6 +117,11 @@ class ParameterServerStrategy:
     def name(self) -> str:
         """As `DistributedSGD(strategy=...)` takes it."""
         return "ps" if self.mode == "sync" else self.mode
+
+    @property
+    def wire_dtypes(self) -> tuple[str | None, str | None]:
+        """In which pushes and pulls travel."""
+        return self.wire_dtype if isinstance(self.wire_dtype, tuple) else (self.wire_dtype, self.wire_dtype)
 
     @property
     def lead(self) -> int:

@@ -84,6 +84,11 @@ class Job:
         return self.strategy.rule.versions_per_step(self.num_workers)
 
     @property
+    def wire_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """In which dtype float32 chunks are pushed and pulled; one worker shares its memory with its servers."""
+        return (None, None) if self.num_workers == 1 else self.strategy.wire_dtypes
+
+    @property
     def global_batch(self) -> int:
         """Samples per step."""
         return self.shares * self.devices_per_worker * self.description.batch_size
@@ -200,6 +205,7 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
         router.in_use,
         own_pending=router.own_pending if shared else None,
         together=job.strategy.rule.together,
+        wire_dtypes=job.wire_dtypes,
         checked=job.strategy.nonfinite != "pass",
     )
     router.host(peer, server)
@@ -210,7 +216,8 @@ def host_worker(router: Router, job: Job, index: int, replicas: Replicas) -> Wor
     """Makes a worker live in this process; it still has to `join`."""
     peer = worker_peer(index)
     send = router.sender(peer)
-    exchange = job.strategy.exchange(index, replicas.layout, job.owners, replicas.weights, send)
+    alone = job.num_workers == 1
+    exchange = job.strategy.exchange(index, replicas.layout, job.owners, replicas.weights, send, alone=alone)
     worker = Worker(index, replicas, exchange, send, members=job.num_workers, pump=router.pump)
     replicas.use_plan(job.plan(), job.seed)
     router.host(peer, worker)

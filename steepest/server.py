@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send, worker_peer
+from steepest.comm.precision import narrow, narrow_size
 from steepest.comm.shared import allocate
 from steepest.errors import ProtocolError
 from steepest.model import ParameterLayout
@@ -50,6 +51,7 @@ class Server:
         send: how to send.
         in_use: whether somebody may be reading weights where they lie, or has yet to be sent them.
         own_pending: makes copies for those; None to make the new weights elsewhere.
+        wire_dtypes: in which workers push and pull float32 chunks; None for as they are.
         together: whether every member contributes to every version: pushes are reduced as they arrive.
         open_to_all: whether anybody may push, members or not.
         checked: whether to look for NaN and infinity.
@@ -66,6 +68,7 @@ class Server:
         in_use: Callable[[torch.Tensor], bool] = lambda weights: False,
         *,
         own_pending: Callable[[torch.Tensor], None] | None = None,
+        wire_dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
         together: bool = True,
         open_to_all: bool = False,
         checked: bool = True,
@@ -77,7 +80,10 @@ class Server:
         self._send = send
         self._own_pending = own_pending
         self._in_use = in_use
+        self._push_dtype, self._pull_dtype = wire_dtypes
         self._rooms = [weights]  # flat vectors; each chunk's weights lie in one of them, its older ones in others
+        self._narrow_rooms: list[torch.Tensor] = []  # the same, half as large, of what workers pull narrow
+        self._narrowed: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}  # by chunk: of which version, its bytes
         self._together = together
         self._open_to_all = open_to_all
         self._layout = layout
@@ -105,7 +111,10 @@ class Server:
         if message.kind is Kind.STATE:
             return torch.empty(_checked_state_size(message, size), dtype=torch.uint8)
         held = self._chunks.get(message.chunk)
-        if message.kind not in (Kind.PUSH, Kind.PUT) or held is None or size != held.chunk.nbytes:
+        sizes = [held.chunk.nbytes] if held is not None else []
+        if held is not None and message.kind is Kind.PUSH:
+            sizes.append(narrow_size(held.chunk.dtype, held.chunk.nbytes, self._push_dtype) or sizes[0])
+        if message.kind not in (Kind.PUSH, Kind.PUT) or held is None or size not in sizes:
             raise ProtocolError(
                 f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server {self._index} expects "
                 f"{held.chunk.nbytes if held else 'none of it'}"
@@ -114,7 +123,7 @@ class Server:
             return torch.empty(size, dtype=torch.uint8)
         if message.generation < self.generation or (self._together and message.version < self.version):
             return None  # late: received and dropped
-        return message.payload if message.payload is not None else held.staging_buffer()
+        return message.payload if message.payload is not None else held.staging_buffer(size)
 
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
@@ -169,7 +178,11 @@ class Server:
                 raise ProtocolError(f"push of chunk {message.chunk} at version {message.version}: {reason}")
             return
         absent = frozenset(int(entry) for entry in message.values().get("absent", ()))
-        held.staged[push] = Push(push.worker, message.payload, message.weight, message.total, absent)
+        payload, dtype = message.payload, held.chunk.dtype
+        if payload is not None and payload.numel() != held.chunk.nbytes:
+            assert self._push_dtype is not None
+            dtype = self._push_dtype
+        held.staged[push] = Push(push.worker, payload, message.weight, message.total, absent, dtype)
         if self._together:
             if {other.worker for other in held.staged} >= self._members:
                 self._reduce(held)
@@ -266,12 +279,15 @@ class Server:
             return None
         if not self._in_use(held.weights):
             return None
-        for room in self._rooms:
-            place = self._layout.chunk_view(room, held.chunk.index)
-            if not self._in_use(place):
-                return place
-        self._rooms.append(allocate(self._layout.nbytes))
-        return self._layout.chunk_view(self._rooms[-1], held.chunk.index)
+        return self._free_room(self._rooms, held.chunk.start, held.chunk.stop, self._layout.nbytes)
+
+    def _free_room(self, rooms: list[torch.Tensor], start: int, stop: int, nbytes: int) -> torch.Tensor:
+        """These bytes of the first flat vector in which nobody is reading them."""
+        for room in rooms:
+            if not self._in_use(room[start:stop]):
+                return room[start:stop]
+        rooms.append(allocate(nbytes))
+        return rooms[-1][start:stop]
 
     def _discard(self, message: Message) -> None:
         """These pushes will never be committed; whoever made them goes on with the weights as they are."""
@@ -288,8 +304,23 @@ class Server:
         message = Message(Kind.WEIGHTS, self.generation, sequence=sequence, version=self.version)
         message.meta = {"reload": True} if reload else None
         message.chunk = held.chunk.index
-        message.payload = held.weights
+        message.payload = self._as_pulled(held) if reader.role == "worker" else held.weights
         self._send(reader, message)
+
+    def _as_pulled(self, held: ServerChunk) -> torch.Tensor:
+        """A chunk's weights as workers receive them; rounded once for all of them."""
+        chunk, wire = held.chunk, self._pull_dtype
+        size = narrow_size(chunk.dtype, chunk.nbytes, wire)
+        if size is None or wire is None or not chunk.trainable:
+            return held.weights
+        version, narrowed = self._narrowed.get(chunk.index, ((-1, -1), held.weights))
+        if version != (self.generation, self.version):
+            begin = chunk.start // 2
+            narrowed = self._free_room(self._narrow_rooms, begin, begin + size, self._layout.nbytes // 2)
+            if not narrow(held.weights, wire, narrowed):
+                narrowed = held.weights
+            self._narrowed[chunk.index] = ((self.generation, self.version), narrowed)
+        return narrowed
 
     # -- membership and state ------------------------------------------------------------------
 

@@ -31,6 +31,13 @@ class Push:
     unit: float
     total: float
     absent: frozenset[int]
+    dtype: torch.dtype
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The payload's elements, in the precision in which they came."""
+        assert self.payload is not None
+        return self.payload.view(self.dtype)
 
 
 class ServerChunk:
@@ -60,7 +67,7 @@ class ServerChunk:
         self._sum: torch.Tensor | None = None  # memory for a mean of several
         # staging memory, all of it, by id; a connection that breaks in the middle of a payload lets go of its part
         self._buffers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-        self._spare: list[torch.Tensor] = []  # what of it is free
+        self._spare: dict[int, list[torch.Tensor]] = {}  # what of it is free, by size
         self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
         self._parameters = [
             torch.nn.Parameter(view, requires_grad=chunk.dtype.is_floating_point)
@@ -74,18 +81,18 @@ class ServerChunk:
         # torch's own optimizers leave gradients as they are; others get one that they may write to
         self._gentle = spec is None or type(self._optimizer).__module__.startswith("torch.optim")
 
-    def staging_buffer(self) -> torch.Tensor:
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
         """Memory for one push; free again after its commit."""
-        if not self._spare:
-            buffer = torch.empty_like(self.weights)
-            self._buffers[id(buffer)] = buffer
-            return buffer
-        return self._spare.pop()
+        if spare := self._spare.get(nbytes):
+            return spare.pop()
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._buffers[id(buffer)] = buffer
+        return buffer
 
     def release(self, payload: torch.Tensor | None) -> None:
         """Takes back the staging buffer, if it is one, of a push that is done with."""
         if payload is not None and self._buffers.get(id(payload)) is payload:
-            self._spare.append(payload)
+            self._spare.setdefault(payload.numel(), []).append(payload)
 
     @property
     def _accumulator(self) -> torch.Tensor:
@@ -95,10 +102,8 @@ class ServerChunk:
 
     def check(self, push: PushId) -> float:
         """The sum of the squares of one staged payload; not finite when an element is not."""
-        payload = self.staged[push].payload
-        if payload is None or not self._checked:
-            return 0.0
-        return sum_of_squares(payload.view(self.chunk.dtype))
+        staged = self.staged[push]
+        return 0.0 if staged.payload is None or not self._checked else sum_of_squares(staged.values)
 
     def reduce(self, chosen: Iterable[PushId]) -> None:
         """Forms the weighted mean of staged pushes, in the given order."""
@@ -109,23 +114,22 @@ class ServerChunk:
             self.mean = None
             return
         self.absent = frozenset.intersection(*(push.absent for push in pushes))
-        dtype = self.chunk.dtype
-        (first, unit), *rest = [(p.payload.view(dtype), p.unit) for p in pushes if p.payload is not None]
+        wide = all(push.dtype is self.chunk.dtype for push in pushes)
+        (first, unit), *rest = [(push.values, push.unit) for push in pushes]
         result = first
-        if rest or unit != total or not self._gentle:
+        if rest or unit != total or not self._gentle or not wide:
             result = self._accumulator
             if all(other == unit for _, other in rest):  # divided by a count: the mean of equal values is that value
-                if rest:
-                    torch.add(first, rest[0][0], out=result)
-                    for gradient, _ in rest[1:]:
-                        result.add_(gradient)
-                    result.div_(total / unit)
-                elif unit == total:
-                    result.copy_(first)
+                if rest and wide:
+                    torch.add(first, rest.pop(0)[0], out=result)
                 else:
-                    torch.div(first, total / unit, out=result)
+                    result.copy_(first)
+                for gradient, _ in rest:
+                    result.add_(gradient)
+                if unit != total:
+                    result.div_(total / unit)
             else:
-                torch.mul(first, unit / total, out=result)
+                result.copy_(first).mul_(unit / total)
                 for gradient, other in rest:
                     result.add_(gradient, alpha=other / total)
         self.mean = result
@@ -138,8 +142,8 @@ class ServerChunk:
         """(worker, parameter) of each of these gradients that holds NaN or infinity."""
         found = []
         for push in chosen:
-            payload = self.staged[push].payload
-            if payload is not None:
+            if self.staged[push].payload is not None:
+                payload = self.staged[push].values.to(self.chunk.dtype).view(torch.uint8)
                 views = self._layout.slice_views(self.chunk, payload)
                 for name, view in zip(self._names, views, strict=True):
                     if not bool(torch.isfinite(view).all()):

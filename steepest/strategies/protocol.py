@@ -54,11 +54,25 @@ class Strategy(Protocol):
     nonfinite: str
     #: whether the learning rate is divided by the staleness
     scale_rate: bool
+    #: in which dtype float32 chunks are pushed and pulled; None for as they are
+    wire_dtypes: tuple[torch.dtype | None, torch.dtype | None]
 
     def num_servers(self, nodes: int) -> int:
         """How many servers to run when workers live on so many nodes."""
 
     def exchange(
-        self, worker: int, layout: ParameterLayout, owners: Sequence[int], weights: torch.Tensor, send: Send
+        self,
+        worker: int,
+        layout: ParameterLayout,
+        owners: Sequence[int],
+        weights: torch.Tensor,
+        send: Send,
+        *,
+        alone: bool = False,
     ) -> Exchange:
-        """A worker's end; `weights` is the flat vector that new weights are written to."""
+        """A worker's end.
+
+        Args:
+            weights: the flat vector that new weights are written to.
+            alone: whether it is the only worker, so that nothing travels.
+        """

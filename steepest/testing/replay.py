@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from steepest.comm.message import Kind, Message, worker_peer
+from steepest.comm.precision import narrow, narrow_size, rounded
 from steepest.errors import ConfigurationError
 from steepest.job import Job, ModelCreator, build_models, build_replicas, make_strategy
 from steepest.observe.commits import CommitLog, LoggedPush
@@ -56,15 +57,15 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
         lambda peer, message: None,
         together=False,
         open_to_all=True,
+        wire_dtypes=job.wire_dtypes,
         checked=strategy.nonfinite != "pass",
     )
     last_use = {push.pulled: commit.version for commit in log.commits for push in commit.pushes}
     history = {0: weights.clone()}
     for commit in log.commits:
         for push in commit.pushes:
-            replicas.weights.copy_(history[push.pulled])
-            replicas.weights_changed()
-            _compute(replicas, server, push)
+            _pull(history[push.pulled], replicas, job)
+            _compute(replicas, server, push, job)
         order = Message(Kind.COMMIT, version=commit.version, weight=commit.rate)
         order.meta = {"pushes": [list(push[:3]) for push in commit.pushes], "readers": [], "skip": commit.skipped}
         if commit.hyperparameters is not None:
@@ -76,13 +77,28 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     return layout.named(weights)
 
 
-def _compute(replicas: Replicas, server: Server, push: LoggedPush) -> None:
+def _pull(weights: torch.Tensor, replicas: Replicas, job: Job) -> None:
+    """Weights as a worker received them."""
+    layout, wire = job.description.layout, job.wire_dtypes[1]
+    replicas.weights.copy_(weights)
+    for chunk in layout.chunks:
+        if wire is not None and chunk.trainable and narrow_size(chunk.dtype, chunk.nbytes, wire) is not None:
+            view = layout.chunk_view(replicas.weights, chunk.index)
+            view.copy_(rounded(view, wire))
+    replicas.weights_changed()
+
+
+def _compute(replicas: Replicas, server: Server, push: LoggedPush, job: Job) -> None:
     """One gradient, given to the server as its worker gave it."""
+    layout, wire = job.description.layout, job.wire_dtypes[0]
 
     def ready(chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
         message = Message(Kind.PUSH, 0, push.incarnation, push.sequence, push.pulled, chunk, unit, total)
         message.meta = {"absent": sorted(absent)}
         message.payload = payload.clone() if unit else None
+        if unit and wire is not None and (size := narrow_size(layout.chunks[chunk].dtype, payload.numel(), wire)):
+            half = torch.empty(size, dtype=torch.uint8)
+            message.payload = half if narrow(payload, wire, half) else message.payload
         server.handle(worker_peer(push.worker), message)
 
     replicas.compute(push.share, ready, False)
