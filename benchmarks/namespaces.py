@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a veth pair, and processes that run functions in them.
+"""Network namespaces joined by a veth pair or a bridge, and processes that run functions in them.
 
     with joined() as pair, Team("pair", [Member(pair.first, serve), Member(pair.second, work)]) as team:
         seconds = team.turn(10)
@@ -85,6 +85,62 @@ def joined() -> Iterator[Pair]:
         for space in (first, second):
             _delete(space)
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def star(count: int, mbit: int | None = None) -> Iterator[list[Namespace]]:
+    """That many namespaces on one bridge, each with a link of so many Mbit/s each way (None: no limit).
+
+    Raises:
+        UnavailableError: no root, no iproute2, or a kernel that refuses.
+    """
+    if (reason := unavailable()) is not None:
+        raise UnavailableError(reason)
+    mark = secrets.token_hex(3)
+    hub = Namespace(f"sps{mark}hub", "bridge", "")
+    spaces = [Namespace(f"sps{mark}{i}", f"sp{i}", f"10.213.9.{i + 1}") for i in range(count)]
+    previous = signal.signal(signal.SIGTERM, _leave)
+    try:
+        _build_star(hub, spaces, mbit)
+        yield spaces
+    finally:
+        for space in (*spaces, hub):
+            _delete(space)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _build_star(hub: Namespace, spaces: list[Namespace], mbit: int | None) -> None:
+    try:
+        _ip("netns", "add", hub.name)
+        _ip("-n", hub.name, "link", "add", hub.device, "type", "bridge")
+        _ip("-n", hub.name, "link", "set", hub.device, "up")
+        for number, space in enumerate(spaces):
+            port = f"port{number}"
+            _ip("netns", "add", space.name)
+            _ip(
+                "link",
+                "add",
+                space.device,
+                "netns",
+                space.name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                hub.name,
+            )
+            _ip("-n", space.name, "addr", "add", f"{space.address}/24", "dev", space.device)
+            _ip("-n", hub.name, "link", "set", port, "master", hub.device)
+            for where, device in ((hub, port), (space, space.device), (space, "lo")):
+                _ip("-n", where.name, "link", "set", device, "up")
+                if mbit is not None and device != "lo":
+                    limit = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
+                    command = ["tc", "-n", where.name, "qdisc", "add", "dev", device, "root", "tbf", *limit]
+                    subprocess.run(command, check=True, capture_output=True, timeout=COMMAND_DEADLINE)
+    except subprocess.CalledProcessError as error:
+        raise UnavailableError(f"{' '.join(error.cmd)}: {error.stderr.decode().strip()}") from None
 
 
 def _leave(number: int, frame: object) -> None:
