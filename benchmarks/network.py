@@ -4,8 +4,8 @@
     python -m benchmarks.network --hosts 2 --mbit 5000 --rounds 3
 
 Hosts are network namespaces of this machine on one bridge, each link shaped by tbf; needs root, iproute2 and
-tc. Each has ``--workers`` workers and, for steepest, one server (`ps`). All contenders stay alive, blocked while idle, and
-take turns; odd rounds run in reverse order. The model is a perceptron of 10,091,610 parameters at batch 8, float32.
+tc. Each has ``--workers`` workers and, for steepest, one server (`ps`). All contenders stay alive, blocked while
+idle, and take turns; odd rounds run in reverse order. The model is a perceptron of 10,091,610 parameters at batch 8.
 A ratio is the median over rounds of our time over the rival's, with its range. The floor is the time that the
 least bytes, 2 (n - 1) / n of the parameters out of each host, take on its link.
 """
@@ -111,9 +111,8 @@ def main(arguments: list[str] | None = None) -> None:
             for name in teams if number % 2 == 0 else reversed(teams):
                 times[name].append(max(teams[name].turn(WORKLOAD.steps)))
     least = 8 * OVERHEAD * 2 * (options.hosts - 1) / options.hosts * BYTES / (options.mbit * 1e6)
-    print(
-        f"{options.hosts} hosts x {options.workers} at {options.mbit} Mbit/s, {BYTES / 1e6:.1f} MB of parameters, {options.rounds} rounds"
-    )
+    hosts = f"{options.hosts} hosts x {options.workers} at {options.mbit} Mbit/s"
+    print(f"{hosts}, {BYTES / 1e6:.1f} MB of parameters, {options.rounds} rounds")
     print(f"{'':16}{'ms/step':>10}{'floor':>8}{'over ddp':>11}{'min..max':>14}{'over ddp fp16':>15}")
     for name, seconds in times.items():
         floor = least / 2 if "fp16" in name else least

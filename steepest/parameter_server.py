@@ -201,8 +201,8 @@ class ParameterServer:
 
         Example:
             >>> update = server.empty()                                      # doctest: +SKIP
-            >>> update[:] = 1.0
-            >>> weights = server.push_pull(update)
+            >>> update[:] = 1.0                                              # doctest: +SKIP
+            >>> weights = server.push_pull(update)                           # doctest: +SKIP
         """
         return self._arrays.request(None, None, None, self._connection().updates)[1]
 

@@ -153,14 +153,17 @@ def test_sizes_of_all_kinds_both_ways_arrive_whole_and_in_order_however_they_are
     assert not client.transport.lending._lent or not client.transport._events
 
 
-def test_room_for_copies_is_used_again(ends: tuple[object, object], leaving: Node, client: Node) -> None:
+def test_room_for_copies_is_used_again(
+    ends: tuple[object, object], leaving: Node, client: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "REGION_BYTES", 2 * SHARED_FROM)
     for sequence in range(5):
         for _ in range(3):
-            ends[0].send(message_of(data_of(30 << 20, sequence)))
+            ends[0].send(message_of(data_of(SHARED_FROM, sequence)))
         until(lambda: len(leaving.messages) == 3, client, leaving)
-        assert all(torch.equal(message.payload, data_of(30 << 20, sequence)) for message in leaving.messages)
+        assert all(torch.equal(message.payload, data_of(SHARED_FROM, sequence)) for message in leaving.messages)
         leaving.messages.clear()
-        assert len(client.transport.lending._outbox) == 2, "two regions of 64 MB"
+        assert len(client.transport.lending._outbox) == 2, "two regions of two payloads"
 
 
 @pytest.mark.parametrize("limit", ["OUTBOX_BYTES", "board"])
