@@ -164,7 +164,7 @@ class Crowd:
 
     def idle(self) -> bool:
         """Whether nothing is kept of any push: not on servers, not at the coordinator, not at users."""
-        buffers = all(len(held._spare) == len(held._buffers) for held in self.chunks)
+        buffers = all(sum(map(len, held._spare.values())) == len(held._buffers) for held in self.chunks)
         staged = any(held.staged for held in self.chunks) or any(server._arriving for server in self.servers)
         staging: Any = self.coordinator._staging
         waiting = (
