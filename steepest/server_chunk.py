@@ -257,8 +257,9 @@ def _add(total: torch.Tensor, gradient: torch.Tensor, factor: float = 1.0) -> No
     if gradient.dtype is total.dtype:
         total.add_(gradient, alpha=factor) if factor != 1.0 else total.add_(gradient)
         return
-    for piece, part in zip(gradient.split(_PIECE), total.split(_PIECE), strict=True):
-        part.add_(piece.to(total.dtype), alpha=factor)
+    for begin in range(0, total.numel(), _PIECE):
+        piece = gradient[begin : begin + _PIECE].to(total.dtype)
+        total[begin : begin + _PIECE].add_(piece, alpha=factor)
 
 
 def sum_of_squares(vector: torch.Tensor) -> float:

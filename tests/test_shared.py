@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import multiprocessing
 import os
 import random
+import signal
 import socket
 from collections import deque
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -207,6 +210,41 @@ def test_a_closed_channel_takes_back_what_it_lent_and_leaves_nothing_behind(
     gc.collect()
     with open("/proc/self/maps") as maps:
         assert "memfd:steepest" not in maps.read()
+
+
+def hold(address: object, ready: Connection) -> None:
+    """A reader in another process: takes one payload where it lies, and never lets go."""
+    client = Node(WORKER)
+    client.place = lambda message, size: message.payload
+    client.transport.connect(address)
+    until(lambda: client.messages, client)
+    ready.send(float(client.messages[0].payload[7]))
+    ready.recv()
+
+
+def test_a_reader_that_is_killed_gives_everything_back(server: Node) -> None:
+    """kill -9 in the middle of a loan: the memory may change again, and nothing of it is left in the system."""
+    mine, theirs = multiprocessing.Pipe()
+    reader = multiprocessing.get_context("spawn").Process(target=hold, args=(server.address, theirs))
+    reader.start()
+    memory = lendable(1 << 20)
+    until(lambda: server.opened, server)
+    before = open_descriptors()
+    message = message_of(memory)
+    message.source, message.target = COORDINATOR, WORKER
+    server.opened[-1].send(message)
+    until(mine.poll, server)
+    assert mine.recv() == 7.0
+    assert server.transport.in_use(memory)
+    assert reader.pid is not None
+    os.kill(reader.pid, signal.SIGKILL)
+    until(lambda: server.lost, server)
+    reader.join(15)
+    assert not server.transport.in_use(memory)
+    server.opened.clear()
+    server.lost.clear()
+    assert open_descriptors() <= before
+    assert not [name for name in os.listdir("/dev/shm") if "steepest" in name]
 
 
 def sealed(size: int) -> int:
