@@ -189,7 +189,10 @@ class OurSmall(Ours):
 
 
 class OurNetwork(Network):
-    """The servers in one namespace, the workers in the other, without Ray; a round is a push_pull of 100 MB."""
+    """The servers in one namespace, the workers in the other, without Ray; a round is a push_pull of 100 MB.
+
+    Two servers, as `ParameterServer` has them unless told otherwise; Gloo's only process has threads of its own.
+    """
 
     def __init__(self, name: str, workers: int, servers: int = 1) -> None:
         super().__init__(name, workers)
@@ -246,7 +249,7 @@ def network(workers: int) -> Table:
         show=lambda seconds: seconds,
         steps=4,
         rivals=rivals,
-        ours=lambda: OurNetwork(OURS, workers),
+        ours=lambda: OurNetwork(OURS, workers, servers=2),
         ray=False,
     )
 
