@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,7 +23,7 @@ class _Request:
     wanted: Mapping[str, Wanted]
     chunks: set[int]  # still to come
     servers: set[int]  # which have not ended a read yet
-    landing: torch.Tensor | None = None  # where the last payload was received, as it is wanted
+    landed: dict[int, torch.Tensor] = field(default_factory=dict)  # payloads by chunk that are where they are wanted
 
 
 class Pusher:
@@ -117,7 +117,7 @@ class Pusher:
         target = self._arrays.target(chunk, request.wanted)
         if target is None:
             return torch.empty(size, dtype=torch.uint8)
-        request.landing = target
+        request.landed[message.chunk] = target
         return target
 
     def handle(self, source: Peer, message: Message) -> None:
@@ -148,9 +148,8 @@ class Pusher:
     def _take(self, message: Message, request: _Request) -> None:
         assert message.payload is not None
         chunk = self._arrays.layout.chunks[message.chunk]
-        if message.payload is not request.landing:
+        if message.payload is not request.landed.pop(message.chunk, None):
             self._arrays.scatter(chunk, message.payload, request.wanted)
-        request.landing = None
         request.chunks.discard(message.chunk)
         self._look(message, request)
 

@@ -102,6 +102,18 @@ def test_lent_memory_that_its_owner_lets_go_of_stays_for_the_reader(
     assert torch.equal(leaving.messages[0].payload, data_of(1 << 20))
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns where threads are about
+def test_a_forked_child_gives_nothing_back(ends: tuple[object, object], leaving: Node, client: Node) -> None:
+    memory = lendable(SHARED_FROM)
+    ends[0].send(message_of(memory))
+    until(lambda: leaving.messages, client, leaving)
+    if (child := os.fork()) == 0:
+        leaving.messages.clear()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert client.transport.in_use(memory)
+
+
 def test_memory_that_nobody_can_map_is_copied_once_and_may_change_at_once(
     ends: tuple[object, object], leaving: Node, client: Node
 ) -> None:

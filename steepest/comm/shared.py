@@ -25,9 +25,8 @@ from steepest.errors import ProtocolError
 
 AVAILABLE = hasattr(os, "memfd_create") and sys.platform == "linux"
 SHARED_FROM = 1 << 15  # smaller payloads go through the socket with their header
-NOTICE = struct.Struct(
-    "<IIQ"
-)  # number of the segment, in the order in which they were passed; byte of the board; offset
+#: number of the segment, in the order in which they were passed; byte of the board; offset
+NOTICE = struct.Struct("<IIQ")
 BOARD_BYTES = 4096  # as many payloads may be lent over one channel at a time
 REGION_BYTES = 64 << 20
 OUTBOX_BYTES = 1 << 30
@@ -185,17 +184,17 @@ class Lender:
         self._free: deque[int] = deque(range(BOARD_BYTES))
         self._out: dict[int, int] = {}  # addresses; a reader's own mapping keeps the memory, not this end
 
-    def lend(self, payload: torch.Tensor, descriptors: list[int]) -> bytes:
+    def lend(self, payload: torch.Tensor, to_pass: list[Segment]) -> bytes:
         """The notice that tells the reader where a payload lies; empty when it has to be sent.
 
         What does not lie in shared memory is copied there.
 
         Args:
-            descriptors: that are to go with the notice; new ones are appended.
+            to_pass: segments whose descriptors are to go with the notice; new ones are appended.
         """
         if not self._free:
             self.collect()
-        if not self._free or len(descriptors) > MAX_DESCRIPTORS - 2:
+        if not self._free or len(to_pass) > MAX_DESCRIPTORS - 2:
             return b""
         segment = segment_of(payload)
         if segment is None:
@@ -207,12 +206,12 @@ class Lender:
         if self._board is None:
             self._board = Segment.create(BOARD_BYTES)
             weakref.finalize(self._board, os.close, self._board.descriptor)
-            descriptors.append(self._board.descriptor)
+            to_pass.append(self._board)
         number = self._numbers.get(segment)
         if number is None:
             number = self._numbers[segment] = self._passed
             self._passed += 1
-            descriptors.append(segment.descriptor)
+            to_pass.append(segment)
         slot = self._free.popleft()
         self._out[slot] = payload.data_ptr()
         self._lending._note(payload.data_ptr(), 1)
@@ -242,9 +241,11 @@ class _Loan:
 
     def __init__(self, board: Segment, slot: int, segment: Segment) -> None:
         self._board, self._slot, self._segment = board, slot, segment
+        self._process = os.getpid()
 
     def __del__(self) -> None:
-        self._board[self._slot] = 1
+        if os.getpid() == self._process:  # a forked child has a copy of this, and shares the board
+            self._board[self._slot] = 1
 
 
 class Borrower:

@@ -44,7 +44,7 @@ class WireChannel:
         self._lender = transport.lending.lender() if local else None
         self._borrower = shared.Borrower()
         self._descriptors: deque[int] = deque()  # that came over the socket, and were not asked for yet
-        self._to_pass: list[int] = []  # that go with the next bytes
+        self._to_pass: list[shared.Segment] = []  # whose descriptors go with the next bytes; kept until then
         borrow = self._borrow if local else None
         self._reader = FrameReader(self._receive if local else sock.recv_into, transport.sink, borrow)
         self.handshake: Handshake | None = None
@@ -94,7 +94,7 @@ class WireChannel:
         """One system call's worth."""
         parts = list(itertools.islice(self._queue, _BUFFERS_PER_CALL))
         if self._to_pass:
-            descriptors = array.array("i", self._to_pass)
+            descriptors = array.array("i", [segment.descriptor for segment in self._to_pass])
             sent = self._socket.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
             self._to_pass.clear()
         else:
@@ -132,6 +132,7 @@ class WireChannel:
         self._borrower = shared.Borrower()
         while self._descriptors:
             os.close(self._descriptors.popleft())
+        self._to_pass.clear()
 
     def holds(self, memory: torch.Tensor) -> bool:
         """Whether queued bytes lie in this memory."""
