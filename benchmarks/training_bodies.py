@@ -17,12 +17,22 @@ from benchmarks.models import MLP, WORKLOADS, Workload, sgd
 from benchmarks.namespaces import DEADLINE, Namespace, Orders
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
-from steepest.comm.message import COORDINATOR, Kind, Peer, server_peer, worker_peer
+from steepest.comm.message import COORDINATOR, Kind, Peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.comm.shared import allocate
 from steepest.comm.wire import WireTransport
 from steepest.config import ParameterServerStrategy
-from steepest.job import Job, build_models, build_replicas, host_client, host_coordinator, host_server, host_worker
+from steepest.hosts import Hosts
+from steepest.job import (
+    Job,
+    build_models,
+    build_replicas,
+    host_client,
+    host_coordinator,
+    host_relay,
+    host_server,
+    host_worker,
+)
 from steepest.model import Model
 from steepest.models.torch import TorchModel
 
@@ -32,6 +42,7 @@ CLIENT = Peer("client", 0)
 
 
 def make_job(workload: str, workers: int, servers: int, wire_dtype: str | None) -> tuple[Job, list[Model]]:
+    """A job whose hosts have one server and equally many workers each."""
     chosen = ALL[workload]
 
     def creator(worker: int, device: int) -> TorchModel:
@@ -41,7 +52,8 @@ def make_job(workload: str, workers: int, servers: int, wire_dtype: str | None) 
 
     config = ParameterServerStrategy(num_servers=servers, wire_dtype=wire_dtype)
     models, description = build_models(creator, 0, 1, 0, None)
-    return Job(description, config, workers, 1, servers, 0, DEADLINE), models
+    hosts = Hosts(tuple(worker % servers for worker in range(workers)), tuple(range(servers)), gathers=True)
+    return Job(description, config, workers, 1, servers, 0, DEADLINE, hosts=hosts), models
 
 
 def serve(
@@ -64,12 +76,16 @@ def serve(
     peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
     if index == 0:
         host_coordinator(router, plan)
-    host_server(router, plan, index, weights)
+    relay = index in plan.places.relays
+    host_server(router, plan, index, weights, shared=relay)
+    if relay:
+        host_relay(router, plan, index, weights)
+        peers = (*peers, relay_peer(index))
     wire = WireTransport(token, peers, namespace.name, router.destination)
     router.transport = wire
     write(Path(meeting) / str(index), wire.listen(namespace.address))
-    if index:
-        router.attach(wire.connect(read(Path(meeting) / "0")))
+    for other in range(index):
+        router.attach(wire.connect(read(Path(meeting) / str(other))))
     router.start("server")
     _idle(orders, router, f"{profile}/server {index}" if profile else "")
 

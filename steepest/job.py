@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from steepest.client import Client
-from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.comm.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.config import StrategyConfig
 from steepest.coordinator import Coordinator, CoordinatorRole
 from steepest.errors import ModelError
+from steepest.hosts import Hosts
 from steepest.model import Model, ParameterLayout
 from steepest.optimizer import OptimizerSpec, Schedule
+from steepest.relay import Relay
 from steepest.replicas import Replicas, seed_everything
 from steepest.sampler import SamplePlan
 from steepest.server import Server
@@ -47,6 +49,7 @@ class Job:
         seed: of initial weights, order of samples and random state.
         step_timeout: seconds.
         keep_log: whether the coordinator keeps every commit, for a replay.
+        hosts: where workers and servers run; by default each on a host of its own.
     """
 
     description: Description
@@ -57,6 +60,7 @@ class Job:
     seed: int
     step_timeout: float
     keep_log: bool = False
+    hosts: Hosts | None = None
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -67,6 +71,15 @@ class Job:
     def owners(self) -> tuple[int, ...]:
         """The server of each chunk."""
         return self.description.layout.deal(self.num_servers)
+
+    @cached_property
+    def places(self) -> Hosts:
+        """Where workers and servers run; relays serve those that all contribute to every version."""
+        if self.hosts is None:
+            return Hosts.apart(self.num_workers, self.num_servers)
+        if self.strategy.rule.together:
+            return self.hosts
+        return replace(self.hosts, gathers=False)
 
     @property
     def replicas(self) -> int:
@@ -192,7 +205,7 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
 
     Args:
         weights: the flat vector with the initial values.
-        shared: whether a worker of this process computes with them: then they stay where they are.
+        shared: whether workers compute with them there: then they stay where they are.
     """
     peer = server_peer(index)
     server = Server(
@@ -206,10 +219,33 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
         own_pending=router.own_pending if shared else None,
         together=job.strategy.rule.together,
         wire_dtypes=job.wire_dtypes,
+        hosts=job.places,
         checked=job.strategy.nonfinite != "pass",
     )
     router.host(peer, server)
     return server
+
+
+def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor) -> Relay:
+    """Makes the relay beside a server live in this process.
+
+    Args:
+        weights: the flat vector of the server of this process, which updates its chunks in place.
+    """
+    peer = relay_peer(index)
+    relay = Relay(
+        index,
+        job.description.layout,
+        job.owners,
+        job.places.relays[index],
+        weights,
+        router.sender(peer),
+        router.own_pending,
+        wire_dtypes=job.wire_dtypes,
+        checked=job.strategy.nonfinite != "pass",
+    )
+    router.host(peer, relay)
+    return relay
 
 
 def host_worker(router: Router, job: Job, index: int, replicas: Replicas) -> Worker:
@@ -217,7 +253,9 @@ def host_worker(router: Router, job: Job, index: int, replicas: Replicas) -> Wor
     peer = worker_peer(index)
     send = router.sender(peer)
     alone = job.num_workers == 1
-    exchange = job.strategy.exchange(index, replicas.layout, job.owners, replicas.weights, send, alone=alone)
+    exchange = job.strategy.exchange(
+        index, replicas.layout, job.owners, replicas.weights, send, job.places, replicas.adopt, alone=alone
+    )
     worker = Worker(index, replicas, exchange, send, members=job.num_workers, pump=router.pump)
     replicas.use_plan(job.plan(), job.seed)
     router.host(peer, worker)

@@ -322,6 +322,13 @@ class Model(Protocol):
             gradients: the same.
         """
 
+    def move(self, weights: torch.Tensor) -> None:
+        """After `bind`: the parameters are views of this vector from now on, which holds their values.
+
+        Args:
+            weights: as in `bind`. Others may share it: what the model writes to it may be lost.
+        """
+
     def relayout(self, chunk_bytes: int) -> None:
         """Plans `layout` anew with chunks of another size; before `bind` only."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from steepest.comm.shared import allocate
+from steepest.comm.shared import allocate, forget_writes, make_writable
 from steepest.errors import ModelError
 from steepest.model import Computed, Model
 from steepest.sampler import SamplePlan, even_share, step_seed
@@ -92,6 +92,30 @@ class Replicas:
         self._plan = plan
         self._seed = seed
         self._batches = [None] * len(self.models)
+
+    def adopt(self, weights: torch.Tensor) -> bool:
+        """Uses a vector that others fill, and share, instead of this worker's own; whether that can be.
+
+        The models may write to it, as they may to their own: what they write is theirs alone, and is forgotten
+        when they have computed.
+
+        Args:
+            weights: uint8, flat, of the layout's size.
+        """
+        if weights.data_ptr() == self.weights.data_ptr():
+            return True
+        if not make_writable(weights):
+            return False
+        self.weights = weights
+        for index, (device, (_, gradients)) in enumerate(zip(self._devices, self._own, strict=True)):
+            if device.type == "cpu":
+                self._own[index] = (weights, gradients)
+                self.models[index].move(weights)
+        return True
+
+    def forget_writes(self) -> None:
+        """Undoes what the models themselves have written to weights that are shared."""
+        forget_writes(self.weights)
 
     def weights_changed(self) -> None:
         """Brings new weights to the devices; on the CPU the models see them as they are."""

@@ -14,6 +14,7 @@ from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send, worker
 from steepest.comm.precision import narrow, narrow_size
 from steepest.comm.shared import allocate
 from steepest.errors import ProtocolError
+from steepest.hosts import Hosts
 from steepest.model import ParameterLayout
 from steepest.optimizer import OptimizerSpec
 from steepest.rules import PushId
@@ -51,7 +52,8 @@ class Server:
         send: how to send.
         in_use: whether somebody may be reading weights where they lie, or has yet to be sent them.
         own_pending: makes copies for those; None to make the new weights elsewhere.
-        wire_dtypes: in which workers push and pull float32 chunks; None for as they are.
+        wire_dtypes: in which workers of other hosts push and pull float32 chunks; None for as they are.
+        hosts: where everybody runs, and which workers have a relay; None when all are apart.
         together: whether every member contributes to every version: pushes are reduced as they arrive.
         open_to_all: whether anybody may push, members or not.
         checked: whether to look for NaN and infinity.
@@ -69,6 +71,7 @@ class Server:
         *,
         own_pending: Callable[[torch.Tensor], None] | None = None,
         wire_dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+        hosts: Hosts | None = None,
         together: bool = True,
         open_to_all: bool = False,
         checked: bool = True,
@@ -81,6 +84,8 @@ class Server:
         self._own_pending = own_pending
         self._in_use = in_use
         self._push_dtype, self._pull_dtype = wire_dtypes
+        self._hosts = hosts or Hosts.apart(0, index + 1)
+        self._host = self._hosts.servers[index]
         self._rooms = [weights]  # flat vectors; each chunk's weights lie in one of them, its older ones in others
         self._narrow_rooms: list[torch.Tensor] = []  # the same, half as large, of what workers pull narrow
         self._narrowed: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}  # by chunk: of which version, its bytes
@@ -169,8 +174,10 @@ class Server:
         held = self._chunks.get(message.chunk)
         if held is None or not held.chunk.trainable:
             raise ProtocolError(f"chunk {message.chunk} takes no gradients on server {self._index}")
-        push = PushId(source.index, message.incarnation, message.sequence)
-        reason = self._reason_to_refuse(push, message, held)
+        pushes = self._pushes_of(source, message)
+        push, covered = pushes[0], frozenset(push.worker for push in pushes)
+        reasons = [reason for push in pushes if (reason := self._reason_to_refuse(push, message, held)) is not None]
+        reason = max(reasons, default=None)
         if reason is not None:
             self.refused += 1
             held.release(message.payload)
@@ -182,12 +189,22 @@ class Server:
         if payload is not None and payload.numel() != held.chunk.nbytes:
             assert self._push_dtype is not None
             dtype = self._push_dtype
-        held.staged[push] = Push(push.worker, payload, message.weight, message.total, absent, dtype)
+        held.staged[push] = Push(covered, payload, message.weight, message.total, absent, dtype)
         if self._together:
-            if {other.worker for other in held.staged} >= self._members:
+            if held.contributors() >= self._members:
                 self._reduce(held)
         else:
             self._count(push, held, message.version)
+
+    def _pushes_of(self, source: Peer, message: Message) -> list[PushId]:
+        """Whose gradient it is: the sender's, or those of workers of its host."""
+        if source.role != "relay":
+            return [PushId(source.index, message.incarnation, message.sequence)]
+        pushes = sorted(PushId(*map(int, push)) for push in message.values()["pushes"])
+        served = self._hosts.relays.get(source.index, ())
+        if not pushes or not all(push.worker in served for push in pushes):
+            raise ProtocolError(f"{source} pushes for workers {[push.worker for push in pushes]}, it serves {served}")
+        return pushes
 
     def _reason_to_refuse(self, push: PushId, message: Message, held: ServerChunk) -> str | None:
         """None to take it; empty when it is merely late; at most once in any case."""
@@ -202,7 +219,7 @@ class Server:
             return "it is staged already" if known is not None and known.missing == 0 else None
         if message.version < self.version:
             return ""
-        if message.version > self.version or any(other.worker == push.worker for other in held.staged):
+        if message.version > self.version or push.worker in held.contributors():
             return "out of place"
         return None
 
@@ -258,14 +275,15 @@ class Server:
         self.version = message.version
         self._together_now = _Arriving(len(self._trainable))
         skip = bool(meta.get("skip"))
-        readers = [(worker_peer(worker), sequence) for worker, sequence in meta["readers"]]
+        readers = list(dict.fromkeys((self._hosts.reader_of(worker), sequence) for worker, sequence in meta["readers"]))
         for held in reversed(self._trainable):  # first layers first: the next forward pass wants them first
             if not skip:
                 if not self._together:
-                    held.reduce(pushes)
+                    held.reduce(push for push in pushes if push in held.staged or not self._hosts.relays)
                 held.apply(hyper, message.weight, self._make_way(held))
             for push in pushes:
-                held.forget(push)
+                if push in held.staged:  # what a relay added up is staged as the first of them
+                    held.forget(push)
             for reader, sequence in readers:
                 self._send_weights(reader, held, sequence)
         if not self._together:
@@ -304,14 +322,16 @@ class Server:
         message = Message(Kind.WEIGHTS, self.generation, sequence=sequence, version=self.version)
         message.meta = {"reload": True} if reload else None
         message.chunk = held.chunk.index
-        message.payload = self._as_pulled(held) if reader.role == "worker" else held.weights
+        message.payload = self._as_pulled(held, reader)
         self._send(reader, message)
 
-    def _as_pulled(self, held: ServerChunk) -> torch.Tensor:
-        """A chunk's weights as workers receive them; rounded once for all of them."""
+    def _as_pulled(self, held: ServerChunk, reader: Peer) -> torch.Tensor:
+        """A chunk's weights as a reader receives them; rounded once for all workers of other hosts."""
         chunk, wire = held.chunk, self._pull_dtype
+        if reader.role not in ("worker", "relay"):  # it may be slow, and what changes in place cannot be lent to it
+            return held.weights if self._own_pending is None else held.weights.clone()
         size = narrow_size(chunk.dtype, chunk.nbytes, wire)
-        if size is None or wire is None or not chunk.trainable:
+        if size is None or wire is None or not chunk.trainable or self._hosts.host_of(reader) == self._host:
             return held.weights
         version, narrowed = self._narrowed.get(chunk.index, ((-1, -1), held.weights))
         if version != (self.generation, self.version):
@@ -340,9 +360,9 @@ class Server:
         for role, index, sequence in meta.get("install", ()):
             self._install(Peer(role, index), sequence)
         if meta["reload"]:
-            for worker in sorted(self._members):
+            for reader in dict.fromkeys(self._hosts.reader_of(worker) for worker in sorted(self._members)):
                 for held in self._chunks.values():
-                    self._send_weights(worker_peer(worker), held, reload=True)
+                    self._send_weights(reader, held, reload=True)
         early, self._early = self._early, []
         for source, push in early:
             try:

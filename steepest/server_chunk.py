@@ -22,12 +22,12 @@ _PIECE = 1 << 16  # elements that stay in the processor's cache
 
 @dataclass(slots=True)
 class Push:
-    """One worker's gradient of one chunk, staged: never changed until its commit is applied.
+    """One worker's gradient of one chunk, staged, or the sum of several: never changed until its commit is applied.
 
-    The gradient of the worker's batch is ``unit / total * payload``; `total` is the batch's sample weight.
+    The gradient of the workers' batch is ``unit / total * payload``; `total` is the batch's sample weight.
     """
 
-    worker: int
+    workers: frozenset[int]
     payload: torch.Tensor | None
     unit: float
     total: float
@@ -100,6 +100,10 @@ class ServerChunk:
         if self._sum is None:
             self._sum = torch.empty_like(self.weights).view(self.chunk.dtype)
         return self._sum
+
+    def contributors(self) -> set[int]:
+        """The workers whose gradients are staged."""
+        return {worker for push in self.staged.values() for worker in push.workers}
 
     def check(self, push: PushId) -> float:
         """The sum of the squares of one staged payload; not finite when an element is not."""

@@ -301,7 +301,8 @@ class DistributedSGD:
         """
         client = self._live().client
         commits = self._wait(self._on_router(lambda: read_log(client)), "the coordinator's log")
-        return CommitLog(tuple(commits), self.strategy, self.num_workers, self.devices_per_worker, self._seed)
+        hosts = self._live().job.hosts
+        return CommitLog(tuple(commits), self.strategy, self.num_workers, self.devices_per_worker, self._seed, hosts)
 
     # -- checkpoints ---------------------------------------------------------------------------
 

@@ -179,6 +179,8 @@ class Worker:
         self._calls = [call for call in self._calls if call not in ready]
         for call in ready:
             call.run()
+        if ready:
+            self._replicas.forget_writes()
 
     def _step(self, share: int) -> None:
         version = self.version
@@ -198,6 +200,7 @@ class Worker:
         report.total = result.weight
         self._send(COORDINATOR, report)
         self._pushed_at = time.perf_counter()
+        self._replicas.forget_writes()
 
     def _push(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
         self._exchange.ready(chunk, payload, unit, total, absent)

@@ -21,6 +21,7 @@ class Peer(NamedTuple):
 
 
 COORDINATOR = Peer("coordinator", 0)
+WHOLE = -1  # the chunk index of what is about no chunk, or about all of the weights
 
 
 def worker_peer(index: int) -> Peer:
@@ -33,13 +34,18 @@ def server_peer(index: int) -> Peer:
     return Peer("server", index)
 
 
+def relay_peer(index: int) -> Peer:
+    """The peer of the relay beside server `index`."""
+    return Peer("relay", index)
+
+
 class Kind(enum.IntEnum):
     """Message kinds; the comment says who sends it to whom, and what it carries."""
 
-    PUSH = 1  # worker -> server: one chunk of a gradient (or nothing, weight 0)
+    PUSH = 1  # worker (or its relay) -> server: one chunk of a gradient (or nothing, weight 0)
     STAGED = 2  # server -> coordinator: every chunk of a version is staged here; sum of squares, finite
     COMMIT = 3  # coordinator -> server: apply these contributions as the next version
-    WEIGHTS = 4  # server -> worker or client: one chunk of the weights at a version
+    WEIGHTS = 4  # server -> worker (or its relay) or client: one chunk of the weights at a version
     REPORT = 5  # worker -> coordinator: everything is pushed; loss, samples, metrics, timings
     JOIN = 6  # worker -> coordinator: ready to be a member
     MEMBERS = 7  # coordinator -> worker, server: a new generation; older staged pushes are void

@@ -82,6 +82,11 @@ class NumpyLogisticRegression:
             self._weights[entry.name] = view
             self._gradients[entry.name] = self.layout.entry_view(gradients, index).numpy()
 
+    def move(self, weights: torch.Tensor) -> None:
+        """The parameters lie there from now on; see `steepest.model.Model.move`."""
+        for index, entry in enumerate(self.layout.entries):
+            self._weights[entry.name] = self.layout.entry_view(weights, index).numpy()
+
     def _forward(self, batch: Any) -> tuple[float, Array, Array, npt.NDArray[np.int64]]:
         features, labels = batch
         scores = features @ self._weights["weight"].T + self._weights["bias"]

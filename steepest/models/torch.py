@@ -151,6 +151,11 @@ class TorchModel:
                     hook = self._hook(index, self._gradients[entry.name])
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
+    def move(self, weights: torch.Tensor) -> None:
+        """The parameters lie there from now on; see `steepest.model.Model.move`."""
+        for index, entry in enumerate(self.layout.entries):
+            self._parameters[entry.name].data = self.layout.entry_view(weights, index)
+
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
             if self._ready is None:

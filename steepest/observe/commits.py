@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from steepest.config import StrategyConfig
+from steepest.hosts import Hosts
 
 
 class LoggedPush(NamedTuple):
@@ -61,6 +62,7 @@ class CommitLog:
     Attributes:
         commits: in order.
         strategy, num_workers, devices_per_worker, seed: of the trainer.
+        hosts: where its workers and servers ran, which says whose gradients were added up first; None for apart.
     """
 
     commits: tuple[Commit, ...]
@@ -68,3 +70,4 @@ class CommitLog:
     num_workers: int
     devices_per_worker: int
     seed: int
+    hosts: Hosts | None = None

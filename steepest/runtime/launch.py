@@ -17,6 +17,7 @@ from steepest.client import Client
 from steepest.comm.channel import Address
 from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
+from steepest.comm.shared import AVAILABLE
 from steepest.config import RunSettings, StrategyConfig
 from steepest.errors import (
     ConfigurationError,
@@ -27,6 +28,7 @@ from steepest.errors import (
     ShutdownError,
     SteepestError,
 )
+from steepest.hosts import Hosts
 from steepest.job import (
     Description,
     Job,
@@ -117,19 +119,29 @@ class Cluster:
         )
         for i, other in enumerate(described):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
+        places = self._get([actor.place.remote() for actor in self._actors.values()], "start")
+        self.places = dict(zip(self._actors, places, strict=True))
         self.job = Job(
             described[0], config, num_workers, devices, num_servers, seed, self._settings.step_timeout,
-            self._settings.keep_log,
+            self._settings.keep_log, None if called or alone else self._hosts(num_workers, num_servers),
         )  # fmt: skip
         job = ray.put(self.job)
         self._get([w.bind.remote(job, gpu) for w in workers], "bind the model")
         initial = workers[0].initial.remote()
-        places = self._get([actor.place.remote() for actor in self._actors.values()], "start")
-        self.places = dict(zip(self._actors, places, strict=True))
         for peer, actor in self._actors.items():
             self._watches[peer] = actor.watch.remote()
         self._client_index = secrets.randbelow(1 << 31)
         self._wire(workers, servers, job, initial)
+
+    def _hosts(self, num_workers: int, num_servers: int) -> Hosts:
+        """Which processes share a node."""
+        nodes: dict[str, int] = {}
+        worker_nodes = [self.places[worker_peer(i)].node for i in range(num_workers)]
+        server_nodes = [self.places[server_peer(i)].node for i in range(num_servers)]
+        workers, servers = (
+            tuple(nodes.setdefault(node, len(nodes)) for node in of) for of in (worker_nodes, server_nodes)
+        )
+        return Hosts(workers, servers, gathers=AVAILABLE)
 
     def _actor(self, peer: Peer, index: int, cpus: int, gpus: int, callers: int) -> Any:
         assert self._room is not None
@@ -161,7 +173,10 @@ class Cluster:
             ends = [Callee(end.peers, actor) for end, actor in zip(opened, [*hosting, *others], strict=True)]
         if not in_driver:
             ends = ends[: len(hosting)]
-            self._get([s.connect.remote(ends[:1], timeout) for s in servers[1:]], "connect the servers")
+            everybody = bool(self.job.places.relays)  # they have something to say to every server
+            earlier = [ends[: i if everybody else 1] for i in range(1, len(servers))]
+            calls = [s.connect.remote(to, timeout) for s, to in zip(servers[1:], earlier, strict=True)]
+            self._get(calls, "connect the servers")
             self._get([w.connect.remote(ends, timeout) for w in others], "connect the workers")
         peers: tuple[Peer, ...] = (Peer("client", self._client_index),)
         if in_driver:

@@ -13,7 +13,7 @@ import torch
 
 from steepest.comm.channel import Address, Channel
 from steepest.comm.frame import Sink
-from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.comm.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.comm.shared import allocate
 from steepest.comm.wire import WireTransport
@@ -25,6 +25,7 @@ from steepest.job import (
     build_models,
     build_replicas,
     host_coordinator,
+    host_relay,
     host_server,
     host_worker,
 )
@@ -138,7 +139,8 @@ class Process:
         """
 
         def open_() -> Address:
-            peers = tuple(server_peer(index) for index in servers)
+            relays = [] if self._replicas is not None else [i for i in servers if i in job.places.relays]
+            peers = (*(server_peer(index) for index in servers), *(relay_peer(index) for index in relays))
             if 0 in servers:
                 peers = (*peers, COORDINATOR)
             if self._replicas is not None:
@@ -158,7 +160,10 @@ class Process:
                 if 0 in servers:
                     host_coordinator(self._router, job)
                 for index in servers:
-                    host_server(self._router, job, index, weights, shared=self._replicas is not None)
+                    in_place = self._replicas is not None or index in relays
+                    host_server(self._router, job, index, weights, shared=in_place)
+                for index in relays:
+                    host_relay(self._router, job, index, weights)
             self._open_worker(job, initial)
             if isinstance(self._transport, WireTransport):
                 return self._transport.listen(self._place.host)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from steepest.comm.message import Message, Peer, Send
+from steepest.hosts import Hosts
 from steepest.model import ParameterLayout
 from steepest.rules import CommitRule
 
@@ -67,6 +68,8 @@ class Strategy(Protocol):
         owners: Sequence[int],
         weights: torch.Tensor,
         send: Send,
+        hosts: Hosts,
+        adopt: Callable[[torch.Tensor], bool] = lambda weights: False,
         *,
         alone: bool = False,
     ) -> Exchange:
@@ -74,5 +77,7 @@ class Strategy(Protocol):
 
         Args:
             weights: the flat vector that new weights are written to.
+            hosts: where all workers and servers run.
+            adopt: told of a flat vector that the workers of this host share; whether the models use it from now on.
             alone: whether it is the only worker, so that nothing travels.
         """

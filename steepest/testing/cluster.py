@@ -8,10 +8,11 @@ from typing import TypeVar
 import torch
 
 from steepest.client import Snapshot, read_log
-from steepest.comm.message import Kind, Message, Peer, worker_peer
+from steepest.comm.message import Kind, Message, Peer, relay_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.config import ParameterServerStrategy, StrategyConfig
 from steepest.errors import PeerLostError
+from steepest.hosts import Hosts
 from steepest.job import (
     Job,
     ModelCreator,
@@ -20,11 +21,13 @@ from steepest.job import (
     check_agreement,
     host_client,
     host_coordinator,
+    host_relay,
     host_server,
     host_worker,
     make_strategy,
 )
 from steepest.observe.commits import CommitLog
+from steepest.server import Server
 from steepest.testing.network import Link, Network
 from steepest.worker import Worker
 
@@ -36,6 +39,7 @@ class InProcessCluster:
 
     Args:
         lend: whether gradients and weights are read where they lie, as between processes of one host.
+        hosts: where the workers and servers are said to run; by default each on a host of its own.
 
     Example:
         >>> import torch
@@ -58,6 +62,7 @@ class InProcessCluster:
         step_timeout: float = 300.0,
         keep_log: bool = False,
         lend: bool = True,
+        hosts: Hosts | None = None,
     ) -> None:
         config = strategy or ParameterServerStrategy(num_servers=1)
         chosen = make_strategy(config)
@@ -70,15 +75,20 @@ class InProcessCluster:
         for worker, (_, described) in enumerate(built):
             check_agreement(built[0][1], described, "worker 0", f"worker {worker}")
         num_servers = chosen.num_servers(1)
-        self.job = Job(built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout, keep_log)
+        self.job = Job(
+            built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout, keep_log, hosts
+        )
         cpu = [torch.device("cpu")] * devices_per_worker
         replicas = [build_replicas(self.job, worker, models, cpu) for worker, (models, _) in enumerate(built)]
         self.client_router = self.network.router()
         self.server_routers = [self.network.router() for _ in range(num_servers)]
-        self.servers = [
-            host_server(router, self.job, index, replicas[0].weights.clone())
-            for index, router in enumerate(self.server_routers)
-        ]
+        self.servers: list[Server] = []
+        relays = self.job.places.relays
+        for index, router in enumerate(self.server_routers):
+            weights = replicas[0].weights.clone()
+            self.servers.append(host_server(router, self.job, index, weights, shared=index in relays))
+            if index in relays:
+                host_relay(router, self.job, index, weights)
         self.coordinator = host_coordinator(self.server_routers[0], self.job)
         self.client = host_client(self.client_router, self.job, 0)
         self.workers: list[Worker] = []
@@ -90,14 +100,19 @@ class InProcessCluster:
             self.worker_routers.append(router)
         client_peers = (Peer("client", 0),)
         for server, router in enumerate(self.server_routers):
-            peers = server_peers(server)
+            peers = self._server_peers(server)
             self._connect(Peer("client", 0), self.client_router, client_peers, router, peers)
             for index, worker_router in enumerate(self.worker_routers):
                 self._connect(worker_peer(index), worker_router, (worker_peer(index),), router, peers)
-            if server:
-                self._connect(Peer("server", server), router, peers, self.server_routers[0], server_peers(0))
+            for other in range(server if relays else min(server, 1)):
+                other_peers = self._server_peers(other)
+                self._connect(Peer("server", server), router, peers, self.server_routers[other], other_peers)
         for worker_role in self.workers:
             worker_role.join()
+
+    def _server_peers(self, index: int) -> tuple[Peer, ...]:
+        """The roles in the process of a server."""
+        return (*server_peers(index), relay_peer(index)) if index in self.job.places.relays else server_peers(index)
 
     def _connect(self, near: Peer, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]) -> None:
         self.links.setdefault(near, []).append(self.network.connect(a, a_peers, b, b_peers))
@@ -129,7 +144,7 @@ class InProcessCluster:
         """Every commit, if it was asked to be kept."""
         found = self.wait(read_log(self.client), "the log")
         job = self.job
-        return CommitLog(tuple(found), job.config, job.num_workers, job.devices_per_worker, job.seed)
+        return CommitLog(tuple(found), job.config, job.num_workers, job.devices_per_worker, job.seed, job.hosts)
 
     def snapshot(self, what: str = "weights") -> Snapshot:
         """The servers' weights, and optimizer state with "state"."""

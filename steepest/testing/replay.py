@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from steepest.comm.message import Kind, Message, worker_peer
-from steepest.comm.precision import narrow, narrow_size, rounded
+from steepest.comm.message import Kind, Message, Peer, relay_peer, worker_peer
+from steepest.comm.precision import narrow_size, rounded
 from steepest.errors import ConfigurationError
 from steepest.job import Job, ModelCreator, build_models, build_replicas, make_strategy
-from steepest.observe.commits import CommitLog, LoggedPush
+from steepest.observe.commits import CommitLog
+from steepest.relay import Relay
 from steepest.replicas import Replicas
 from steepest.server import Server
+from steepest.strategies.parameter_server import PushPull
 
 
 def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tensor]:
@@ -43,7 +47,8 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     strategy = make_strategy(log.strategy)
     devices = log.devices_per_worker
     models, description = build_models(model_creator, 0, devices, log.seed, strategy.chunk_bytes)
-    job = Job(description, log.strategy, log.num_workers, devices, 1, log.seed, 1.0)
+    servers = 1 if log.hosts is None else len(log.hosts.servers)
+    job = Job(description, log.strategy, log.num_workers, devices, servers, log.seed, 1.0, hosts=log.hosts)
     replicas = build_replicas(job, 0, models, [torch.device("cpu")] * devices)
     replicas.use_plan(job.plan(), log.seed)
     weights = replicas.weights.clone()
@@ -51,21 +56,26 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     server = Server(
         0,
         layout,
-        job.owners,
+        [0] * len(layout.chunks),
         description.optimizer_spec,
         weights,
         lambda peer, message: None,
         together=False,
         open_to_all=True,
         wire_dtypes=job.wire_dtypes,
+        hosts=job.places,
         checked=strategy.nonfinite != "pass",
     )
+    exchanges = _exchanges(job, server)
     last_use = {push.pulled: commit.version for commit in log.commits for push in commit.pushes}
     history = {0: weights.clone()}
     for commit in log.commits:
         for push in commit.pushes:
-            _pull(history[push.pulled], replicas, job)
-            _compute(replicas, server, push, job)
+            _pull(history[push.pulled], replicas, push.worker, job)
+            exchange = exchanges[push.worker]
+            exchange.begin(0, push.pulled, push.incarnation)
+            exchange.sequence = push.sequence
+            replicas.compute(push.share, exchange.ready, False)
         order = Message(Kind.COMMIT, version=commit.version, weight=commit.rate)
         order.meta = {"pushes": [list(push[:3]) for push in commit.pushes], "readers": [], "skip": commit.skipped}
         if commit.hyperparameters is not None:
@@ -77,28 +87,50 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     return layout.named(weights)
 
 
-def _pull(weights: torch.Tensor, replicas: Replicas, job: Job) -> None:
+def _exchanges(job: Job, server: Server) -> list[PushPull]:
+    """Every worker's end: what it pushes reaches the one server in the form in which it reached its own."""
+    layout, places = job.description.layout, job.places
+
+    def arrive(source: Peer, target: Peer, message: Message) -> None:
+        message.source, message.target = source, target
+        if message.payload is not None:
+            message.payload = message.payload.clone()  # it is overwritten by the next push
+        (relays[target.index] if target.role == "relay" else server).handle(source, message)
+
+    relays = {
+        index: Relay(
+            index,
+            layout,
+            job.owners,
+            workers,
+            layout.allocate(),
+            partial(arrive, relay_peer(index)),
+            wire_dtypes=job.wire_dtypes,
+            checked=job.strategy.nonfinite != "pass",
+        )
+        for index, workers in places.relays.items()
+    }
+    return [
+        PushPull(
+            worker,
+            layout,
+            job.owners,
+            layout.allocate(),
+            partial(arrive, worker_peer(worker)),
+            places,
+            job.wire_dtypes,
+        )
+        for worker in range(job.num_workers)
+    ]
+
+
+def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> None:
     """Weights as a worker received them."""
     layout, wire = job.description.layout, job.wire_dtypes[1]
     replicas.weights.copy_(weights)
     for chunk in layout.chunks:
-        if wire is not None and chunk.trainable and narrow_size(chunk.dtype, chunk.nbytes, wire) is not None:
+        near = job.places.beside(worker, job.owners[chunk.index])
+        if wire is not None and chunk.trainable and not near and narrow_size(chunk.dtype, chunk.nbytes, wire):
             view = layout.chunk_view(replicas.weights, chunk.index)
             view.copy_(rounded(view, wire))
     replicas.weights_changed()
-
-
-def _compute(replicas: Replicas, server: Server, push: LoggedPush, job: Job) -> None:
-    """One gradient, given to the server as its worker gave it."""
-    layout, wire = job.description.layout, job.wire_dtypes[0]
-
-    def ready(chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
-        message = Message(Kind.PUSH, 0, push.incarnation, push.sequence, push.pulled, chunk, unit, total)
-        message.meta = {"absent": sorted(absent)}
-        message.payload = payload.clone() if unit else None
-        if unit and wire is not None and (size := narrow_size(layout.chunks[chunk].dtype, payload.numel(), wire)):
-            half = torch.empty(size, dtype=torch.uint8)
-            message.payload = half if narrow(payload, wire, half) else message.payload
-        server.handle(worker_peer(push.worker), message)
-
-    replicas.compute(push.share, ready, False)
