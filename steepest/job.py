@@ -248,15 +248,22 @@ def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor) -> R
     return relay
 
 
-def host_worker(router: Router, job: Job, index: int, replicas: Replicas) -> Worker:
-    """Makes a worker live in this process; it still has to `join`."""
+def host_worker(
+    router: Router, job: Job, index: int, replicas: Replicas, wait: Callable[[], None] | None = None
+) -> Worker:
+    """Makes a worker live in this process; it still has to `join`.
+
+    Args:
+        wait: what to do in the middle of a step to receive more of its weights; by default a turn of the router.
+    """
     peer = worker_peer(index)
     send = router.sender(peer)
     alone = job.num_workers == 1
     exchange = job.strategy.exchange(
         index, replicas.layout, job.owners, replicas.weights, send, job.places, replicas.adopt, alone=alone
     )
-    worker = Worker(index, replicas, exchange, send, members=job.num_workers, pump=router.pump)
+    early = (wait or router.wait) if job.strategy.rule.together and not alone else None
+    worker = Worker(index, replicas, exchange, send, members=job.num_workers, pump=router.pump, wait=early)
     replicas.use_plan(job.plan(), job.seed)
     router.host(peer, worker)
     return worker

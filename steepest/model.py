@@ -22,6 +22,10 @@ _ALIGNMENT = 64
 #: entry index, summed sample weight of the batch, and whether there was a gradient at all.
 Ready = Callable[[int, float, bool], None]
 
+#: Called by `Model.compute_gradients` before it uses an entry's weights, or with None before it uses any:
+#: returns when they are here.
+Arrive = Callable[[int | None], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -332,11 +336,14 @@ class Model(Protocol):
     def relayout(self, chunk_bytes: int) -> None:
         """Plans `layout` anew with chunks of another size; before `bind` only."""
 
-    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
+    def compute_gradients(
+        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
+    ) -> Computed:
         """Computes the gradient of the mean loss over one batch into the gradient buffer.
 
-        Calls `ready` once for each trainable entry, as soon as its gradient is written: zeros, and
-        False, for one that has none.
+        Calls `arrive` with a trainable entry before it uses its weights, or with None before it uses any; they may
+        be on their way until it returns. Calls `ready` once for each trainable entry, as soon as its gradient is
+        written: zeros, and False, for one that has none.
         """
 
     def evaluate(self, batch: Any) -> Computed:

@@ -13,7 +13,7 @@ import torch
 
 from steepest.comm.shared import allocate, forget_writes, make_writable
 from steepest.errors import ModelError
-from steepest.model import Computed, Model
+from steepest.model import Arrive, Computed, Model
 from steepest.sampler import SamplePlan, even_share, step_seed
 
 #: Called when a chunk of the worker's gradient is complete: chunk index, its bytes, unit weight, summed
@@ -137,19 +137,23 @@ class Replicas:
         self._batches[replica] = (number + self._shares, kept[1])  # in the next step it is at the same place
         return batch
 
-    def compute(self, number: int, chunk_ready: ChunkReady, metrics: bool) -> WorkerResult:
+    def compute(
+        self, number: int, chunk_ready: ChunkReady, metrics: bool, arrive: Arrive = lambda entry: None
+    ) -> WorkerResult:
         """Computes the gradient of one share of the samples; `chunk_ready` is called during the backward pass.
 
         Args:
             number: of the share: with n shares in a step, the n-th part ``number % n`` of step ``number // n``.
             chunk_ready: takes each chunk.
             metrics: compute the model's metrics too.
+            arrive: returns when the weights of an entry (of all, with None) are here.
         """
         step, share = divmod(number, self._shares)
         parts, first = self._shares * len(self.models), share * len(self.models)
         plan = self._plan
         active = [r for r in range(len(self.models)) if plan is None or len(plan.share(step, first + r, parts))]
         if not active:
+            arrive(None)
             for chunk in self._trainable:
                 chunk_ready(chunk, _NOTHING, 0.0, 0.0, frozenset())
         collector = _Collector(self, len(active), chunk_ready)
@@ -160,8 +164,11 @@ class Replicas:
             seed_everything(step_seed(self._seed, step, first + replica))
             batch = self._next_batch(number, replica)
             loaded = time.perf_counter()
+            if self._devices[replica].type != "cpu":
+                arrive(None)  # then they have been copied to the device
             collector.begin(self._own[replica][1])
-            results.append(self.models[replica].compute_gradients(batch, collector.ready, metrics))
+            results.append(self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive))
+            arrive(None)
             collector.end()
             loading += loaded - began
             computing += time.perf_counter() - loaded

@@ -25,6 +25,7 @@ class ArrivingWeights:
         self, reader: str, layout: ParameterLayout, vector: torch.Tensor, wire_dtype: torch.dtype | None
     ) -> None:
         self.vector = vector
+        self.newest: Key = (-1, -1)  # of which anything has come
         self._reader = reader
         self._layout = layout
         self._wire_dtype = wire_dtype
@@ -58,6 +59,7 @@ class ArrivingWeights:
         if payload is None or key <= self._newest[message.chunk]:
             return False  # old, or a copy
         self._newest[message.chunk] = key
+        self.newest = max(self.newest, key)
         view = self._layout.chunk_view(self.vector, message.chunk)
         if payload.numel() != view.numel():
             assert self._wire_dtype is not None
@@ -69,6 +71,11 @@ class ArrivingWeights:
             self._awaited[key] = set(self._all if everything else self._trainable)
         self._awaited[key].discard(message.chunk)
         return True
+
+    def has(self, entry: int | None, key: Key) -> bool:
+        """Whether all of a trainable parameter (of all, with None) is there at that version, or a later one."""
+        chunks = self._trainable if entry is None else self._layout.chunks_of[entry]
+        return all(self._newest[chunk] >= key for chunk in chunks)
 
     def completed(self, key: Key) -> bool:
         """Whether all chunks of that version are there; then it and those before it are forgotten."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,11 +12,17 @@ from typing import Any, TypeVar
 import torch
 
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send
-from steepest.errors import PeerLostError, describe_error
+from steepest.errors import PeerLostError, ShutdownError, describe_error
 from steepest.replicas import Replicas
 from steepest.strategies.protocol import Exchange
+from steepest.weights import Key
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class _AbandonedError(Exception):
+    """A step that began early has lost its weights; passes through the model's code."""
 
 
 @dataclass
@@ -42,6 +49,8 @@ class Worker:
         members: number of workers; the share of each in a step that all of them take together.
         incarnation: which life of this worker.
         pump: called between pushes, so that bytes move during the backward pass.
+        wait: takes one turn of this process' router in the middle of a step, so that it may begin before all weights
+            are here; None to begin when they are.
     """
 
     def __init__(
@@ -54,6 +63,7 @@ class Worker:
         members: int = 1,
         incarnation: int = 0,
         pump: Callable[[], None] = lambda: None,
+        wait: Callable[[], None] | None = None,
     ) -> None:
         self.version = -1
         self.generation = 0
@@ -64,6 +74,12 @@ class Worker:
         self._members = members
         self._incarnation = incarnation
         self._pump = pump
+        self._wait = wait
+        self._stepping = False
+        self._arriving: Key | None = None  # the weights of the step that is being taken, until all are here
+        self._deferred: list[tuple[Peer, Message]] = []  # what came in the middle of a step
+        self._superseded = False  # by a new generation, in the middle of a step
+        self._waiting = 0.0  # seconds, in the middle of a step
         self._limit = -1
         self._lease: tuple[int, int] | None = None  # a share of the samples, and the version to compute it from
         self._stats = True
@@ -105,6 +121,19 @@ class Worker:
 
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message, and takes steps as long as nothing is missing."""
+        if self._stepping and message.kind is not Kind.WEIGHTS:
+            self._deferred.append((source, message))
+            self._superseded |= message.kind is Kind.MEMBERS and message.generation > self.generation
+            return
+        self._take(source, message)
+        if self._stepping:
+            return
+        self._go_on()
+        while self._deferred:
+            self._take(*self._deferred.pop(0))
+            self._go_on()
+
+    def _take(self, source: Peer, message: Message) -> None:
         match message.kind:
             case Kind.GRANT:
                 if message.generation == self.generation:
@@ -124,10 +153,24 @@ class Worker:
                 if complete is not None:
                     self._complete = max(self._complete, complete)
                     self._take_version()
+
+    def _go_on(self) -> None:
+        """Takes a step if there is one to take."""
         if self._floor <= self.version and self._complete[0] <= self.generation:
-            share = self._next_share()
+            share = self._next_share(self.version)
             if share is not None:
-                self._step(share)
+                self._step(share, self.version)
+            elif self._begins_early():
+                share = self._next_share(self.version + 1)
+                if share is not None:
+                    self._arriving = (self.generation, self.version + 1)
+                    self._waited = time.perf_counter() - self._pushed_at
+                    self._step(share, self.version + 1)
+
+    def _begins_early(self) -> bool:
+        """Whether the next version is on its way to a worker that has nothing else to do."""
+        pushed = self._pushed == (self.generation, self.version)
+        return self._wait is not None and pushed and self._exchange.arriving == (self.generation, self.version + 1)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Without the coordinator or a server there is nothing to do; the driver is told by them or by Ray."""
@@ -154,27 +197,30 @@ class Worker:
             self._granted = (message.generation, message.version)
             self._lease = (int(meta["lease"]), message.version)
 
-    def _next_share(self) -> int | None:
-        """What to compute with the weights that are here: number of a share, or None."""
-        if self._pushed == (self.generation, self.version):
+    def _next_share(self, version: int) -> int | None:
+        """What to compute with the weights of a version: number of a share, or None."""
+        if self._pushed == (self.generation, version):
             return None
         if self._lease is not None:
-            share, version = self._lease
-            if self.version < version:
+            share, needed = self._lease
+            if version < needed:
                 return None
             self._lease = None
             return share
-        return self.version * self._members + self._index if self.version < self._limit else None
+        return version * self._members + self._index if version < self._limit else None
 
     def _take_version(self) -> None:
         generation, version = self._complete
         if generation >= self._baseline and version != self.version:
             self.version = version
-            self._waited = time.perf_counter() - self._pushed_at if self._pushed_at else 0.0
+            if not self._stepping:
+                self._waited = time.perf_counter() - self._pushed_at if self._pushed_at else 0.0
             self._replicas.weights_changed()
             self._run_calls()
 
     def _run_calls(self) -> None:
+        if self._stepping:
+            return  # afterwards
         ready = [c for c in self._calls if c.generation <= self.generation and c.version <= self.version]
         self._calls = [call for call in self._calls if call not in ready]
         for call in ready:
@@ -182,19 +228,44 @@ class Worker:
         if ready:
             self._replicas.forget_writes()
 
-    def _step(self, share: int) -> None:
-        version = self.version
+    def _step(self, share: int, version: int) -> None:
+        self._stepping, self._superseded, self._waiting = True, False, 0.0
+        try:
+            self._compute(share, version)
+        finally:
+            self._stepping, self._arriving = False, None
+        self._run_calls()
+
+    def _arrive(self, entry: int | None) -> None:
+        """Returns when the weights of a parameter (of all, with None) are here, in the middle of a step."""
+        if self._arriving is None or self._exchange.has(entry, self._arriving):
+            return
+        assert self._wait is not None
+        began = time.perf_counter()
+        while not self._exchange.has(entry, self._arriving):
+            if self._superseded or self._gone is not None:
+                raise _AbandonedError("the step was given up before its weights had come")
+            self._wait()
+        self._waiting += time.perf_counter() - began
+        if entry is None:
+            self._arriving = None
+
+    def _compute(self, share: int, version: int) -> None:
         self._pushed = (self.generation, version)
         self._exchange.begin(self.generation, version, self._incarnation)
         try:
-            result = self._replicas.compute(share, self._push, self._stats)
+            result = self._replicas.compute(share, self._push, self._stats, self._arrive)
+        except (_AbandonedError, ShutdownError):
+            log.debug("worker %d: step at version %d abandoned", self._index, version)
+            return
         except Exception as error:  # noqa: BLE001 - the user's code; sent to the driver with its traceback
             self._fail(version, error)
             return
         sequence = self._exchange.end()
         meta: dict[str, Any] = {"samples": result.samples, "bytes": self._exchange.bytes_pushed}
         if self._stats:
-            timings = {**result.timings, "wait": self._waited}
+            timings = {**result.timings, "wait": self._waited + self._waiting}
+            timings["compute"] -= self._waiting
             meta |= {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         report = Message(Kind.REPORT, self.generation, self._incarnation, sequence, version, meta=meta)
         report.total = result.weight

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from steepest.client import Position
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
+from steepest.hosts import Hosts
 from steepest.strategies.parameter_server import PushPull
 from steepest.testing import InProcessCluster, replay, server_peers
 from tests.modes import MODES, Moody, check, counters, make, plus_one, settle, shares, trained, worker_weights
@@ -191,7 +192,7 @@ def test_a_server_does_not_act_on_a_decision_that_later_ones_followed() -> None:
 def test_each_chunk_of_the_weights_only_ever_goes_forward() -> None:
     layout = make("async").job.description.layout
     weights = layout.allocate()
-    exchange = PushPull(0, layout, [0] * len(layout.chunks), weights, lambda peer, message: None)
+    exchange = PushPull(0, layout, [0] * len(layout.chunks), weights, lambda *_: None, Hosts.apart(1, 1))
     first, second, *others = (chunk.index for chunk in layout.chunks)
 
     def arrive(generation: int, version: int, chunk: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from steepest.comm.channel import Channel, Transport, overlap
+from steepest.comm.channel import Channel, Event, Transport, overlap
 from steepest.comm.message import Message, Peer, Send
 from steepest.errors import ProtocolError, ShutdownError
 
@@ -59,6 +59,8 @@ class Router:
         self._channels: dict[Peer, Channel] = {}
         self._local: deque[Message] = deque()
         self._calls: deque[Callable[[], None]] = deque()
+        self._events: deque[Event] = deque()  # seen, and not delivered yet
+        self._ticked = 0.0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self.finished: Future[None] = Future()
@@ -133,7 +135,10 @@ class Router:
         self._deliver_local()
         if self.transport is None:
             return
-        for channel, message, reason in self.transport.poll(0.0 if self._calls or self._local else timeout):
+        if not self._events:
+            self._events.extend(self.transport.poll(0.0 if self._calls or self._local else timeout))
+        while self._events:  # a role may call `wait`, which goes on with those that are left
+            channel, message, reason = self._events.popleft()
             if message is not None:
                 if message.source in channel.peers:
                     self._dispatch(message)
@@ -185,13 +190,25 @@ class Router:
 
     def run(self) -> None:
         """Serves until `stop`; what a role raises ends it, and is raised here."""
-        ticked = 0.0
         while not self._stopping.is_set():
-            self.turn(self._tick_seconds)
-            now = time.monotonic()
-            if now - ticked >= self._tick_seconds:
-                ticked = now
-                self.tick(now)
+            self._turn_and_tick()
+
+    def wait(self) -> None:
+        """One turn in the middle of a role's work, when it cannot go on; it is handed messages meanwhile.
+
+        Raises:
+            ShutdownError: `stop` was called.
+        """
+        if self._stopping.is_set():
+            raise ShutdownError("the process is shut down")
+        self._turn_and_tick()
+
+    def _turn_and_tick(self) -> None:
+        self.turn(self._tick_seconds)
+        now = time.monotonic()
+        if now - self._ticked >= self._tick_seconds:
+            self._ticked = now
+            self.tick(now)
 
     def tick(self, now: float) -> None:
         """Tells every role the time, in seconds."""

@@ -11,7 +11,7 @@ import torch
 
 from steepest.data import Source, as_source
 from steepest.errors import ConfigurationError
-from steepest.model import Computed, ParameterLayout, Ready
+from steepest.model import Arrive, Computed, ParameterLayout, Ready
 from steepest.optimizer import OptimizerSpec
 
 Array = npt.NDArray[np.float64]
@@ -95,8 +95,11 @@ class NumpyLogisticRegression:
         penalty = 0.5 * self._l2 * float((self._weights["weight"] ** 2).sum())
         return penalty - float(logs[np.arange(len(labels)), labels].mean()), logs, features, labels
 
-    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
+    def compute_gradients(
+        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
+    ) -> Computed:
         """The gradient in closed form; see `steepest.model.Model.compute_gradients`."""
+        arrive(None)
         loss, logs, features, labels = self._forward(batch)
         count = len(labels)
         difference = np.exp(logs)

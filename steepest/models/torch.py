@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from steepest.data import Source, as_source
 from steepest.errors import ModelError
-from steepest.model import Computed, ParameterLayout, Ready
+from steepest.model import Arrive, Computed, ParameterLayout, Ready
+from steepest.models.gates import Gates
 from steepest.optimizer import OptimizerSpec
 
 LossFunction = Callable[..., "torch.Tensor | tuple[torch.Tensor, float]"]
@@ -101,6 +102,7 @@ class TorchModel:
         self._gradients: dict[str, torch.Tensor] = {}
         self._missing: dict[int, torch.Tensor] = {}
         self._ready: Ready | None = None
+        self._gates: Gates | None = None
         self._weight = 0.0
 
     def _plan(self, chunk_bytes: int | None) -> ParameterLayout:
@@ -174,10 +176,17 @@ class TorchModel:
 
         return collect
 
-    def compute_gradients(self, batch: Any, ready: Ready, metrics: bool) -> Computed:
+    def compute_gradients(
+        self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
+    ) -> Computed:
         """One forward and backward pass; see `steepest.model.Model.compute_gradients`."""
         batch = self._to_device(batch)
-        result = self.loss(batch)
+        if self._gates is None:
+            trainable = ((self._parameters[name], self.layout.index[name]) for name in self._trainable)
+            self._gates = Gates(self.module, dict(trainable))
+        with self._gates.forward(arrive):
+            result = self.loss(batch)
+        arrive(None)
         loss, samples, self._weight = self._weigh(batch, result)
         if not loss.requires_grad:
             raise ModelError("the loss does not depend on any trainable parameter (was it detached?)")

@@ -87,6 +87,15 @@ class PushPull:
         """The whole gradient is out."""
         return self.sequence
 
+    @property
+    def arriving(self) -> tuple[int, int]:
+        """The newest version of which any weights are here."""
+        return self._weights.newest
+
+    def has(self, entry: int | None, key: tuple[int, int]) -> bool:
+        """Whether a parameter (all of them, with None) is here at that version."""
+        return self._weights.has(entry, key)
+
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Weights are received where the model sees them."""
         if message.kind is Kind.WEIGHTS and message.chunk == WHOLE and size == self._layout.nbytes:

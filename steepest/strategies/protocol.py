@@ -35,6 +35,13 @@ class Exchange(Protocol):
     def end(self) -> int:
         """The whole gradient is out; returns the push's sequence number."""
 
+    @property
+    def arriving(self) -> tuple[int, int]:
+        """The newest (generation, version) of which any weights are here."""
+
+    def has(self, entry: int | None, key: tuple[int, int]) -> bool:
+        """Whether a trainable parameter (all of them, with None) is here at that (generation, version)."""
+
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Where an arriving payload goes."""
 

@@ -96,7 +96,7 @@ class InProcessCluster:
         self.links: dict[Peer, list[Link]] = {}
         for index, copies in enumerate(replicas):
             router = self.network.router()
-            self.workers.append(host_worker(router, self.job, index, copies))
+            self.workers.append(host_worker(router, self.job, index, copies, self.network.wait))
             self.worker_routers.append(router)
         client_peers = (Peer("client", 0),)
         for server, router in enumerate(self.server_routers):

@@ -147,6 +147,7 @@ class Network:
         self.round_seconds = 0.0
         self.rounds = 0
         self.delivered = 0
+        self._idle = 0  # rounds in which nothing moved
         self._random = None if shuffle is None else random.Random(shuffle)
         self._transports: list[InProcessTransport] = []
         self._late: dict[Link, deque[tuple[int, InProcessTransport, Message]]] = {}  # due in which round, by channel
@@ -200,30 +201,45 @@ class Network:
         Raises:
             DeadlineError: nothing moves any more, not even when an hour of virtual time passes.
         """
-        idle = 0
+        self._idle = 0
         while not done():
-            before = self.delivered
-            self.rounds += 1
-            self._arrive()
-            order = [transport for transport in self._transports if transport.has_work]
-            if self._random is not None:
-                self._random.shuffle(order)
-            busy = bool(self._late) or any(transport.inbox for transport in order)
-            for transport in order:
-                if self.rounds % transport.every == 0 and (
-                    self._random is None or self._random.random() < transport.speed
-                ):
-                    transport.router.turn(0.0)
-            if self.round_seconds:
-                self._pass(self.round_seconds)
-            if busy or self.delivered > before:
-                idle = 0
-                continue
-            idle += 1
-            if idle > 100:
-                raise DeadlineError(f"nothing moves any more while waiting for {what}")
-            if idle > 2:
-                self._pass(36.0)
+            self._round(what)
+
+    def wait(self) -> None:
+        """Gives every process a turn, in the middle of one's work, whose random state is its own.
+
+        Raises:
+            DeadlineError: as `run_until`.
+        """
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        try:
+            self._round("what it needs to go on")
+        finally:
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
+
+    def _round(self, what: str) -> None:
+        before = self.delivered
+        self.rounds += 1
+        self._arrive()
+        order = [transport for transport in self._transports if transport.has_work]
+        if self._random is not None:
+            self._random.shuffle(order)
+        busy = bool(self._late) or any(transport.inbox for transport in order)
+        for transport in order:
+            if self.rounds % transport.every == 0 and (self._random is None or self._random.random() < transport.speed):
+                transport.router.turn(0.0)
+        if self.round_seconds:
+            self._pass(self.round_seconds)
+        if busy or self.delivered > before:
+            self._idle = 0
+            return
+        self._idle += 1
+        if self._idle > 100:
+            raise DeadlineError(f"nothing moves any more while waiting for {what}")
+        if self._idle > 2:
+            self._pass(36.0)
 
     def _pass(self, seconds: float) -> None:
         """Virtual time goes by, and everybody is told."""
