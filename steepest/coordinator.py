@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steepest.comm.message import Kind, Message, Peer, Send, server_peer, worker_peer
+from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.errors import ProtocolError, describe_error
 from steepest.ledger import Ledger
 from steepest.rules import CommitRule, Staged
@@ -468,31 +468,3 @@ class Coordinator:
         if self._client is not None:
             out.append((self._client, Message(Kind.FAILURE, self.generation, version=self.version, meta=meta)))
         return out
-
-
-class CoordinatorRole:
-    """A coordinator in a process: sends what it decides."""
-
-    def __init__(self, coordinator: Coordinator, send: Send) -> None:
-        self.coordinator = coordinator
-        self._send = send
-
-    def handle(self, source: Peer, message: Message) -> None:
-        """Acts on one message."""
-        self._carry_out(self.coordinator.handle(source, message))
-
-    def destination(self, message: Message, size: int) -> None:
-        """No coordinator takes payloads."""
-        raise ProtocolError(f"{message.kind.name} with {size} bytes of payload for the coordinator")
-
-    def lost(self, peer: Peer, reason: str) -> None:
-        """A peer's channel closed."""
-        self._carry_out(self.coordinator.lost(peer, reason))
-
-    def tick(self, now: float) -> None:
-        """Time has passed."""
-        self._carry_out(self.coordinator.tick(now))
-
-    def _carry_out(self, decisions: Outgoing) -> None:
-        for peer, message in decisions:
-            self._send(peer, message)

@@ -12,7 +12,8 @@ from steepest.client import Client
 from steepest.comm.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.config import StrategyConfig
-from steepest.coordinator import Coordinator, CoordinatorRole
+from steepest.coordinator import Coordinator
+from steepest.coordinator_role import CoordinatorRole
 from steepest.errors import ModelError
 from steepest.hosts import Hosts
 from steepest.model import Model, ParameterLayout
@@ -182,8 +183,8 @@ def build_replicas(job: Job, worker: int, models: Sequence[Model], devices: Sequ
     )
 
 
-def host_coordinator(router: Router, job: Job) -> Coordinator:
-    """Makes the coordinator live in this process."""
+def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
+    """Makes the coordinator live in this process; for `pause` see `CoordinatorRole`."""
     chunks = job.description.layout.chunks
     coordinator = Coordinator(
         members=frozenset(range(job.num_workers)),
@@ -196,7 +197,7 @@ def host_coordinator(router: Router, job: Job) -> Coordinator:
         scale_rate=job.strategy.scale_rate,
         keep_log=job.keep_log,
     )
-    router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR)))
+    router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR), pause))
     return coordinator
 
 

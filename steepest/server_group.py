@@ -11,7 +11,8 @@ from steepest.arrays import Arrays
 from steepest.client import Client
 from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
-from steepest.coordinator import Coordinator, CoordinatorRole
+from steepest.coordinator import Coordinator
+from steepest.coordinator_role import CoordinatorRole
 from steepest.pusher import Pusher
 from steepest.rules import CommitEach
 from steepest.server import Server

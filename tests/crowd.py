@@ -16,7 +16,7 @@ from steepest.arrays import Arrays
 from steepest.client import Client, Snapshot
 from steepest.comm.message import Kind, Message, Peer
 from steepest.comm.router import Router
-from steepest.coordinator import CoordinatorRole
+from steepest.coordinator_role import CoordinatorRole
 from steepest.pusher import Pusher
 from steepest.server_chunk import ServerChunk
 from steepest.server_group import ServerGroup

@@ -9,6 +9,7 @@ import pytest
 
 from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.coordinator import Coordinator, Outgoing
+from steepest.coordinator_role import CoordinatorRole
 from steepest.errors import ProtocolError
 from steepest.rules import CommitAll, Staged
 from steepest.staging import Report, summarize
@@ -391,3 +392,46 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
     }
     assert summarize(reports, False) == {"samples": 6, "bytes_pushed": 30}
     assert math.isnan(summarize(reports[2:], True)["loss"])
+
+
+def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Script:
+        """A coordinator of which the next step is committed with each message, and given up with LEFT."""
+
+        version, limit = 0, 5
+
+        def handle(self, source: Peer, message: Message) -> list[tuple[Peer, Message]]:
+            self.version += 1
+            kind = Kind.FAILURE if message.kind is Kind.LEFT else Kind.RESULT
+            return [(server_peer(0), Message(Kind.COMMIT)), (CLIENT, Message(kind, version=self.version))]
+
+        def tick(self, now: float) -> list[tuple[Peer, Message]]:
+            return []
+
+    now = [100.0]
+    monkeypatch.setattr("steepest.coordinator_role.time.monotonic", lambda: now[0])
+    told: list[int] = []
+    commits: list[Peer] = []
+    script = Script()
+
+    def send(peer: Peer, message: Message) -> None:
+        commits.append(peer) if message.kind is Kind.COMMIT else told.append(message.version)
+
+    role = CoordinatorRole(script, send, pause=1.0)  # type: ignore[arg-type]
+
+    def steps(count: int, kind: Kind = Kind.STAGED) -> list[int]:
+        for _ in range(count):
+            role.handle(server_peer(0), Message(kind))
+        return told
+
+    assert steps(3) == [1]  # the others so soon after it wait
+    assert len(commits) == 3  # which the servers' orders do not
+    now[0] += 1.0
+    assert steps(1) == [1, 2, 3, 4]
+    assert steps(1) == [1, 2, 3, 4, 5]  # the last that was asked for
+    script.limit = 10
+    assert steps(1) == [1, 2, 3, 4, 5]
+    role.tick(0.0)
+    assert told == [1, 2, 3, 4, 5, 6]
+    assert steps(1) == [1, 2, 3, 4, 5, 6]
+    assert steps(1, Kind.LEFT) == [1, 2, 3, 4, 5, 6, 7, 8]  # bad news goes at once, after what was before it

@@ -35,6 +35,8 @@ from steepest.runtime.calls import Callee, CallTransport
 from steepest.runtime.parcels import Bytes, Parcel
 from steepest.worker import Worker
 
+_RESULT_SECONDS = 0.02  # the driver hears of short steps together
+
 
 @dataclass(frozen=True)
 class Place:
@@ -158,7 +160,7 @@ class Process:
                 else:
                     weights = self._replicas.weights
                 if 0 in servers:
-                    host_coordinator(self._router, job)
+                    host_coordinator(self._router, job, _RESULT_SECONDS)
                 for index in servers:
                     in_place = self._replicas is not None or index in relays
                     host_server(self._router, job, index, weights, shared=in_place)

@@ -1,0 +1,61 @@
+"""A coordinator in a process: messages in, messages out."""
+
+from __future__ import annotations
+
+import time
+
+from steepest.comm.message import Kind, Message, Peer, Send
+from steepest.coordinator import Coordinator, Outgoing
+from steepest.errors import ProtocolError
+
+
+class CoordinatorRole:
+    """Sends what a coordinator decides.
+
+    Args:
+        coordinator: decides.
+        send: how to send.
+        pause: seconds for which the results of short steps wait for each other, while more steps are to come: waking
+            the client for each would take processor time from the workers.
+    """
+
+    def __init__(self, coordinator: Coordinator, send: Send, pause: float = 0.0) -> None:
+        self.coordinator = coordinator
+        self._send = send
+        self._pause = pause
+        self._told = 0.0  # when a client was last told of a step
+        self._results: list[tuple[Peer, Message]] = []  # of which it will be told
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Acts on one message."""
+        self._carry_out(self.coordinator.handle(source, message))
+
+    def destination(self, message: Message, size: int) -> None:
+        """No coordinator takes payloads."""
+        raise ProtocolError(f"{message.kind.name} with {size} bytes of payload for the coordinator")
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """A peer's channel closed."""
+        self._carry_out(self.coordinator.lost(peer, reason))
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        self._tell()
+        self._carry_out(self.coordinator.tick(now))
+
+    def _carry_out(self, decisions: Outgoing) -> None:
+        for peer, message in decisions:
+            if peer.role != "client":
+                self._send(peer, message)
+                continue
+            self._results.append((peer, message))
+            more = message.kind is Kind.RESULT and self.coordinator.version < self.coordinator.limit
+            if not more or time.monotonic() - self._told >= self._pause:
+                self._tell()
+
+    def _tell(self) -> None:
+        """In order, with what waited before it."""
+        self._told = time.monotonic()
+        results, self._results = self._results, []
+        for peer, message in results:
+            self._send(peer, message)
