@@ -42,6 +42,10 @@ def require_choice(name: str, value: object, allowed: tuple[object, ...]) -> Non
         raise ConfigurationError(f"{name}={value!r}: give one of {', '.join(map(repr, allowed))}")
 
 
+#: how processes talk: see `ParameterServerStrategy`
+TRANSPORTS = ("wire", "shared", "unix", "tcp", "ray")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimpleStrategy:
     """Gradients averaged centrally on the driver, through Ray's object store: the reference."""
@@ -67,7 +71,10 @@ class ParameterServerStrategy:
             et al. 2016); the samples of the others return to the pool.
         nonfinite: what happens to an update with NaN or infinity. "refuse": an error that names the tensor.
             "skip": it is left out, and counted. "pass": it is applied.
-        transport: "wire", sockets; or "ray", actor calls, for networks where no other port is open.
+        transport: how processes talk. "wire": over shared memory and Unix-domain sockets inside a host, over TCP
+            between hosts. To force a way: "shared" (shared memory and Unix-domain sockets alone; all processes must
+            be on one node), "unix" (as "wire" without shared memory), "tcp" (everywhere), "ray" (actor calls, for
+            networks where no other port is open).
         wire_dtype: "fp16" or "bf16": float32 gradients and weights travel in half the bytes; servers add up, apply
             and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. What does not
             fit into fp16 travels as float32. With one worker nothing travels.
@@ -96,7 +103,7 @@ class ParameterServerStrategy:
         require_choice("mode", self.mode, ("sync", "async", "ssp"))
         require_choice("correction", self.correction, (None, "learning_rate", "drop"))
         require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
-        require_choice("transport", self.transport, ("wire", "ray"))
+        require_choice("transport", self.transport, TRANSPORTS)
         if isinstance(self.wire_dtype, tuple) and len(self.wire_dtype) != 2:
             raise ConfigurationError(f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls")
         for dtype in self.wire_dtypes:

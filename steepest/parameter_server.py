@@ -15,12 +15,14 @@ from weakref import WeakValueDictionary
 
 import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from steepest.arrays import Arrays, ArrayTree, OptimizerFactory
 from steepest.checkpoint import Record
 from steepest.client import Snapshot
 from steepest.comm.shared import segment_of
-from steepest.config import require_choice, require_count, require_seconds
+from steepest.comm.wire import check_ways
+from steepest.config import TRANSPORTS, require_choice, require_count, require_seconds
 from steepest.connection import Connection
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.calls import threads_for
@@ -54,7 +56,8 @@ class ParameterServer:
         optimizer: instead: builds a torch optimizer over a list of parameters; what is pushed are gradients.
         nonfinite: what happens to a push with NaN or infinity: "refuse" (the push raises), "skip" (it is left
             out, and makes a version that changes nothing) or "pass".
-        transport: "wire", sockets; or "ray", actor calls, where no other port is open.
+        transport: "wire", "shared", "unix", "tcp" or "ray": how processes talk, as for `ParameterServerStrategy`.
+            With "shared" the servers are on this process' node, and so must be all that use them.
         timeout: seconds that any call may take; the start of the servers may take a minute in any case.
         max_in_flight: asynchronous pushes of one process; a further one waits for the first to be committed.
 
@@ -89,7 +92,8 @@ class ParameterServer:
     ) -> None:
         require_choice("update", update, ("add",))
         require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
-        require_choice("transport", transport, ("wire", "ray"))
+        require_choice("transport", transport, TRANSPORTS)
+        check_ways(transport)
         shards = require_count("num_shards", num_shards)
         arrays = Arrays.plan(initial, optimizer, None)
         group = ServerGroup(arrays, shards, nonfinite)
@@ -101,15 +105,17 @@ class ParameterServer:
         servers: list[Any] = []
         try:
             concurrency = 16 + (threads_for(_USERS_BY_CALLS + shards) if transport == "ray" else 0)
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            where = here if transport == "shared" else "SPREAD"
             actor = ray.remote(ServerProcess).options(
-                num_cpus=0, scheduling_strategy="SPREAD", max_concurrency=concurrency, max_restarts=0
+                num_cpus=0, scheduling_strategy=where, max_concurrency=concurrency, max_restarts=0
             )
             servers = [actor.remote(f"steepest server {i}", token, 1) for i in range(shards)]
             memory = arrays.bytes_of(initial, "initial")
             stored = ray.put({name: part.numpy() for name, part in memory.items()})
-            opened = [s.open_group.remote(group, i, stored, transport == "ray") for i, s in enumerate(servers)]
+            opened = [s.open_group.remote(group, i, stored, transport) for i, s in enumerate(servers)]
             addresses = _get(opened, patience, "the servers to start")
-            self._access = Access(group, tuple(servers), tuple(a for a in addresses if a), token, *limits)
+            self._access = Access(group, tuple(servers), tuple(a for a in addresses if a), token, *limits, transport)
             _handles[id(self)] = self
             first = self._access.callees(1)
             _get([s.connect.remote(first, patience) for s in servers[1:]], patience, "the servers to connect")

@@ -72,7 +72,7 @@ def test_ssp_has_a_lead_of_three_steps_unless_told_otherwise(settings: dict[str,
         ("mode", ("sync", "async", "ssp")),
         ("correction", (None, "learning_rate", "drop")),
         ("nonfinite", ("refuse", "skip", "pass")),
-        ("transport", ("wire", "ray")),
+        ("transport", ("wire", "shared", "unix", "tcp", "ray")),
     ],
 )
 @pytest.mark.parametrize("value", ["", "Sync", "other", 0, True, ("sync",)])
@@ -122,6 +122,9 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
         {"mode": "ssp", "correction": "learning_rate", "staleness": 1},
         {"backup_workers": 2, "nonfinite": "skip"},
         {"mode": "ssp", "transport": "ray", "nonfinite": "pass"},
+        {"mode": "async", "transport": "shared"},
+        {"transport": "unix", "num_servers": 2},
+        {"transport": "tcp", "backup_workers": 1},
     ],
 )
 def test_settings_that_go_together_are_taken(settings: dict[str, Any]) -> None:

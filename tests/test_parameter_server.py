@@ -429,7 +429,7 @@ def test_servers_that_do_not_start_in_time_are_given_up(monkeypatch: pytest.Monk
         ({"num_shards": 1.5}, "num_shards=1.5"),
         ({"update": "subtract"}, "update='subtract': give one of 'add'"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore': give one of 'refuse', 'skip', 'pass'"),
-        ({"transport": "mpi"}, "transport='mpi': give one of 'wire', 'ray'"),
+        ({"transport": "mpi"}, "transport='mpi': give one of 'wire', 'shared', 'unix', 'tcp', 'ray'"),
         ({"timeout": 0}, "timeout=0: give a positive number of seconds"),
         ({"timeout": float("inf")}, "timeout=inf"),
         ({"max_in_flight": 0}, "max_in_flight=0"),

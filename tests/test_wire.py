@@ -35,11 +35,11 @@ class Node:
 
     alive: list[Node] = []
 
-    def __init__(self, peer: Peer, node: str = "here", token: bytes = TOKEN) -> None:
+    def __init__(self, peer: Peer, node: str = "here", token: bytes = TOKEN, ways: str = "wire") -> None:
         self.alive.append(self)
         self.messages, self.opened, self.lost, self.landed = [], [], [], []
         self.place = None  # instead of fresh memory, where a payload goes
-        self.transport = wire.WireTransport(token, (peer,), node, self.sink)
+        self.transport = wire.WireTransport(token, (peer,), node, self.sink, ways)
 
     def sink(self, message: Message, size: int) -> torch.Tensor | None:
         if self.place is not None:

@@ -14,8 +14,8 @@ class Address(NamedTuple):
 
     Attributes:
         node: Ray node id (or any name) that tells hosts apart.
-        host, port: of the TCP socket.
-        unix: name of the Unix-domain socket; starts with a NUL byte in Linux' abstract namespace.
+        host, port: of the TCP socket; port 0 where there is none.
+        unix: name of the Unix-domain socket; starts with a NUL byte in Linux' abstract namespace; empty for none.
         peers: the roles that the process hosts.
     """
 

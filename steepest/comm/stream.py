@@ -41,7 +41,7 @@ class WireChannel:
         self._awaited = 1  # bytes that have to be there before the transport is told of any
         self._watched = False  # whether the transport waits for the socket to take more
         local = sock.family == socket.AF_UNIX and shared.AVAILABLE
-        self._lender = transport.lending.lender() if local else None
+        self._lender = transport.lending.lender() if local and transport.lends else None
         self._borrower = shared.Borrower()
         self._descriptors: deque[int] = deque()  # that came over the socket, and were not asked for yet
         self._to_pass: list[shared.Segment] = []  # whose descriptors go with the next bytes; kept until then

@@ -4,6 +4,20 @@ One thread serves all sockets of a process with `selectors`; nothing blocks but 
 from the tensors' memory (`sendmsg`) and arrive in it (`recv_into`). A connection opens with a mutual
 proof that both ends know the job's token (HMAC-SHA256 over two fresh nonces); until then not a byte of
 it is understood as a frame.
+
+Which sockets, and whether payloads are lent in shared memory, may be narrowed by `ways`:
+
+======== ================================== ==============
+ways     inside a host                      between hosts
+======== ================================== ==============
+"wire"   Unix-domain sockets, shared memory TCP
+"shared" Unix-domain sockets, shared memory refused
+"unix"   Unix-domain sockets                TCP
+"tcp"    TCP                                TCP
+======== ================================== ==============
+
+All processes of a job are given the same. The sender decides whether it lends: an end that does not lend still
+takes what is lent to it.
 """
 
 from __future__ import annotations
@@ -25,9 +39,9 @@ import torch
 from steepest.comm.channel import Address, Event
 from steepest.comm.frame import ROLES, Sink
 from steepest.comm.message import Message, Peer
-from steepest.comm.shared import SHARED_FROM, Lending
+from steepest.comm.shared import AVAILABLE, SHARED_FROM, Lending
 from steepest.comm.stream import WireChannel
-from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, ProtocolError
+from steepest.errors import AuthenticationError, ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +75,33 @@ def _names(peers: tuple[Peer, ...]) -> str:
     return " + ".join(str(peer) for peer in peers) or "a peer"
 
 
+def check_ways(ways: str, *nodes: str) -> None:
+    """Checks that processes on these nodes can talk so; over "wire", "tcp" and "ray" they always can.
+
+    Raises:
+        ConfigurationError: they cannot.
+    """
+    if ways in ("shared", "unix") and not _has_unix():
+        raise ConfigurationError(
+            f'transport="{ways}" needs Unix-domain sockets as Linux has them: give "wire" or "tcp"'
+        )
+    if ways != "shared":
+        return
+    if not AVAILABLE:
+        raise ConfigurationError('transport="shared" needs shared memory as Linux has it (memfd): give "wire"')
+    for other in nodes:
+        if other != nodes[0]:
+            raise ConfigurationError(
+                f'transport="shared", but node {nodes[0][:12]} and node {other[:12]} share no memory: have all '
+                'processes on one node, the driver too, or give transport="wire"'
+            )
+
+
+def _has_unix() -> bool:
+    """Whether names of sockets may lie in the abstract namespace, where nothing has to be cleaned up."""
+    return os.path.exists("/proc/net/unix")
+
+
 class Handshake:
     """The accepting end's side of the opening; the connecting end does it blocking, in `connect`."""
 
@@ -78,11 +119,18 @@ class WireTransport:
         peers: the roles of this process, told to the other end.
         node: a name equal for processes that may meet on a Unix-domain socket.
         sink: where arriving payloads go.
+        ways: "wire", "shared", "unix" or "tcp"; see above.
+
+    Raises:
+        ConfigurationError: this platform does not have what `ways` needs.
     """
 
-    def __init__(self, token: bytes, peers: tuple[Peer, ...], node: str, sink: Sink) -> None:
+    def __init__(self, token: bytes, peers: tuple[Peer, ...], node: str, sink: Sink, ways: str = "wire") -> None:
         if len(token) < 16:
             raise AuthenticationError("the job's token is shorter than 16 bytes")
+        check_ways(ways)
+        self.ways = ways
+        self.lends = ways in ("wire", "shared")
         self.sink = sink
         self.node = node
         self.peers = peers
@@ -106,22 +154,21 @@ class WireTransport:
     # -- opening -------------------------------------------------------------------------------
 
     def listen(self, host: str) -> Address:
-        """Listens on a free TCP port of that address and on a Unix-domain socket."""
-        tcp = socket.create_server((host, 0), backlog=128)
-        unix_name = f"\0steepest-{os.getpid()}-{secrets.token_hex(8)}"
-        listeners = [tcp]
-        if os.path.exists("/proc/net/unix"):  # the abstract namespace is Linux': nothing to clean up
-            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            unix.bind(unix_name)
-            unix.listen(128)
-            listeners.append(unix)
-        else:
-            unix_name = ""
+        """Listens on a free TCP port of that address and on a Unix-domain socket, as far as `ways` has them."""
+        listeners, port, unix_name = [], 0, ""
+        if self.ways != "shared":
+            listeners.append(socket.create_server((host, 0), backlog=128))
+            port = listeners[0].getsockname()[1]
+        if self.ways != "tcp" and _has_unix():
+            unix_name = f"\0steepest-{os.getpid()}-{secrets.token_hex(8)}"
+            listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listeners[-1].bind(unix_name)
+            listeners[-1].listen(128)
         for sock in listeners:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ, self._accepter(sock))
         self._listeners += listeners
-        return Address(self.node, host, tcp.getsockname()[1], unix_name, self.peers)
+        return Address(self.node, host, port, unix_name, self.peers)
 
     def connect(self, address: Address, timeout: float = 10.0) -> WireChannel:
         """Connects to a listening process, over a Unix-domain socket when it is on the same node.
@@ -131,9 +178,11 @@ class WireTransport:
             AuthenticationError: the two ends do not know the same token.
             ProtocolError: it is not a steepest process of this version.
             DeadlineError: no answer within `timeout` seconds.
+            ConfigurationError: it is on another node, which `ways` excludes.
         """
-        where = f"{_names(address.peers)} at {address.host}:{address.port}"
-        local = bool(address.unix) and address.node == self.node
+        check_ways(self.ways, self.node, address.node)
+        where = f"{_names(address.peers)} at {address.host}" + (f":{address.port}" if address.port else "")
+        local = bool(address.unix) and address.node == self.node and self.ways != "tcp"
         sock = socket.socket(socket.AF_UNIX if local else socket.AF_INET, socket.SOCK_STREAM)
         try:
             deadline = time.monotonic() + timeout

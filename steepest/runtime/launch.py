@@ -18,6 +18,7 @@ from steepest.comm.channel import Address
 from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.comm.shared import AVAILABLE
+from steepest.comm.wire import check_ways
 from steepest.config import RunSettings, StrategyConfig
 from steepest.errors import (
     ConfigurationError,
@@ -41,7 +42,7 @@ from steepest.job import (
 )
 from steepest.runtime.calls import Callee, threads_for
 from steepest.runtime.placement import Room, ensure_ray, nodes_of, reserve, worker_bundle
-from steepest.runtime.process import Place, Process, by_calls, connect, make_transport
+from steepest.runtime.process import Place, Process, by_calls, connect, make_transport, ways_of
 from steepest.runtime.supervision import cause_of_death, fetch_last_lines
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Cluster:
         try:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
             self._room = reserve(num_workers, bundle, settings.start_timeout)
+            check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *nodes_of(self._room))
             self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed)
         except BaseException:
             self.shutdown()
@@ -106,7 +108,7 @@ class Cluster:
         assert self._room is not None
         creator = _travelling(model_creator)
         strategy = make_strategy(config)
-        num_servers = strategy.num_servers(nodes_of(self._room))
+        num_servers = strategy.num_servers(len(nodes_of(self._room)))
         alone = num_workers == 1 and not strategy.in_driver  # servers live in the only worker's process
         cpus, gpus = self._settings.cpus_per_worker, devices if gpu else 0
         served = 0 if alone or strategy.in_driver else num_servers  # processes that are servers only

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -135,10 +134,10 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float) -> Room:
     return Room(group, True, tuple(range(workers)))
 
 
-def nodes_of(room: Room) -> int:
-    """On how many nodes the workers lie."""
-    placed: dict[int, Any] = placement_group_table(room.group)["bundles_to_node_id"]
-    return len({placed[bundle] for bundle in room.bundles})
+def nodes_of(room: Room) -> set[str]:
+    """The nodes on which the workers lie."""
+    placed: dict[int, str] = placement_group_table(room.group)["bundles_to_node_id"]
+    return {placed[bundle] for bundle in room.bundles}
 
 
 def _summary(resources: dict[str, float]) -> str:

@@ -233,16 +233,22 @@ class Process:
         self._router.stop()
 
 
+def ways_of(config: StrategyConfig) -> str:
+    """How a job's processes talk."""
+    return "ray" if isinstance(config, SimpleStrategy) else config.transport
+
+
 def by_calls(config: StrategyConfig) -> bool:
     """Whether a job's processes talk by actor calls, and not on the wire."""
-    return isinstance(config, SimpleStrategy) or config.transport == "ray"
+    return ways_of(config) == "ray"
 
 
 def make_transport(
     job: Job, token: bytes, peers: tuple[Peer, ...], node: str, sink: Sink
 ) -> WireTransport | CallTransport:
     """The transport of one of the job's processes."""
-    return CallTransport(sink, peers) if by_calls(job.config) else WireTransport(token, peers, node, sink)
+    ways = ways_of(job.config)
+    return CallTransport(sink, peers) if ways == "ray" else WireTransport(token, peers, node, sink, ways)
 
 
 def connect(

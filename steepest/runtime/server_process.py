@@ -29,11 +29,12 @@ log = logging.getLogger(__name__)
 class ServerProcess(Process):
     """A Ray actor's body: one server of a group."""
 
-    def open_group(self, group: ServerGroup, index: int, initial: Mapping[str, Bytes], calls: bool) -> Address | None:
+    def open_group(self, group: ServerGroup, index: int, initial: Mapping[str, Bytes], ways: str) -> Address | None:
         """Hosts a server, and listens; returns where, or None when it is reached by calls.
 
         Args:
             initial: memory of all arrays by name.
+            ways: how it talks, "ray" for calls.
         """
 
         def open_() -> Address | None:
@@ -49,10 +50,10 @@ class ServerProcess(Process):
                     memory[at : at + end - begin] = initial[layout.entries[piece.entry].name][begin:end]
                     at += end - begin
             group.host_server(self._router, index, weights)
-            if calls:
+            if ways == "ray":
                 self._transport = self._router.transport = CallTransport(self._router.destination, peers)
                 return None
-            wire = WireTransport(self._token, peers, self._place.node, self._router.destination)
+            wire = WireTransport(self._token, peers, self._place.node, self._router.destination, ways)
             self._transport = self._router.transport = wire
             return wire.listen(self._place.host)
 
@@ -71,6 +72,7 @@ class Access:
         token: the secret of these servers.
         timeout: seconds that a call may take.
         max_in_flight: pushes that nobody waits for.
+        ways: how everybody talks; "ray" for calls.
     """
 
     group: ServerGroup
@@ -79,6 +81,7 @@ class Access:
     token: bytes = field(repr=False)
     timeout: float
     max_in_flight: int
+    ways: str
 
     @property
     def name(self) -> str:
@@ -98,6 +101,7 @@ class Access:
         Raises:
             PeerLostError: a server is not there any more.
             DeadlineError: one does not answer.
+            ConfigurationError: this process is on another node, which the transport excludes.
         """
         deadline = time.monotonic() + self.timeout
         router = Router()
@@ -108,7 +112,7 @@ class Access:
         if self.addresses:
             usable = _always
             node = ray.get_runtime_context().get_node_id()
-            transport = WireTransport(self.token, peers, node, router.destination)
+            transport = WireTransport(self.token, peers, node, router.destination, self.ways)
         router.transport = transport
         pusher, client = self.group.host_user(router, index)
         connection = Connection(
