@@ -44,7 +44,7 @@ def until(output: object, line: str) -> str:
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
-    """A Ray cluster of two nodes with one CPU each; programs run in the first one's namespace."""
+    """A Ray cluster of two nodes with two CPUs each; programs run in the first one's namespace."""
     place = Place()
     spaces = (f"sp{place.mark[:6]}a", f"sp{place.mark[:6]}b")
     try:
@@ -57,7 +57,7 @@ def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
             ip("-n", space, "link", "set", device, "up")
         place.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.mark * 2}
         ray = str(Path(sys.executable).with_name("ray"))
-        common = ["--num-cpus=1", "--block", "--disable-usage-stats"]
+        common = ["--num-cpus=2", "--block", "--disable-usage-stats"]
         head = [f"--node-ip-address={ADDRESSES[0]}", "--head", f"--port={PORT}", "--include-dashboard=false"]
         other = [f"--node-ip-address={ADDRESSES[1]}", f"--address={ADDRESSES[0]}:{PORT}"]
         started = []
@@ -93,9 +93,20 @@ def test_workers_on_two_nodes_equal_one_process(nodes: tuple[Place, tuple[str, s
                 print("last words", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
+            from steepest import ParameterServerStrategy, RunSettings
+            one_each = RunSettings(cpus_per_worker=2)
             for strategy in ("ps", "simple"):
-                check(train(strategy))
-            with DistributedSGD(linear_model_creator(), num_workers=2) as sgd:
+                check(train(strategy, settings=one_each))
+            with DistributedSGD(linear_model_creator(), num_workers=4) as sgd:  # two on each node
+                sgd.fit(steps=5, progress=False)
+                hosts = sgd._live().job.hosts
+                assert len(hosts.relays) == 2 and all(len(workers) == 2 for workers in hosts.relays.values()), hosts
+                again = InProcessCluster(linear_model_creator(), num_workers=4, hosts=hosts,
+                                         strategy=ParameterServerStrategy(num_servers=2))
+                again.step(5)
+                weights = sgd.weights()
+                assert all(bool((weights[name] == value).all()) for name, value in again.weights().items())
+            with DistributedSGD(linear_model_creator(), num_workers=2, settings=one_each) as sgd:
                 assert sgd.num_servers == 2  # one for each node
                 hosts = {{place.host for place in sgd._live().places.values()}}
                 assert hosts == set({ADDRESSES!r}), hosts

@@ -41,7 +41,7 @@ from steepest.job import (
     make_strategy,
 )
 from steepest.runtime.calls import Callee, threads_for
-from steepest.runtime.placement import Room, ensure_ray, nodes_of, reserve, worker_bundle
+from steepest.runtime.placement import Room, ensure_ray, nodes_of, reserve, spread, worker_bundle
 from steepest.runtime.process import Place, Process, by_calls, connect, make_transport, ways_of
 from steepest.runtime.supervision import cause_of_death, fetch_last_lines
 
@@ -88,7 +88,8 @@ class Cluster:
         try:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
             self._room = reserve(num_workers, bundle, settings.start_timeout)
-            check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *nodes_of(self._room))
+            self._nodes = nodes_of(self._room)
+            check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self._nodes)
             self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed)
         except BaseException:
             self.shutdown()
@@ -108,13 +109,16 @@ class Cluster:
         assert self._room is not None
         creator = _travelling(model_creator)
         strategy = make_strategy(config)
-        num_servers = strategy.num_servers(len(nodes_of(self._room)))
+        num_servers = strategy.num_servers(len(set(self._nodes)))
         alone = num_workers == 1 and not strategy.in_driver  # servers live in the only worker's process
         cpus, gpus = self._settings.cpus_per_worker, devices if gpu else 0
         served = 0 if alone or strategy.in_driver else num_servers  # processes that are servers only
         called = by_calls(config)
         workers = [self._actor(worker_peer(i), i, cpus, gpus, int(called)) for i in range(num_workers)]
-        servers = [self._actor(server_peer(i), i, 0, 0, called * (num_workers + served)) for i in range(served)]
+        beside = spread(self._nodes, served)
+        servers = [
+            self._actor(server_peer(i), at, 0, 0, called * (num_workers + served)) for i, at in enumerate(beside)
+        ]
         described: list[Description] = self._get(
             [w.build.remote(creator, i, devices, seed, strategy.chunk_bytes) for i, w in enumerate(workers)],
             "build the model",
@@ -125,7 +129,7 @@ class Cluster:
         self.places = dict(zip(self._actors, places, strict=True))
         self.job = Job(
             described[0], config, num_workers, devices, num_servers, seed, self._settings.step_timeout,
-            self._settings.keep_log, None if called or alone else self._hosts(num_workers, num_servers),
+            self._settings.keep_log, None if called or alone else self._hosts(num_workers, num_servers, config),
         )  # fmt: skip
         job = ray.put(self.job)
         self._get([w.bind.remote(job, gpu) for w in workers], "bind the model")
@@ -135,7 +139,7 @@ class Cluster:
         self._client_index = secrets.randbelow(1 << 31)
         self._wire(workers, servers, job, initial)
 
-    def _hosts(self, num_workers: int, num_servers: int) -> Hosts:
+    def _hosts(self, num_workers: int, num_servers: int, config: StrategyConfig) -> Hosts:
         """Which processes share a node."""
         nodes: dict[str, int] = {}
         worker_nodes = [self.places[worker_peer(i)].node for i in range(num_workers)]
@@ -143,7 +147,7 @@ class Cluster:
         workers, servers = (
             tuple(nodes.setdefault(node, len(nodes)) for node in of) for of in (worker_nodes, server_nodes)
         )
-        return Hosts(workers, servers, gathers=AVAILABLE)
+        return Hosts(workers, servers, gathers=AVAILABLE and ways_of(config) in ("wire", "shared"))
 
     def _actor(self, peer: Peer, index: int, cpus: int, gpus: int, callers: int) -> Any:
         assert self._room is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -134,10 +134,21 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float) -> Room:
     return Room(group, True, tuple(range(workers)))
 
 
-def nodes_of(room: Room) -> set[str]:
-    """The nodes on which the workers lie."""
+def nodes_of(room: Room) -> tuple[str, ...]:
+    """The node of each worker."""
     placed: dict[int, str] = placement_group_table(room.group)["bundles_to_node_id"]
-    return {placed[bundle] for bundle in room.bundles}
+    return tuple(placed[bundle] for bundle in room.bundles)
+
+
+def spread(nodes: Sequence[str], servers: int) -> list[int]:
+    """For each server the worker beside which it is placed: nodes take turns.
+
+    Example:
+        >>> spread(["a", "a", "b"], 3)
+        [0, 2, 0]
+    """
+    firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
+    return [firsts[server % len(firsts)] for server in range(servers)]
 
 
 def _summary(resources: dict[str, float]) -> str:
