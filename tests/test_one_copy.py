@@ -1,0 +1,119 @@
+# ruff: noqa: F811 - fixtures are imported, and named as arguments
+"""One copy of the weights for all workers of a host: read where the server updates it, written by nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steepest import DistributedSGD, TorchModel
+from steepest.comm import shared
+from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.comm.shared import allocate, forget_writes, make_writable
+from steepest.config import ParameterServerStrategy
+from steepest.testing import InProcessCluster
+from tests.reference import same_bits
+from tests.test_wire import Node, client, ends, node, server, until  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
+PAGE = 4096
+
+
+@pytest.fixture
+def family() -> str:
+    return "unix"
+
+
+@pytest.fixture
+def lent(ends: tuple[Any, Any], server: Node, client: Node) -> tuple[torch.Tensor, torch.Tensor]:
+    """16 pages and what another process sees of them."""
+    server.place = lambda message, size: message.payload
+    memory = allocate(16 * PAGE)
+    ends[0].send(Message(Kind.PUSH, payload=memory, source=worker_peer(0), target=COORDINATOR))
+    until(lambda: server.messages, client, server)
+    return memory, server.messages[0].payload
+
+
+def test_what_a_reader_writes_is_its_own_until_it_is_forgotten(lent: tuple[torch.Tensor, torch.Tensor]) -> None:
+    memory, view = lent
+    memory.fill_(1)
+    assert make_writable(view)
+    assert forget_writes(view) == 0
+    view[3 * PAGE + 5] = 7
+    view[5 * PAGE : 7 * PAGE] = 8
+    assert bool((memory == 1).all()), "nobody else sees it"
+    memory.fill_(2)
+    assert view[3 * PAGE + 5] == 7
+    assert view[3 * PAGE] == 1, "the rest of its page is hidden too"
+    assert view[4 * PAGE] == 2
+    assert forget_writes(view) == 3
+    assert bool((view == 2).all())
+    assert forget_writes(view) == 0
+
+
+def test_memory_of_this_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.ones(3 * PAGE, dtype=torch.uint8)
+    assert make_writable(own)
+    assert forget_writes(own) == 0
+    assert bool((own == 1).all())
+
+
+def test_who_could_not_forget_does_not_share(
+    lent: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_PAGEMAP", "/nowhere")
+    assert not make_writable(lent[1])
+
+
+class Clamped(nn.Module):
+    """Writes to its own parameters in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4000).double(), nn.Linear(4000, 2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.2, 0.2)
+        self.last.weight.data[0, 0] = 0.125
+        return self.last(torch.tanh(self.first(x)))
+
+
+def create(worker_index: int, device_index: int) -> TorchModel:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(24, n, generator=generator, dtype=torch.float64) for n in (3, 2))
+    return TorchModel(
+        Clamped(),
+        loss=nn.functional.mse_loss,
+        data=(x, y),
+        batch_size=4,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9),
+    )
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("servers", [1, 2])
+def test_workers_of_a_node_compute_on_one_copy_and_may_write_to_it(ray_cluster: None, servers: int) -> None:
+    strategy = ParameterServerStrategy(num_servers=servers)
+
+    def look(view: Any) -> tuple[int, list[bool]]:
+        parameters = [p for p in view.models[0].module.parameters() if p.numel() > 2]
+        found = [shared._holding(shared._borrowed, p.data) for p in parameters]
+        view.models[0].module.last.weight.data.fill_(3.0)
+        return view.pid, [segment is not None for segment in found]
+
+    with DistributedSGD(create, num_workers=2, strategy=strategy) as sgd:
+        for _ in range(3):
+            sgd.step()
+        looks = sgd.foreach_worker(look)
+        assert len({pid for pid, _ in looks}) == 2
+        assert all(all(borrowed) for _, borrowed in looks)
+        for _ in range(3):
+            sgd.step()
+        weights = sgd.weights()
+    apart = InProcessCluster(create, num_workers=2, strategy=strategy, lend=False)
+    apart.step(6)
+    assert same_bits(weights, apart.weights())
