@@ -1,4 +1,4 @@
-"""The two workloads of the benchmarks: networks, random data, and the loading every rival shares."""
+"""The workloads of the benchmarks: networks, random data, optimizers, and the loading every rival shares."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LEARNING_RATE = 0.01
+ADAM_LEARNING_RATE = 0.001
 CLASSES = 10
 SEED = 20
 
@@ -43,9 +44,18 @@ class MLP(nn.Sequential):
         )
 
 
+def sgd(network: nn.Module, fused: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.SGD(network.parameters(), lr=LEARNING_RATE, fused=fused)
+
+
+def adam(network: nn.Module, fused: bool | None = True) -> torch.optim.Optimizer:
+    """Fused, which is the fastest that torch has; steepest is given ``fused=None`` and chooses by itself."""
+    return torch.optim.Adam(network.parameters(), lr=ADAM_LEARNING_RATE, fused=fused)
+
+
 @dataclass(frozen=True)
 class Workload:
-    """A network with the shape of its data; ``steps`` is the default number of steps in one round."""
+    """A network, the shape of its data, its optimizer; ``steps`` is the default number of steps in one round."""
 
     name: str
     network: Callable[[], nn.Module]
@@ -53,6 +63,7 @@ class Workload:
     batch_size: int
     samples: int
     steps: int
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd
 
     def build(self) -> nn.Module:
         """The network, with the same initial weights in every process."""
@@ -99,14 +110,11 @@ def compute(network: nn.Module, batches: Batches) -> None:
     F.nll_loss(network(x), y).backward()
 
 
-def sgd(network: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
-
-
 WORKLOADS = {
     w.name: w
     for w in (
         Workload("convnet", ConvNet, (1, 28, 28), batch_size=128, samples=4096, steps=120),
         Workload("mlp", MLP, (1024,), batch_size=8, samples=512, steps=6),
+        Workload("mlp-adam", MLP, (1024,), batch_size=8, samples=512, steps=6, optimizer=adam),
     )
 }

@@ -1,17 +1,17 @@
 """The time of one synchronous training step over its computation alone, with two workers.
 
-    python -m benchmarks.overhead                        # everything, three to four minutes
+    python -m benchmarks.overhead                        # everything, about six minutes
     python -m benchmarks.overhead --model convnet --rounds 3 --only ddp tutorial
     python -m benchmarks.overhead --strategies ps --json overhead.json
 
-Two workloads on random data held in memory, plain SGD: ``convnet``, 1,960 parameters at batch 128, where
-the cost of a message counts; and ``mlp``, 25 million parameters at batch 8, where the cost of moving
-gradients counts.
+Workloads on random data held in memory: ``convnet``, 1,960 parameters at batch 128 and plain SGD, where the
+cost of a message counts; ``mlp``, 25 million parameters at batch 8 and plain SGD, where the cost of moving
+gradients counts; and ``mlp-adam``, the same with Adam, where the update counts too. All use torch's fused Adam.
 
 Two baselines: two processes that compute next to each other and never communicate.
 
 ``free``            the computation alone: load a batch, zero_grad, forward, backward; no optimizer step
-``free+sgd``        the same and the local optimizer step
+``free+sgd``        the same and the local optimizer step (``free+adam`` where that is Adam)
 
 Contenders: the same computation as one synchronous step of two workers.
 
@@ -23,8 +23,8 @@ Contenders: the same computation as one synchronous step of two workers.
 
 Every process has one torch thread. All contenders stay alive, blocked while idle, and take turns: a round
 is one turn of ``--steps`` steps for each of them, and odd rounds run in reverse order. A ratio compares a
-contender with the baseline of the same round, so that a slow spell of the machine strikes both. Local
-processes are timed inside (the slower of the two counts); Ray contenders are timed by the driver.
+contender with a baseline, or with ``ddp``, in the same round, so that a slow spell of the machine strikes
+both. Local processes are timed inside (the slower of the two counts); Ray contenders by the driver.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ import torch
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.rivals import DEADLINE, WORKERS, Local, Steepest, Trainer, Tutorial
 
-BASELINES = ("free", "free+sgd")
+DDP = "ddp"
 Times = dict[str, list[float]]  # contender -> seconds per step, one entry a round
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(1)
-    workloads = list(WORKLOADS.values()) if options.model == "both" else [WORKLOADS[options.model]]
+    workloads = list(WORKLOADS.values()) if options.model == "all" else [WORKLOADS[options.model]]
     reports = []
     for workload in workloads:
         steps = options.steps or workload.steps
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=[*WORKLOADS, "both"], default="both")
+    parser.add_argument("--model", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--rounds", type=positive, default=7)
     defaults = ", ".join(f"{w.steps} for {w.name}" for w in WORKLOADS.values())
     parser.add_argument("--steps", type=positive, help=f"steps of one turn (default: {defaults})")
@@ -96,13 +96,17 @@ def positive(text: str) -> int:
     return number
 
 
+def baselines(workload: Workload) -> tuple[str, str]:
+    return "free", f"free+{workload.optimizer.__name__}"
+
+
 def choose(workload: Workload, strategies: list[str], only: list[str] | None) -> list[Trainer]:
     """The baselines, and the contenders whose name begins with one of ``only`` (all without it)."""
-    contenders: list[Trainer] = [Local(name, workload) for name in (*BASELINES, "ddp")]
+    contenders: list[Trainer] = [Local(name, workload) for name in (*baselines(workload), DDP)]
     contenders += [Tutorial("tutorial", workload), Tutorial("tutorial+numpy", workload, arrays=True)]
     contenders += [Steepest(f"steepest {strategy}", workload, strategy) for strategy in strategies]
     prefixes = tuple(only) if only else ("",)
-    return [c for c in contenders if c.name in BASELINES or c.name.startswith(prefixes)]
+    return [c for c in contenders if c.name in baselines(workload) or c.name.startswith(prefixes)]
 
 
 @contextlib.contextmanager
@@ -172,6 +176,7 @@ def deadline(what: str) -> Iterator[None]:
 
 def summarize(workload: Workload, steps: int, rounds: int, times: Times) -> dict[str, Any]:
     """The measurements of one workload, ready for JSON."""
+    others = [name for name in (*baselines(workload), DDP) if name in times]
     return {
         "model": workload.name,
         "parameters": workload.parameters(),
@@ -183,7 +188,7 @@ def summarize(workload: Workload, steps: int, rounds: int, times: Times) -> dict
             {
                 "name": name,
                 "ms_per_step": 1000 * statistics.median(seconds),
-                "over": {baseline: ratios(seconds, times[baseline]) for baseline in BASELINES},
+                "over": {other: ratios(seconds, times[other]) for other in others},
                 "seconds_per_step": seconds,
             }
             for name, seconds in times.items()
@@ -191,9 +196,9 @@ def summarize(workload: Workload, steps: int, rounds: int, times: Times) -> dict
     }
 
 
-def ratios(seconds: list[float], baseline: list[float]) -> dict[str, float]:
-    """Median, least and greatest ratio to the baseline of the same round."""
-    values = [mine / free for mine, free in zip(seconds, baseline, strict=True)]
+def ratios(seconds: list[float], others: list[float]) -> dict[str, float]:
+    """Median, least and greatest ratio to the other's seconds in the same round."""
+    values = [mine / other for mine, other in zip(seconds, others, strict=True)]
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -202,10 +207,10 @@ def table(report: dict[str, Any]) -> str:
         f"{report['model']}: {report['parameters']:,} parameters, batch {report['batch_size']}, "
         f"{report['workers']} workers, median of {report['rounds']} rounds of {report['steps']} steps"
     )
-    heads = "".join(f"{'over ' + baseline:>16}{'min..max':>14}" for baseline in BASELINES)
+    heads = "".join(f"{'over ' + other:>16}{'min..max':>14}" for other in report["contenders"][0]["over"])
     lines = ["", title, f"{'':17}{'ms/step':>9}{heads}"]
     for row in report["contenders"]:
-        cells = "".join(ratio_cell(row["over"][baseline]) for baseline in BASELINES)
+        cells = "".join(ratio_cell(ratio) for ratio in row["over"].values())
         lines.append(f"{row['name']:17}{row['ms_per_step']:9.2f}{cells}")
     return "\n".join(lines)
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.models import LEARNING_RATE, Workload, compute, sgd
+from benchmarks.models import Workload, compute
 
 WORKERS = 2
 DEADLINE = 120.0  # seconds that one wait of a contender may take
@@ -77,7 +77,7 @@ class Trainer(Contender):
         self.workload = workload
 
 
-# --- free, free+sgd and ddp: two spawned processes that take orders from pipes ---
+# --- free, free+sgd (or +adam) and ddp: two spawned processes that take orders from pipes ---
 
 Step = Callable[[], None]
 
@@ -86,7 +86,7 @@ def _free(workload: Workload, rank: int, store: Path) -> Step:
     return functools.partial(compute, workload.build(), workload.batches(rank))
 
 
-def _free_sgd(workload: Workload, rank: int, store: Path) -> Step:
+def _free_with_optimizer(workload: Workload, rank: int, store: Path) -> Step:
     return _with_optimizer(workload.build(), workload, rank)
 
 
@@ -103,7 +103,7 @@ def _ddp(workload: Workload, rank: int, store: Path) -> Step:
 
 
 def _with_optimizer(network: torch.nn.Module, workload: Workload, rank: int) -> Step:
-    batches, optimizer = workload.batches(rank), sgd(network)
+    batches, optimizer = workload.batches(rank), workload.optimizer(network)
 
     def step() -> None:
         compute(network, batches)
@@ -112,7 +112,7 @@ def _with_optimizer(network: torch.nn.Module, workload: Workload, rank: int) -> 
     return step
 
 
-LOCAL_STEPS = {"free": _free, "free+sgd": _free_sgd, "ddp": _ddp}
+LOCAL_STEPS = {"free": _free, "free+sgd": _free_with_optimizer, "free+adam": _free_with_optimizer, "ddp": _ddp}
 
 
 def _serve(kind: str, workload: Workload, rank: int, store: Path, barrier: Barrier, pipe: Connection) -> None:
@@ -212,7 +212,7 @@ class Server:
         torch.set_num_threads(1)
         self._arrays = arrays
         self._network = workload.build()
-        self._optimizer = sgd(self._network)
+        self._optimizer = workload.optimizer(self._network)
 
     def get_weights(self) -> Weights:
         weights = self._network.state_dict()
@@ -301,7 +301,7 @@ class Steepest(Trainer):
                 loss=F.nll_loss,
                 data=workload.data(),
                 batch_size=workload.batch_size,
-                optimizer=lambda network: torch.optim.SGD(network.parameters(), lr=LEARNING_RATE),
+                optimizer=functools.partial(workload.optimizer, fused=None),
             )
 
         self._sgd = DistributedSGD(creator, num_workers=WORKERS, strategy=self._strategy)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.models import MLP, WORKLOADS, Workload, sgd
+from benchmarks.models import MLP, WORKLOADS, Workload
 from benchmarks.namespaces import DEADLINE, Namespace, Orders
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
@@ -47,7 +47,11 @@ def make_job(workload: str, workers: int, servers: int, wire_dtype: str | None) 
 
     def creator(worker: int, device: int) -> TorchModel:
         return TorchModel(
-            chosen.build(), loss=F.nll_loss, data=chosen.data(), batch_size=chosen.batch_size, optimizer=sgd
+            chosen.build(),
+            loss=F.nll_loss,
+            data=chosen.data(),
+            batch_size=chosen.batch_size,
+            optimizer=functools.partial(chosen.optimizer, fused=None),
         )
 
     config = ParameterServerStrategy(num_servers=servers, wire_dtype=wire_dtype)
