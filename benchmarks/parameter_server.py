@@ -18,6 +18,8 @@ Tables:
                  joined by veth. Rivals: Gloo, which sends back what it received (the network alone), as one
                  message or in pieces of 4 MB; and Gloo that adds each piece first. The time of a round of
                  the slowest worker.
+``host-N``       the same on one host without namespaces, where Gloo goes over loopback. Ours by ``push_pull`` of an
+                 update made in ``empty()``; also with one server, and of an array of the user's. Needs no root.
 ``small``        push 1 kB and pull 1 kB from the driver. Rival: one actor call.
 
 Every process has one torch thread. The contenders of a table stay alive, blocked while idle, and take turns;
@@ -43,7 +45,8 @@ import tempfile
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,7 @@ import torch
 
 from benchmarks import parameter_server_bodies as bodies
 from benchmarks.models import WORKLOADS
-from benchmarks.namespaces import Member, Pair, UnavailableError
+from benchmarks.namespaces import Member, Pair, UnavailableError, joined, one_host
 from benchmarks.overhead import deadline, machine, positive, progress, ratios
 from benchmarks.parameter_server_rivals import (
     RAY_CPUS,
@@ -78,6 +81,7 @@ from benchmarks.rivals import DEADLINE, WORKERS, Contender, Local, Steepest
 CONVNET = WORKLOADS["convnet"]
 NETWORK_WORKERS = (1, 2, 4)
 PIECES = 25  # of 4 MB; measured with 1 to 400 pieces, Gloo was fastest with 12 and 25, by little
+HOST_GOAL = 0.6
 OURS = "steepest"
 
 
@@ -192,11 +196,19 @@ class OurNetwork(Network):
     """The servers in one namespace, the workers in the other, without Ray; a round is a push_pull of 100 MB.
 
     Two servers, as `ParameterServer` has them unless told otherwise; Gloo's only process has threads of its own.
+    With ``in_place`` the update lies where servers of the same host can read it.
     """
 
-    def __init__(self, name: str, workers: int, servers: int = 1) -> None:
-        super().__init__(name, workers)
-        self._servers = servers
+    def __init__(
+        self,
+        name: str,
+        workers: int,
+        servers: int = 2,
+        place: Callable[[], AbstractContextManager[Pair]] = joined,
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(name, workers, place)
+        self._servers, self._in_place = servers, in_place
 
     def members(self, pair: Pair) -> list[Member]:
         meeting = self._stack.enter_context(tempfile.TemporaryDirectory())
@@ -211,7 +223,9 @@ class OurNetwork(Network):
             for i in range(self._servers)
         ]
         workers = [
-            Member(pair.second, bodies.work, common | {"namespace": pair.second, "index": i})
+            Member(
+                pair.second, bodies.work, common | {"namespace": pair.second, "index": i, "in_place": self._in_place}
+            )
             for i in range(self.workers)
         ]
         return [*servers, *workers]
@@ -222,7 +236,10 @@ class OurNetwork(Network):
 
 @dataclass(frozen=True)
 class Table:
-    """What is measured with whom: a turn is ``steps`` units, shown as ``show`` makes of the seconds of one."""
+    """What is measured with whom: a turn is ``steps`` units, shown as ``show`` makes of the seconds of one.
+
+    ``wanted`` holds the goals for the ratio over some of the rivals.
+    """
 
     name: str
     title: str
@@ -232,6 +249,7 @@ class Table:
     rivals: Callable[[], list[Contender]]
     ours: Callable[[], Contender]
     ray: bool = True
+    wanted: dict[str, float] = field(default_factory=dict)
 
 
 def network(workers: int) -> Table:
@@ -249,8 +267,31 @@ def network(workers: int) -> Table:
         show=lambda seconds: seconds,
         steps=4,
         rivals=rivals,
-        ours=lambda: OurNetwork(OURS, workers, servers=2),
+        ours=lambda: OurNetwork(OURS, workers),
         ray=False,
+    )
+
+
+def host(workers: int) -> Table:
+    def rivals() -> list[Contender]:
+        return [
+            Gloo("gloo", workers, 1, add=False, place=one_host),
+            Gloo("gloo pieces", workers, PIECES, add=False, place=one_host),
+            Gloo("gloo pieces+add", workers, PIECES, add=True, place=one_host),
+            OurNetwork("ours, 1 server", workers, servers=1, place=one_host, in_place=True),
+            OurNetwork("ours, array", workers, place=one_host),
+        ]
+
+    return Table(
+        name=f"host-{workers}",
+        title=f"push and pull 100 MB inside one host, {workers} worker{'s' * (workers > 1)}",
+        unit="s/round",
+        show=lambda seconds: seconds,
+        steps=4,
+        rivals=rivals,
+        ours=lambda: OurNetwork(OURS, workers, place=one_host, in_place=True),
+        ray=False,
+        wanted={"gloo": HOST_GOAL},
     )
 
 
@@ -282,6 +323,7 @@ TABLES = (
         ours=OurAsync,
     ),
     *(network(workers) for workers in NETWORK_WORKERS),
+    *(host(workers) for workers in NETWORK_WORKERS),
     Table(
         name="small",
         title="push and pull 1 kB from the driver",
@@ -372,6 +414,7 @@ def summarize(table: Table, rounds: int, times: dict[str, list[float]], notes: d
                 "name": name,
                 "shown": [table.show(each) for each in seconds],
                 "ours_over": ratios(times[OURS], seconds) if OURS in times and name != OURS else None,
+                "wanted": table.wanted.get(name),
                 "seconds": seconds,
             }
             for name, seconds in times.items()
@@ -380,14 +423,15 @@ def summarize(table: Table, rounds: int, times: dict[str, list[float]], notes: d
 
 
 def text(report: dict[str, Any]) -> str:
-    lines = ["", report["title"], f"{'':17}{report['unit']:>11}{'min..max':>18}{'ours/this':>11}{'min..max':>14}"]
+    heads = f"{report['unit']:>11}{'min..max':>18}{'ours/this':>11}{'min..max':>14}{'wanted':>8}"
+    lines = ["", report["title"], f"{'':17}{heads}"]
     for row in report["contenders"]:
         values, ratio = row["shown"], row["ours_over"]
         spread = f"{min(values):.4g}..{max(values):.4g}"
         line = f"{row['name']:17}{statistics.median(values):11.4g}{spread:>18}"
         if ratio is not None:
             spread = f"{ratio['min']:.2f}..{ratio['max']:.2f}"
-            line += f"{ratio['median']:11.2f}{spread:>14}"
+            line += f"{ratio['median']:11.2f}{spread:>14}" + (f"{row['wanted']:8.2f}" if row["wanted"] else "")
         lines.append(line)
     lines += [f"{name:17}{note}" for name, note in report["notes"].items()]
     return "\n".join(lines)

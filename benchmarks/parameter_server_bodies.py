@@ -1,4 +1,4 @@
-"""Our side of the ``network`` table without Ray: a server's and a worker's process, from the core's own parts."""
+"""Our side of the ``network`` and ``host`` tables without Ray: servers and workers, from the core's own parts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from steepest.arrays import Arrays
 from steepest.comm.channel import Address
 from steepest.comm.message import COORDINATOR, Peer, server_peer
 from steepest.comm.router import Router
+from steepest.comm.shared import allocate
 from steepest.comm.wire import WireTransport
 from steepest.connection import Connection
 from steepest.server_group import ServerGroup
@@ -32,7 +33,7 @@ def serve(
     servers_group = group(elements, servers)
     peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
     router = Router()
-    weights = torch.zeros(servers_group.arrays.layout.nbytes, dtype=torch.uint8)
+    weights = allocate(servers_group.arrays.layout.nbytes)
     servers_group.host_server(router, index, weights)
     wire = WireTransport(token, peers, namespace.name, router.destination)
     router.transport = wire
@@ -47,9 +48,20 @@ def serve(
 
 
 def work(
-    orders: Orders, namespace: Namespace, index: int, servers: int, elements: int, meeting: str, token: bytes
+    orders: Orders,
+    namespace: Namespace,
+    index: int,
+    servers: int,
+    elements: int,
+    meeting: str,
+    token: bytes,
+    in_place: bool = False,
 ) -> None:
-    """One worker: a round is a push_pull into arrays that are there already."""
+    """One worker: a round is a push_pull into an array that is there already.
+
+    Args:
+        in_place: push an array as `ParameterServer.empty` makes it, which servers of the same host read where it lies.
+    """
     servers_group = group(elements, servers)
     router = Router()
     peers = servers_group.user_peers(index)
@@ -60,6 +72,9 @@ def work(
         router.attach(wire.connect(read(Path(meeting) / str(server))))
     connection = Connection(router, pusher, client, name="network", timeout=DEADLINE, max_in_flight=8)
     update, out = torch.ones(elements), torch.zeros(elements)
+    if in_place:
+        _, update = servers_group.arrays.request(None, None, None, connection.updates)
+        update.fill_(1.0)
     pushed = 0
 
     def step() -> None:

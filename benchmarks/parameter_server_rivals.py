@@ -1,7 +1,7 @@
 """The rivals of ``benchmarks.parameter_server``: what one would use, or write, in place of ours.
 
 ``ShardedActors`` and ``ActorCall`` are plain Ray actors, ``AsyncTutorial`` is the asynchronous loop of Ray's
-parameter-server tutorial, ``Gloo`` is torch.distributed between two network namespaces.
+parameter-server tutorial, ``Gloo`` is torch.distributed between two network namespaces, or inside one host.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import tempfile
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -225,15 +228,19 @@ class ActorCall(Contender):
         self._actor = None
 
 
-# --- network: a server process in one namespace, worker processes in the other ---
+# --- network and host: a server process in one namespace, worker processes in the other or the same ---
 
 
 class Network(Contender):
-    """A team of one server and some workers; a turn is as long as its slowest worker's."""
+    """A team of servers and some workers; a turn is as long as its slowest worker's.
 
-    def __init__(self, name: str, workers: int) -> None:
+    ``place`` makes its two ends: ``joined`` or ``one_host``.
+    """
+
+    def __init__(self, name: str, workers: int, place: Callable[[], AbstractContextManager[Pair]] = joined) -> None:
         super().__init__(name)
         self.workers = workers
+        self._place = place
         self._stack = contextlib.ExitStack()
         self._team: Team | None = None
 
@@ -242,7 +249,7 @@ class Network(Contender):
         """The server's processes in ``pair.first``, then ``self.workers`` of them in ``pair.second``."""
 
     def start(self) -> None:
-        members = self.members(self._stack.enter_context(joined()))
+        members = self.members(self._stack.enter_context(self._place()))
         self._team = self._stack.enter_context(Team(self.name, members))
 
     def run(self, steps: int) -> float:
@@ -262,14 +269,19 @@ class Gloo(Network):
     network alone. With it, it is a parameter server: it adds the piece and answers the sum.
     """
 
-    PORT = 29510
-
-    def __init__(self, name: str, workers: int, pieces: int, add: bool) -> None:
-        super().__init__(name, workers)
+    def __init__(
+        self,
+        name: str,
+        workers: int,
+        pieces: int,
+        add: bool,
+        place: Callable[[], AbstractContextManager[Pair]] = joined,
+    ) -> None:
+        super().__init__(name, workers, place)
         self._pieces, self._add = pieces, add
 
     def members(self, pair: Pair) -> list[Member]:
-        url = f"tcp://{pair.first.address}:{self.PORT}"
+        url = Path(self._stack.enter_context(tempfile.TemporaryDirectory()), "store").as_uri()
         settings = {"url": url, "workers": self.workers, "pieces": self._pieces, "add": self._add}
         server = Member(pair.first, _gloo_member, settings | {"namespace": pair.first, "rank": 0})
         workers = [
