@@ -18,6 +18,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by every process
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed is compiled already, a checkout is once
 
 import argparse
 import contextlib
