@@ -17,6 +17,7 @@ from benchmarks.models import MLP, WORKLOADS, Workload
 from benchmarks.namespaces import DEADLINE, Namespace, Orders
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
+from steepest.allocator import keep_freed_memory, start_thread
 from steepest.comm.message import COORDINATOR, Kind, Peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.comm.shared import allocate
@@ -100,6 +101,7 @@ def work(
     """A worker's process; beside the first lives the client, which asks for steps. Arguments as of `serve`."""
     if profile:
         CLOCK.install()
+    keep_freed_memory()  # as the workers of a trainer do
     plan, models = make_job(**job)
     replicas = build_replicas(plan, index, models, [torch.device("cpu")])
     router = Router()
@@ -113,7 +115,7 @@ def work(
     router.call(worker.join)
     where = f"{profile}/worker {index}" if profile else ""
     if client is None:
-        router.start("worker")
+        router.start("worker", start_thread)
         _idle(orders, router, where)
         return
     orders.ready()

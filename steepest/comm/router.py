@@ -41,6 +41,16 @@ class Role(Protocol):
         """Time has passed; `now` is in seconds, monotonic."""
 
 
+#: Starts a daemon thread with a body and a name.
+StartThread = Callable[[Callable[[], None], str], threading.Thread]
+
+
+def _start_thread(body: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class Router:
     """Delivers messages between the roles of this process and, over a transport, those of others.
 
@@ -215,8 +225,13 @@ class Router:
         for role in list(self._roles.values()):
             role.tick(now)
 
-    def start(self, name: str) -> None:
-        """Runs in a thread of its own; `finished` tells how that ended."""
+    def start(self, name: str, start_thread: StartThread = _start_thread) -> None:
+        """Runs in a thread of its own; `finished` tells how that ended.
+
+        Args:
+            name: of the thread.
+            start_thread: starts one.
+        """
 
         def body() -> None:
             try:
@@ -226,8 +241,7 @@ class Router:
             else:
                 self._end(None)
 
-        self._thread = threading.Thread(target=body, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(body, name)
 
     def _end(self, error: BaseException | None) -> None:
         self._stopping.set()

@@ -159,7 +159,7 @@ class Cluster:
             max_task_retries=0,
             scheduling_strategy=self._room.strategy(index),
         )
-        self._actors[peer] = actor.remote(f"steepest {peer}", self._token, max(cpus, 1))
+        self._actors[peer] = actor.remote(f"steepest {peer}", self._token, max(cpus, 1), self._settings.keep_memory)
         return self._actors[peer]
 
     def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any) -> None:

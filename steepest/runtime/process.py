@@ -11,6 +11,7 @@ from typing import Any
 import ray
 import torch
 
+from steepest.allocator import keep_freed_memory, start_thread
 from steepest.comm.channel import Address, Channel
 from steepest.comm.frame import Sink
 from steepest.comm.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
@@ -75,9 +76,10 @@ class Process:
         name: for threads and logs.
         token: the job's secret.
         threads: torch threads.
+        keep_memory: whether to keep memory that is freed, see `steepest.allocator`.
     """
 
-    def __init__(self, name: str, token: bytes, threads: int) -> None:
+    def __init__(self, name: str, token: bytes, threads: int, keep_memory: bool) -> None:
         context = ray.get_runtime_context()
         logs = dict.fromkeys(_log_file(number) for number in (1, 2))
         self._place = Place(
@@ -94,7 +96,10 @@ class Process:
         self._router = Router()
         self._transport: WireTransport | CallTransport = CallTransport(self._router.destination)
         self._router.transport = self._transport
-        self._router.start(name)
+        if keep_memory and keep_freed_memory():
+            self._router.start(name, start_thread)
+        else:
+            self._router.start(name)
         self._on_router(lambda: torch.set_num_threads(threads))
 
     def _on_router(self, function: Callable[[], Any]) -> Any:
