@@ -62,7 +62,7 @@ class ParameterServerStrategy:
             each worker's gradient by itself, as it arrives. "ssp": likewise, but no worker is more than
             `staleness` steps ahead of the slowest (stale synchronous parallel, Ho et al. 2013).
         num_servers: server processes; by default one for each node that has workers.
-        chunk_bytes: size of a chunk; by default 1 to 4 MB by the size of the model.
+        chunk_bytes: size of a chunk; by default 1/3 to 4 MB by the size of the model.
         staleness: the bound, in steps for "ssp" (3 unless given) and in updates for ``correction="drop"``.
         correction: what "async" and "ssp" do about gradients of older weights. None: nothing.
             "learning_rate": the learning rate is divided by the staleness (Zhang et al. 2016). "drop": above

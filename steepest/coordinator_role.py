@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from steepest.comm.message import Kind, Message, Peer, Send
 from steepest.coordinator import Coordinator, Outgoing
@@ -15,13 +16,17 @@ class CoordinatorRole:
     Args:
         coordinator: decides.
         send: how to send.
+        flush: makes what was sent leave at once: servers elsewhere begin to apply before the one here does.
         pause: seconds for which the results of short steps wait for each other, while more steps are to come: waking
             the client for each would take processor time from the workers.
     """
 
-    def __init__(self, coordinator: Coordinator, send: Send, pause: float = 0.0) -> None:
+    def __init__(
+        self, coordinator: Coordinator, send: Send, flush: Callable[[], None] = lambda: None, pause: float = 0.0
+    ) -> None:
         self.coordinator = coordinator
         self._send = send
+        self._flush = flush
         self._pause = pause
         self._told = 0.0  # when a client was last told of a step
         self._results: list[tuple[Peer, Message]] = []  # of which it will be told
@@ -44,7 +49,13 @@ class CoordinatorRole:
         self._carry_out(self.coordinator.tick(now))
 
     def _carry_out(self, decisions: Outgoing) -> None:
+        commits = 0
         for peer, message in decisions:
+            if message.kind is Kind.COMMIT:
+                commits += 1
+            elif commits > 1:
+                self._flush()
+                commits = 0
             if peer.role != "client":
                 self._send(peer, message)
                 continue
@@ -52,6 +63,8 @@ class CoordinatorRole:
             more = message.kind is Kind.RESULT and self.coordinator.version < self.coordinator.limit
             if not more or time.monotonic() - self._told >= self._pause:
                 self._tell()
+        if commits > 1:
+            self._flush()
 
     def _tell(self) -> None:
         """In order, with what waited before it."""

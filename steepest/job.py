@@ -197,7 +197,7 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         scale_rate=job.strategy.scale_rate,
         keep_log=job.keep_log,
     )
-    router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR), pause))
+    router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR), router.pump, pause))
     return coordinator
 
 

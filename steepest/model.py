@@ -17,6 +17,7 @@ from steepest.optimizer import OptimizerSpec
 MIN_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 4 << 20
 _ALIGNMENT = 64
+_DIVISIBLE = 12  # so that each of 2, 3, 4 or 6 servers holds as much as the others
 
 #: Called by `Model.compute_gradients` as soon as one entry's gradient lies in the gradient buffer:
 #: entry index, summed sample weight of the batch, and whether there was a gradient at all.
@@ -122,7 +123,7 @@ class ParameterLayout:
             aliases: further names of tied parameters, by first name.
             split_tensors: whether a tensor may lie in several chunks; False for optimizers that
                 are not element-wise.
-            chunk_bytes: size of a chunk; by default 1 to 4 MB, by the size of the model.
+            chunk_bytes: size of a chunk; by default 1/3 to 4 MB, by the size of the model.
             integers: whether trainable ones may be integers, which can be added to but have no gradient.
 
         Raises:
@@ -150,7 +151,7 @@ class ParameterLayout:
                 entries.append(placed[-1][1])
                 offset += entry.nbytes
             begin = placed[0][1].offset
-            borders = _even_cuts(begin, offset, target, dtype.itemsize)
+            borders = _even_cuts(begin, offset, target, dtype.itemsize, 1 if chunk_bytes else _DIVISIBLE)
             if not split_tensors:
                 borders = _tensor_cuts([entry for _, entry in placed], offset, target)
             for start, stop in pairwise(borders):
@@ -245,13 +246,15 @@ def _fields(entry: Entry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in ("name", "shape", "dtype", "trainable", "aliases")}
 
 
-def _even_cuts(start: int, stop: int, target: int, itemsize: int) -> list[int]:
-    """Borders of pieces of at most `target` bytes, equally large up to alignment."""
+def _even_cuts(start: int, stop: int, target: int, itemsize: int, multiple: int) -> list[int]:
+    """Borders of pieces of at most `target` bytes, equally large up to alignment; of many, a multiple of a number."""
     size = stop - start
     if size == 0:
         return []
     unit = _ALIGNMENT if target >= 4 * _ALIGNMENT else itemsize
     pieces = -(-size // max(target // unit * unit, unit))
+    if 3 * pieces >= multiple:
+        pieces = -(-pieces // multiple) * multiple
     cuts = {start + -(-(size * i) // (pieces * unit)) * unit for i in range(1, pieces)}  # upwards: none exceeds
     return [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
 
