@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from steepest.errors import ConfigurationError
+from steepest.plain_torch import take_step, without_compiler
 
 Hyperparameters = dict[str, Any]
 _STATELESS_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "nesterov")
@@ -99,6 +100,7 @@ class OptimizerSpec:
         """Names of the parameters that the optimizer updates."""
         return {name for names, _ in self.groups for name in names}
 
+    @without_compiler()
     def build(self, slices: Sequence[tuple[str, torch.Tensor]]) -> tuple[torch.optim.Optimizer, list[int]]:
         """An optimizer over slices of parameters, fused where torch has that.
 
@@ -222,7 +224,7 @@ def _is_elementwise(spec: OptimizerSpec) -> bool:
         for gradient in gradients:
             for parameter, part in zip(parameters, gradient, strict=True):
                 parameter.grad = part
-            optimizer.step()
+            take_step(optimizer)
 
     gradients = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3)]
     try:

@@ -14,10 +14,10 @@ import torch
 from steepest.errors import ProtocolError
 from steepest.model import Chunk, ParameterLayout
 from steepest.optimizer import Hyperparameters, OptimizerSpec
+from steepest.plain_torch import take_step
 from steepest.rules import PushId
 
 log = logging.getLogger(__name__)
-_PIECE = 1 << 16  # elements that stay in the processor's cache
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ class ServerChunk:
             fused = []
         for group in fused:
             group["fused"] = False
-        optimizer.step()
+        take_step(optimizer)
         for group in fused:
             group["fused"] = True
 
@@ -257,13 +257,8 @@ class ServerChunk:
 
 
 def _add(total: torch.Tensor, gradient: torch.Tensor, factor: float = 1.0) -> None:
-    """Adds a gradient; a narrow one is widened piece by piece, which is faster than adding two dtypes."""
-    if gradient.dtype is total.dtype:
-        total.add_(gradient, alpha=factor) if factor != 1.0 else total.add_(gradient)
-        return
-    for begin in range(0, total.numel(), _PIECE):
-        piece = gradient[begin : begin + _PIECE].to(total.dtype)
-        total[begin : begin + _PIECE].add_(piece, alpha=factor)
+    """Adds a gradient; a narrow one is widened as it is added."""
+    total.add_(gradient, alpha=factor) if factor != 1.0 else total.add_(gradient)
 
 
 def sum_of_squares(vector: torch.Tensor) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler as schedules
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from steepest.errors import ConfigurationError
 from steepest.model import ParameterLayout
 from steepest.optimizer import OptimizerSpec, Schedule
+from steepest.plain_torch import take_step
 
 Factory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -325,3 +329,57 @@ def test_state_flags_name_the_switches_that_change_what_is_kept() -> None:
     spec = spec_of(lambda p: torch.optim.Adam(p, amsgrad=True))
     assert spec.state_flags()["0.amsgrad"] is True
     assert not any("fused" in key or "foreach" in key for key in spec.state_flags())
+
+
+WITHOUT_COMPILER = """
+import sys
+import torch
+from steepest.models.torch import TorchModel
+from steepest.testing import InProcessCluster
+
+names = sys.argv[1:]
+def creator(worker, device):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    return TorchModel(module, loss=torch.nn.functional.mse_loss, data=(torch.randn(8, 3), torch.randn(8, 2)),
+                      batch_size=2, optimizer=lambda m: getattr(torch.optim, names[0])(m.parameters()))
+
+while names:
+    cluster = InProcessCluster(creator, num_workers=2)
+    cluster.step(3)
+    names.pop(0)
+assert "torch._dynamo" not in sys.modules
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+assert "torch._dynamo" in sys.modules, "torch has become lazier: steepest.plain_torch can go"
+"""
+
+
+def test_torchs_optimizers_run_without_its_compiler() -> None:
+    names = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adafactor"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER, *names], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_step_is_torchs_own_with_hooks_and_for_other_optimizers() -> None:
+    calls: list[str] = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            calls.append("own")
+            return super().step(closure)
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    take_step(Own([parameter], lr=0.5))
+    assert calls == ["own"]
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("hook"))
+    try:
+        take_step(torch.optim.SGD([parameter], lr=0.25))
+    finally:
+        handle.remove()
+    assert calls == ["own", "hook"]
+    take_step(torch.optim.SGD([parameter], lr=0.125))
+    assert calls == ["own", "hook"]
+    assert torch.equal(parameter.detach(), torch.full((3,), 0.125))
+    assert parameter.requires_grad

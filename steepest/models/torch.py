@@ -14,6 +14,7 @@ from steepest.errors import ModelError
 from steepest.model import Arrive, Computed, ParameterLayout, Ready
 from steepest.models.gates import Gates
 from steepest.optimizer import OptimizerSpec
+from steepest.plain_torch import without_compiler
 
 LossFunction = Callable[..., "torch.Tensor | tuple[torch.Tensor, float]"]
 Metric = Callable[[Any, Any], "float | torch.Tensor"]
@@ -90,9 +91,9 @@ class TorchModel:
             if name != (first := names[id(parameter)]):
                 aliases[first] = (*aliases.get(first, ()), name)
         self._aliases = aliases
-        self.optimizer_spec = OptimizerSpec.read(
-            optimizer(module), names, lr_scheduler=lr_scheduler, learning_rate=learning_rate
-        )
+        with without_compiler():
+            chosen = optimizer(module)
+        self.optimizer_spec = OptimizerSpec.read(chosen, names, lr_scheduler=lr_scheduler, learning_rate=learning_rate)
         updated = self.optimizer_spec.trainable()
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad and name in updated}
         if not self._trainable:

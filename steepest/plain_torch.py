@@ -1,0 +1,46 @@
+"""torch.optim without torch's compiler, which both making an optimizer and stepping it would import.
+
+That import takes 1.6 seconds of processor time in each process, for decorators that only matter to code that is
+being compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+_NAME = "add_param_group"
+_ADD = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """While inside, making an optimizer does not import torch's compiler; nothing else is different."""
+    decorated = torch.optim.Optimizer.add_param_group
+    if _ADD is None or "torch._dynamo" in sys.modules or getattr(decorated, "__wrapped__", None) is not _ADD:
+        yield
+        return
+    setattr(torch.optim.Optimizer, _NAME, _ADD)
+    try:
+        yield
+    finally:
+        setattr(torch.optim.Optimizer, _NAME, decorated)
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, for torch's own optimizers without the wrappers that profile and compile it."""
+    step: Any = type(optimizer).step
+    hooks = any(getattr(torch_optimizer, name, None) for name in _HOOKS)
+    if hooks or not type(optimizer).__module__.startswith("torch.optim.") or optimizer.defaults.get("differentiable"):
+        optimizer.step()
+        return
+    while getattr(step, "__globals__", None) is vars(torch_optimizer) and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    with torch.no_grad():
+        step(optimizer)
