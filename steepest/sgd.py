@@ -274,7 +274,7 @@ class DistributedSGD:
         """Counters of the job so far."""
         cluster = self._live()
         counters = self._wait(self._on_router(cluster.client.counters), "the coordinator's counters")
-        refused = sum(counter["refused"] for counter in cluster.worker_counters())
+        processes = cluster.counters()
         training = self._training
         return Stats(
             step=counters["step"],
@@ -283,7 +283,9 @@ class DistributedSGD:
             samples=training.samples,
             seconds=training.seconds,
             bytes_pushed=training.bytes_pushed,
-            refused=refused,
+            bytes_pulled=training.bytes_pulled,
+            refused=sum(process["refused"] for process in processes.values()),
+            memory={str(peer): process["resident"] for peer, process in processes.items()},
             skipped=counters["skipped"],
             dropped=counters["dropped"],
             staleness=Staleness(dict(counters["staleness"])),

@@ -258,6 +258,7 @@ def summarize(reports: Sequence[Report], stats: bool) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "samples": sum(int(report.meta["samples"]) for report in reports),
         "bytes_pushed": sum(int(report.meta["bytes"]) for report in reports),
+        "bytes_pulled": sum(int(report.meta["pulled"]) for report in reports),
     }
     told = [report for report in reports if "loss" in report.meta]
     if not stats or not told:

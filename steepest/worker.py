@@ -79,6 +79,7 @@ class Worker:
         self._arriving: Key | None = None  # the weights of the step that is being taken, until all are here
         self._deferred: list[tuple[Peer, Message]] = []  # what came in the middle of a step
         self._superseded = False  # by a new generation, in the middle of a step
+        self._reported = 0  # bytes of weights that the coordinator was told of
         self._waiting = 0.0  # seconds, in the middle of a step
         self._limit = -1
         self._lease: tuple[int, int] | None = None  # a share of the samples, and the version to compute it from
@@ -263,6 +264,8 @@ class Worker:
             return
         sequence = self._exchange.end()
         meta: dict[str, Any] = {"samples": result.samples, "bytes": self._exchange.bytes_pushed}
+        meta["pulled"] = self._exchange.bytes_pulled - self._reported
+        self._reported += meta["pulled"]
         if self._stats:
             timings = {**result.timings, "wait": self._waited + self._waiting}
             timings["compute"] -= self._waiting

@@ -47,7 +47,7 @@ def ask(coordinator: Coordinator, steps: int = 1, **meta: Any) -> Outgoing:
 
 
 def report(coordinator: Coordinator, worker: int, **fields: Any) -> Outgoing:
-    meta = {"samples": 4, "bytes": 100, "loss": 1.0, "metrics": {}, "timings": {}}
+    meta = {"samples": 4, "bytes": 100, "pulled": 50, "loss": 1.0, "metrics": {}, "timings": {}}
     fields = {"generation": coordinator.generation, "version": coordinator.version, "total": 4.0, **fields}
     return coordinator.handle(worker_peer(worker), Message(Kind.REPORT, meta=meta, **fields))
 
@@ -373,7 +373,7 @@ def test_the_synchronous_rule_commits_all_or_none_in_the_order_of_workers() -> N
 def test_a_summary_has_means_by_weight_and_sums() -> None:
     def said(total: float, samples: int, loss: float, metrics: dict[str, float], compute: float) -> Report:
         timings = {"compute": compute}
-        meta = {"samples": samples, "bytes": 10, "loss": loss, "metrics": metrics, "timings": timings}
+        meta = {"samples": samples, "bytes": 10, "pulled": 5, "loss": loss, "metrics": metrics, "timings": timings}
         return Report(0, total, meta)
 
     reports = [
@@ -386,11 +386,12 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
     assert found == {
         "samples": 6,
         "bytes_pushed": 30,
+        "bytes_pulled": 15,
         "loss": 7.0,
         "metrics": {"a": 2.5, "b": 5.0},
         "timings": {},
     }
-    assert summarize(reports, False) == {"samples": 6, "bytes_pushed": 30}
+    assert summarize(reports, False) == {"samples": 6, "bytes_pushed": 30, "bytes_pulled": 15}
     assert math.isnan(summarize(reports[2:], True)["loss"])
 
 

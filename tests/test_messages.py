@@ -353,6 +353,7 @@ def test_who_is_no_member_is_refused_and_counted(name: str, kind: Kind) -> None:
                 meta = {
                     "samples": 1,
                     "bytes": 1,
+                    "pulled": 1,
                     "loss": 0.0,
                     "metrics": {},
                     "timings": {},

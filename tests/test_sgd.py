@@ -380,6 +380,9 @@ def test_warmup_changes_nothing_and_stats_count(trainer: DistributedSGD) -> None
     assert (stats.step, stats.generation, stats.refused) == (6, began.generation, 0)
     assert stats.samples - began.samples == 6 * SAMPLES
     assert stats.bytes_pushed - began.bytes_pushed == 6 * 2 * bytes_of_weights
+    assert stats.bytes_pulled - began.bytes_pulled >= 6 * 2 * bytes_of_weights
+    assert {f"worker {i}" for i in range(2)} <= stats.memory.keys()
+    assert all(50e6 < size < 5e9 for size in stats.memory.values())
     assert (stats.workers, stats.servers) == (2, trainer.num_servers)
     assert stats.seconds > began.seconds
     assert stats.samples_per_second == stats.samples / stats.seconds

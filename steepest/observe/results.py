@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,8 +101,11 @@ class Stats:
         version: updates committed; as many as steps in synchronous modes.
         generation: memberships so far.
         samples, seconds: trained since the job began, and spent in `step` and `fit`.
-        bytes_pushed: gradient bytes that left workers for servers.
+        bytes_pushed: gradient bytes that left workers for servers, in the precision in which they did.
+        bytes_pulled: bytes of weights that came to workers, likewise; what lies in shared memory counts too.
         refused: frames and connections refused by any process.
+        memory: bytes that each process holds in memory, by its name ("worker 0"); what processes of a host share
+            counts in each of them. About 300 MB are Python, torch and Ray. Empty where it cannot be known.
         skipped: updates left out because of NaN or infinity (``nonfinite="skip"``).
         dropped: gradients that were too late (backup workers) or too stale; their samples were computed again.
         staleness: of all gradients that were applied.
@@ -114,7 +118,9 @@ class Stats:
     samples: int
     seconds: float
     bytes_pushed: int
+    bytes_pulled: int
     refused: int
+    memory: Mapping[str, int]
     skipped: int
     dropped: int
     staleness: Staleness

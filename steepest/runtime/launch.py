@@ -283,14 +283,14 @@ class Cluster:
             raise
         return results
 
-    def worker_counters(self) -> list[dict[str, int]]:
+    def counters(self) -> dict[Peer, dict[str, int]]:
         """Counters of all processes that answer."""
-        refs = [actor.counters.remote() for actor in self._actors.values()]
-        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_SECONDS)
-        counters: list[dict[str, int]] = []
+        refs = {actor.counters.remote(): peer for peer, actor in self._actors.items()}
+        answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_CLOSE_SECONDS)
+        counters: dict[Peer, dict[str, int]] = {}
         for ref in answered:
             with contextlib.suppress(ray.exceptions.RayError):  # dead
-                counters.append(ray.get(ref))
+                counters[refs[ref]] = ray.get(ref)
         return counters
 
     def raise_if_dead(self, suspect: Peer | None = None, wait: float = 0.0) -> None:

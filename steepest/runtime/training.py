@@ -27,7 +27,7 @@ class Training:
 
     Attributes:
         running: whether workers are at work.
-        samples, seconds, bytes_pushed: sums over all steps so far.
+        samples, seconds, bytes_pushed, bytes_pulled: sums over all steps so far.
     """
 
     def __init__(self, cluster: Cluster, step_timeout: float) -> None:
@@ -35,6 +35,7 @@ class Training:
         self.samples = 0
         self.seconds = 0.0
         self.bytes_pushed = 0
+        self.bytes_pulled = 0
         self._cluster = cluster
         self._timeout = step_timeout
 
@@ -76,6 +77,7 @@ class Training:
         meta = result.values()
         self.samples += meta["samples"]
         self.bytes_pushed += meta["bytes_pushed"]
+        self.bytes_pulled += meta["bytes_pulled"]
 
     def _next_outcome(self) -> Message | PeerLostError:
         deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS  # the coordinator's word first

@@ -88,6 +88,11 @@ class PushPull:
         return self.sequence
 
     @property
+    def bytes_pulled(self) -> int:
+        """Bytes of weights that have come so far."""
+        return self._weights.bytes
+
+    @property
     def arriving(self) -> tuple[int, int]:
         """The newest version of which any weights are here."""
         return self._weights.newest

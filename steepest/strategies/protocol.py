@@ -21,7 +21,11 @@ class Exchange(Protocol):
     `receive`, until it says that a version is complete.
     """
 
-    bytes_pushed: int
+    bytes_pushed: int  # in this step
+
+    @property
+    def bytes_pulled(self) -> int:
+        """Bytes of weights that have come so far."""
 
     def begin(self, generation: int, version: int, incarnation: int) -> None:
         """A step starts from the weights of `version`; which life of the worker takes it."""
