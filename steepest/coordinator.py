@@ -89,7 +89,7 @@ class Coordinator:
         self._sent: dict[int, int] = {}  # the version whose weights each worker was sent last
         self._part: list[tuple[Report, int]] = []  # of the step that is being taken: reports, and their staleness
         self._since = math.inf  # when the open version was begun, on the caller's clock
-        self._now = 0.0
+        self._now = math.inf  # until the caller first tells the time
         self._log: list[list[Any]] | None = [] if keep_log else None
         self._staleness: Counter[int] = Counter()
         self._counts = {"committed": 0, "skipped": 0, "dropped": 0}
@@ -131,6 +131,8 @@ class Coordinator:
     def tick(self, now: float) -> Outgoing:
         """Time has passed: gives up what was awaited for too long."""
         self._now = now
+        for busy in self._busy.values():
+            busy.since = min(busy.since, now)
         if self._client is None or self.version >= self.limit:
             return []
         overdue = [worker for worker, busy in self._busy.items() if now - busy.since >= self._step_timeout]

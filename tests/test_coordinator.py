@@ -11,7 +11,7 @@ from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.coordinator import Coordinator, Outgoing
 from steepest.coordinator_role import CoordinatorRole
 from steepest.errors import ProtocolError
-from steepest.rules import CommitAll, Staged
+from steepest.rules import CommitAll, CommitEach, Staged
 from steepest.staging import Report, summarize
 
 CLIENT = Peer("client", 0)
@@ -436,3 +436,30 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monke
     assert told == [1, 2, 3, 4, 5, 6]
     assert steps(1) == [1, 2, 3, 4, 5, 6]
     assert steps(1, Kind.LEFT) == [1, 2, 3, 4, 5, 6, 7, 8]  # bad news goes at once, after what was before it
+
+
+def test_what_happened_before_the_first_tick_is_not_ages_ago() -> None:
+    """The caller's clock may stand anywhere when it first tells the time."""
+    coordinator = started(steps=3)
+    complete(coordinator)
+    assert coordinator.version == 1
+    assert coordinator.tick(5000.0) == []
+    assert coordinator.tick(5009.0) == []
+    assert only(coordinator.tick(5010.0), Kind.FAILURE).values()["reason"] == "deadline"
+
+
+def test_shares_leased_before_the_first_tick_have_all_their_time() -> None:
+    coordinator = Coordinator(
+        members=frozenset(range(2)),
+        servers=(0,),
+        holding=frozenset([0]),
+        rule=CommitEach(),
+        hyperparameters=lambda step: [{}],
+        step_timeout=10.0,
+    )
+    for worker in range(2):
+        coordinator.handle(worker_peer(worker), Message(Kind.JOIN))
+    ask(coordinator, 3)
+    assert coordinator.tick(5000.0) == []
+    assert coordinator.tick(5009.0) == []
+    assert only(coordinator.tick(5010.0), Kind.FAILURE).values()["reason"] == "deadline"

@@ -79,7 +79,7 @@ class Process:
         keep_memory: whether to keep memory that is freed, see `steepest.allocator`.
     """
 
-    def __init__(self, name: str, token: bytes, threads: int, keep_memory: bool) -> None:
+    def __init__(self, name: str, token: bytes, threads: int, keep_memory: bool = False) -> None:
         context = ray.get_runtime_context()
         logs = dict.fromkeys(_log_file(number) for number in (1, 2))
         self._place = Place(
