@@ -117,3 +117,51 @@ def test_workers_of_a_node_compute_on_one_copy_and_may_write_to_it(ray_cluster: 
     apart = InProcessCluster(create, num_workers=2, strategy=strategy, lend=False)
     apart.step(6)
     assert same_bits(weights, apart.weights())
+
+
+class Stamp(nn.Module):
+    """A part of the weights, each element of which counts the updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(300_000, dtype=torch.float64))
+
+    def forward(self, version: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = torch.aminmax(self.count.detach())
+        if low != high or version not in (None, low):
+            raise AssertionError(f"torn: {float(low)} to {float(high)} where others hold {version}")
+        return low.clone(), self.count.sum()
+
+
+class Stamps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Stamp() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        version, total = None, torch.zeros((), dtype=torch.float64)
+        for part in self.parts:
+            version, sum_of_it = part(version)
+            total = total - sum_of_it
+        return total
+
+
+def stamped(worker_index: int, device_index: int) -> TorchModel:
+    return TorchModel(
+        Stamps(),
+        loss=lambda output, target: output,
+        data=(torch.zeros(8, 1), torch.zeros(8, 1)),
+        batch_size=1,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1.0),
+    )
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])
+def test_no_worker_sees_torn_weights(ray_cluster: None, workers: int, servers: int) -> None:
+    """10 MB whose elements all equal the version; every forward pass looks at each of them as it begins early."""
+    with DistributedSGD(stamped, num_workers=workers, strategy=ParameterServerStrategy(num_servers=servers)) as sgd:
+        sgd.fit(steps=60, progress=False)
+        assert all(bool((weight == 60).all()) for weight in sgd.weights().values())
+        gates = sgd.foreach_worker(lambda view: view.models[0]._gates.usable)
+    assert all(gates)
