@@ -75,8 +75,8 @@ class ParameterServerStrategy:
             between hosts. To force a way: "shared" (shared memory and Unix-domain sockets alone; all processes must
             be on one node), "unix" (as "wire" without shared memory), "tcp" (everywhere), "ray" (actor calls, for
             networks where no other port is open).
-        wire_dtype: "fp16" or "bf16": float32 gradients and weights travel in half the bytes; servers add up, apply
-            and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. What does not
+        wire_dtype: "fp16" or "bf16": float32 gradients and weights travel between hosts in half the bytes; servers
+            add up, apply and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. What does not
             fit into fp16 travels as float32. With one worker nothing travels.
 
     Raises:
