@@ -76,8 +76,8 @@ class ParameterServerStrategy:
             be on one node), "unix" (as "wire" without shared memory), "tcp" (everywhere), "ray" (actor calls, for
             networks where no other port is open).
         wire_dtype: "fp16" or "bf16": float32 gradients and weights travel between hosts in half the bytes; servers
-            add up, apply and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. What does not
-            fit into fp16 travels as float32. With one worker nothing travels.
+            add up, apply and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. What
+            does not fit into fp16 travels as float32.
 
     Raises:
         ConfigurationError: a value out of range, or two that do not go together.
