@@ -140,11 +140,14 @@ class Relay:
         payload = weighing[0].payload if weighing else None
         if len(weighing) > 1:
             payload = self._add_up(chunk, weighing)
-            if self._checked and not math.isfinite(sum_of_squares(payload.view(self._layout.chunks[chunk].dtype))):
-                for push in pushes:
-                    self._leave(chunk, [push], push.payload, push.weight)
-                return
-        self._leave(chunk, pushes, payload, unit)
+        if payload is not None and self._checked and not self._is_finite(chunk, payload):
+            for push in pushes:
+                self._leave(chunk, [push], push.payload, push.weight)
+        else:
+            self._leave(chunk, pushes, payload, unit)
+
+    def _is_finite(self, chunk: int, payload: torch.Tensor) -> bool:
+        return math.isfinite(sum_of_squares(payload.view(self._layout.chunks[chunk].dtype)))
 
     def _leave(self, chunk: int, pushes: list[Message], payload: torch.Tensor | None, unit: float) -> None:
         first = pushes[0]

@@ -60,6 +60,18 @@ class Compiled(nn.Module):
         return self.inner(x)
 
 
+class CompiledFunction(nn.Module):
+    """Calls its part in a function that is compiled, which no module tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.function = [torch.compile(lambda x: self.inner(x), backend="eager")]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function[0](x)
+
+
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +185,7 @@ def test_a_perceptron_waits_for_one_layer_at_a_time() -> None:
     assert order == [0, 1, "relu", 2, 3]
 
 
-@pytest.mark.parametrize("make_module", [Alternating, Compiled, Unused], ids=["alternating", "compiled", "unused"])
+@pytest.mark.parametrize("make_module", [Alternating, Compiled, CompiledFunction, Unused])
 def test_who_cannot_be_foreseen_waits_for_everything(make_module: Callable[[], nn.Module]) -> None:
     module = make_module()
     gates, waited, _ = passes(module, lambda: module(torch.randn(3, 4)), 5)

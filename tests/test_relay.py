@@ -234,3 +234,27 @@ def test_hosts_say_who_has_a_relay() -> None:
     apart = Hosts.apart(2, 2)
     assert not any(apart.beside(worker, server) for worker in range(2) for server in range(2))
     assert all(a != b for a, b in pairwise((*apart.workers, *apart.servers)))
+
+
+def test_nan_of_the_only_one_that_weighs_anything_is_refused_with_its_name() -> None:
+    """Worker 0 has padding only; whose gradient it is must not be told by who comes first on the host."""
+    bad = [False]
+
+    def mood(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan") if bad[0] else gradient
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return nn.functional.mse_loss(output, target), float((target < 1e6).all())
+
+    x, y = samples(16)
+    task = Task(lambda: Moody(mood), sgd(), (x, y), loss)
+    plan = hosted("two and two", task).job.plan()
+    assert plan is not None
+    y[plan.share(1, 0, 4)] = 1e9
+    y[plan.share(1, 1, 4)] = 1e9
+    y[plan.share(1, 3, 4)] = 1e9
+    cluster = hosted("two and two", task)
+    trained(cluster, 1)
+    bad[0] = True
+    result = cluster.step(1)[-1]
+    assert {worker for worker, _ in result.values()["culprits"]} == {2}

@@ -95,12 +95,13 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.gates: dict[torch.nn.Module, set[int]] = {}
         self.seen: set[int] = set()
-        self.outside = False  # whether one is used before any module was entered
+        self.outside = False  # whether one is used where no gate can be
         self._entries = entries
         self._entered: torch.nn.Module | None = None
 
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
         """A module's forward begins."""
+        self.outside |= torch.compiler.is_compiling()  # traced once, not run each time
         self._entered = module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
