@@ -16,6 +16,7 @@ Two baselines: two processes that compute next to each other and never communica
 Contenders: the same computation as one synchronous step of two workers.
 
 ``ddp``             torch's DistributedDataParallel on Gloo over loopback, gradients as bucket views
+``ddp kept``        the same with the C library told to keep freed memory, as steepest's workers do
 ``tutorial``        the design of Ray's parameter-server tutorial: one server actor, two worker actors,
                     and a driver that waits for the new weights once every step
 ``tutorial+numpy``  the same with its weights sent as numpy arrays, which Ray moves faster than tensors
@@ -50,7 +51,7 @@ import ray
 import torch
 
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.rivals import DEADLINE, WORKERS, Local, Steepest, Trainer, Tutorial
+from benchmarks.rivals import DEADLINE, KEPT, WORKERS, Local, Steepest, Trainer, Tutorial
 
 DDP = "ddp"
 Times = dict[str, list[float]]  # contender -> seconds per step, one entry a round
@@ -102,7 +103,7 @@ def baselines(workload: Workload) -> tuple[str, str]:
 
 def choose(workload: Workload, strategies: list[str], only: list[str] | None) -> list[Trainer]:
     """The baselines, and the contenders whose name begins with one of ``only`` (all without it)."""
-    contenders: list[Trainer] = [Local(name, workload) for name in (*baselines(workload), DDP)]
+    contenders: list[Trainer] = [Local(name, workload) for name in (*baselines(workload), DDP, DDP + KEPT)]
     contenders += [Tutorial("tutorial", workload), Tutorial("tutorial+numpy", workload, arrays=True)]
     contenders += [Steepest(f"steepest {strategy}", workload, strategy) for strategy in strategies]
     prefixes = tuple(only) if only else ("",)

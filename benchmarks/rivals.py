@@ -115,12 +115,19 @@ def _with_optimizer(network: torch.nn.Module, workload: Workload, rank: int) -> 
 LOCAL_STEPS = {"free": _free, "free+sgd": _free_with_optimizer, "free+adam": _free_with_optimizer, "ddp": _ddp}
 
 
+KEPT = " kept"  # with the C library told to keep freed memory, as steepest's workers do
+
+
 def _serve(kind: str, workload: Workload, rank: int, store: Path, barrier: Barrier, pipe: Connection) -> None:
     """Body of a local process: answer each number of steps with the seconds they took, until None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     torch.set_num_threads(1)
     try:
-        step = LOCAL_STEPS[kind](workload, rank, store)
+        if kind.endswith(KEPT):
+            from steepest.allocator import keep_freed_memory
+
+            keep_freed_memory()
+        step = LOCAL_STEPS[kind.removesuffix(KEPT)](workload, rank, store)
         pipe.send(0.0)
         while pipe.poll(IDLE_DEADLINE) and (steps := pipe.recv()) is not None:
             barrier.wait(DEADLINE)
