@@ -251,7 +251,7 @@ HOSTS = pytest.mark.parametrize(
 
 @HOSTS
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("shuffle", [None, 1, 2, 3])
+@pytest.mark.parametrize("shuffle", [None, 1])
 def test_steps_begin_early_and_change_nothing(
     began: Began, hosts: Hosts | None, devices: int, shuffle: int | None
 ) -> None:
@@ -277,7 +277,7 @@ def test_the_same_bits_as_when_steps_begin_late(began: Began, hosts: Hosts | Non
 
 
 @HOSTS
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_failure_while_somebody_waits_for_weights(began: Began, hosts: Hosts | None, seed: int) -> None:
     """Whoever has the last weights raises, in the middle of others' waiting for them: all go on together."""
     calls = [0]
