@@ -109,6 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
         times: dict[str, list[float]] = {name: [] for name in teams}
         for number in range(options.rounds):
             for name in teams if number % 2 == 0 else reversed(teams):
+                teams[name].turn(1)  # connections that have been idle begin slowly
                 times[name].append(max(teams[name].turn(WORKLOAD.steps)))
     least = 8 * OVERHEAD * 2 * (options.hosts - 1) / options.hosts * BYTES / (options.mbit * 1e6)
     hosts = f"{options.hosts} hosts x {options.workers} at {options.mbit} Mbit/s"
