@@ -149,6 +149,7 @@ class Worker:
                     self._baseline = message.generation
                     self.version = -1
                     self._take_version()
+                self._run_calls()  # that knew of the generation before
             case _:
                 complete = self._exchange.receive(source, message)
                 if complete is not None:
@@ -235,6 +236,7 @@ class Worker:
             self._compute(share, version)
         finally:
             self._stepping, self._arriving = False, None
+            self._replicas.forget_writes()  # also of a step that failed
         self._run_calls()
 
     def _arrive(self, entry: int | None) -> None:
@@ -274,7 +276,6 @@ class Worker:
         report.total = result.weight
         self._send(COORDINATOR, report)
         self._pushed_at = time.perf_counter()
-        self._replicas.forget_writes()
 
     def _push(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
         self._exchange.ready(chunk, payload, unit, total, absent)

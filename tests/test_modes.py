@@ -232,6 +232,19 @@ def test_steps_taken_back_at_any_moment_go_on_where_they_stopped(name: str, seed
     assert all(torch.equal(held, cluster.snapshot().weights) for held in worker_weights(cluster, coordinator.version))
 
 
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_a_call_made_before_a_worker_hears_of_a_failure_runs_when_it_does(name: str) -> None:
+    """The driver may know of the new generation before the workers do."""
+    cluster = make(name)
+    trained(cluster, 2)
+    settle(cluster)
+    position = (cluster.coordinator.generation + 1, cluster.coordinator.version)
+    futures = [worker.at_version(*position, lambda replicas: 7) for worker in cluster.workers]
+    assert not any(future.done() for future in futures)
+    cluster.wait(cluster.client.revoke(), "the coordinator")
+    assert [cluster.wait(future, "the call") for future in futures] == [7] * 3
+
+
 @few
 @given(seed=SEEDS)
 def test_with_backup_workers_what_was_dropped_comes_later_and_nothing_twice(seed: int) -> None:

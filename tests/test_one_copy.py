@@ -14,6 +14,7 @@ from steepest.comm import shared
 from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.comm.shared import allocate, forget_writes, make_writable
 from steepest.config import ParameterServerStrategy
+from steepest.errors import ModelRaisedError
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits
 from tests.test_wire import Node, client, ends, node, server, until  # noqa: F401 - fixtures
@@ -117,6 +118,36 @@ def test_workers_of_a_node_compute_on_one_copy_and_may_write_to_it(ray_cluster: 
     apart = InProcessCluster(create, num_workers=2, strategy=strategy, lend=False)
     apart.step(6)
     assert same_bits(weights, apart.weights())
+
+
+@pytest.mark.cluster
+def test_what_a_step_that_failed_has_written_is_forgotten(ray_cluster: None) -> None:
+    """Or it would hide what is put, and every commit that follows."""
+
+    def put_weights(view: Any) -> None:
+        module = view.models[0].module
+        module.register_forward_pre_hook(lambda *_: setattr(module, "steps", getattr(module, "steps", 0) + 1))
+
+        def fail_once(*_: Any) -> None:
+            if module.steps == 2 and view.index == 0:
+                with torch.no_grad():
+                    module.first.weight.fill_(9.0)
+                raise ArithmeticError("after it wrote")
+
+        module.register_forward_hook(fail_once)
+
+    def first(view: Any) -> float:
+        return float(view.models[0].module.first.weight.mean())
+
+    with DistributedSGD(create, num_workers=2, strategy=ParameterServerStrategy(num_servers=1)) as sgd:
+        for _ in range(4):
+            sgd.step()
+        sgd.foreach_worker(put_weights)
+        sgd.step()
+        with pytest.raises(ModelRaisedError, match="after it wrote"):
+            sgd.step()
+        means = sgd.foreach_worker(first)
+        assert means[0] == means[1] == float(sgd.weights()["first.weight"].mean())
 
 
 class Stamp(nn.Module):
