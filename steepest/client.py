@@ -65,6 +65,9 @@ class Client:
         owners: the server of each chunk.
         num_servers: how many there are.
         send: how to send.
+
+    Attributes:
+        lost_peer: the first that was lost, as far as the client has heard.
     """
 
     def __init__(self, layout: ParameterLayout, owners: tuple[int, ...], num_servers: int, send: Send) -> None:
@@ -80,6 +83,7 @@ class Client:
         self._installs: dict[int, _Install] = {}
         self._counters: dict[int, Future[dict[str, Any]]] = {}
         self._gone: PeerLostError | None = None
+        self.lost_peer: Peer | None = None
 
     def ask(self, steps: int, stats: bool) -> None:
         """Grants that many more steps; each ends as one entry of `outcomes`."""
@@ -177,6 +181,7 @@ class Client:
                 install = self._installs.pop(message.sequence, None)
                 if message.meta is not None:  # a refusal
                     peer, why = Peer(*message.meta["peer"]), message.meta["why"]
+                    self.lost_peer = self.lost_peer or peer
                     if install is not None:
                         install.future.set_exception(PeerLostError(f"nothing was installed: {peer} is gone ({why})"))
                     return
@@ -223,6 +228,7 @@ class Client:
         """A server or the coordinator is gone: whatever waits for it fails, now and later."""
         if peer.role in ("server", "coordinator") and self._gone is None:
             self._gone = PeerLostError(f"{peer} is gone ({reason})")
+            self.lost_peer = self.lost_peer or peer
             self._fail_all(self._gone)
             self.outcomes.put(self._gone)
 

@@ -60,7 +60,7 @@ class Training:
             while taken < steps:
                 outcome = self._next_outcome()
                 if isinstance(outcome, PeerLostError):
-                    self._cluster.lost(Peer("server", 0), str(outcome))
+                    self._raise_lost(outcome)
                 if outcome.kind is Kind.FAILURE:
                     taken = steps  # the coordinator has taken the rest back already
                     self._raise_failure(outcome.values())
@@ -122,4 +122,7 @@ class Training:
             self._cluster.raise_if_dead()
             raise DeadlineError(f"waited {self._timeout:g} s in vain for {what}") from None
         except PeerLostError as error:
-            self._cluster.lost(Peer("server", 0), str(error))
+            self._raise_lost(error)
+
+    def _raise_lost(self, error: PeerLostError) -> NoReturn:
+        self._cluster.lost(self._cluster.client.lost_peer or Peer("server", 0), str(error))
