@@ -15,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/steepest demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --cov --cov-report=term
 
 check: $(STAMP)
 	$(BIN)/ruff check .

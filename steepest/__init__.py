@@ -1,6 +1,6 @@
 """Distributed SGD on Ray: one model, one ``strategy=``, from a laptop to a cluster."""
 
-from steepest.config import ParameterServerStrategy, RunSettings, SimpleStrategy
+from steepest.config import AllreduceStrategy, ParameterServerStrategy, RunSettings, SimpleStrategy
 from steepest.model import Computed, Model, ParameterLayout
 from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.torch import TorchModel, accuracy
@@ -12,6 +12,7 @@ from steepest.parameter_server import ParameterServer
 from steepest.sgd import DistributedSGD
 
 __all__ = [
+    "AllreduceStrategy",
     "Callback",
     "Commit",
     "CommitLog",

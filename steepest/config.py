@@ -53,8 +53,69 @@ class SimpleStrategy:
     name = "simple"
 
 
+class _OnTheWire:
+    """What every strategy has whose processes exchange gradients by themselves."""
+
+    chunk_bytes: int | None
+    nonfinite: str
+    transport: str
+    wire_dtype: str | tuple[str | None, str | None] | None
+
+    def _check_wire(self, transports: tuple[str, ...] = TRANSPORTS) -> None:
+        if self.chunk_bytes is not None:
+            require_count("chunk_bytes", self.chunk_bytes)
+        require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
+        require_choice("transport", self.transport, transports)
+        if isinstance(self.wire_dtype, tuple) and len(self.wire_dtype) != 2:
+            raise ConfigurationError(f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls")
+        for dtype in self.wire_dtypes:
+            require_choice("wire_dtype", dtype, (None, "fp16", "bf16"))
+
+    @property
+    def wire_dtypes(self) -> tuple[str | None, str | None]:
+        """In which pushes and pulls travel."""
+        return self.wire_dtype if isinstance(self.wire_dtype, tuple) else (self.wire_dtype, self.wire_dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ParameterServerStrategy:
+class AllreduceStrategy(_OnTheWire):
+    """Allreduce: no servers; each worker adds up and updates one slice of the weights, and all gather the slices.
+
+    The optimizer's state is thereby sharded: each worker keeps that of its own slice.
+
+    Attributes:
+        hierarchical: on several hosts, whether the gradients of a host's workers are added up in its shared memory
+            before they leave it, and weights come to it once; otherwise every pair of workers exchanges by itself.
+        chunk_bytes: size of a chunk; by default 1/3 to 4 MB by the size of the model.
+        nonfinite: what happens to an update with NaN or infinity: "refuse", "skip" or "pass", as for
+            `ParameterServerStrategy`.
+        transport: how processes talk: "wire", "shared", "unix" or "tcp", as for `ParameterServerStrategy`.
+        wire_dtype: "fp16" or "bf16": float32 gradients and new weights travel between hosts in half the bytes; a pair
+            sets it for gradients and for weights.
+
+    Raises:
+        ConfigurationError: a value out of range.
+
+    Example:
+        >>> AllreduceStrategy(wire_dtype="bf16").name
+        'allreduce'
+    """
+
+    name = "allreduce"
+
+    hierarchical: bool = True
+    chunk_bytes: int | None = None
+    nonfinite: str = "refuse"
+    transport: str = "wire"
+    wire_dtype: str | tuple[str | None, str | None] | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("hierarchical", self.hierarchical, (False, True))
+        self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerStrategy(_OnTheWire):
     """Parameter server: servers hold the weights and apply the optimizer to what workers push.
 
     Attributes:
@@ -94,20 +155,14 @@ class ParameterServerStrategy:
     wire_dtype: str | tuple[str | None, str | None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_servers", "chunk_bytes"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name))
+        if self.num_servers is not None:
+            require_count("num_servers", self.num_servers)
         if self.staleness is not None:
             require_count("staleness", self.staleness, 0)
         require_count("backup_workers", self.backup_workers, 0)
         require_choice("mode", self.mode, ("sync", "async", "ssp"))
         require_choice("correction", self.correction, (None, "learning_rate", "drop"))
-        require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
-        require_choice("transport", self.transport, TRANSPORTS)
-        if isinstance(self.wire_dtype, tuple) and len(self.wire_dtype) != 2:
-            raise ConfigurationError(f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls")
-        for dtype in self.wire_dtypes:
-            require_choice("wire_dtype", dtype, (None, "fp16", "bf16"))
+        self._check_wire()
         if self.mode != "sync" and self.backup_workers:
             raise ConfigurationError(f"backup_workers={self.backup_workers} with mode={self.mode!r}: they are for sync")
         if self.mode == "sync" and (self.staleness is not None or self.correction is not None):
@@ -126,20 +181,16 @@ class ParameterServerStrategy:
         return "ps" if self.mode == "sync" else self.mode
 
     @property
-    def wire_dtypes(self) -> tuple[str | None, str | None]:
-        """In which pushes and pulls travel."""
-        return self.wire_dtype if isinstance(self.wire_dtype, tuple) else (self.wire_dtype, self.wire_dtype)
-
-    @property
     def lead(self) -> int:
         """For "ssp": by how many steps a worker may be ahead of the slowest."""
         return 3 if self.staleness is None else self.staleness
 
 
-StrategyConfig = SimpleStrategy | ParameterServerStrategy
+StrategyConfig = SimpleStrategy | ParameterServerStrategy | AllreduceStrategy
 _BY_NAME: dict[str, StrategyConfig] = {
     "simple": SimpleStrategy(),
     "ps": ParameterServerStrategy(),
+    "allreduce": AllreduceStrategy(),
     "async": ParameterServerStrategy(mode="async"),
     "ssp": ParameterServerStrategy(mode="ssp"),
 }
@@ -152,12 +203,13 @@ def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
     Raises:
         ConfigurationError: no strategy of that name.
     """
-    if isinstance(strategy, (SimpleStrategy, ParameterServerStrategy)):
+    if isinstance(strategy, (SimpleStrategy, ParameterServerStrategy, AllreduceStrategy)):
         return strategy
     if not isinstance(strategy, str) or strategy not in _BY_NAME:
         names = ", ".join(repr(name) for name in STRATEGY_NAMES)
         raise ConfigurationError(
-            f"strategy={strategy!r}: give one of {names}, or SimpleStrategy(...), ParameterServerStrategy(...)"
+            f"strategy={strategy!r}: give one of {names}, or SimpleStrategy(...), ParameterServerStrategy(...), "
+            "AllreduceStrategy(...)"
         )
     return _BY_NAME[strategy]
 

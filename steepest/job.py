@@ -11,7 +11,7 @@ import torch
 from steepest.client import Client
 from steepest.comm.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
-from steepest.config import StrategyConfig
+from steepest.config import AllreduceStrategy, StrategyConfig
 from steepest.coordinator import Coordinator
 from steepest.coordinator_role import CoordinatorRole
 from steepest.errors import ModelError
@@ -22,6 +22,7 @@ from steepest.relay import Relay
 from steepest.replicas import Replicas, seed_everything
 from steepest.sampler import SamplePlan
 from steepest.server import Server
+from steepest.strategies.allreduce import Allreduce
 from steepest.strategies.parameter_server import ServerStrategy
 from steepest.strategies.protocol import Strategy
 from steepest.worker import Worker
@@ -77,10 +78,17 @@ class Job:
     def places(self) -> Hosts:
         """Where workers and servers run; relays serve those that all contribute to every version."""
         if self.hosts is None:
+            if self.strategy.in_workers:
+                return Hosts(tuple(range(self.num_workers)), tuple(range(self.num_servers)))
             return Hosts.apart(self.num_workers, self.num_servers)
-        if self.strategy.rule.together:
+        if self.strategy.rule.together and self.strategy.hierarchical:
             return self.hosts
         return replace(self.hosts, gathers=False)
+
+    @property
+    def servers_in_workers(self) -> bool:
+        """Whether no process is a server only; a single worker always hosts its servers."""
+        return self.strategy.in_workers or (self.num_workers == 1 and not self.strategy.in_driver)
 
     @property
     def replicas(self) -> int:
@@ -117,7 +125,7 @@ class Job:
 
 def make_strategy(config: StrategyConfig) -> Strategy:
     """The strategy that a configuration stands for."""
-    return ServerStrategy(config)
+    return Allreduce(config) if isinstance(config, AllreduceStrategy) else ServerStrategy(config)
 
 
 def build_models(

@@ -26,7 +26,6 @@ class ArrivingWeights:
     ) -> None:
         self.vector = vector
         self.newest: Key = (-1, -1)  # of which anything has come
-        self.bytes = 0  # of all chunks that have come, as they travelled
         self._reader = reader
         self._layout = layout
         self._wire_dtype = wire_dtype
@@ -61,7 +60,6 @@ class ArrivingWeights:
             return False  # old, or a copy
         self._newest[message.chunk] = key
         self.newest = max(self.newest, key)
-        self.bytes += payload.numel()
         view = self._layout.chunk_view(self.vector, message.chunk)
         if payload.numel() != view.numel():
             assert self._wire_dtype is not None

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from steepest.comm.message import Kind, Message
-from steepest.config import ParameterServerStrategy
+from steepest.config import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.observe.commits import CommitLog
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, same_bits, samples, sgd
 
-MODES = {
+MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
     "sync": ParameterServerStrategy(),
+    "allreduce": AllreduceStrategy(),
     "backup": ParameterServerStrategy(backup_workers=1),
     "async": ParameterServerStrategy(mode="async"),
     "async-drop": ParameterServerStrategy(mode="async", correction="drop", staleness=1),
@@ -26,12 +27,13 @@ MODES = {
     "ssp-0": ParameterServerStrategy(mode="ssp", staleness=0),
     "ssp-2": ParameterServerStrategy(mode="ssp", staleness=2),
 }
-EACH = [name for name in MODES if name not in ("sync", "backup")]  # those in which each push is an update
+EACH = [name for name in MODES if name not in ("sync", "allreduce", "backup")]  # those in which each push is an update
 
 
-def mode(name: str, servers: int = 2, chunk_bytes: int = 64, **settings: Any) -> ParameterServerStrategy:
+def mode(name: str, servers: int = 2, chunk_bytes: int = 64, **settings: Any) -> StrategyConfig:
     """The strategy of that name, with small chunks on several servers."""
-    return replace(MODES[name], num_servers=servers, chunk_bytes=chunk_bytes, **settings)
+    chosen = replace(MODES[name], chunk_bytes=chunk_bytes, **settings)
+    return replace(chosen, num_servers=servers) if isinstance(chosen, ParameterServerStrategy) else chosen
 
 
 def make(

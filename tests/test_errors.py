@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from steepest import (
+    AllreduceStrategy,
     Callback,
     DistributedSGD,
     ParameterServerStrategy,
@@ -24,7 +25,7 @@ from steepest import (
     TorchModel,
 )
 from steepest.comm.message import Peer
-from steepest.config import as_strategy
+from steepest.config import StrategyConfig, as_strategy
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -266,19 +267,27 @@ def test_a_worker_that_is_killed(strategy: str) -> None:
         sgd.weights()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_process_with_a_server_that_is_killed(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single worker hosts the servers itself."""
-    strategy = ParameterServerStrategy(num_servers=2, chunk_bytes=32)
+PS = ParameterServerStrategy(num_servers=2, chunk_bytes=32)
+ALLREDUCE = AllreduceStrategy(chunk_bytes=32)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "victim"),
+    [(PS, 1, Peer("worker", 0)), (PS, 2, Peer("server", 1)), (ALLREDUCE, 2, Peer("worker", 1))],
+    ids=["worker 0", "server 1", "member 1"],
+)
+def test_a_process_with_a_server_that_is_killed(
+    strategy: StrategyConfig, workers: int, victim: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single worker hosts the servers itself, the members of an allreduce one each."""
     with DistributedSGD(creator(), num_workers=workers, strategy=strategy) as sgd:
         sgd.step()
-        victim = Peer("server", 1) if workers == 2 else Peer("worker", 0)
         pid = sgd._live().places[victim].pid
         kill = At(5, lambda: os.kill(pid, signal.SIGKILL))
         with pytest.raises(PeerLostError, match=rf"{victim} on .*pid {pid}\) died"):
             sgd.fit(steps=1_000_000, callbacks=[kill], progress=False)
         for attempt in (sgd.weights, sgd.step, sgd.stats):
-            with pytest.raises(PeerLostError, match=str(victim)):
+            with pytest.raises(PeerLostError, match=rf"{victim} on .*pid {pid}\) died"):
                 attempt()
         monkeypatch.setattr(sgd._live(), "raise_if_dead", lambda *_: None)  # as long as Ray has not noticed
         with pytest.raises(PeerLostError, match=rf"^{victim} on .*pid {pid}\) died: .* is gone"):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steepest.comm.message import Kind, Message, server_peer, worker_peer
-from steepest.config import ParameterServerStrategy
 from steepest.coordinator import Coordinator
 from steepest.errors import ConfigurationError
 from steepest.observe.commits import CommitLog
@@ -22,7 +21,20 @@ from steepest.observe.results import StepResult
 from steepest.optimizer import Schedule
 from steepest.rules import CommitEach
 from steepest.testing import InProcessCluster, replay
-from tests.modes import EACH, MODES, Moody, check, counters, make, plus_one, settle, shares, trained, worker_weights
+from tests.modes import (
+    EACH,
+    MODES,
+    Moody,
+    check,
+    counters,
+    make,
+    mode,
+    plus_one,
+    settle,
+    shares,
+    trained,
+    worker_weights,
+)
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd, snapshot
 
 SEEDS = st.integers(0, 2**32)
@@ -111,7 +123,7 @@ def serial(task: Task, log: CommitLog, plan: Any, shares_per_step: int, versions
         late = commit.version - 1 - min(push.pulled for push in commit.pushes)
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] /= max(1, late) if log.strategy.correction == "learning_rate" else 1  # type: ignore[union-attr]
+            group["lr"] /= max(1, late) if getattr(log.strategy, "correction", None) == "learning_rate" else 1
         if total:
             optimizer.step()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -359,16 +371,7 @@ def poisoned(name: str, nonfinite: str, **options: Any) -> tuple[InProcessCluste
         model.module.worker = worker_index
         return model
 
-    config = MODES[name]
-    strategy = ParameterServerStrategy(
-        mode=config.mode,
-        staleness=config.staleness,
-        correction=config.correction,
-        backup_workers=config.backup_workers,
-        num_servers=2,
-        chunk_bytes=64,
-        nonfinite=nonfinite,
-    )
+    strategy = mode(name, nonfinite=nonfinite)
     return InProcessCluster(create, num_workers=3, strategy=strategy, keep_log=True, **options), task
 
 

@@ -93,19 +93,19 @@ def test_workers_on_two_nodes_equal_one_process(nodes: tuple[Place, tuple[str, s
                 print("last words", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            from steepest import ParameterServerStrategy, RunSettings
+            from steepest import AllreduceStrategy, ParameterServerStrategy, RunSettings
             one_each = RunSettings(cpus_per_worker=2)
             for strategy in ("ps", "simple"):
                 check(train(strategy, settings=one_each))
-            with DistributedSGD(linear_model_creator(), num_workers=4) as sgd:  # two on each node
-                sgd.fit(steps=5, progress=False)
-                hosts = sgd._live().job.hosts
-                assert len(hosts.relays) == 2 and all(len(workers) == 2 for workers in hosts.relays.values()), hosts
-                again = InProcessCluster(linear_model_creator(), num_workers=4, hosts=hosts,
-                                         strategy=ParameterServerStrategy(num_servers=2))
-                again.step(5)
-                weights = sgd.weights()
-                assert all(bool((weights[name] == value).all()) for name, value in again.weights().items())
+            for strategy in (ParameterServerStrategy(num_servers=2), AllreduceStrategy(chunk_bytes=16)):
+                with DistributedSGD(linear_model_creator(), num_workers=4, strategy=strategy) as sgd:  # two on each
+                    sgd.fit(steps=5, progress=False)
+                    hosts = sgd._live().job.hosts
+                    assert len(hosts.relays) == 2 and all(len(of) == 2 for of in hosts.relays.values()), hosts
+                    again = InProcessCluster(linear_model_creator(), num_workers=4, hosts=hosts, strategy=strategy)
+                    again.step(5)
+                    weights = sgd.weights()
+                    assert all(bool((weights[name] == value).all()) for name, value in again.weights().items())
             with DistributedSGD(linear_model_creator(), num_workers=2, settings=one_each) as sgd:
                 assert sgd.num_servers == 2  # one for each node
                 hosts = {{place.host for place in sgd._live().places.values()}}

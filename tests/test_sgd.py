@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from steepest import Callback, DistributedSGD, ParameterServerStrategy, SimpleStrategy, StepResult
+from steepest import AllreduceStrategy, Callback, DistributedSGD, ParameterServerStrategy, SimpleStrategy, StepResult
 from steepest.config import StrategyConfig
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.testing import InProcessCluster
@@ -79,6 +79,9 @@ def threads() -> set[str]:
         ("ps", 1, 1),
         (PS, 2, 2),
         (PS, 3, 1),
+        ("allreduce", 1, 1),
+        (AllreduceStrategy(chunk_bytes=64), 2, 2),
+        (AllreduceStrategy(chunk_bytes=64), 3, 1),
         ("simple", 1, 1),
         ("simple", 2, 2),
         (SimpleStrategy(), 3, 1),

@@ -133,9 +133,10 @@ class Router:
         return self.transport is not None and self.transport.in_use(memory)
 
     def pump(self) -> None:
-        """Sends what can be sent now; for use in the middle of a long computation."""
+        """Moves bytes both ways, for use in the middle of a long computation; what arrives is delivered afterwards."""
         if self.transport is not None:
             self.transport.pump()
+            self._events.extend(self.transport.poll(0.0))
 
     # -- running -------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from steepest.runtime.calls import Callee, threads_for
 from steepest.runtime.placement import Room, ensure_ray, nodes_of, reserve, spread, worker_bundle
 from steepest.runtime.process import Place, Process, by_calls, connect, make_transport, ways_of
 from steepest.runtime.supervision import cause_of_death, fetch_last_lines
+from steepest.strategies.protocol import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +110,10 @@ class Cluster:
         assert self._room is not None
         creator = _travelling(model_creator)
         strategy = make_strategy(config)
-        num_servers = strategy.num_servers(len(set(self._nodes)))
-        alone = num_workers == 1 and not strategy.in_driver  # servers live in the only worker's process
+        num_servers = strategy.num_servers(len(set(self._nodes)), num_workers)
+        hosted = strategy.in_workers or (num_workers == 1 and not strategy.in_driver)  # in the workers' processes
         cpus, gpus = self._settings.cpus_per_worker, devices if gpu else 0
-        served = 0 if alone or strategy.in_driver else num_servers  # processes that are servers only
+        served = 0 if hosted or strategy.in_driver else num_servers  # processes that are servers only
         called = by_calls(config)
         workers = [self._actor(worker_peer(i), i, cpus, gpus, int(called)) for i in range(num_workers)]
         beside = spread(self._nodes, served)
@@ -129,7 +130,7 @@ class Cluster:
         self.places = dict(zip(self._actors, places, strict=True))
         self.job = Job(
             described[0], config, num_workers, devices, num_servers, seed, self._settings.step_timeout,
-            self._settings.keep_log, None if called or alone else self._hosts(num_workers, num_servers, config),
+            self._settings.keep_log, None if called or num_workers == 1 else self._hosts(num_servers, strategy, config),
         )  # fmt: skip
         job = ray.put(self.job)
         self._get([w.bind.remote(job, gpu) for w in workers], "bind the model")
@@ -139,15 +140,19 @@ class Cluster:
         self._client_index = secrets.randbelow(1 << 31)
         self._wire(workers, servers, job, initial)
 
-    def _hosts(self, num_workers: int, num_servers: int, config: StrategyConfig) -> Hosts:
+    def _hosts(self, num_servers: int, strategy: Strategy, config: StrategyConfig) -> Hosts:
         """Which processes share a node."""
         nodes: dict[str, int] = {}
-        worker_nodes = [self.places[worker_peer(i)].node for i in range(num_workers)]
-        server_nodes = [self.places[server_peer(i)].node for i in range(num_servers)]
-        workers, servers = (
-            tuple(nodes.setdefault(node, len(nodes)) for node in of) for of in (worker_nodes, server_nodes)
-        )
-        return Hosts(workers, servers, gathers=AVAILABLE and ways_of(config) in ("wire", "shared"))
+
+        def number(peer: Peer) -> int:
+            return nodes.setdefault(self.places[peer].node, len(nodes))
+
+        workers = tuple(number(peer) for peer in self.places if peer.role == "worker")
+        servers = workers if strategy.in_workers else tuple(number(server_peer(i)) for i in range(num_servers))
+        gathers = AVAILABLE and ways_of(config) in ("wire", "shared")
+        if strategy.in_workers and len(nodes) == 1:
+            gathers = False  # each member updates its own weights, and nothing has to cross
+        return Hosts(workers, servers, gathers)
 
     def _actor(self, peer: Peer, index: int, cpus: int, gpus: int, callers: int) -> Any:
         assert self._room is not None
@@ -165,8 +170,10 @@ class Cluster:
     def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any) -> None:
         """Opens every process and connects them; each channel is opened from the side of fewer servers."""
         in_driver = self.job.strategy.in_driver
-        hosting = [] if in_driver else servers or [workers[0]]
-        dealt: list[list[int]] = [[i] for i in range(len(servers))] or [list(range(self.job.num_servers))]
+        hosting = [] if in_driver else servers or workers
+        dealt: list[list[int]] = [[i] for i in range(self.job.num_servers)]
+        if len(hosting) == 1:
+            dealt = [list(range(self.job.num_servers))]
         opened: list[Address] = self._get(
             [actor.open.remote(job, held, initial) for actor, held in zip(hosting, dealt, strict=not in_driver)],
             "open the servers",
@@ -179,9 +186,9 @@ class Cluster:
             ends = [Callee(end.peers, actor) for end, actor in zip(opened, [*hosting, *others], strict=True)]
         if not in_driver:
             ends = ends[: len(hosting)]
-            everybody = bool(self.job.places.relays)  # they have something to say to every server
-            earlier = [ends[: i if everybody else 1] for i in range(1, len(servers))]
-            calls = [s.connect.remote(to, timeout) for s, to in zip(servers[1:], earlier, strict=True)]
+            everybody = bool(self.job.places.relays) or self.job.servers_in_workers  # all have something to say to all
+            earlier = [ends[: i if everybody else 1] for i in range(1, len(hosting))]
+            calls = [s.connect.remote(to, timeout) for s, to in zip(hosting[1:], earlier, strict=True)]
             self._get(calls, "connect the servers")
             self._get([w.connect.remote(ends, timeout) for w in others], "connect the workers")
         peers: tuple[Peer, ...] = (Peer("client", self._client_index),)
@@ -313,7 +320,9 @@ class Cluster:
     def _process_of(self, peer: Peer) -> Peer:
         if peer in self._actors or not self._actors:
             return peer
-        return server_peer(0) if server_peer(0) in self._actors else worker_peer(0)
+        if server_peer(0) in self._actors:
+            return server_peer(0)
+        return worker_peer(peer.index if worker_peer(peer.index) in self._actors and self.job.num_workers > 1 else 0)
 
     def _raise_lost(self, peer: Peer, why: str) -> NoReturn:
         place = self.places.get(peer)

@@ -146,7 +146,7 @@ class Process:
         """
 
         def open_() -> Address:
-            relays = [] if self._replicas is not None else [i for i in servers if i in job.places.relays]
+            relays = [i for i in servers if i in job.places.relays]
             peers = (*(server_peer(index) for index in servers), *(relay_peer(index) for index in relays))
             if 0 in servers:
                 peers = (*peers, COORDINATOR)
@@ -155,15 +155,13 @@ class Process:
             self._transport = make_transport(job, self._token, peers, self._place.node, self._router.destination)
             self._router.transport = self._transport
             if servers:
-                # A worker that hosts the servers shares its weights with them: one copy, updated in place.
-                if self._replicas is None:
-                    assert initial is not None
-                    weights = allocate(job.description.layout.nbytes)
+                # A worker that hosts servers shares its weights with them: one copy, updated in place.
+                own = self._replicas
+                weights = own.weights if own is not None else allocate(job.description.layout.nbytes)
+                if initial is not None:
                     for chunk in job.description.layout.chunks:
                         if job.owners[chunk.index] in servers:
                             weights.numpy()[chunk.start : chunk.stop] = initial[0][chunk.start : chunk.stop]
-                else:
-                    weights = self._replicas.weights
                 if 0 in servers:
                     host_coordinator(self._router, job, _RESULT_SECONDS)
                 for index in servers:

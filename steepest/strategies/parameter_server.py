@@ -22,6 +22,7 @@ class PushPull:
     Args:
         hosts: where everybody runs; who has a relay pushes to servers of other hosts through it.
         adopt: told where weights lie that all workers of this host share; whether the models use them from there.
+        own: the server of the worker's own process, if it has one: what they exchange does not count as bytes moved.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class PushPull:
         hosts: Hosts,
         wire_dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
         adopt: Callable[[torch.Tensor], bool] = lambda weights: False,
+        own: int | None = None,
     ) -> None:
-        self.bytes_pushed = 0
+        self.bytes_pushed = self.bytes_pulled = 0
+        self._own = None if own is None else server_peer(own)
         self._layout = layout
         self._send = send
         self._adopt = adopt
@@ -70,7 +73,8 @@ class PushPull:
             message.meta = {"absent": sorted(absent)}
         if unit:
             message.payload = self._as_pushed(chunk, payload)
-            self.bytes_pushed += message.payload.numel()
+            if self._targets[chunk] != self._own:
+                self.bytes_pushed += message.payload.numel()
         self._send(self._targets[chunk], message)
 
     def _as_pushed(self, index: int, payload: torch.Tensor) -> torch.Tensor:
@@ -86,11 +90,6 @@ class PushPull:
     def end(self) -> int:
         """The whole gradient is out."""
         return self.sequence
-
-    @property
-    def bytes_pulled(self) -> int:
-        """Bytes of weights that have come so far."""
-        return self._weights.bytes
 
     @property
     def arriving(self) -> tuple[int, int]:
@@ -114,30 +113,38 @@ class PushPull:
                 self._weights.vector = message.payload
             return None
         key = (message.generation, message.version)
-        return key if self._weights.receive(message) and self._weights.completed(key) else None
+        if not self._weights.receive(message):
+            return None
+        if source != self._own and message.payload is not None:
+            self.bytes_pulled += message.payload.numel()
+        return key if self._weights.completed(key) else None
 
 
 class ServerStrategy:
     """All modes of the parameter server, which differ by their rule; and `simple`, with the driver as server."""
 
+    in_workers = False
+
     def __init__(self, config: StrategyConfig) -> None:
         self.rule: CommitRule = CommitAll()
+        self.hierarchical = True
         self.in_driver = isinstance(config, SimpleStrategy)
         self.chunk_bytes: int | None = 1 << 62
         self.nonfinite = "refuse"
         self.scale_rate = False
         self.wire_dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
         self._num_servers: int | None = 1
-        if isinstance(config, ParameterServerStrategy):
-            self.rule = _rule(config)
+        if not isinstance(config, SimpleStrategy):
             self.chunk_bytes = config.chunk_bytes
             self.nonfinite = config.nonfinite
-            self.scale_rate = config.correction == "learning_rate"
-            self._num_servers = config.num_servers
             push, pull = (None if name is None else WIRE_DTYPES[name] for name in config.wire_dtypes)
             self.wire_dtypes = (push, pull)
+        if isinstance(config, ParameterServerStrategy):
+            self.rule = _rule(config)
+            self.scale_rate = config.correction == "learning_rate"
+            self._num_servers = config.num_servers
 
-    def num_servers(self, nodes: int) -> int:
+    def num_servers(self, nodes: int, workers: int) -> int:
         """As configured, or one for each node."""
         return self._num_servers or nodes
 
@@ -155,7 +162,8 @@ class ServerStrategy:
     ) -> PushPull:
         """A worker's end."""
         wire_dtypes = (None, None) if alone else self.wire_dtypes
-        return PushPull(worker, layout, owners, weights, send, hosts, wire_dtypes, adopt)
+        own = worker if self.in_workers else None
+        return PushPull(worker, layout, owners, weights, send, hosts, wire_dtypes, adopt, own)
 
 
 def _rule(config: ParameterServerStrategy) -> CommitRule:

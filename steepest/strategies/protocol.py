@@ -22,10 +22,7 @@ class Exchange(Protocol):
     """
 
     bytes_pushed: int  # in this step
-
-    @property
-    def bytes_pulled(self) -> int:
-        """Bytes of weights that have come so far."""
+    bytes_pulled: int  # of weights, so far
 
     def begin(self, generation: int, version: int, incarnation: int) -> None:
         """A step starts from the weights of `version`; which life of the worker takes it."""
@@ -60,6 +57,10 @@ class Strategy(Protocol):
     rule: CommitRule
     #: whether the driver itself is the only server, reached through Ray's object store
     in_driver: bool
+    #: whether each worker's process is a server's too, which updates its chunks where that worker computes with them
+    in_workers: bool
+    #: whether what several workers of a host have in common leaves it and comes to it once
+    hierarchical: bool
     #: size of a chunk in bytes, or None for the layout's own choice
     chunk_bytes: int | None
     #: what becomes of an update with NaN or infinity: "refuse", "skip" or "pass"
@@ -69,8 +70,8 @@ class Strategy(Protocol):
     #: in which dtype float32 chunks are pushed and pulled; None for as they are
     wire_dtypes: tuple[torch.dtype | None, torch.dtype | None]
 
-    def num_servers(self, nodes: int) -> int:
-        """How many servers to run when workers live on so many nodes."""
+    def num_servers(self, nodes: int, workers: int) -> int:
+        """How many servers to run for so many workers on so many nodes."""
 
     def exchange(
         self,

@@ -74,7 +74,7 @@ class InProcessCluster:
         ]
         for worker, (_, described) in enumerate(built):
             check_agreement(built[0][1], described, "worker 0", f"worker {worker}")
-        num_servers = chosen.num_servers(1)
+        num_servers = chosen.num_servers(1, num_workers)
         self.job = Job(
             built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout, keep_log, hosts
         )
@@ -82,11 +82,12 @@ class InProcessCluster:
         replicas = [build_replicas(self.job, worker, models, cpu) for worker, (models, _) in enumerate(built)]
         self.client_router = self.network.router()
         self.server_routers = [self.network.router() for _ in range(num_servers)]
+        hosted = chosen.in_workers
         self.servers: list[Server] = []
         relays = self.job.places.relays
         for index, router in enumerate(self.server_routers):
-            weights = replicas[0].weights.clone()
-            self.servers.append(host_server(router, self.job, index, weights, shared=index in relays))
+            weights = replicas[index].weights if hosted else replicas[0].weights.clone()
+            self.servers.append(host_server(router, self.job, index, weights, shared=hosted or index in relays))
             if index in relays:
                 host_relay(router, self.job, index, weights)
         self.coordinator = host_coordinator(self.server_routers[0], self.job)
@@ -95,16 +96,16 @@ class InProcessCluster:
         self.worker_routers: list[Router] = []
         self.links: dict[Peer, list[Link]] = {}
         for index, copies in enumerate(replicas):
-            router = self.network.router()
+            router = self.server_routers[index] if hosted else self.network.router()
             self.workers.append(host_worker(router, self.job, index, copies, self.network.wait))
             self.worker_routers.append(router)
         client_peers = (Peer("client", 0),)
         for server, router in enumerate(self.server_routers):
             peers = self._server_peers(server)
             self._connect(Peer("client", 0), self.client_router, client_peers, router, peers)
-            for index, worker_router in enumerate(self.worker_routers):
+            for index, worker_router in enumerate(() if hosted else self.worker_routers):
                 self._connect(worker_peer(index), worker_router, (worker_peer(index),), router, peers)
-            for other in range(server if relays else min(server, 1)):
+            for other in range(server if relays or hosted else min(server, 1)):
                 other_peers = self._server_peers(other)
                 self._connect(Peer("server", server), router, peers, self.server_routers[other], other_peers)
         for worker_role in self.workers:
@@ -112,7 +113,10 @@ class InProcessCluster:
 
     def _server_peers(self, index: int) -> tuple[Peer, ...]:
         """The roles in the process of a server."""
-        return (*server_peers(index), relay_peer(index)) if index in self.job.places.relays else server_peers(index)
+        peers = server_peers(index)
+        if self.job.strategy.in_workers:
+            peers = (*peers, worker_peer(index))
+        return (*peers, relay_peer(index)) if index in self.job.places.relays else peers
 
     def _connect(self, near: Peer, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]) -> None:
         self.links.setdefault(near, []).append(self.network.connect(a, a_peers, b, b_peers))
