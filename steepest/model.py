@@ -336,8 +336,8 @@ class Model(Protocol):
             weights: as in `bind`. Others may share it: what the model writes to it may be lost.
         """
 
-    def relayout(self, chunk_bytes: int) -> None:
-        """Plans `layout` anew with chunks of another size; before `bind` only."""
+    def relayout(self, chunk_bytes: int | None) -> None:
+        """Plans `layout` anew, in the same order, with chunks of another size, or of its own choice; `bind` follows."""
 
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None

@@ -88,10 +88,15 @@ class Replicas:
         self._trainable = [chunk.index for chunk in self.layout.chunks if chunk.trainable]
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
-        """Sets which samples belong to whom from now on (None when the data are streams), and the seed."""
+        """Sets which samples belong to whom from now on (None when the data are streams, which go on), and the seed."""
+        if plan is not None or self._plan is not None:
+            self._batches = [None] * len(self.models)
         self._plan = plan
         self._seed = seed
-        self._batches = [None] * len(self.models)
+
+    def take_streams(self, other: Replicas) -> None:
+        """Goes on with the data where others were that had the same models."""
+        self._batches = other._batches
 
     def adopt(self, weights: torch.Tensor) -> bool:
         """Uses a vector that others fill, and share, instead of this worker's own; whether that can be.

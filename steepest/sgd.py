@@ -81,13 +81,7 @@ class DistributedSGD:
             )
         self.num_workers = require_count("num_workers", num_workers)
         self.devices_per_worker = require_count("devices_per_worker", devices_per_worker)
-        self.strategy = as_strategy(strategy)
-        backup = getattr(self.strategy, "backup_workers", 0)
-        if backup and backup >= self.num_workers:
-            raise ConfigurationError(
-                f"backup_workers={backup} with num_workers={self.num_workers}: nobody would be left whose gradient a "
-                "step takes; give fewer backup workers, or more workers"
-            )
+        self.strategy = self._chosen(strategy)
         self._settings = settings or RunSettings()
         self._seed = require_count("seed", seed, 0)
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
@@ -365,6 +359,46 @@ class DistributedSGD:
                 averaged,
                 self._job.replicas,
             )
+
+    def set_strategy(self, strategy: str | StrategyConfig) -> None:
+        """Goes on under another strategy, from the last committed step; the workers and their models stay.
+
+        Weights, optimizer state, buffers and the place in the data are carried over exactly. Counters of `stats` and
+        the `log` begin anew.
+
+        Args:
+            strategy: as `DistributedSGD` takes it.
+
+        Raises:
+            ConfigurationError: no such strategy, or its processes could not talk here; then nothing has changed.
+        """
+        with self._idle():
+            cluster, layout = self._live(), self._job.description.layout
+            chosen = self._chosen(strategy)
+            snapshot = self._snapshot("state")
+            step = snapshot.version // self._job.versions_per_step
+            position = self._plan.position(step) if self._plan is not None else None
+            weights, (state, plain) = layout.named(snapshot.weights), checkpoint.assemble(layout, snapshot.records)
+            cluster.switch(chosen)
+            self.strategy, self._job, self.num_servers = chosen, cluster.job, cluster.job.num_servers
+            layout = self._job.description.layout
+            flat = layout.allocate()
+            layout.write(flat, weights)
+            records = checkpoint.disassemble(layout, state, plain)
+            self._install(step * self._job.versions_per_step, flat, records)
+            if position is not None:
+                self._plan = self._job.plan(step, position.epoch, position.begin, self._seed)
+            cluster.call_workers(tasks.use_plan, self._plan, self._seed)
+
+    def _chosen(self, strategy: str | StrategyConfig) -> StrategyConfig:
+        config = as_strategy(strategy)
+        backup = getattr(config, "backup_workers", 0)
+        if backup and backup >= self.num_workers:
+            raise ConfigurationError(
+                f"backup_workers={backup} with num_workers={self.num_workers}: nobody would be left whose gradient a "
+                "step takes; give fewer backup workers, or more workers"
+            )
+        return config
 
     # -- life ----------------------------------------------------------------------------------
 

@@ -86,6 +86,14 @@ class Router:
         for peer in channel.peers:
             self._channels[peer] = channel
 
+    def clear(self) -> None:
+        """Forgets every role and all that is on its way, and closes the transport; another one may take its place."""
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
+        for queue in (self._roles, self._channels, self._local, self._events):
+            queue.clear()
+
     def channel(self, peer: Peer) -> Channel | None:
         """The channel to a peer, or None when it lives here or is unknown."""
         return self._channels.get(peer)

@@ -70,8 +70,8 @@ class NumpyLogisticRegression:
         parameters = [(name, shape, torch.float64, True) for name, shape in self._shapes.items()]
         return ParameterLayout.plan(parameters, chunk_bytes=chunk_bytes)
 
-    def relayout(self, chunk_bytes: int) -> None:
-        """Plans `layout` anew with chunks of another size; before `bind` only."""
+    def relayout(self, chunk_bytes: int | None) -> None:
+        """Plans `layout` anew; see `steepest.model.Model.relayout`."""
         self.layout = self._plan(chunk_bytes)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from steepest.data import Source, as_source
 from steepest.errors import ModelError
@@ -101,6 +102,7 @@ class TorchModel:
         self.layout = self._plan(None)
         self._device = torch.device("cpu")
         self._gradients: dict[str, torch.Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
         self._missing: dict[int, torch.Tensor] = {}
         self._ready: Ready | None = None
         self._gates: Gates | None = None
@@ -133,15 +135,17 @@ class TorchModel:
 
     # -- Model ---------------------------------------------------------------------------------
 
-    def relayout(self, chunk_bytes: int) -> None:
-        """Plans `layout` anew with chunks of another size; before `bind` only."""
-        assert not self._gradients, "relayout after bind"
+    def relayout(self, chunk_bytes: int | None) -> None:
+        """Plans `layout` anew; see `steepest.model.Model.relayout`."""
         self.layout = self._plan(chunk_bytes)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """Moves the parameters into the flat buffers; see `steepest.model.Model.bind`."""
         self._device = weights.device
         self.module.to(self._device)
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
         with torch.no_grad():
             for index, entry in enumerate(self.layout.entries):
                 parameter = self._parameters[entry.name]
@@ -152,7 +156,7 @@ class TorchModel:
                 if entry.trainable:
                     self._gradients[entry.name] = self.layout.entry_view(gradients, index)
                     hook = self._hook(index, self._gradients[entry.name])
-                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def move(self, weights: torch.Tensor) -> None:
         """The parameters lie there from now on; see `steepest.model.Model.move`."""

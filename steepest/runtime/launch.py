@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import ray
@@ -107,38 +108,80 @@ class Cluster:
         config: StrategyConfig,
         seed: int,
     ) -> None:
-        assert self._room is not None
         creator = _travelling(model_creator)
-        strategy = make_strategy(config)
-        num_servers = strategy.num_servers(len(set(self._nodes)), num_workers)
-        hosted = strategy.in_workers or (num_workers == 1 and not strategy.in_driver)  # in the workers' processes
+        chunk_bytes = make_strategy(config).chunk_bytes
         cpus, gpus = self._settings.cpus_per_worker, devices if gpu else 0
-        served = 0 if hosted or strategy.in_driver else num_servers  # processes that are servers only
-        called = by_calls(config)
-        workers = [self._actor(worker_peer(i), i, cpus, gpus, int(called)) for i in range(num_workers)]
-        beside = spread(self._nodes, served)
-        servers = [
-            self._actor(server_peer(i), at, 0, 0, called * (num_workers + served)) for i, at in enumerate(beside)
-        ]
+        for i in range(num_workers):
+            self._actors[worker_peer(i)] = self._actor(worker_peer(i), i, cpus, gpus, 1)
+        workers = list(self._actors.values())
+        self._actors |= self._servers(config, num_workers)
         described: list[Description] = self._get(
-            [w.build.remote(creator, i, devices, seed, strategy.chunk_bytes) for i, w in enumerate(workers)],
+            [w.build.remote(creator, i, devices, seed, chunk_bytes) for i, w in enumerate(workers)],
             "build the model",
         )
         for i, other in enumerate(described):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
+        self._gpu = gpu
+        self._take_up(config, described[0], devices, seed, fresh=True)
+
+    def _servers(self, config: StrategyConfig, num_workers: int) -> dict[Peer, Any]:
+        """Starts the processes that are servers only."""
+        strategy = make_strategy(config)
+        served = strategy.num_servers(len(set(self._nodes)), num_workers)
+        if strategy.in_workers or strategy.in_driver or num_workers == 1:
+            served = 0
+        callers = num_workers + served if by_calls(config) else 0
+        beside = enumerate(spread(self._nodes, served))
+        return {server_peer(i): self._actor(server_peer(i), at, 0, 0, callers) for i, at in beside}
+
+    def _take_up(self, config: StrategyConfig, description: Description, devices: int, seed: int, fresh: bool) -> None:
+        """Gives the processes that there are their roles."""
+        workers = [actor for peer, actor in self._actors.items() if peer.role == "worker"]
+        servers = [actor for peer, actor in self._actors.items() if peer.role == "server"]
+        strategy = make_strategy(config)
+        num_servers = strategy.num_servers(len(set(self._nodes)), len(workers))
         places = self._get([actor.place.remote() for actor in self._actors.values()], "start")
         self.places = dict(zip(self._actors, places, strict=True))
+        alike = by_calls(config) or len(workers) == 1
         self.job = Job(
-            described[0], config, num_workers, devices, num_servers, seed, self._settings.step_timeout,
-            self._settings.keep_log, None if called or num_workers == 1 else self._hosts(num_servers, strategy, config),
+            description, config, len(workers), devices, num_servers, seed, self._settings.step_timeout,
+            self._settings.keep_log, None if alike else self._hosts(num_servers, strategy, config),
         )  # fmt: skip
         job = ray.put(self.job)
-        self._get([w.bind.remote(job, gpu) for w in workers], "bind the model")
-        initial = workers[0].initial.remote()
+        self._get([w.bind.remote(job, self._gpu) for w in workers], "bind the model")
+        initial = workers[0].initial.remote(fresh)
         for peer, actor in self._actors.items():
-            self._watches[peer] = actor.watch.remote()
+            if peer not in self._watches:
+                self._watches[peer] = actor.watch.remote()
         self._client_index = secrets.randbelow(1 << 31)
         self._wire(workers, servers, job, initial)
+
+    def switch(self, config: StrategyConfig) -> None:
+        """Another strategy for the same workers, at version 0; servers are new ones.
+
+        Raises:
+            ConfigurationError: processes cannot talk in that way; nothing has changed.
+        """
+        check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self._nodes)
+        self._deadline = time.monotonic() + self._settings.start_timeout * (1 + _UP_FACTOR)
+        job, servers = self.job, self._servers(config, self.job.num_workers)
+        try:
+            self._get([actor.place.remote() for actor in servers.values()], "start")
+        except BaseException:
+            for actor in servers.values():
+                ray.kill(actor, no_restart=True)
+            raise
+        self._disconnect()
+        workers = [actor for peer, actor in self._actors.items() if peer.role == "worker"]
+        chunk_bytes = make_strategy(config).chunk_bytes
+        layouts = self._get([w.release.remote(chunk_bytes) for w in workers], "let go of its roles")
+        for peer in [peer for peer in self._actors if peer.role == "server"]:
+            del self._watches[peer]
+            ray.kill(self._actors.pop(peer), no_restart=True)
+        self._actors |= servers
+        self._router = Router()
+        description = replace(job.description, layout=layouts[0])
+        self._take_up(config, description, job.devices_per_worker, job.seed, fresh=False)
 
     def _hosts(self, num_servers: int, strategy: Strategy, config: StrategyConfig) -> Hosts:
         """Which processes share a node."""
@@ -156,7 +199,7 @@ class Cluster:
 
     def _actor(self, peer: Peer, index: int, cpus: int, gpus: int, callers: int) -> Any:
         assert self._room is not None
-        actor = ray.remote(Process).options(
+        made = ray.remote(Process).options(
             num_cpus=cpus,
             num_gpus=gpus,
             max_concurrency=_THREADS + threads_for(callers),
@@ -164,8 +207,7 @@ class Cluster:
             max_task_retries=0,
             scheduling_strategy=self._room.strategy(index),
         )
-        self._actors[peer] = actor.remote(f"steepest {peer}", self._token, max(cpus, 1), self._settings.keep_memory)
-        return self._actors[peer]
+        return made.remote(f"steepest {peer}", self._token, max(cpus, 1), self._settings.keep_memory)
 
     def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any) -> None:
         """Opens every process and connects them; each channel is opened from the side of fewer servers."""
@@ -340,11 +382,7 @@ class Cluster:
 
     def shutdown(self) -> None:
         """Ends every process; safe to call twice and at any time."""
-        if self._router.transport is not None:
-            self._router.stop(_CLOSE_SECONDS)
-            self._router.transport.close()  # its thread did, unless it never began
-        if hasattr(self, "client"):
-            self.client.close()
+        self._disconnect()
         if ray.is_initialized():
             for actor in self._actors.values():
                 ray.kill(actor, no_restart=True)
@@ -355,6 +393,13 @@ class Cluster:
             if self._began_ray:
                 ray.shutdown()
         self._began_ray = False
+
+    def _disconnect(self) -> None:
+        if self._router.transport is not None:
+            self._router.stop(_CLOSE_SECONDS)
+            self._router.transport.close()  # its thread did, unless it never began
+        if hasattr(self, "client"):
+            self.client.close()
 
 
 def raise_remote(error: ray.exceptions.RayTaskError, what: str) -> NoReturn:

@@ -30,7 +30,7 @@ from steepest.job import (
     host_server,
     host_worker,
 )
-from steepest.model import Model
+from steepest.model import Model, ParameterLayout
 from steepest.replicas import Replicas
 from steepest.runtime.calls import Callee, CallTransport
 from steepest.runtime.parcels import Bytes, Parcel
@@ -128,15 +128,32 @@ class Process:
         def bind() -> None:
             kind = "cuda" if gpu else "cpu"
             devices = [torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))]
+            before = self._replicas
             self._replicas = build_replicas(job, self._index, self._models, devices)
+            if before is not None:
+                self._replicas.take_streams(before)
 
         self._on_router(bind)
 
-    def initial(self) -> tuple[Bytes, dict[str, torch.Tensor]]:
-        """The flat weights and the first replica's state, as made."""
+    def release(self, chunk_bytes: int | None) -> ParameterLayout:
+        """Lets go of all roles and connections, and keeps the models, whose chunks will have that size."""
+
+        def release_() -> ParameterLayout:
+            self._router.clear()
+            self._router.transport = self._transport = CallTransport(self._router.destination)
+            self._worker = None
+            for model in self._models:
+                model.relayout(chunk_bytes)
+            return self._models[0].layout
+
+        layout: ParameterLayout = self._on_router(release_)
+        return layout
+
+    def initial(self, fresh: bool) -> tuple[Bytes, dict[str, torch.Tensor]]:
+        """The flat weights and, of models that are new, the first replica's state, as made."""
         assert self._replicas is not None
         replicas = self._replicas
-        return replicas.weights.numpy(), replicas.models[0].state()
+        return replicas.weights.numpy(), replicas.models[0].state() if fresh else {}
 
     def open(self, job: Job, servers: Sequence[int], initial: tuple[Bytes, dict[str, torch.Tensor]] | None) -> Address:
         """Hosts servers (the coordinator beside the first) and this process' worker.
@@ -182,7 +199,7 @@ class Process:
             return
         self._worker = host_worker(self._router, job, self._index, self._replicas)
         if initial is not None:
-            for model in self._replicas.models:
+            for model in self._replicas.models if initial[1] else ():
                 model.load_state(initial[1])
 
     def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from steepest.model import Model
 from steepest.replicas import Replicas, WorkerResult
+from steepest.sampler import SamplePlan
 
 T = TypeVar("T")
 
@@ -47,6 +48,11 @@ def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Te
         replica, _, name = key.partition("/")
         states.setdefault(int(replica), {})[name] = value
     return states
+
+
+def use_plan(replicas: Replicas, plan: SamplePlan | None, seed: int) -> None:
+    """Sets which samples belong to whom from now on."""
+    replicas.use_plan(plan, seed)
 
 
 def continue_from(

@@ -1,0 +1,133 @@
+"""Strategies that change between two steps, among the same workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, RunSettings, TorchModel
+from steepest.errors import ConfigurationError
+from steepest.replicas import mean_states
+from steepest.testing import InProcessCluster, linear_model_creator, replay
+from tests.reference import Task, difference, same_bits, samples
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+PATH = [
+    "ps",
+    AllreduceStrategy(chunk_bytes=64),
+    "simple",
+    ParameterServerStrategy(num_servers=2, chunk_bytes=32),
+    "allreduce",
+]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 2)).double()
+
+
+TASK = Task(
+    net,
+    lambda module: torch.optim.Adam(module.parameters(), lr=0.01, amsgrad=True),
+    samples(30),
+    batch_size=4,
+    lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95),
+)
+
+
+def pids(sgd: DistributedSGD) -> list[int]:
+    return sgd.foreach_worker(lambda view: view.pid)
+
+
+@pytest.mark.parametrize(("workers", "path"), [(1, PATH[:2]), (2, PATH), (3, PATH[:2])])
+def test_switching_equals_not_switching(workers: int, path: list[Any]) -> None:
+    """Optimizer state, running means, schedule, random state and the place in the epoch go on."""
+    with DistributedSGD(TASK.creator(), num_workers=workers, strategy=path[0], seed=3) as sgd:
+        before = pids(sgd)
+        sgd.fit(steps=4, progress=False)
+        for strategy in path[1:]:
+            sgd.set_strategy(strategy)
+            assert sgd.stats().step == 4 * path.index(strategy)
+            assert sgd.step().step == 4 * path.index(strategy) + 1
+            sgd.fit(steps=3, progress=False)
+        assert pids(sgd) == before
+        state = sgd.state_dict()
+    again = InProcessCluster(TASK.creator(), num_workers=workers, seed=3)
+    again.step(4 * len(path))
+    assert difference(again.weights(), {name: state[name] for name in again.weights()}) < 1e-15
+    means = [
+        again.wait(worker.at_version(0, 4 * len(path), lambda replicas: replicas.models[0].state()), "the buffers")
+        for worker in again.workers
+    ]
+    mean = mean_states(means, [1.0] * workers)
+    assert difference(mean, {name: state[name] for name in mean}) < 1e-15
+
+
+def test_asynchronous_and_back() -> None:
+    creator = linear_model_creator(samples=48)
+    with DistributedSGD(creator, num_workers=2, settings=RunSettings(keep_log=True)) as sgd:
+        sgd.fit(steps=3, progress=False)
+        weights = sgd.weights()
+        sgd.set_strategy("async")
+        assert same_bits(sgd.weights(), weights)
+        assert sgd.fit(steps=4, progress=False).step == 7
+        assert sgd.stats().version == 14
+        weights = sgd.weights()
+        sgd.set_strategy("ps")
+        assert same_bits(sgd.weights(), weights)
+        with pytest.raises(ConfigurationError, match="set or restored"):
+            replay(sgd.log(), creator) if sgd.step() else None
+
+
+class Numbers:
+    """An endless stream that says how far it was read."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for n in range(1_000):
+            yield torch.full((2, 3), float(n), dtype=torch.float64), torch.full((2, 2), float(n), dtype=torch.float64)
+
+
+def test_a_stream_goes_on_where_it_was() -> None:
+    seen: list[float] = []
+
+    def create(worker_index: int, device_index: int) -> TorchModel:
+        class Seen(TorchModel):
+            seen: list[float] = []
+
+            def loss(self, batch: Any) -> torch.Tensor:
+                self.seen.append(float(batch[0][0, 0]))
+                return super().loss(batch)
+
+        return Seen(
+            nn.Linear(3, 2).double(),
+            loss=nn.functional.mse_loss,
+            data=Numbers(),
+            optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1e-6),
+        )
+
+    with DistributedSGD(create, num_workers=2) as sgd:
+        sgd.fit(steps=2, progress=False)
+        sgd.set_strategy("allreduce")
+        sgd.fit(steps=2, progress=False)
+        seen = sgd.for_model(lambda model: model.seen)  # type: ignore[attr-defined]
+    assert seen == sorted(set(seen))
+    assert len(seen) == 4
+
+
+def test_what_is_wrong_is_refused_and_changes_nothing() -> None:
+    with DistributedSGD(linear_model_creator(), num_workers=2) as sgd:
+        sgd.fit(steps=2, progress=False)
+        before = sgd.weights()
+        with pytest.raises(ConfigurationError, match=r"strategy='ring'.*'allreduce'"):
+            sgd.set_strategy("ring")
+        with pytest.raises(ConfigurationError, match="nobody would be left"):
+            sgd.set_strategy(ParameterServerStrategy(backup_workers=2))
+        assert same_bits(sgd.weights(), before)
+        assert sgd.step().step == 3
+        again = InProcessCluster(linear_model_creator(), num_workers=2)
+        again.step(3)
+        assert difference(again.weights(), sgd.weights()) < 1e-12
