@@ -52,6 +52,7 @@ class Job:
         step_timeout: seconds.
         keep_log: whether the coordinator keeps every commit, for a replay.
         hosts: where workers and servers run; by default each on a host of its own.
+        accumulate: micro-batches of each replica in a step.
     """
 
     description: Description
@@ -63,6 +64,7 @@ class Job:
     step_timeout: float
     keep_log: bool = False
     hosts: Hosts | None = None
+    accumulate: int = 1
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -113,7 +115,7 @@ class Job:
     @property
     def global_batch(self) -> int:
         """Samples per step."""
-        return self.shares * self.devices_per_worker * self.description.batch_size
+        return self.shares * self.devices_per_worker * self.accumulate * self.description.batch_size
 
     def plan(self, step: int = 0, epoch: int = 0, offset: int = 0, seed: int | None = None) -> SamplePlan | None:
         """Who gets which samples from a step on; None when the data are streams."""
@@ -187,6 +189,7 @@ def build_replicas(job: Job, worker: int, models: Sequence[Model], devices: Sequ
         first_index=worker * job.devices_per_worker,
         shares=job.shares,
         seed=job.seed,
+        accumulate=job.accumulate,
         leased=not job.strategy.rule.together,
     )
 

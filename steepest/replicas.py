@@ -40,7 +40,7 @@ class Replicas:
     On the CPU, replicas share one copy of the weights and compute in turn. On GPUs each has a copy on
     its own device. Gradients are added up in replica order, chunk by chunk, in units of the first
     replica's weight: ``sum(weight_i * gradient_i) == unit * payload``, so that with equal batches (and
-    with one replica always) nothing is multiplied.
+    with one replica always) nothing is multiplied. Micro-batches are added up in the same way.
 
     Args:
         models: one for each device, in order.
@@ -48,6 +48,7 @@ class Replicas:
         first_index: index of the first of them among all replicas of the job.
         shares: of a step, one for each worker whose gradient it takes.
         seed: of the job.
+        accumulate: micro-batches that each replica computes one after the other in a step.
         leased: whether shares come one by one, so that the next one is not known beforehand.
     """
 
@@ -59,6 +60,7 @@ class Replicas:
         first_index: int,
         shares: int,
         seed: int,
+        accumulate: int = 1,
         leased: bool = False,
     ) -> None:
         self.models = tuple(models)
@@ -68,21 +70,23 @@ class Replicas:
         self.first_index = first_index
         self.worker = first_index // len(models)
         self._shares = shares
+        self._accumulate = accumulate
         self._leased = leased
         self._seed = seed
         self._devices = tuple(devices)
-        scratch = self._sum if len(models) == 1 else self.layout.allocate()
+        scratch = self._sum if len(models) * accumulate == 1 else self.layout.allocate()
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, device in enumerate(devices):
-            if device.type == "cpu":  # weights are shared; replica 0 writes the sum itself
-                self._own.append((self.weights, self._sum if index == 0 else scratch))
+            if device.type == "cpu":  # weights are shared; replica 0 writes the sum itself, if it writes only once
+                self._own.append((self.weights, self._sum if index == 0 and accumulate == 1 else scratch))
             else:
                 self._own.append((self.weights.to(device), self._sum.to(device)))
         for model, (weights, gradients) in reversed(list(zip(models, self._own, strict=True))):
             model.bind(weights, gradients)  # the first replica last: its initial values are everybody's
         if self._devices[0].type != "cpu":
             self.weights.copy_(self._own[0][0])
-        self._batches: list[tuple[int, Iterator[Any]] | None] = [None] * len(models)
+        #: by replica: the share and micro-batch that comes next, and where from
+        self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
         self._plan: SamplePlan | None = None
         self._sizes = [sum(s.stop - s.start for s in chunk.slices) for chunk in self.layout.chunks]
         self._trainable = [chunk.index for chunk in self.layout.chunks if chunk.trainable]
@@ -128,19 +132,36 @@ class Replicas:
             if device.type != "cpu":
                 weights.copy_(self.weights, non_blocking=True)
 
-    def _next_batch(self, number: int, replica: int) -> Any:
-        """The batch of one replica in one share."""
-        step, share = divmod(number, self._shares)
+    @property
+    def _parts(self) -> int:
+        """Micro-batches that make one step, those of all workers together."""
+        return self._shares * len(self.models) * self._accumulate
+
+    def _first_part(self, number: int, replica: int) -> int:
+        """Where in its step the first micro-batch of one replica lies: in order of worker, device, micro-batch."""
+        return (number % self._shares * len(self.models) + replica) * self._accumulate
+
+    def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
+        """One of the `count` micro-batches, none of them empty, of one replica in one share."""
         kept = self._batches[replica]
-        if kept is None or (self._plan is not None and kept[0] != number):
-            parts = self._shares * len(self.models)
-            index = share * len(self.models) + replica
-            shares = iter(()) if self._plan is None else self._plan.shares(step, index, parts)
-            kept = (number, self.models[replica].data.open(shares, prefetch=not self._leased))
+        if kept is None or (self._plan is not None and kept[0] != (number, micro)):
+            first, step = self._first_part(number, replica), number // self._shares
+            plan, own = self._plan, self._accumulate
+            shares = iter(()) if plan is None else plan.shares(step, first, self._parts, own)
+            kept = ((number, micro), self.models[replica].data.open(shares, prefetch=not self._leased))
         self._batches[replica] = None  # an iterator that raises is of no use any more
         batch = next(kept[1])
-        self._batches[replica] = (number + self._shares, kept[1])  # in the next step it is at the same place
+        # in the next step it is at the same place
+        following = (number, micro + 1) if micro + 1 < count else (number + self._shares, 0)
+        self._batches[replica] = (following, kept[1])
         return batch
+
+    def _count(self, number: int, replica: int) -> int:
+        """How many micro-batches one replica has in one share: empty ones come last."""
+        if (plan := self._plan) is None:
+            return self._accumulate
+        step, first = number // self._shares, self._first_part(number, replica)
+        return sum(len(plan.share(step, first + micro, self._parts)) > 0 for micro in range(self._accumulate))
 
     def compute(
         self, number: int, chunk_ready: ChunkReady, metrics: bool, arrive: Arrive = lambda entry: None
@@ -153,21 +174,19 @@ class Replicas:
             metrics: compute the model's metrics too.
             arrive: returns when the weights of an entry (of all, with None) are here.
         """
-        step, share = divmod(number, self._shares)
-        parts, first = self._shares * len(self.models), share * len(self.models)
-        plan = self._plan
-        active = [r for r in range(len(self.models)) if plan is None or len(plan.share(step, first + r, parts))]
-        if not active:
+        step = number // self._shares
+        counts = [self._count(number, replica) for replica in range(len(self.models))]
+        if not any(counts):
             arrive(None)
             for chunk in self._trainable:
                 chunk_ready(chunk, _NOTHING, 0.0, 0.0, frozenset())
-        collector = _Collector(self, len(active), chunk_ready)
+        collector = _Collector(self, sum(counts), chunk_ready)
         results: list[Computed] = []
         loading = computing = 0.0
-        for replica in active:
+        for replica, micro in ((r, m) for r, count in enumerate(counts) for m in range(count)):
             began = time.perf_counter()
-            seed_everything(step_seed(self._seed, step, first + replica))
-            batch = self._next_batch(number, replica)
+            seed_everything(step_seed(self._seed, step, self._first_part(number, replica) + micro))
+            batch = self._next_batch(number, replica, micro, counts[replica])
             loaded = time.perf_counter()
             if self._devices[replica].type != "cpu":
                 arrive(None)  # then they have been copied to the device
@@ -204,26 +223,26 @@ class Replicas:
 
 
 class _Collector:
-    """Adds the replicas' gradients up chunk by chunk and hands complete chunks on."""
+    """Adds the gradients of replicas and micro-batches up chunk by chunk and hands complete chunks on."""
 
     def __init__(self, replicas: Replicas, count: int, chunk_ready: ChunkReady) -> None:
         self._replicas = replicas
         self._layout = replicas.layout
         self._left = count
         self._chunk_ready = chunk_ready
-        self._unit = 0.0  # weight of the first replica that weighed anything, among those that ended
+        self._unit = 0.0  # weight of the first batch that weighed anything, among those that ended
         self._weight = 0.0
         self._total = 0.0  # weight of those that ended
         self._present: set[int] = set()
 
     def begin(self, gradients: torch.Tensor) -> None:
-        """The next replica starts; it writes to `gradients`."""
+        """The next batch starts; its replica writes to `gradients`."""
         self._left -= 1
         self._gradients = gradients
         self._missing = list(self._replicas._sizes)
 
     def end(self) -> None:
-        """The replica has computed all."""
+        """All of the batch is computed."""
         self._unit = self._unit or self._weight
         self._total += self._weight
 

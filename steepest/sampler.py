@@ -30,7 +30,7 @@ class SamplePlan:
 
     Args:
         samples: in the data set.
-        global_batch: workers x devices x batch size.
+        global_batch: workers x devices x micro-batches x batch size.
         seed: of the whole job.
         start_step, start_epoch, start_offset: the step from which this plan holds, and where in the data
             it begins; other than zero after a restore.
@@ -85,12 +85,13 @@ class SamplePlan:
         begin, end = even_share(position.end - position.begin, replica, replicas)
         return self.permutation(position.epoch)[position.begin + begin : position.begin + end]
 
-    def shares(self, step: int, replica: int, replicas: int) -> Iterator[Indices]:
-        """The non-empty shares of one replica from a step on, without end."""
+    def shares(self, step: int, replica: int, replicas: int, count: int = 1) -> Iterator[Indices]:
+        """The non-empty shares of one replica (of `count` from that one on) from a step on, without end."""
         while True:
-            share = self.share(step, replica, replicas)
-            if len(share):
-                yield share
+            for one in range(replica, replica + count):
+                share = self.share(step, one, replicas)
+                if len(share):
+                    yield share
             step += 1
 
 

@@ -50,6 +50,8 @@ class DistributedSGD:
         devices_per_worker: replicas in each of them.
         gpu: each replica on a GPU of its own instead of the CPU.
         strategy: "ps", "async", "ssp", "simple", or a strategy object with its settings.
+        accumulate: batches whose gradients each replica adds up in a step, one after the other; a step covers
+            ``workers * devices * accumulate * batch_size`` samples.
         seed: of initial weights, order of samples and random state.
         settings: CPUs per worker and deadlines.
 
@@ -72,6 +74,7 @@ class DistributedSGD:
         gpu: bool = False,
         strategy: str | StrategyConfig = "ps",
         *,
+        accumulate: int = 1,
         seed: int = 0,
         settings: RunSettings | None = None,
     ) -> None:
@@ -81,13 +84,15 @@ class DistributedSGD:
             )
         self.num_workers = require_count("num_workers", num_workers)
         self.devices_per_worker = require_count("devices_per_worker", devices_per_worker)
+        self.accumulate = require_count("accumulate", accumulate)
         self.strategy = self._chosen(strategy)
         self._settings = settings or RunSettings()
         self._seed = require_count("seed", seed, 0)
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
         self._cluster: Cluster | None = Cluster(
-            model_creator, self.num_workers, self.devices_per_worker, gpu, self.strategy, self._seed, self._settings
-        )
+            model_creator, self.num_workers, self.devices_per_worker, gpu, self.strategy, self._seed, self._settings,
+            self.accumulate,
+        )  # fmt: skip
         self._job = self._cluster.job
         self._training = Training(self._cluster, self._settings.step_timeout)
         self._plan = self._job.plan()
@@ -96,7 +101,7 @@ class DistributedSGD:
     # -- training ------------------------------------------------------------------------------
 
     def step(self, fetch_stats: bool = True) -> StepResult:
-        """Takes one step: one batch on every replica; returns when it is committed.
+        """Takes one step: one batch (or `accumulate` of them) on every replica; returns when it is committed.
 
         Args:
             fetch_stats: compute and return loss, metrics and timings too.
@@ -297,8 +302,8 @@ class DistributedSGD:
         """
         client = self._live().client
         commits = self._wait(self._on_router(lambda: read_log(client)), "the coordinator's log")
-        hosts = self._live().job.hosts
-        return CommitLog(tuple(commits), self.strategy, self.num_workers, self.devices_per_worker, self._seed, hosts)
+        hosts, workers, devices = self._live().job.hosts, self.num_workers, self.devices_per_worker
+        return CommitLog(tuple(commits), self.strategy, workers, devices, self._seed, hosts, self.accumulate)
 
     # -- checkpoints ---------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class CommitLog:
         commits: in order.
         strategy, num_workers, devices_per_worker, seed: of the trainer.
         hosts: where its workers and servers ran, which says whose gradients were added up first; None for apart.
+        accumulate: micro-batches of each of its replicas in a step.
     """
 
     commits: tuple[Commit, ...]
@@ -71,3 +72,4 @@ class CommitLog:
     devices_per_worker: int
     seed: int
     hosts: Hosts | None = None
+    accumulate: int = 1

@@ -77,6 +77,7 @@ class Cluster:
         strategy: StrategyConfig,
         seed: int,
         settings: RunSettings,
+        accumulate: int = 1,
     ) -> None:
         self._began_ray = ensure_ray()
         self._settings = settings
@@ -92,7 +93,7 @@ class Cluster:
             self._room = reserve(num_workers, bundle, settings.start_timeout)
             self._nodes = nodes_of(self._room)
             check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self._nodes)
-            self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed)
+            self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed, accumulate)
         except BaseException:
             self.shutdown()
             raise
@@ -107,6 +108,7 @@ class Cluster:
         gpu: bool,
         config: StrategyConfig,
         seed: int,
+        accumulate: int,
     ) -> None:
         creator = _travelling(model_creator)
         chunk_bytes = make_strategy(config).chunk_bytes
@@ -121,8 +123,8 @@ class Cluster:
         )
         for i, other in enumerate(described):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
-        self._gpu = gpu
-        self._take_up(config, described[0], devices, seed, fresh=True)
+        self._gpu, self._devices, self._seed, self._accumulate = gpu, devices, seed, accumulate
+        self._take_up(config, described[0], fresh=True)
 
     def _servers(self, config: StrategyConfig, num_workers: int) -> dict[Peer, Any]:
         """Starts the processes that are servers only."""
@@ -134,7 +136,7 @@ class Cluster:
         beside = enumerate(spread(self._nodes, served))
         return {server_peer(i): self._actor(server_peer(i), at, 0, 0, callers) for i, at in beside}
 
-    def _take_up(self, config: StrategyConfig, description: Description, devices: int, seed: int, fresh: bool) -> None:
+    def _take_up(self, config: StrategyConfig, description: Description, *, fresh: bool) -> None:
         """Gives the processes that there are their roles."""
         workers = [actor for peer, actor in self._actors.items() if peer.role == "worker"]
         servers = [actor for peer, actor in self._actors.items() if peer.role == "server"]
@@ -144,8 +146,9 @@ class Cluster:
         self.places = dict(zip(self._actors, places, strict=True))
         alike = by_calls(config) or len(workers) == 1
         self.job = Job(
-            description, config, len(workers), devices, num_servers, seed, self._settings.step_timeout,
+            description, config, len(workers), self._devices, num_servers, self._seed, self._settings.step_timeout,
             self._settings.keep_log, None if alike else self._hosts(num_servers, strategy, config),
+            self._accumulate,
         )  # fmt: skip
         job = ray.put(self.job)
         self._get([w.bind.remote(job, self._gpu) for w in workers], "bind the model")
@@ -181,7 +184,7 @@ class Cluster:
         self._actors |= servers
         self._router = Router()
         description = replace(job.description, layout=layouts[0])
-        self._take_up(config, description, job.devices_per_worker, job.seed, fresh=False)
+        self._take_up(config, description, fresh=False)
 
     def _hosts(self, num_servers: int, strategy: Strategy, config: StrategyConfig) -> Hosts:
         """Which processes share a node."""

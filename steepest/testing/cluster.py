@@ -56,6 +56,7 @@ class InProcessCluster:
         *,
         num_workers: int = 1,
         devices_per_worker: int = 1,
+        accumulate: int = 1,
         strategy: StrategyConfig | None = None,
         seed: int = 0,
         shuffle: int | None = None,
@@ -76,8 +77,9 @@ class InProcessCluster:
             check_agreement(built[0][1], described, "worker 0", f"worker {worker}")
         num_servers = chosen.num_servers(1, num_workers)
         self.job = Job(
-            built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout, keep_log, hosts
-        )
+            built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout, keep_log, hosts,
+            accumulate,
+        )  # fmt: skip
         cpu = [torch.device("cpu")] * devices_per_worker
         replicas = [build_replicas(self.job, worker, models, cpu) for worker, (models, _) in enumerate(built)]
         self.client_router = self.network.router()
@@ -148,7 +150,8 @@ class InProcessCluster:
         """Every commit, if it was asked to be kept."""
         found = self.wait(read_log(self.client), "the log")
         job = self.job
-        return CommitLog(tuple(found), job.config, job.num_workers, job.devices_per_worker, job.seed, job.hosts)
+        workers, devices = job.num_workers, job.devices_per_worker
+        return CommitLog(tuple(found), job.config, workers, devices, job.seed, job.hosts, job.accumulate)
 
     def snapshot(self, what: str = "weights") -> Snapshot:
         """The servers' weights, and optimizer state with "state"."""

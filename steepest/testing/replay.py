@@ -48,7 +48,9 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     devices = log.devices_per_worker
     models, description = build_models(model_creator, 0, devices, log.seed, strategy.chunk_bytes)
     servers = strategy.num_servers(1, log.num_workers) if log.hosts is None else len(log.hosts.servers)
-    job = Job(description, log.strategy, log.num_workers, devices, servers, log.seed, 1.0, hosts=log.hosts)
+    job = Job(
+        description, log.strategy, log.num_workers, devices, servers, log.seed, 1.0, False, log.hosts, log.accumulate
+    )
     replicas = build_replicas(job, 0, models, [torch.device("cpu")] * devices)
     replicas.use_plan(job.plan(), log.seed)
     weights = replicas.weights.clone()
