@@ -1,6 +1,6 @@
 """Distributed SGD on Ray: one model, one ``strategy=``, from a laptop to a cluster."""
 
-from steepest.config import AllreduceStrategy, ParameterServerStrategy, RunSettings, SimpleStrategy
+from steepest.config import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, RunSettings, SimpleStrategy
 from steepest.model import Computed, Model, ParameterLayout
 from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.torch import TorchModel, accuracy
@@ -19,6 +19,7 @@ __all__ = [
     "Computed",
     "DistributedSGD",
     "EvaluationResult",
+    "LocalStrategy",
     "LoggedPush",
     "Model",
     "NumpyLogisticRegression",

@@ -88,20 +88,22 @@ class Owner:
 def gather(
     owner: Owner,
     weights: torch.Tensor,
-    records: Iterable[Record],
+    optimizer: tuple[dict[str, torch.Tensor], list[str]],
     states: Sequence[Mapping[str, torch.Tensor]],
     place: Mapping[str, Any],
+    apart: Mapping[str, torch.Tensor],
 ) -> Checkpoint:
     """A job's checkpoint.
 
     Args:
         owner: the job, with buffers averaged over its replicas.
         weights: the flat vector.
-        records: the optimizer's state.
+        optimizer: its state by "parameter/key", and which of it is plain numbers.
         states: each replica's buffers.
         place: step, epoch, offset and seed.
+        apart: what else belongs to some process, by keys of its own.
     """
-    optimizer, plain = assemble(owner.layout, records)
+    state, plain = optimizer
     about = {
         **place,
         "samples": owner.samples,
@@ -111,7 +113,7 @@ def gather(
         "aliases": {entry.name: list(entry.aliases) for entry in owner.layout.entries if entry.aliases},
     }
     replicas = {f"{i}/{name}": value for i, state in enumerate(states) for name, value in state.items()}
-    return Checkpoint(owner.layout.named(weights) | dict(owner.buffers), optimizer, replicas, about)
+    return Checkpoint(owner.layout.named(weights) | dict(owner.buffers), state, {**replicas, **apart}, about)
 
 
 def assemble(layout: ParameterLayout, records: Iterable[Record]) -> tuple[dict[str, torch.Tensor], list[str]]:

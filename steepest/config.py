@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from numbers import Integral
@@ -40,6 +41,10 @@ def require_choice(name: str, value: object, allowed: tuple[object, ...]) -> Non
     """
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
         raise ConfigurationError(f"{name}={value!r}: give one of {', '.join(map(repr, allowed))}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 #: how processes talk: see `ParameterServerStrategy`
@@ -186,11 +191,60 @@ class ParameterServerStrategy(_OnTheWire):
         return 3 if self.staleness is None else self.staleness
 
 
-StrategyConfig = SimpleStrategy | ParameterServerStrategy | AllreduceStrategy
+@dataclass(frozen=True, kw_only=True)
+class LocalStrategy(_OnTheWire):
+    """Local SGD: each worker trains by itself, and every `sync_every` batches what all have changed is averaged.
+
+    A step is one such round: `sync_every` batches on every replica, each followed by an update of the worker's own
+    weights by the model's optimizer (whose schedule counts these updates), then one update of everybody's weights by
+    the mean of the workers' changes, with an outer optimizer. Train with "allreduce" first and go on with
+    `DistributedSGD.set_strategy` for post-local SGD (Lin et al. 2020, arXiv:1808.07217).
+
+    Attributes:
+        sync_every: batches between two averagings.
+        outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich 2019).
+        outer_momentum, nesterov: its momentum; DiLoCo (Douillard et al. 2023) has 0.7, 0.9 and Nesterov's.
+        num_servers: server processes; by default none, and each worker averages one slice, as in "allreduce".
+        hierarchical, chunk_bytes, nonfinite, transport, wire_dtype: as for `AllreduceStrategy`.
+
+    Raises:
+        ConfigurationError: a value out of range, or Nesterov's momentum without momentum.
+    """
+
+    name = "local"
+
+    sync_every: int = 8
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    nesterov: bool = False
+    num_servers: int | None = None
+    hierarchical: bool = True
+    chunk_bytes: int | None = None
+    nonfinite: str = "refuse"
+    transport: str = "wire"
+    wire_dtype: str | tuple[str | None, str | None] | None = None
+
+    def __post_init__(self) -> None:
+        require_count("sync_every", self.sync_every)
+        if self.num_servers is not None:
+            require_count("num_servers", self.num_servers)
+        for name in ("hierarchical", "nesterov"):
+            require_choice(name, getattr(self, name), (False, True))
+        if not _is_number(self.outer_lr) or self.outer_lr <= 0:
+            raise ConfigurationError(f"outer_lr={self.outer_lr!r}: give a positive number")
+        if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(f"outer_momentum={self.outer_momentum!r}: give a number from 0 to below 1")
+        if self.nesterov and not self.outer_momentum:
+            raise ConfigurationError("nesterov=True with outer_momentum=0: give the momentum too, 0.9 say")
+        self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
+
+
+StrategyConfig = SimpleStrategy | ParameterServerStrategy | AllreduceStrategy | LocalStrategy
 _BY_NAME: dict[str, StrategyConfig] = {
     "simple": SimpleStrategy(),
     "ps": ParameterServerStrategy(),
     "allreduce": AllreduceStrategy(),
+    "local": LocalStrategy(),
     "async": ParameterServerStrategy(mode="async"),
     "ssp": ParameterServerStrategy(mode="ssp"),
 }
@@ -203,13 +257,13 @@ def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
     Raises:
         ConfigurationError: no strategy of that name.
     """
-    if isinstance(strategy, (SimpleStrategy, ParameterServerStrategy, AllreduceStrategy)):
+    if isinstance(strategy, (SimpleStrategy, ParameterServerStrategy, AllreduceStrategy, LocalStrategy)):
         return strategy
     if not isinstance(strategy, str) or strategy not in _BY_NAME:
         names = ", ".join(repr(name) for name in STRATEGY_NAMES)
         raise ConfigurationError(
             f"strategy={strategy!r}: give one of {names}, or SimpleStrategy(...), ParameterServerStrategy(...), "
-            "AllreduceStrategy(...)"
+            "AllreduceStrategy(...), LocalStrategy(...)"
         )
     return _BY_NAME[strategy]
 

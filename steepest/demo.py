@@ -110,7 +110,7 @@ def run(epochs: int = 8, *, progress: bool = True) -> list[Row]:
         for strategy in STRATEGY_NAMES:
             print(f"\nstrategy={strategy!r}", flush=True)
             began = time.monotonic()
-            asynchronous = strategy in ("async", "ssp")
+            asynchronous = strategy in ("async", "ssp", "local")
             creator = model_creator(train, asynchronous_optimizer if asynchronous else optimizer)
             with DistributedSGD(creator, num_workers=WORKERS, strategy=strategy, seed=SEED) as sgd:
                 sgd.fit(epochs=epochs, progress=progress)

@@ -11,11 +11,12 @@ import torch
 from steepest.client import Client
 from steepest.comm.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
-from steepest.config import AllreduceStrategy, StrategyConfig
+from steepest.config import AllreduceStrategy, LocalStrategy, StrategyConfig
 from steepest.coordinator import Coordinator
 from steepest.coordinator_role import CoordinatorRole
 from steepest.errors import ModelError
 from steepest.hosts import Hosts
+from steepest.local import LocalReplicas
 from steepest.model import Model, ParameterLayout
 from steepest.optimizer import OptimizerSpec, Schedule
 from steepest.relay import Relay
@@ -23,6 +24,7 @@ from steepest.replicas import Replicas, seed_everything
 from steepest.sampler import SamplePlan
 from steepest.server import Server
 from steepest.strategies.allreduce import Allreduce
+from steepest.strategies.local import Local
 from steepest.strategies.parameter_server import ServerStrategy
 from steepest.strategies.protocol import Strategy
 from steepest.worker import Worker
@@ -53,6 +55,7 @@ class Job:
         keep_log: whether the coordinator keeps every commit, for a replay.
         hosts: where workers and servers run; by default each on a host of its own.
         accumulate: micro-batches of each replica in a step.
+        schedule_offset: where the learning-rate schedule stands at step 0, see `updates_before`.
     """
 
     description: Description
@@ -65,11 +68,17 @@ class Job:
     keep_log: bool = False
     hosts: Hosts | None = None
     accumulate: int = 1
+    schedule_offset: int = 0
 
     @cached_property
     def strategy(self) -> Strategy:
         """The way of training."""
         return make_strategy(self.config)
+
+    @cached_property
+    def server_spec(self) -> OptimizerSpec:
+        """The optimizer that servers apply."""
+        return self.strategy.server_spec(self.description.optimizer_spec)
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -115,7 +124,12 @@ class Job:
     @property
     def global_batch(self) -> int:
         """Samples per step."""
-        return self.shares * self.devices_per_worker * self.accumulate * self.description.batch_size
+        batches = self.shares * self.devices_per_worker * self.accumulate * self.strategy.updates
+        return batches * self.description.batch_size
+
+    def updates_before(self, step: int) -> int:
+        """How many updates the model's optimizer has made for any weight before a step, which its schedule counts."""
+        return step * self.strategy.updates + self.schedule_offset
 
     def plan(self, step: int = 0, epoch: int = 0, offset: int = 0, seed: int | None = None) -> SamplePlan | None:
         """Who gets which samples from a step on; None when the data are streams."""
@@ -127,6 +141,8 @@ class Job:
 
 def make_strategy(config: StrategyConfig) -> Strategy:
     """The strategy that a configuration stands for."""
+    if isinstance(config, LocalStrategy):
+        return Local(config)
     return Allreduce(config) if isinstance(config, AllreduceStrategy) else ServerStrategy(config)
 
 
@@ -183,6 +199,18 @@ def check_agreement(first: Description, other: Description, first_name: str, oth
 
 def build_replicas(job: Job, worker: int, models: Sequence[Model], devices: Sequence[torch.device]) -> Replicas:
     """A worker's models, bound to flat buffers on their devices."""
+    if isinstance(job.config, LocalStrategy):
+        return LocalReplicas(
+            models,
+            devices,
+            job.description.optimizer_spec,
+            first_index=worker * job.devices_per_worker,
+            shares=job.shares,
+            seed=job.seed,
+            accumulate=job.accumulate,
+            updates=job.strategy.updates,
+            updates_before=job.updates_before,
+        )
     return Replicas(
         models,
         devices,
@@ -196,13 +224,13 @@ def build_replicas(job: Job, worker: int, models: Sequence[Model], devices: Sequ
 
 def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
     """Makes the coordinator live in this process; for `pause` see `CoordinatorRole`."""
-    chunks = job.description.layout.chunks
+    chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec)
     coordinator = Coordinator(
         members=frozenset(range(job.num_workers)),
         servers=tuple(range(job.num_servers)),
         holding=frozenset(job.owners[chunk.index] for chunk in chunks if chunk.trainable),
         rule=job.strategy.rule,
-        hyperparameters=Schedule(job.description.optimizer_spec).at,
+        hyperparameters=lambda step: schedule.at(job.updates_before(step)),
         step_timeout=job.step_timeout,
         nonfinite=job.strategy.nonfinite,
         scale_rate=job.strategy.scale_rate,
@@ -224,7 +252,7 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
         index,
         job.description.layout,
         job.owners,
-        job.description.optimizer_spec,
+        job.server_spec,
         weights,
         router.sender(peer),
         router.in_use,

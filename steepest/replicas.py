@@ -20,6 +20,9 @@ from steepest.sampler import SamplePlan, even_share, step_seed
 #: weight of the worker's samples, and the entries for which no replica had a gradient.
 ChunkReady = Callable[[int, torch.Tensor, float, float, frozenset[int]], None]
 
+#: What batches gave, and the seconds for loading and computing them.
+Batches = tuple[list[Computed], float, float]
+
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -48,7 +51,8 @@ class Replicas:
         first_index: index of the first of them among all replicas of the job.
         shares: of a step, one for each worker whose gradient it takes.
         seed: of the job.
-        accumulate: micro-batches that each replica computes one after the other in a step.
+        accumulate: micro-batches that each replica computes one after the other for one gradient.
+        updates: gradients of a step, see `steepest.local`.
         leased: whether shares come one by one, so that the next one is not known beforehand.
     """
 
@@ -61,6 +65,7 @@ class Replicas:
         shares: int,
         seed: int,
         accumulate: int = 1,
+        updates: int = 1,
         leased: bool = False,
     ) -> None:
         self.models = tuple(models)
@@ -70,7 +75,7 @@ class Replicas:
         self.first_index = first_index
         self.worker = first_index // len(models)
         self._shares = shares
-        self._accumulate = accumulate
+        self._micros = accumulate * updates
         self._leased = leased
         self._seed = seed
         self._devices = tuple(devices)
@@ -135,18 +140,18 @@ class Replicas:
     @property
     def _parts(self) -> int:
         """Micro-batches that make one step, those of all workers together."""
-        return self._shares * len(self.models) * self._accumulate
+        return self._shares * len(self.models) * self._micros
 
     def _first_part(self, number: int, replica: int) -> int:
         """Where in its step the first micro-batch of one replica lies: in order of worker, device, micro-batch."""
-        return (number % self._shares * len(self.models) + replica) * self._accumulate
+        return (number % self._shares * len(self.models) + replica) * self._micros
 
     def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
         """One of the `count` micro-batches, none of them empty, of one replica in one share."""
         kept = self._batches[replica]
         if kept is None or (self._plan is not None and kept[0] != (number, micro)):
             first, step = self._first_part(number, replica), number // self._shares
-            plan, own = self._plan, self._accumulate
+            plan, own = self._plan, self._micros
             shares = iter(()) if plan is None else plan.shares(step, first, self._parts, own)
             kept = ((number, micro), self.models[replica].data.open(shares, prefetch=not self._leased))
         self._batches[replica] = None  # an iterator that raises is of no use any more
@@ -156,12 +161,13 @@ class Replicas:
         self._batches[replica] = (following, kept[1])
         return batch
 
-    def _count(self, number: int, replica: int) -> int:
-        """How many micro-batches one replica has in one share: empty ones come last."""
+    def _counts(self, number: int) -> list[int]:
+        """How many micro-batches each replica has in one share: empty ones come last."""
         if (plan := self._plan) is None:
-            return self._accumulate
-        step, first = number // self._shares, self._first_part(number, replica)
-        return sum(len(plan.share(step, first + micro, self._parts)) > 0 for micro in range(self._accumulate))
+            return [self._micros] * len(self.models)
+        step, parts = number // self._shares, self._parts
+        firsts = [self._first_part(number, replica) for replica in range(len(self.models))]
+        return [sum(len(plan.share(step, at + m, parts)) > 0 for m in range(self._micros)) for at in firsts]
 
     def compute(
         self, number: int, chunk_ready: ChunkReady, metrics: bool, arrive: Arrive = lambda entry: None
@@ -174,16 +180,32 @@ class Replicas:
             metrics: compute the model's metrics too.
             arrive: returns when the weights of an entry (of all, with None) are here.
         """
-        step = number // self._shares
-        counts = [self._count(number, replica) for replica in range(len(self.models))]
+        counts = self._counts(number)
         if not any(counts):
             arrive(None)
-            for chunk in self._trainable:
-                chunk_ready(chunk, _NOTHING, 0.0, 0.0, frozenset())
-        collector = _Collector(self, sum(counts), chunk_ready)
+            self._nothing(chunk_ready)
+        batches = [(replica, micro) for replica, count in enumerate(counts) for micro in range(count)]
+        return summarize_batches([self._compute_each(number, batches, counts, chunk_ready, metrics, arrive)])
+
+    def _nothing(self, chunk_ready: ChunkReady) -> None:
+        for chunk in self._trainable:
+            chunk_ready(chunk, _NOTHING, 0.0, 0.0, frozenset())
+
+    def _compute_each(
+        self,
+        number: int,
+        batches: Sequence[tuple[int, int]],
+        counts: Sequence[int],
+        chunk_ready: ChunkReady,
+        metrics: bool,
+        arrive: Arrive,
+    ) -> Batches:
+        """The gradient of some (replica, micro-batch) pairs of a share."""
+        step = number // self._shares
+        collector = _Collector(self, len(batches), chunk_ready)
         results: list[Computed] = []
         loading = computing = 0.0
-        for replica, micro in ((r, m) for r, count in enumerate(counts) for m in range(count)):
+        for replica, micro in batches:
             began = time.perf_counter()
             seed_everything(step_seed(self._seed, step, self._first_part(number, replica) + micro))
             batch = self._next_batch(number, replica, micro, counts[replica])
@@ -196,7 +218,7 @@ class Replicas:
             collector.end()
             loading += loaded - began
             computing += time.perf_counter() - loaded
-        return WorkerResult(*_mean(results), {"data": loading, "compute": computing})
+        return results, loading, computing
 
     def warmup(self) -> None:
         """Computes one gradient on every replica and throws it away."""
@@ -220,6 +242,12 @@ class Replicas:
         shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
         results = [model.evaluate(batch) for batch in source.open(shares)]
         return WorkerResult(*_mean(results), {"evaluate": time.perf_counter() - began})
+
+
+def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:
+    """Means by weight over all batches, and the seconds that they took."""
+    timings = {"data": sum(loading for _, loading, _ in parts), "compute": sum(computing for *_, computing in parts)}
+    return WorkerResult(*_mean([result for results, _, _ in parts for result in results]), timings)
 
 
 class _Collector:

@@ -29,6 +29,7 @@ from steepest.observe.results import EvaluationResult, Staleness, Stats, StepRes
 from steepest.replicas import Replicas, WorkerResult, mean_states
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
+from steepest.runtime.optimizer_state import OptimizerState
 from steepest.runtime.placement import worker_bundle
 from steepest.runtime.process import WorkerView
 from steepest.runtime.training import Training
@@ -329,7 +330,9 @@ class DistributedSGD:
             }
             states = self._states(cluster)
             mean = mean_states(states, [1.0] * len(states))
-            saved = checkpoint.gather(self._owner(mean), snapshot.weights, snapshot.records, states, about)
+            found = OptimizerState.collect(cluster, snapshot.records)
+            optimizer = found.state, found.plain
+            saved = checkpoint.gather(self._owner(mean), snapshot.weights, optimizer, states, about, found.apart)
             checkpoint.write(Path(path), saved)
 
     def restore(self, path: str | Path) -> None:
@@ -347,7 +350,8 @@ class DistributedSGD:
             layout = self._job.description.layout
             try:
                 self._owner(self._states(cluster)[0]).check(saved)
-                records = checkpoint.disassemble(layout, saved.optimizer, about["plain"])
+                apart, replicas = OptimizerState.split(saved.replicas)
+                records = OptimizerState(saved.optimizer, about["plain"], apart).place(cluster)
             except CheckpointError as error:
                 raise CheckpointError(f"the checkpoint at {path} is not of this job: {error}") from error
             weights = layout.allocate()
@@ -360,7 +364,7 @@ class DistributedSGD:
                 tasks.continue_from,
                 self._plan,
                 self._seed,
-                tasks.by_replica(saved.replicas),
+                tasks.by_replica(replicas),
                 averaged,
                 self._job.replicas,
             )
@@ -383,13 +387,13 @@ class DistributedSGD:
             snapshot = self._snapshot("state")
             step = snapshot.version // self._job.versions_per_step
             position = self._plan.position(step) if self._plan is not None else None
-            weights, (state, plain) = layout.named(snapshot.weights), checkpoint.assemble(layout, snapshot.records)
-            cluster.switch(chosen)
+            weights, state = layout.named(snapshot.weights), OptimizerState.collect(cluster, snapshot.records)
+            cluster.switch(chosen, step)
             self.strategy, self._job, self.num_servers = chosen, cluster.job, cluster.job.num_servers
             layout = self._job.description.layout
             flat = layout.allocate()
             layout.write(flat, weights)
-            records = checkpoint.disassemble(layout, state, plain)
+            records = state.place(cluster)
             self._install(step * self._job.versions_per_step, flat, records)
             if position is not None:
                 self._plan = self._job.plan(step, position.epoch, position.begin, self._seed)

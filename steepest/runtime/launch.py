@@ -87,6 +87,7 @@ class Cluster:
         self._room: Room | None = None
         self._token = secrets.token_bytes(32)
         self._router = Router()
+        self._schedule_offset = 0
         self.places: dict[Peer, Place] = {}
         try:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
@@ -148,7 +149,7 @@ class Cluster:
         self.job = Job(
             description, config, len(workers), self._devices, num_servers, self._seed, self._settings.step_timeout,
             self._settings.keep_log, None if alike else self._hosts(num_servers, strategy, config),
-            self._accumulate,
+            self._accumulate, self._schedule_offset,
         )  # fmt: skip
         job = ray.put(self.job)
         self._get([w.bind.remote(job, self._gpu) for w in workers], "bind the model")
@@ -159,14 +160,15 @@ class Cluster:
         self._client_index = secrets.randbelow(1 << 31)
         self._wire(workers, servers, job, initial)
 
-    def switch(self, config: StrategyConfig) -> None:
-        """Another strategy for the same workers, at version 0; servers are new ones.
+    def switch(self, config: StrategyConfig, step: int) -> None:
+        """Another strategy for the same workers, at version 0, which goes on at a step; servers are new ones.
 
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
         """
         check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self._nodes)
         self._deadline = time.monotonic() + self._settings.start_timeout * (1 + _UP_FACTOR)
+        self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
         job, servers = self.job, self._servers(config, self.job.num_workers)
         try:
             self._get([actor.place.remote() for actor in servers.values()], "start")

@@ -173,7 +173,7 @@ class Process:
             self._router.transport = self._transport
             if servers:
                 # A worker that hosts servers shares its weights with them: one copy, updated in place.
-                own = self._replicas
+                own = self._replicas if job.strategy.in_place else None
                 weights = own.weights if own is not None else allocate(job.description.layout.nbytes)
                 if initial is not None:
                     for chunk in job.description.layout.chunks:
@@ -182,7 +182,7 @@ class Process:
                 if 0 in servers:
                     host_coordinator(self._router, job, _RESULT_SECONDS)
                 for index in servers:
-                    in_place = self._replicas is not None or index in relays
+                    in_place = own is not None or index in relays
                     host_server(self._router, job, index, weights, shared=in_place)
                 for index in relays:
                     host_relay(self._router, job, index, weights)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from steepest.local import LocalReplicas
 from steepest.model import Model
 from steepest.replicas import Replicas, WorkerResult
 from steepest.sampler import SamplePlan
@@ -48,6 +49,20 @@ def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Te
         replica, _, name = key.partition("/")
         states.setdefault(int(replica), {})[name] = value
     return states
+
+
+def inner_state(replicas: Replicas) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """What a worker's own optimizer remembers, see `LocalReplicas.inner_state`."""
+    assert isinstance(replicas, LocalReplicas)
+    return replicas.inner_state()
+
+
+def load_inner_state(
+    replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor], plain: list[str]
+) -> None:
+    """Sets it: this worker's own, or the mean when there were others."""
+    assert isinstance(replicas, LocalReplicas)
+    replicas.load_inner_state(own.get(replicas.worker, mean), plain)
 
 
 def use_plan(replicas: Replicas, plan: SamplePlan | None, seed: int) -> None:

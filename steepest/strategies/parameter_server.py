@@ -12,6 +12,7 @@ from steepest.comm.shared import allocate
 from steepest.config import ParameterServerStrategy, SimpleStrategy, StrategyConfig
 from steepest.hosts import Hosts
 from steepest.model import ParameterLayout
+from steepest.optimizer import OptimizerSpec
 from steepest.rules import CommitAll, CommitEach, CommitFirst, CommitRule
 from steepest.weights import ArrivingWeights
 
@@ -124,6 +125,8 @@ class ServerStrategy:
     """All modes of the parameter server, which differ by their rule; and `simple`, with the driver as server."""
 
     in_workers = False
+    in_place = True
+    updates = 1
 
     def __init__(self, config: StrategyConfig) -> None:
         self.rule: CommitRule = CommitAll()
@@ -143,6 +146,10 @@ class ServerStrategy:
             self.rule = _rule(config)
             self.scale_rate = config.correction == "learning_rate"
             self._num_servers = config.num_servers
+
+    def server_spec(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """The user's own."""
+        return spec
 
     def num_servers(self, nodes: int, workers: int) -> int:
         """As configured, or one for each node."""

@@ -10,6 +10,7 @@ import torch
 from steepest.comm.message import Message, Peer, Send
 from steepest.hosts import Hosts
 from steepest.model import ParameterLayout
+from steepest.optimizer import OptimizerSpec
 from steepest.rules import CommitRule
 
 
@@ -57,8 +58,12 @@ class Strategy(Protocol):
     rule: CommitRule
     #: whether the driver itself is the only server, reached through Ray's object store
     in_driver: bool
-    #: whether each worker's process is a server's too, which updates its chunks where that worker computes with them
+    #: whether each worker's process is a server's too
     in_workers: bool
+    #: whether servers in a worker's process update the very weights that it computes with
+    in_place: bool
+    #: batches of each replica in a step with an update of its own weights after each; 1 for none
+    updates: int
     #: whether what several workers of a host have in common leaves it and comes to it once
     hierarchical: bool
     #: size of a chunk in bytes, or None for the layout's own choice
@@ -69,6 +74,9 @@ class Strategy(Protocol):
     scale_rate: bool
     #: in which dtype float32 chunks are pushed and pulled; None for as they are
     wire_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+
+    def server_spec(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """The optimizer that servers apply, where the user's is that."""
 
     def num_servers(self, nodes: int, workers: int) -> int:
         """How many servers to run for so many workers on so many nodes."""

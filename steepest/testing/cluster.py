@@ -88,8 +88,9 @@ class InProcessCluster:
         self.servers: list[Server] = []
         relays = self.job.places.relays
         for index, router in enumerate(self.server_routers):
-            weights = replicas[index].weights if hosted else replicas[0].weights.clone()
-            self.servers.append(host_server(router, self.job, index, weights, shared=hosted or index in relays))
+            in_place = hosted and chosen.in_place
+            weights = replicas[index].weights if in_place else replicas[0].weights.clone()
+            self.servers.append(host_server(router, self.job, index, weights, shared=in_place or index in relays))
             if index in relays:
                 host_relay(router, self.job, index, weights)
         self.coordinator = host_coordinator(self.server_routers[0], self.job)

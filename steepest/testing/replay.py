@@ -8,6 +8,7 @@ import torch
 
 from steepest.comm.message import Kind, Message, Peer, relay_peer, worker_peer
 from steepest.comm.precision import narrow_size, rounded
+from steepest.config import LocalStrategy
 from steepest.errors import ConfigurationError
 from steepest.job import Job, ModelCreator, build_models, build_replicas, make_strategy
 from steepest.observe.commits import CommitLog
@@ -51,15 +52,22 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     job = Job(
         description, log.strategy, log.num_workers, devices, servers, log.seed, 1.0, False, log.hosts, log.accumulate
     )
-    replicas = build_replicas(job, 0, models, [torch.device("cpu")] * devices)
-    replicas.use_plan(job.plan(), log.seed)
-    weights = replicas.weights.clone()
+    cpu = [torch.device("cpu")] * devices
+    workers = [build_replicas(job, 0, models, cpu)] * log.num_workers
+    if isinstance(log.strategy, LocalStrategy):  # each worker has a state of its own
+        workers = [
+            build_replicas(job, i, build_models(model_creator, i, devices, log.seed, strategy.chunk_bytes)[0], cpu)
+            for i in range(log.num_workers)
+        ]
+    for replicas in workers:
+        replicas.use_plan(job.plan(), log.seed)
+    weights = workers[0].weights.clone()
     layout = description.layout
     server = Server(
         0,
         layout,
         [0] * len(layout.chunks),
-        description.optimizer_spec,
+        job.server_spec,
         weights,
         lambda peer, message: None,
         together=False,
@@ -73,6 +81,7 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     history = {0: weights.clone()}
     for commit in log.commits:
         for push in commit.pushes:
+            replicas = workers[push.worker]
             _pull(history[push.pulled], replicas, push.worker, job)
             exchange = exchanges[push.worker]
             exchange.begin(0, push.pulled, push.incarnation)

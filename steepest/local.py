@@ -1,0 +1,140 @@
+"""Local SGD: several updates by each worker's own optimizer, then one of the difference that they made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from steepest.checkpoint import Record, assemble, disassemble
+from steepest.model import Arrive, Model
+from steepest.optimizer import OptimizerSpec, Schedule
+from steepest.replicas import Batches, ChunkReady, Replicas, WorkerResult, summarize_batches
+from steepest.server_chunk import ServerChunk
+
+
+class LocalReplicas(Replicas):
+    """Replicas whose share of a step is `updates` batches each, with an update after every one of them.
+
+    What they push is the difference between the weights that they began with and those that they ended with, of which
+    the servers make one update of their own (the outer one). The worker then has the weights again that it began with,
+    until those of the next version are here, so that a step that fails leaves no trace. State of the inner optimizer
+    stays with its worker.
+
+    References: Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767; Douillard et al. 2023,
+    DiLoCo, arXiv:2311.08105.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Model],
+        devices: Sequence[torch.device],
+        spec: OptimizerSpec,
+        *,
+        first_index: int,
+        shares: int,
+        seed: int,
+        accumulate: int,
+        updates: int,
+        updates_before: Callable[[int], int],
+    ) -> None:
+        super().__init__(
+            models, devices, first_index=first_index, shares=shares, seed=seed, accumulate=accumulate, updates=updates
+        )
+        self._accumulate = accumulate
+        self._updates = updates
+        self._updates_before = updates_before
+        self._schedule = Schedule(spec)
+        self._base = self.layout.allocate()
+        chunks = [self.layout.chunks[index] for index in self._trainable]
+        self._held = {
+            chunk.index: ServerChunk(chunk, self.layout, spec, self.layout.chunk_view(self.weights, chunk.index), False)
+            for chunk in chunks
+        }
+        self._number = -1  # of the last share
+        self._before: list[Record] = []  # the inner optimizer's state before it
+
+    def adopt(self, weights: torch.Tensor) -> bool:
+        """Each worker's weights are its own."""
+        return False
+
+    def compute(
+        self, number: int, chunk_ready: ChunkReady, metrics: bool, arrive: Arrive = lambda entry: None
+    ) -> WorkerResult:
+        """Takes one share's updates and hands on what they changed; see `Replicas.compute`."""
+        arrive(None)
+        self._begin(number)
+        counts = self._counts(number)
+        first = self._updates_before(number // self._shares)
+        parts: list[Batches] = []
+        self._base.copy_(self.weights)
+        try:
+            for update in range(self._updates):
+                micros = range(update * self._accumulate, (update + 1) * self._accumulate)
+                batches = [(replica, m) for replica, count in enumerate(counts) for m in micros if m < count]
+                if batches:
+                    parts.append(self._compute_each(number, batches, counts, self._keep, metrics, lambda entry: None))
+                    self._update(first + update)
+            result = summarize_batches(parts)
+            if result.weight:
+                self._push_difference(result.weight, chunk_ready)
+            else:
+                self._nothing(chunk_ready)
+        finally:
+            self.weights.copy_(self._base)
+            self.weights_changed()
+        return result
+
+    def _begin(self, number: int) -> None:
+        """A share that is computed again, because its step failed, begins where it began before."""
+        if number == self._number:
+            self._load(self._before)
+        else:
+            self._before = [(index, about, value.clone()) for index, about, value in self._records()]
+        self._number = number
+
+    def _keep(self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
+        """One chunk of an inner gradient; applied when the backward pass no longer needs the weights."""
+        held = self._held[index]
+        if not unit:
+            return
+        held.mean, held.absent = payload.view(held.chunk.dtype), absent
+        if unit != total:
+            held.mean.div_(total / unit)
+
+    def _update(self, at: int) -> None:
+        hyper = self._schedule.at(at)
+        for held in self._held.values():
+            held.apply(hyper, 1.0)
+        self.weights_changed()
+
+    def _push_difference(self, weight: float, chunk_ready: ChunkReady) -> None:
+        for index in reversed(self._trainable):
+            dtype = self.layout.chunks[index].dtype
+            base, now, difference = (
+                self.layout.chunk_view(vector, index).view(dtype) for vector in (self._base, self.weights, self._sum)
+            )
+            torch.sub(base, now, out=difference)
+            chunk_ready(index, difference.view(torch.uint8), weight, weight, frozenset())
+
+    # -- the inner optimizer's state -----------------------------------------------------------
+
+    def _records(self) -> list[Record]:
+        return [(index, about, value) for index, held in self._held.items() for about, value in held.state()]
+
+    def _load(self, records: Sequence[Record]) -> None:
+        for held in self._held.values():
+            held.clear_state()
+        for index, about, value in records:
+            self._held[index].load_state(about, value.clone())
+
+    def inner_state(self) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """By "parameter/key", and which of it is plain numbers."""
+        state, plain = assemble(self.layout, self._records())
+        return {name: value.clone() for name, value in state.items()}, plain
+
+    def load_inner_state(self, state: Mapping[str, torch.Tensor], plain: Sequence[Any]) -> None:
+        """Sets what `inner_state` returns."""
+        self._load(disassemble(self.layout, state, plain))
+        self._number = -1

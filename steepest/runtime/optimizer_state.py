@@ -1,0 +1,75 @@
+"""The optimizer's state on its way to and from a checkpoint or another strategy: of servers, or of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from steepest import checkpoint
+from steepest.config import LocalStrategy
+from steepest.replicas import mean_states
+from steepest.runtime import tasks
+from steepest.runtime.launch import Cluster
+
+_OWN, _OUTER = "local:", "outer:"
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What the model's optimizer remembers.
+
+    Attributes:
+        state: by "parameter/key"; with local SGD the mean over workers.
+        plain: which of it is plain numbers.
+        apart: with local SGD what each worker has, as "local:WORKER/parameter/key", and the outer optimizer's
+            state, as "outer:parameter/key".
+    """
+
+    state: dict[str, torch.Tensor]
+    plain: list[str]
+    apart: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def collect(cls, cluster: Cluster, records: Iterable[checkpoint.Record]) -> OptimizerState:
+        """From the servers' records and, with local SGD, the workers."""
+        held, plain = checkpoint.assemble(cluster.job.description.layout, records)
+        if not isinstance(cluster.job.config, LocalStrategy):
+            return cls(held, plain)
+        found = cluster.call_workers(tasks.inner_state)
+        apart = {_OUTER + name: value for name, value in held.items()}
+        for worker, (state, _) in enumerate(found):
+            apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}
+        begun = [state for state, _ in found if state]  # not by those that have had no samples yet
+        names = set.intersection(*map(set, begun)) if begun else set()
+        shared = [{name: state[name] for name in sorted(names)} for state in begun]
+        mean = mean_states(shared, [1.0] * len(begun)) if begun else {}
+        return cls(mean, sorted({name for _, plain in found for name in plain}), apart)
+
+    def place(self, cluster: Cluster) -> list[checkpoint.Record]:
+        """Gives it to the workers, if it is theirs; returns what is the servers'.
+
+        Raises:
+            CheckpointError: state of an unknown or frozen parameter.
+        """
+        layout = cluster.job.description.layout
+        if not isinstance(cluster.job.config, LocalStrategy):
+            return checkpoint.disassemble(layout, self.state, self.plain)
+        checkpoint.disassemble(layout, self.state, self.plain)  # raises before anything is changed
+        own: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in self.apart.items():
+            if key.startswith(_OWN):
+                worker, _, name = key.removeprefix(_OWN).partition("/")
+                own.setdefault(int(worker), {})[name] = value
+        if len(own) != cluster.job.num_workers:
+            own = {}
+        cluster.call_workers(tasks.load_inner_state, own, self.state, self.plain)
+        outer = {key.removeprefix(_OUTER): v for key, v in self.apart.items() if key.startswith(_OUTER)}
+        return checkpoint.disassemble(layout, outer, [])
+
+    @staticmethod
+    def split(replicas: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What a checkpoint has by replica: `apart`, and the rest."""
+        apart = {key: value for key, value in replicas.items() if key.startswith((_OWN, _OUTER))}
+        return apart, {key: value for key, value in replicas.items() if key not in apart}

@@ -1,0 +1,195 @@
+"""Local SGD: inner updates on every worker, an outer one of what they changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steepest.comm.message import Kind
+from steepest.config import LocalStrategy, ParameterServerStrategy
+from steepest.errors import ConfigurationError
+from steepest.hosts import Hosts
+from steepest.sampler import SamplePlan
+from steepest.testing import InProcessCluster, replay
+from tests.reference import OptimizerFactory, Task, Weights, difference, same_bits, samples, sgd
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "sgd": sgd(),
+    "momentum": sgd(momentum=0.9, nesterov=True),
+    "adam": lambda module: torch.optim.Adam(module.parameters(), lr=0.01),
+}
+
+
+def make(task: Task) -> nn.Module:
+    torch.manual_seed(0)
+    return task.module()
+
+
+def by_hand(task: Task, workers: int, rounds: int, outer: LocalStrategy, devices: int = 1) -> Weights:
+    """The same in plain torch, one worker after the other."""
+    shared = make(task)
+    shared_optimizer = torch.optim.SGD(
+        shared.parameters(), outer.outer_lr, momentum=outer.outer_momentum, nesterov=outer.nesterov
+    )
+    copies = [make(task) for _ in range(workers)]
+    optimizers = [task.optimizer(module) for module in copies]
+    every = outer.sync_every
+    parts = workers * devices * every
+    plan = SamplePlan(len(task.data[0]), parts * task.batch_size, 0)
+    for step in range(rounds):
+        change = {name: torch.zeros_like(p) for name, p in shared.named_parameters()}
+        total = 0
+        for worker, (module, optimizer) in enumerate(zip(copies, optimizers, strict=True)):
+            module.load_state_dict(shared.state_dict())
+            seen = 0
+            for update in range(every):
+                index = [
+                    plan.share(step, (worker * devices + device) * every + update, parts) for device in range(devices)
+                ]
+                count = sum(map(len, index))
+                if not count:
+                    continue
+                optimizer.zero_grad()
+                for part in index:
+                    if len(part):
+                        x, y = (column[torch.from_numpy(part.copy())] for column in task.data)
+                        (task.loss(module(x), y) * (len(part) / count)).backward()
+                optimizer.step()
+                seen += count
+            total += seen
+            for name, parameter in module.named_parameters():
+                change[name] += (dict(shared.named_parameters())[name] - parameter).detach() * seen
+        for name, parameter in shared.named_parameters():
+            parameter.grad = change[name] / total
+        shared_optimizer.step()
+    return {name: p.detach().clone() for name, p in shared.named_parameters()}
+
+
+def run(task: Task, workers: int, rounds: int, strategy: LocalStrategy, **options: Any) -> InProcessCluster:
+    cluster = InProcessCluster(task.creator(), num_workers=workers, strategy=strategy, **options)
+    assert [result.kind for result in cluster.step(rounds)] == [Kind.RESULT] * rounds
+    return cluster
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("workers", "devices"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("servers", [None, 2])
+def test_equals_the_same_by_hand(optimizer: str, workers: int, devices: int, servers: int | None) -> None:
+    task = Task(optimizer=OPTIMIZERS[optimizer], data=samples(50), batch_size=2)
+    for config in (
+        LocalStrategy(sync_every=3, num_servers=servers, chunk_bytes=48),
+        LocalStrategy(sync_every=4, outer_lr=0.7, outer_momentum=0.9, nesterov=True, num_servers=servers),
+    ):
+        found = run(task, workers, 12, config, devices_per_worker=devices).weights()
+        assert difference(found, by_hand(task, workers, 12, config, devices)) < 1e-12
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_averaging_after_every_batch_is_synchronous_training(optimizer: str, workers: int) -> None:
+    task = Task(optimizer=OPTIMIZERS[optimizer], data=samples(48), batch_size=2)
+    found = run(task, workers, 20, LocalStrategy(sync_every=1)).weights()
+    assert difference(found, task.train(workers, 20)) < 1e-12
+
+
+def test_a_schedule_counts_inner_updates() -> None:
+    rates: list[int] = []
+
+    def rate(step: int) -> float:
+        rates.append(step)
+        return 0.1 / (1 + step)
+
+    task = Task(optimizer=sgd(), data=samples(64), learning_rate=rate)
+    cluster = run(task, 2, 2, LocalStrategy(sync_every=3))
+    assert {0, 1, 2, 3, 4, 5} <= set(rates)
+    assert max(rates) == 5
+    constant = run(Task(optimizer=sgd(), data=samples(64)), 2, 2, LocalStrategy(sync_every=3))
+    assert difference(cluster.weights(), constant.weights()) > 1e-6
+
+
+@pytest.mark.parametrize("hosts", [None, Hosts((0, 0, 1), (0, 0, 1), gathers=True)])
+def test_two_runs_and_a_replay_have_the_same_bits(hosts: Hosts | None) -> None:
+    task = Task(optimizer=OPTIMIZERS["adam"], data=samples(50))
+    config = LocalStrategy(sync_every=3, outer_momentum=0.5, chunk_bytes=48)
+    first = run(task, 3, 10, config, keep_log=True, hosts=hosts)
+    second = run(task, 3, 10, config, shuffle=5, hosts=hosts)
+    assert same_bits(first.weights(), second.weights())
+    assert same_bits(replay(first.log(), task.creator()), first.weights())
+    base = first.snapshot().weights
+    for worker in first.workers:
+        held = first.wait(worker.at_version(0, 10, lambda replicas: replicas.weights.clone()), "a worker's weights")
+        assert torch.equal(held, base)
+
+
+class Sick(nn.Module):
+    """Raises once, in one of its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2).double()
+        self.passes = 0
+        self.raises_in = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == self.raises_in:
+            raise ArithmeticError("once")
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("raises_in", [7, 8, 9])
+def test_a_round_that_failed_leaves_no_trace(raises_in: int) -> None:
+    """Neither in the weights nor in any worker's inner optimizer."""
+    task = Task(Sick, OPTIMIZERS["adam"], samples(60), batch_size=2)
+    config = LocalStrategy(sync_every=3)
+
+    def create(worker_index: int, device_index: int) -> Any:
+        model = task.creator()(worker_index, device_index)
+        model.module.raises_in = raises_in if worker_index == 1 else -1
+        return model
+
+    cluster = InProcessCluster(create, num_workers=2, strategy=config)
+    results = cluster.step(6)
+    assert [result.kind for result in results] == [Kind.RESULT] * 2 + [Kind.FAILURE]
+    assert same_bits(cluster.weights(), run(task, 2, 2, config).weights())
+    cluster.step(4)
+    assert same_bits(cluster.weights(), run(task, 2, 6, config).weights())
+
+
+def test_uneven_ends_of_epochs_and_more_workers_than_samples() -> None:
+    task = Task(optimizer=sgd(momentum=0.5), data=samples(7), batch_size=2)
+    config = LocalStrategy(sync_every=2)
+    assert difference(run(task, 3, 9, config).weights(), by_hand(task, 3, 9, config)) < 1e-12
+    results = InProcessCluster(task.creator(), num_workers=3, strategy=config).step(4)
+    assert [result.values()["samples"] for result in results] == [7] * 4
+
+
+def test_less_is_sent() -> None:
+    task = Task(optimizer=sgd(), data=samples(64), batch_size=2)
+    often = InProcessCluster(task.creator(), num_workers=2, strategy=ParameterServerStrategy()).step(8)
+    rarely = InProcessCluster(task.creator(), num_workers=2, strategy=LocalStrategy(num_servers=1)).step(1)
+    sent = sum(result.values()["bytes_pushed"] for result in often)
+    assert rarely[0].values()["bytes_pushed"] * 8 == sent
+    assert rarely[0].values()["samples"] == sum(result.values()["samples"] for result in often)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"sync_every": 2.5}, r"sync_every=2\.5"),
+        ({"outer_lr": 0}, "outer_lr=0: give a positive number"),
+        ({"outer_lr": float("nan")}, "outer_lr=nan"),
+        ({"outer_lr": True}, "outer_lr=True"),
+        ({"outer_momentum": 1.0}, r"outer_momentum=1\.0: give a number from 0 to below 1"),
+        ({"nesterov": True}, "nesterov=True with outer_momentum=0"),
+        ({"num_servers": 0}, "num_servers=0"),
+        ({"transport": "ray"}, "transport='ray'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        LocalStrategy(**settings)
