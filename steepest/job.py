@@ -303,7 +303,9 @@ def host_worker(
         index, replicas.layout, job.owners, replicas.weights, send, job.places, replicas.adopt, alone=alone
     )
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
-    worker = Worker(index, replicas, exchange, send, members=job.num_workers, pump=router.pump, wait=early)
+    worker = Worker(
+        index, replicas, exchange, send, members=job.num_workers, pump=router.pump, flush=router.flush, wait=early
+    )
     replicas.use_plan(job.plan(), job.seed)
     router.host(peer, worker)
     return worker

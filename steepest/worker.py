@@ -49,6 +49,7 @@ class Worker:
         members: number of workers; the share of each in a step that all of them take together.
         incarnation: which life of this worker.
         pump: called between pushes, so that bytes move during the backward pass.
+        flush: called before a step, so that what other roles of this process have to say does not wait for its end.
         wait: takes one turn of this process' router in the middle of a step, so that it may begin before all weights
             are here; None to begin when they are.
     """
@@ -63,6 +64,7 @@ class Worker:
         members: int = 1,
         incarnation: int = 0,
         pump: Callable[[], None] = lambda: None,
+        flush: Callable[[], None] = lambda: None,
         wait: Callable[[], None] | None = None,
     ) -> None:
         self.version = -1
@@ -74,6 +76,7 @@ class Worker:
         self._members = members
         self._incarnation = incarnation
         self._pump = pump
+        self._flush = flush
         self._wait = wait
         self._stepping = False
         self._arriving: Key | None = None  # the weights of the step that is being taken, until all are here
@@ -256,6 +259,7 @@ class Worker:
     def _compute(self, share: int, version: int) -> None:
         self._pushed = (self.generation, version)
         self._exchange.begin(self.generation, version, self._incarnation)
+        self._flush()
         try:
             result = self._replicas.compute(share, self._push, self._stats, self._arrive)
         except (_AbandonedError, ShutdownError):

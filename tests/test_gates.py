@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -396,3 +397,29 @@ def test_messages_keep_their_order_when_a_role_waits_in_the_middle_of_one() -> N
         send(Peer("worker", 9), Message(Kind.GRANT, sequence=sequence))
     network.run_until(lambda: len(got) == 6, "all")
     assert got == [0, 1, 2, -1, 3, 4]
+
+
+def test_what_a_process_has_to_say_leaves_before_its_worker_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the others would wait for as long: new weights of small models and votes are sent together, in the end."""
+    cluster = make("allreduce", TASK, 2)
+    unsent: set[int] = set()
+    computed: list[bool] = []
+
+    def sent(message: Message) -> list[Message]:
+        if message.source is not None and message.source.role != "client":
+            unsent.add(message.source.index)
+        return [message]
+
+    def watched(index: int, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            computed.append(index in unsent)
+            return compute(*arguments)
+
+        return run
+
+    cluster.network.filter = sent
+    for index, (worker, router) in enumerate(zip(cluster.workers, cluster.worker_routers, strict=True)):
+        monkeypatch.setattr(router.transport, "pump", functools.partial(unsent.discard, index))
+        monkeypatch.setattr(worker._replicas, "compute", watched(index, worker._replicas.compute))
+    cluster.step(3)
+    assert computed == [False] * 6

@@ -142,9 +142,14 @@ class Router:
 
     def pump(self) -> None:
         """Moves bytes both ways, for use in the middle of a long computation; what arrives is delivered afterwards."""
+        self.flush()
+        if self.transport is not None:
+            self._events.extend(self.transport.poll(0.0))
+
+    def flush(self) -> None:
+        """Sends what can be sent now, as before a long computation."""
         if self.transport is not None:
             self.transport.pump()
-            self._events.extend(self.transport.poll(0.0))
 
     # -- running -------------------------------------------------------------------------------
 
