@@ -303,9 +303,9 @@ def host_worker(
         index, replicas.layout, job.owners, replicas.weights, send, job.places, replicas.adopt, alone=alone
     )
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
-    worker = Worker(
-        index, replicas, exchange, send, members=job.num_workers, pump=router.pump, flush=router.flush, wait=early
-    )
+    # where all contribute to each version, no weights come before a worker has computed its gradient
+    pump = router.pump_both_ways if job.strategy.in_workers and job.strategy.rule.together else router.pump
+    worker = Worker(index, replicas, exchange, send, members=job.num_workers, pump=pump, flush=router.pump, wait=early)
     replicas.use_plan(job.plan(), job.seed)
     router.host(peer, worker)
     return worker

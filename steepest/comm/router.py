@@ -141,15 +141,15 @@ class Router:
         return self.transport is not None and self.transport.in_use(memory)
 
     def pump(self) -> None:
-        """Moves bytes both ways, for use in the middle of a long computation; what arrives is delivered afterwards."""
-        self.flush()
-        if self.transport is not None:
-            self._events.extend(self.transport.poll(0.0))
-
-    def flush(self) -> None:
-        """Sends what can be sent now, as before a long computation."""
+        """Sends what can be sent now; for use in the middle of a long computation, or before it."""
         if self.transport is not None:
             self.transport.pump()
+
+    def pump_both_ways(self) -> None:
+        """Receives, too, where nothing that may come is written to what the computation uses; delivers it later."""
+        if self.transport is not None:
+            self.transport.pump()
+            self._events.extend(self.transport.poll(0.0))
 
     # -- running -------------------------------------------------------------------------------
 
