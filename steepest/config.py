@@ -33,6 +33,17 @@ def require_seconds(name: str, value: object) -> float:
     return float(value)
 
 
+def check_clip_norm(value: object) -> None:
+    """None, or a positive, finite number.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    if value is not None and not number:
+        raise ConfigurationError(f"clip_norm={value!r}: give a positive number, or None to leave gradients as they are")
+
+
 def require_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """One of a few values.
 
@@ -53,9 +64,21 @@ TRANSPORTS = ("wire", "shared", "unix", "tcp", "ray")
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleStrategy:
-    """Gradients averaged centrally on the driver, through Ray's object store: the reference."""
+    """Gradients averaged centrally on the driver, through Ray's object store: the reference.
+
+    Attributes:
+        clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
 
     name = "simple"
+
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_clip_norm(self.clip_norm)
 
 
 class _OnTheWire:
@@ -65,12 +88,14 @@ class _OnTheWire:
     nonfinite: str
     transport: str
     wire_dtype: str | tuple[str | None, str | None] | None
+    clip_norm: float | None
 
     def _check_wire(self, transports: tuple[str, ...] = TRANSPORTS) -> None:
         if self.chunk_bytes is not None:
             require_count("chunk_bytes", self.chunk_bytes)
         require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", self.transport, transports)
+        check_clip_norm(self.clip_norm)
         if isinstance(self.wire_dtype, tuple) and len(self.wire_dtype) != 2:
             raise ConfigurationError(f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls")
         for dtype in self.wire_dtypes:
@@ -97,6 +122,7 @@ class AllreduceStrategy(_OnTheWire):
         transport: how processes talk: "wire", "shared", "unix" or "tcp", as for `ParameterServerStrategy`.
         wire_dtype: "fp16" or "bf16": float32 gradients and new weights travel between hosts in half the bytes; a pair
             sets it for gradients and for weights.
+        clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -113,6 +139,7 @@ class AllreduceStrategy(_OnTheWire):
     nonfinite: str = "refuse"
     transport: str = "wire"
     wire_dtype: str | tuple[str | None, str | None] | None = None
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         require_choice("hierarchical", self.hierarchical, (False, True))
@@ -144,6 +171,9 @@ class ParameterServerStrategy(_OnTheWire):
         wire_dtype: "fp16" or "bf16": float32 gradients and weights travel between hosts in half the bytes; servers
             add up, apply and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. What
             does not fit into fp16 travels as float32.
+        clip_norm: the whole gradient of an update is scaled by ``min(1, clip_norm / (norm + 1e-6))``, as
+            `torch.nn.utils.clip_grad_norm_` does it, where `norm` is the 2-norm over all parameters that are trained.
+            "async" and "ssp" clip each worker's gradient by itself. Not together with backup workers.
 
     Raises:
         ConfigurationError: a value out of range, or two that do not go together.
@@ -158,6 +188,7 @@ class ParameterServerStrategy(_OnTheWire):
     nonfinite: str = "refuse"
     transport: str = "wire"
     wire_dtype: str | tuple[str | None, str | None] | None = None
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_servers is not None:
@@ -170,6 +201,11 @@ class ParameterServerStrategy(_OnTheWire):
         self._check_wire()
         if self.mode != "sync" and self.backup_workers:
             raise ConfigurationError(f"backup_workers={self.backup_workers} with mode={self.mode!r}: they are for sync")
+        if self.clip_norm is not None and self.backup_workers:
+            raise ConfigurationError(
+                f"clip_norm={self.clip_norm} with backup_workers={self.backup_workers}: which gradients a step takes "
+                "is decided before their mean is formed, so its norm is not known; leave one of them out"
+            )
         if self.mode == "sync" and (self.staleness is not None or self.correction is not None):
             raise ConfigurationError("staleness and correction are for async and ssp: with sync nothing is stale")
         if self.mode == "ssp" and self.correction == "drop":

@@ -12,7 +12,7 @@ from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.errors import ProtocolError, describe_error
 from steepest.ledger import Ledger
 from steepest.rules import CommitRule, Staged
-from steepest.staging import Report, StagedEach, StagedTogether, Staging, summarize
+from steepest.staging import Report, StagedEach, StagedTogether, Staging, clip_factor, summarize
 
 Outgoing = list[tuple[Peer, Message]]
 
@@ -43,6 +43,7 @@ class Coordinator:
         hyperparameters: of each step, by parameter group; what differs from the servers' own.
         step_timeout: seconds after which an open step is given up.
         nonfinite: "refuse", "skip" or "pass" an update with NaN or infinity.
+        clip_norm: the greatest norm of an update's gradient; None for any.
         scale_rate: whether the learning rate is divided by the staleness.
         keep_log: whether to keep every commit, for a replay.
         open_to_all: a parameter server by itself: anybody may push, nothing is leased or granted.
@@ -58,6 +59,7 @@ class Coordinator:
         hyperparameters: Callable[[int], list[dict[str, Any]]],
         step_timeout: float,
         nonfinite: str = "refuse",
+        clip_norm: float | None = None,
         scale_rate: bool = False,
         keep_log: bool = False,
         open_to_all: bool = False,
@@ -74,6 +76,7 @@ class Coordinator:
         self._hyperparameters = hyperparameters
         self._step_timeout = step_timeout
         self._nonfinite = nonfinite
+        self._clip_norm = clip_norm
         self._scale_rate = scale_rate
         self._open_to_all = open_to_all
         self._stats = True
@@ -88,6 +91,7 @@ class Coordinator:
         self._clocks = dict.fromkeys(members, 0)
         self._sent: dict[int, int] = {}  # the version whose weights each worker was sent last
         self._part: list[tuple[Report, int]] = []  # of the step that is being taken: reports, and their staleness
+        self._norms: list[float | None] = []  # of the same step: of each update's gradient
         self._since = math.inf  # when the open version was begun, on the caller's clock
         self._now = math.inf  # until the caller first tells the time
         self._log: list[list[Any]] | None = [] if keep_log else None
@@ -259,6 +263,7 @@ class Coordinator:
         if self._log is not None:
             self._log.clear()
         self._part.clear()
+        self._norms.clear()
         self._waiting.append((source, message.sequence))
         if self.joined == self._members:
             return self._begin_generation(reload=True)
@@ -358,8 +363,11 @@ class Coordinator:
             return self._fail({"reason": "schedule", **describe_error(error)})
         staleness = {push.worker: self.version - push.pulled for push in chosen}
         rate = 1.0 / max(1, *staleness.values()) if self._scale_rate else 1.0
+        norm = self._staging.norm(chosen)
+        clip = 1.0 if norm is None or self._clip_norm is None or skip else clip_factor(norm, self._clip_norm)
+        self._norms.append(norm)
         if self._log is not None:
-            self._log.append(self._entry(chosen, hyper, rate, skip))
+            self._log.append(self._entry(chosen, hyper, rate, skip, clip))
         reports = self._staging.take(chosen)
         self._staleness.update(staleness.values())
         self._part += [(reports[worker], late) for worker, late in staleness.items()]
@@ -372,12 +380,15 @@ class Coordinator:
             meta["hyper"] = hyper
         if skip:
             meta["skip"] = True
+        if clip != 1.0:
+            meta["clip"] = clip
         grants: Outgoing = []
         if self._open_to_all:
             wanting = [push for push in chosen if reports[push.worker].meta.get("pull")]
             meta["readers"] = [[push.worker, push.sequence] for push in wanting]
             grants = [(worker_peer(push.worker), self._committed(push)) for push in chosen if push not in wanting]
             self._part.clear()
+            self._norms.clear()
         elif self._rule.together:
             meta["readers"] = [[push.worker, 0] for push in chosen]
         else:
@@ -393,22 +404,25 @@ class Coordinator:
             out += self._result(step + 1)
         return out
 
-    def _entry(self, chosen: Sequence[Staged], hyper: list[dict[str, Any]], rate: float, skip: bool) -> list[Any]:
-        """One line of the log: version, pushes with their leases, hyperparameters, learning rate factor, skipped."""
+    def _entry(self, chosen: Sequence[Staged], hyper: list[dict[str, Any]], *rest: Any) -> list[Any]:
+        """One line of the log: version, pushes with their leases, hyperparameters, and the rest of a `Commit`."""
         pushes = []
         for push in chosen:
             busy = self._busy.get(push.worker)
             lease = push.pulled * self._pushes + push.worker if busy is None else busy.lease
             pushes.append([push.worker, push.incarnation, push.sequence, push.pulled, lease])
-        return [self.version + 1, pushes, hyper if any(hyper) else None, rate, skip]
+        return [self.version + 1, pushes, hyper if any(hyper) else None, *rest]
 
     def _result(self, step: int) -> Outgoing:
         """Tells the client of a step that is whole."""
         part, self._part = self._part, []
+        norms, self._norms = [norm for norm in self._norms if norm is not None], []
         if self._client is None:
             return []
         result = {"step": step, "staleness": [late for _, late in part]}
         result |= summarize([report for report, _ in part], self._stats)
+        if norms:
+            result["gradient_norm"] = sum(norms) / len(norms)
         return [(self._client, Message(Kind.RESULT, self.generation, version=self.version, meta=result))]
 
     def _committed(self, push: Staged) -> Message:

@@ -233,6 +233,7 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         hyperparameters=lambda step: schedule.at(job.updates_before(step)),
         step_timeout=job.step_timeout,
         nonfinite=job.strategy.nonfinite,
+        clip_norm=job.strategy.clip_norm,
         scale_rate=job.strategy.scale_rate,
         keep_log=job.keep_log,
     )
@@ -260,7 +261,7 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
         together=job.strategy.rule.together,
         wire_dtypes=job.wire_dtypes,
         hosts=job.places,
-        checked=job.strategy.nonfinite != "pass",
+        checked=job.strategy.nonfinite != "pass" or job.strategy.clip_norm is not None,
     )
     router.host(peer, server)
     return server

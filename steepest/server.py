@@ -29,7 +29,7 @@ class _Arriving:
     """One push that is being staged: chunks still to come, and what is known of those that came."""
 
     missing: int
-    squares: float = 0.0
+    squares: list[float] = field(default_factory=list)
     culprits: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -56,7 +56,7 @@ class Server:
         hosts: where everybody runs, and which workers have a relay; None when all are apart.
         together: whether every member contributes to every version: pushes are reduced as they arrive.
         open_to_all: whether anybody may push, members or not.
-        checked: whether to look for NaN and infinity.
+        checked: whether to compute the size of gradients, and with it to look for NaN and infinity.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Server:
         self._narrow_rooms: list[torch.Tensor] = []  # the same, half as large, of what workers pull narrow
         self._narrowed: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}  # by chunk: of which version, its bytes
         self._together = together
+        self._checked = checked
         self._open_to_all = open_to_all
         self._layout = layout
         self._chunks = {
@@ -231,10 +232,11 @@ class Server:
         squares = held.squares()
         if not math.isfinite(squares):
             now.culprits += held.culprits(order)
-        now.squares += squares
+        now.squares.append(squares)
         now.missing -= 1
         if now.missing == 0:
-            self._send(COORDINATOR, Message(Kind.STAGED, self.generation, version=self.version, meta=_about(now)))
+            about = self._about(now)
+            self._send(COORDINATOR, Message(Kind.STAGED, self.generation, version=self.version, meta=about))
 
     def _count(self, push: PushId, held: ServerChunk, pulled: int) -> None:
         """One more chunk of a push is there."""
@@ -244,13 +246,22 @@ class Server:
         squares = held.check(push)
         if not math.isfinite(squares):
             arriving.culprits += held.culprits([push])
-        arriving.squares += squares
+        arriving.squares.append(squares)
         arriving.missing -= 1
         if arriving.missing == 0:
             del self._arriving[push]
             about = Message(Kind.STAGED, self.generation, push.incarnation, push.sequence, pulled)
-            about.meta = {"worker": push.worker, **_about(arriving)}
+            about.meta = {"worker": push.worker, **self._about(arriving)}
             self._send(COORDINATOR, about)
+
+    def _about(self, arriving: _Arriving) -> dict[str, Any]:
+        """What the coordinator has to know of a gradient: its size, and who sent NaN."""
+        about: dict[str, Any] = {}
+        if self._checked:
+            about["squares"] = sum(sorted(arriving.squares))  # the same in whatever order chunks came
+        if arriving.culprits:
+            about["culprits"] = [list(culprit) for culprit in arriving.culprits]
+        return about
 
     def _forget(self, push: PushId) -> None:
         self._arriving.pop(push, None)
@@ -280,6 +291,7 @@ class Server:
             if not skip:
                 if not self._together:
                     held.reduce(push for push in pushes if push in held.staged or not self._hosts.relays)
+                held.clip(meta.get("clip", 1.0))
                 held.apply(hyper, message.weight, self._make_way(held))
             for push in pushes:
                 if push in held.staged:  # what a relay added up is staged as the first of them
@@ -423,13 +435,6 @@ class Server:
             raise ProtocolError(f"optimizer state for chunk {message.chunk}, which server {self._index} does not hold")
         if (put := self._begin_put(source, message)) is not None:
             put.state.append((message.chunk, about, value))
-
-
-def _about(arriving: _Arriving) -> dict[str, Any]:
-    """What the coordinator has to know of a gradient: its size, or who sent NaN."""
-    if arriving.culprits:
-        return {"culprits": [list(culprit) for culprit in arriving.culprits]}
-    return {"squares": arriving.squares}
 
 
 def state_message(sequence: int, chunk: int, about: dict[str, Any], value: torch.Tensor) -> Message:

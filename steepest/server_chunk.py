@@ -47,7 +47,7 @@ class ServerChunk:
     Args:
         spec: the optimizer; None to add what is pushed to the weights.
         weights: the chunk's bytes; updated in place, or in a room that `apply` is given.
-        checked: whether to look for NaN and infinity.
+        checked: whether to compute squares, in which NaN and infinity are seen.
     """
 
     def __init__(
@@ -106,9 +106,11 @@ class ServerChunk:
         return {worker for push in self.staged.values() for worker in push.workers}
 
     def check(self, push: PushId) -> float:
-        """The sum of the squares of one staged payload; not finite when an element is not."""
+        """The sum of the squares of one staged gradient; not finite when an element is not."""
         staged = self.staged[push]
-        return 0.0 if staged.payload is None or not self._checked else sum_of_squares(staged.values)
+        if staged.payload is None or not self._checked:
+            return 0.0
+        return sum_of_squares(staged.values) * (staged.unit / staged.total if staged.total else 1.0) ** 2
 
     def reduce(self, chosen: Iterable[PushId]) -> None:
         """Forms the weighted mean of staged pushes, in the given order."""
@@ -142,6 +144,11 @@ class ServerChunk:
     def squares(self) -> float:
         """The sum of the squares of the mean; not finite when an element is not."""
         return sum_of_squares(self.mean) if self._checked and self.mean is not None else 0.0
+
+    def clip(self, factor: float) -> None:
+        """Multiplies the mean, which moves into memory of its own: payloads stay as they are."""
+        if self.mean is not None and factor != 1.0:
+            self.mean = torch.mul(self.mean, factor, out=self._accumulator)
 
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
         """(worker, parameter) of each of these gradients that holds NaN or infinity."""

@@ -41,6 +41,9 @@ class Staging(Protocol):
     def culprits(self, chosen: Sequence[Staged]) -> Culprits:
         """(worker, parameter) of the NaN or infinity in what would be committed."""
 
+    def norm(self, chosen: Sequence[Staged]) -> float | None:
+        """Of the gradient that would be committed; None where it is not known."""
+
     def take(self, done: Sequence[Staged]) -> dict[int, Report]:
         """Forgets pushes that are decided on; their reports by worker, which are refused from now on."""
 
@@ -82,6 +85,10 @@ class StagedTogether:
         """Each once, although a tensor may lie in many chunks."""
         found = dict.fromkeys((w, name) for about in self._servers.values() for w, name in about.get("culprits", ()))
         return list(found)
+
+    def norm(self, chosen: Sequence[Staged]) -> float | None:
+        """Of the mean of all."""
+        return _norm(self._servers.values())
 
     def take(self, done: Sequence[Staged]) -> dict[int, Report]:
         """Everything is decided on at once."""
@@ -205,6 +212,10 @@ class StagedEach:
                 found |= dict.fromkeys((worker, name) for worker, name in about.get("culprits", ()))
         return list(found)
 
+    def norm(self, chosen: Sequence[Staged]) -> float | None:
+        """Of one push; the mean of several is formed later."""
+        return _norm(self._waiting[chosen[0].id].servers.values()) if len(chosen) == 1 else None
+
     def take(self, done: Sequence[Staged]) -> dict[int, Report]:
         """These are decided on."""
         reports = {}
@@ -251,6 +262,23 @@ class StagedEach:
         self._waiting.clear()
         self._ready.clear()
         self._done.clear()
+
+
+def _norm(servers: Iterable[dict[str, Any]]) -> float | None:
+    """From the squares that servers told of their chunks, if all did."""
+    told = list(servers)
+    return math.sqrt(sum(sorted(about["squares"] for about in told))) if all("squares" in t for t in told) else None
+
+
+def clip_factor(norm: float, greatest: float) -> float:
+    """What a gradient of that norm is multiplied by, as `torch.nn.utils.clip_grad_norm_` does; NaN if it is NaN.
+
+    Example:
+        >>> round(clip_factor(4.0, 1.0), 3), clip_factor(0.5, 1.0)
+        (0.25, 1.0)
+    """
+    factor = greatest / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor
 
 
 def summarize(reports: Sequence[Report], stats: bool) -> dict[str, Any]:

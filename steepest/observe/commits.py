@@ -35,6 +35,7 @@ class Commit:
         hyperparameters: by parameter group, where a schedule changed them; None when nowhere.
         rate: factor of the learning rate (1 unless divided by the staleness).
         skipped: whether it was left out because of NaN or infinity.
+        clip: factor of the gradient (1 unless its norm exceeded `clip_norm`).
     """
 
     version: int
@@ -42,12 +43,13 @@ class Commit:
     hyperparameters: list[dict[str, Any]] | None
     rate: float
     skipped: bool
+    clip: float = 1.0
 
     @classmethod
     def from_entry(cls, entry: list[Any]) -> Commit:
         """From the coordinator's words."""
-        version, pushes, hyper, rate, skipped = entry
-        return cls(version, tuple(LoggedPush(*push) for push in pushes), hyper, rate, skipped)
+        version, pushes, *rest = entry
+        return cls(version, tuple(LoggedPush(*push) for push in pushes), *rest)
 
     @property
     def staleness(self) -> tuple[int, ...]:

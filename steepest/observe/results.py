@@ -19,6 +19,9 @@ class StepResult:
         samples: number of samples in the step.
         staleness: for each contribution, updates committed between its pull and its application.
         timings: seconds, means over workers: "data", "compute", "wait" (for the weights before it).
+        gradient_norm: 2-norm of the mean gradient over all that is trained, before clipping; where a step is several
+            updates, the mean of their norms. None where it is not computed: with ``nonfinite="pass"`` and no
+            `clip_norm`, and with backup workers.
     """
 
     step: int
@@ -28,6 +31,7 @@ class StepResult:
     samples: int
     staleness: tuple[int, ...]
     timings: dict[str, float] = field(default_factory=dict)
+    gradient_norm: float | None = None
 
     @classmethod
     def from_message(cls, version: int, meta: dict[str, Any], epoch: int | None) -> StepResult:
@@ -40,6 +44,7 @@ class StepResult:
             int(meta["samples"]),
             tuple(meta["staleness"]),
             dict(meta.get("timings", {})),
+            meta.get("gradient_norm"),
         )
 
 

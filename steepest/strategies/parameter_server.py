@@ -134,6 +134,7 @@ class ServerStrategy:
         self.in_driver = isinstance(config, SimpleStrategy)
         self.chunk_bytes: int | None = 1 << 62
         self.nonfinite = "refuse"
+        self.clip_norm = config.clip_norm
         self.scale_rate = False
         self.wire_dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
         self._num_servers: int | None = 1

@@ -70,6 +70,8 @@ class Strategy(Protocol):
     chunk_bytes: int | None
     #: what becomes of an update with NaN or infinity: "refuse", "skip" or "pass"
     nonfinite: str
+    #: the greatest norm of an update's gradient, or None for any
+    clip_norm: float | None
     #: whether the learning rate is divided by the staleness
     scale_rate: bool
     #: in which dtype float32 chunks are pushed and pulled; None for as they are

@@ -89,6 +89,7 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
             replicas.compute(push.share, exchange.ready, False)
         order = Message(Kind.COMMIT, version=commit.version, weight=commit.rate)
         order.meta = {"pushes": [list(push[:3]) for push in commit.pushes], "readers": [], "skip": commit.skipped}
+        order.meta["clip"] = commit.clip
         if commit.hyperparameters is not None:
             order.meta["hyper"] = commit.hyperparameters
         server.handle(worker_peer(0), order)
