@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from steepest.data import Source, as_source
-from steepest.errors import ModelError
+from steepest.errors import ConfigurationError, ModelError
 from steepest.model import Arrive, Computed, ParameterLayout, Ready
 from steepest.models.gates import Gates
 from steepest.optimizer import OptimizerSpec
@@ -48,10 +49,12 @@ class TorchModel:
         metrics: functions of (output, target), each a mean over the batch, by name.
         lr_scheduler: receives the optimizer, returns a torch.optim.lr_scheduler; ticks once per step.
         learning_rate: instead: the learning rate as a function of the step.
+        autocast: torch.bfloat16 to run forward passes and the loss under `torch.autocast`; parameters and gradients
+            keep their dtype, and metrics receive the output as it comes.
 
     Raises:
         ModelError: a lazy parameter, a name used twice, nothing to train.
-        ConfigurationError: bad data, batch size, optimizer or schedule.
+        ConfigurationError: bad data, batch size, optimizer, schedule or autocast.
 
     Example:
         >>> import torch, torch.nn.functional as F
@@ -73,11 +76,15 @@ class TorchModel:
         metrics: Mapping[str, Metric] | None = None,
         lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         learning_rate: Callable[[int], float] | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise ModelError(f"module is a {type(module).__name__}: give a torch.nn.Module")
         if loss is None and type(self).loss is TorchModel.loss:
             raise ModelError("no loss: give loss=, or subclass TorchModel and write loss(self, batch)")
+        if autocast not in (None, torch.bfloat16):
+            raise ConfigurationError(f"autocast={autocast!r}: give torch.bfloat16, or None for the model's own dtypes")
+        self._autocast = autocast
         self.module = module
         self.data, self.batch_size = as_source(data, batch_size)
         self._loss = loss
@@ -189,7 +196,7 @@ class TorchModel:
         if self._gates is None:
             trainable = ((self._parameters[name], self.layout.index[name]) for name in self._trainable)
             self._gates = Gates(self.module, dict(trainable))
-        with self._gates.forward(arrive):
+        with self._mixed(), self._gates.forward(self._in_full(arrive)):
             result = self.loss(batch)
         arrive(None)
         loss, samples, self._weight = self._weigh(batch, result)
@@ -223,7 +230,9 @@ class TorchModel:
         self.module.eval()
         try:
             batch = self._to_device(batch)
-            loss, samples, weight = self._weigh(batch, self.loss(batch))
+            with self._mixed():
+                result = self.loss(batch)
+            loss, samples, weight = self._weigh(batch, result)
             metrics = self.metrics(batch)
         finally:
             self._output = None
@@ -257,6 +266,22 @@ class TorchModel:
                         f"{tuple(value.shape)}: was it made by another model?"
                     )
                 buffers[name].copy_(value)
+
+    def _mixed(self) -> contextlib.AbstractContextManager[object]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._autocast)
+
+    def _in_full(self, arrive: Arrive) -> Arrive:
+        """Without autocast: while weights are awaited, a server in this process may update its own."""
+        if self._autocast is None:
+            return arrive
+
+        def wait(entry: int | None) -> None:
+            with torch.autocast(self._device.type, enabled=False):
+                arrive(entry)
+
+        return wait
 
     def _weigh(self, batch: Any, result: Any) -> tuple[torch.Tensor, int, float]:
         samples = _count(batch)

@@ -1,0 +1,144 @@
+"""Mixed precision: forward pass and loss under torch.autocast, as in a plain loop, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from steepest.config import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.errors import ConfigurationError
+from steepest.job import ModelCreator
+from steepest.models.torch import TorchModel
+from steepest.testing import InProcessCluster
+from tests.modes import trained
+from tests.reference import Weights, same_bits, samples, sgd, snapshot
+
+DATA = samples(16, inputs=4, dtype=torch.float32)
+BATCH = 4
+STEPS = 12
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+
+
+class Saving(nn.Module):
+    """The same, whose activations are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[3:](checkpoint(self.layers[:3], x, use_reentrant=False))
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    assert output.dtype is torch.bfloat16
+    return nn.functional.mse_loss(output, target) + (output.T @ output).square().mean()
+
+
+def creator(
+    module: Callable[[], nn.Module] = network, optimizer: Any = None, autocast: torch.dtype | None = torch.bfloat16
+) -> ModelCreator:
+    def create(worker: int, device: int) -> TorchModel:
+        return TorchModel(
+            module(),
+            data=DATA,
+            batch_size=BATCH,
+            loss=loss if autocast else lambda output, target: loss(output.bfloat16(), target),
+            optimizer=optimizer or sgd(momentum=0.9, fused=False),
+            metrics={"narrow": lambda output, target: float(output.dtype is torch.bfloat16)},
+            autocast=autocast,
+        )
+
+    return create
+
+
+def plain(cluster: InProcessCluster, module: nn.Module) -> tuple[Weights, list[float]]:
+    """A plain loop over the same samples."""
+    optimizer = sgd(momentum=0.9, fused=False)(module)
+    plan = cluster.job.plan()
+    assert plan is not None
+    losses = []
+    for step in range(STEPS):
+        x, y = (column[torch.from_numpy(plan.share(step, 0, 1))] for column in DATA)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = loss(module(x), y)
+        value.backward()
+        assert all(parameter.grad.dtype is torch.float32 for parameter in module.parameters())
+        optimizer.step()
+        losses.append(float(value.detach()))
+    return snapshot(module), losses
+
+
+@pytest.mark.parametrize("module", [network, Saving, lambda: torch.compile(network(), backend="eager")])
+@pytest.mark.parametrize("strategy", [ParameterServerStrategy(), AllreduceStrategy(), SimpleStrategy()])
+def test_one_worker_equals_a_plain_loop_to_the_bit(strategy: StrategyConfig, module: Any) -> None:
+    if isinstance(strategy, ParameterServerStrategy):
+        strategy = ParameterServerStrategy(num_servers=2, chunk_bytes=64)
+    cluster = InProcessCluster(creator(module), strategy=strategy)
+    results = trained(cluster, STEPS)
+    torch.manual_seed(0)
+    weights, losses = plain(cluster, module())
+    assert same_bits(cluster.weights(), weights)
+    assert [result.values()["loss"] for result in results] == losses
+    assert all(result.values()["metrics"] == {"narrow": 1.0} for result in results)
+    wide = InProcessCluster(creator(module, autocast=None), strategy=strategy)
+    trained(wide, STEPS)
+    assert not same_bits(wide.weights(), weights)
+
+
+def test_evaluation_is_under_autocast_too() -> None:
+    cluster = InProcessCluster(creator())
+    model = cluster.workers[0]._replicas.models[0]
+    x, y = DATA
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = float(loss(model.module(x), y))  # type: ignore[attr-defined]
+    computed = model.evaluate((x, y))
+    assert (computed.loss, computed.metrics, computed.samples) == (expected, {"narrow": 1.0}, 16)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class Products(torch.optim.Optimizer):
+    """Updates by products of matrices, which autocast would round."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rows = parameter.grad.view(len(parameter), -1)
+                    update = rows @ (rows.T @ rows + torch.eye(rows.shape[1]).to(rows))
+                    parameter.sub_(update.view_as(parameter), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_servers_in_a_workers_process_update_in_full_precision(workers: int) -> None:
+    """They may do so while that worker waits in the middle of its forward pass."""
+    made = creator(optimizer=lambda module: Products(module.parameters()))
+    apart, inside = (
+        InProcessCluster(made, num_workers=workers, strategy=strategy)
+        for strategy in (
+            ParameterServerStrategy(num_servers=workers, chunk_bytes=64),
+            AllreduceStrategy(chunk_bytes=64),
+        )
+    )
+    for cluster in (apart, inside):
+        trained(cluster, STEPS)
+    assert same_bits(apart.weights(), inside.weights())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, True, "bf16"])
+def test_other_dtypes_are_refused(dtype: Any) -> None:
+    with pytest.raises(ConfigurationError, match="give torch.bfloat16, or None"):
+        creator(autocast=dtype)(0, 0)
