@@ -11,12 +11,13 @@ from test_equivalence import TASKS, Sometimes, Tied, all_but_fixed, run, weighte
 from test_modes import serial
 from torch.nn.utils import clip_grad_norm_
 
+from steepest import DistributedSGD, RunSettings
 from steepest.comm.message import Message
 from steepest.config import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
 from steepest.errors import ConfigurationError
 from steepest.hosts import Hosts
 from steepest.observe.results import StepResult
-from steepest.testing import InProcessCluster
+from steepest.testing import InProcessCluster, replay
 from tests.modes import EACH, MODES, Moody, check, make, trained
 from tests.reference import OptimizerFactory, Task, difference, same_bits, samples, sgd
 
@@ -216,3 +217,19 @@ def test_bounds_that_make_no_sense_are_refused(strategy: Any, value: Any) -> Non
 def test_backup_workers_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"clip_norm=1.0 with backup_workers=1: .*leave one of them out"):
         ParameterServerStrategy(clip_norm=1.0, backup_workers=1)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(
+    "strategy", [ps(2), AllreduceStrategy(chunk_bytes=64, clip_norm=CLIP), SimpleStrategy(clip_norm=CLIP)]
+)
+def test_on_ray(strategy: StrategyConfig) -> None:
+    task = TASKS["momentum"]
+    norms: list[float] = []
+    expected = clipped(task, norms).train(4, 6)
+    settings = RunSettings(keep_log=True)
+    with DistributedSGD(task.creator(), 2, accumulate=2, strategy=strategy, settings=settings) as trainer:
+        assert [trainer.step().gradient_norm for _ in range(6)] == pytest.approx(norms, rel=1e-11)
+        assert difference(trainer.weights(), expected) < 1e-12
+        assert same_bits(trainer.weights(), replay(trainer.log(), task.creator()))
