@@ -138,7 +138,65 @@ def test_servers_in_a_workers_process_update_in_full_precision(workers: int) -> 
     assert same_bits(apart.weights(), inside.weights())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, True, "bf16"])
+def faint(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradients are too small for float16."""
+    assert output.dtype is torch.float16
+    return nn.functional.mse_loss(output, target) * 1e-7
+
+
+def half_creator(loss_scale: float) -> ModelCreator:
+    def create(worker: int, device: int) -> TorchModel:
+        return TorchModel(
+            network(), data=DATA, batch_size=BATCH, loss=faint, optimizer=sgd(lr=1e5, fused=False),
+            autocast=torch.float16, loss_scale=loss_scale,
+        )  # fmt: skip
+
+    return create
+
+
+def test_small_gradients_in_float16_survive_with_a_loss_scale() -> None:
+    cluster = InProcessCluster(half_creator(2.0**14))
+    results = trained(cluster, STEPS)
+    torch.manual_seed(0)
+    module = network()
+    optimizer = sgd(lr=1e5, fused=False)(module)
+    plan = cluster.job.plan()
+    assert plan is not None
+    for step in range(STEPS):
+        x, y = (column[torch.from_numpy(plan.share(step, 0, 1))] for column in DATA)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            value = faint(module(x), y)
+        (value * 2.0**14).backward()
+        for parameter in module.parameters():
+            parameter.grad.mul_(2.0**-14)  # type: ignore[union-attr]
+        optimizer.step()
+        assert results[step].values()["loss"] == float(value.detach())
+    assert same_bits(cluster.weights(), snapshot(module))
+    unscaled = InProcessCluster(half_creator(1.0))
+    before = unscaled.weights()
+    trained(unscaled, STEPS)
+    assert torch.equal(unscaled.weights()["0.weight"], before["0.weight"])
+    assert not torch.equal(cluster.weights()["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_update_that_overflows_is_left_out(workers: int) -> None:
+    strategy = ParameterServerStrategy(num_servers=1, nonfinite="skip", clip_norm=1.0)
+    cluster = InProcessCluster(half_creator(2.0**60), num_workers=workers, strategy=strategy, keep_log=True)
+    before = cluster.weights()
+    trained(cluster, 2)
+    assert [commit.skipped for commit in cluster.log().commits] == [True, True]
+    assert same_bits(cluster.weights(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, True, "bf16"])
 def test_other_dtypes_are_refused(dtype: Any) -> None:
-    with pytest.raises(ConfigurationError, match="give torch.bfloat16, or None"):
+    with pytest.raises(ConfigurationError, match="give torch.bfloat16, torch.float16 or None"):
         creator(autocast=dtype)(0, 0)
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, float("inf"), float("nan"), True, "2"])
+def test_scales_that_make_no_sense_are_refused(scale: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"loss_scale={scale!r}: give a positive number"):
+        half_creator(scale)(0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -49,12 +50,15 @@ class TorchModel:
         metrics: functions of (output, target), each a mean over the batch, by name.
         lr_scheduler: receives the optimizer, returns a torch.optim.lr_scheduler; ticks once per step.
         learning_rate: instead: the learning rate as a function of the step.
-        autocast: torch.bfloat16 to run forward passes and the loss under `torch.autocast`; parameters and gradients
-            keep their dtype, and metrics receive the output as it comes.
+        autocast: torch.bfloat16 or torch.float16 to run forward passes and the loss under `torch.autocast`; parameters
+            and gradients keep their dtype, and metrics receive the output as it comes.
+        loss_scale: for float16, in which small gradients vanish: the loss is multiplied by it before the backward
+            pass, and gradients are divided by it as they are copied. Let the strategy leave overflows out
+            (``nonfinite="skip"``).
 
     Raises:
         ModelError: a lazy parameter, a name used twice, nothing to train.
-        ConfigurationError: bad data, batch size, optimizer, schedule or autocast.
+        ConfigurationError: bad data, batch size, optimizer, schedule, autocast or loss scale.
 
     Example:
         >>> import torch, torch.nn.functional as F
@@ -77,14 +81,18 @@ class TorchModel:
         lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         learning_rate: Callable[[int], float] | None = None,
         autocast: torch.dtype | None = None,
+        loss_scale: float = 1.0,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise ModelError(f"module is a {type(module).__name__}: give a torch.nn.Module")
         if loss is None and type(self).loss is TorchModel.loss:
             raise ModelError("no loss: give loss=, or subclass TorchModel and write loss(self, batch)")
-        if autocast not in (None, torch.bfloat16):
-            raise ConfigurationError(f"autocast={autocast!r}: give torch.bfloat16, or None for the model's own dtypes")
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise ConfigurationError(f"autocast={autocast!r}: give torch.bfloat16, torch.float16 or None")
+        if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)) or not 0 < loss_scale < math.inf:
+            raise ConfigurationError(f"loss_scale={loss_scale!r}: give a positive number, a power of two to be exact")
         self._autocast = autocast
+        self._loss_scale = float(loss_scale)
         self.module = module
         self.data, self.batch_size = as_source(data, batch_size)
         self._loss = loss
@@ -182,7 +190,11 @@ class TorchModel:
                 )
             gradient = parameter.grad
             assert gradient is not None
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            if self._loss_scale == 1.0:
+                view.copy_(dense)
+            else:
+                torch.mul(dense, 1.0 / self._loss_scale, out=view)
             parameter.grad = None
             self._ready(index, self._weight, True)
 
@@ -207,7 +219,8 @@ class TorchModel:
             self._parameters[name].grad = None
         self._ready = ready
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            scaled = loss if self._loss_scale == 1.0 else loss * self._loss_scale
+            scaled.backward()  # type: ignore[no-untyped-call]
         finally:
             self._ready = None
             for parameter in self._parameters.values():
