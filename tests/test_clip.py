@@ -19,7 +19,7 @@ from steepest.hosts import Hosts
 from steepest.observe.results import StepResult
 from steepest.testing import InProcessCluster, replay
 from tests.modes import EACH, MODES, Moody, check, make, trained
-from tests.reference import OptimizerFactory, Task, difference, same_bits, samples, sgd
+from tests.reference import OptimizerFactory, Task, difference, perceptron, same_bits, samples, sgd
 
 STEPS = 20
 CLIP = 0.6
@@ -123,6 +123,22 @@ def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str) ->
         factors = {commit.clip for commit in log.commits}
         assert max(factors) <= 1.0
         assert len(factors) > 1
+
+
+@pytest.mark.parametrize("wire_dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["sync", "allreduce", "async"])
+def test_what_travels_narrow_is_clipped_as_it_arrives(name: str, wire_dtype: str) -> None:
+    task = Task(lambda: perceptron(torch.float32), sgd(momentum=0.9), samples(31, dtype=torch.float32))
+    servers = (0, 1, 1) if name == "allreduce" else (0, 1)
+    hosts = Hosts((0, 1, 1), servers, gathers=name != "async")
+    cluster = make(name, task, 3, settings={"clip_norm": CLIP, "wire_dtype": wire_dtype}, hosts=hosts, accumulate=2)
+    results = trained(cluster, 8)
+    log = check(cluster, task)
+    assert min(commit.clip for commit in log.commits) < 1
+    if name != "async":
+        norms: list[float] = []
+        clipped(task, norms).train(6, 8)
+        assert norms_of(results) == pytest.approx(norms, rel=0.1)
 
 
 @pytest.mark.parametrize("name", EACH)
