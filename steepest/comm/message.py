@@ -39,6 +39,11 @@ def relay_peer(index: int) -> Peer:
     return Peer("relay", index)
 
 
+def member_peer(rank: int) -> Peer:
+    """The peer of a member of a collective."""
+    return Peer("member", rank)
+
+
 class Kind(enum.IntEnum):
     """Message kinds; the comment says who sends it to whom, and what it carries."""
 
@@ -64,6 +69,8 @@ class Kind(enum.IntEnum):
     STATS = 20  # client -> coordinator, and back: counters, or the log
     DISCARD = 21  # coordinator -> server: these pushes will not be committed; send those workers the weights
     LEFT = 22  # server -> coordinator: somebody who pushed is gone, and everything that arrived is staged
+    DATA = 23  # member -> member: what a collective operation, or a user, sends; without a payload: "I am here"
+    ABORT = 24  # member -> member: nothing more will come, and why
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -217,18 +218,21 @@ class Router:
         while not self._stopping.is_set():
             self._turn_and_tick()
 
-    def wait(self) -> None:
+    def wait(self, timeout: float = math.inf) -> None:
         """One turn in the middle of a role's work, when it cannot go on; it is handed messages meanwhile.
+
+        Args:
+            timeout: in seconds; it ends after a tick in any case.
 
         Raises:
             ShutdownError: `stop` was called.
         """
         if self._stopping.is_set():
             raise ShutdownError("the process is shut down")
-        self._turn_and_tick()
+        self._turn_and_tick(timeout)
 
-    def _turn_and_tick(self) -> None:
-        self.turn(self._tick_seconds)
+    def _turn_and_tick(self, timeout: float = math.inf) -> None:
+        self.turn(min(timeout, self._tick_seconds))
         now = time.monotonic()
         if now - self._ticked >= self._tick_seconds:
             self._ticked = now

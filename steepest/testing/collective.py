@@ -3,92 +3,96 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import torch
 
-from steepest.errors import DeadlineError, PeerLostError
-from steepest.sampler import even_share
+from steepest.comm.collective import Done, PointToPoint, Work
+from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 
 
-class InProcessCollective:
+class InProcessCollective(PointToPoint):
     """A `Collective` between threads of one process: slow, simple, what others are held against.
 
     Make one for each member with `InProcessCollective.group`.
+
+    Attributes:
+        bytes_sent: by this member.
     """
 
-    def __init__(self, rank: int, size: int, board: _Board) -> None:
-        self.rank = rank
-        self.size = size
-        self._board = board
+    def __init__(self, rank: int, size: int, deadline: float, post: _Post) -> None:
+        super().__init__(rank, size, deadline)
+        self.bytes_sent = 0
+        self._post = post
+        self._sent: Counter[int] = Counter()
+        self._awaited: Counter[int] = Counter()
 
     @classmethod
     def group(cls, size: int, deadline: float = 10.0) -> list[InProcessCollective]:
         """Members that know each other; `deadline` is in seconds."""
-        board = _Board(size, deadline)
-        return [cls(rank, size, board) for rank in range(size)]
+        post = _Post()
+        return [cls(rank, size, deadline, post) for rank in range(size)]
 
-    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor, by rank."""
-        return self._board.exchange(self.rank, tensor.clone())
+    def _send(self, memory: torch.Tensor, to: int) -> Work:
+        self._post.put((self.rank, to, self._sent[to]), memory.clone())
+        self._sent[to] += 1
+        self.bytes_sent += memory.numel()
+        return Done()
 
-    def reduce_scatter(self, vector: torch.Tensor) -> torch.Tensor:
-        """The sum over members of this member's slice."""
-        begin, end = even_share(len(vector), self.rank, self.size)
-        first, *rest = [other[begin:end] for other in self._exchange(vector)]
-        for other in rest:
-            first = first + other
-        return first
-
-    def all_gather(self, part: torch.Tensor, length: int) -> torch.Tensor:
-        """The slices of all members, put together."""
-        whole = torch.cat(self._exchange(part))
-        assert len(whole) == length, "the parts are not the slices of a vector of that length"
-        return whole
-
-    def broadcast(self, vector: torch.Tensor, root: int) -> torch.Tensor:
-        """The root's vector."""
-        return self._exchange(vector)[root]
-
-    def barrier(self) -> None:
-        """Returns when every member has called it."""
-        self._exchange(torch.empty(0))
+    def _receive(self, memory: torch.Tensor, source: int) -> Work:
+        work = _Receipt(self, self._post, (source, self.rank, self._awaited[source]), memory)
+        self._awaited[source] += 1
+        return work
 
     def abort(self, reason: str) -> None:
         """Ends every operation in progress."""
-        self._board.abort(reason)
+        self._post.abort(reason)
 
 
-class _Board:
-    """Where threads lay down tensors for each other, one round after the other."""
+class _Receipt:
+    def __init__(
+        self, member: InProcessCollective, post: _Post, place: tuple[int, int, int], memory: torch.Tensor
+    ) -> None:
+        self._member, self._post, self._place, self._memory = member, post, place, memory
 
-    def __init__(self, size: int, deadline: float) -> None:
-        self._size = size
-        self._deadline = deadline
+    def wait(self) -> None:
+        found = self._post.take(self._place, self._member.deadline)
+        if found.numel() != self._memory.numel():
+            raise ConfigurationError(
+                f"member {self._place[0]} sent {found.numel()} bytes, {self._memory.numel()} are awaited"
+            )
+        self._memory.copy_(found)
+
+
+class _Post:
+    """Where threads lay down messages for each other, by sender, receiver and number."""
+
+    def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._rounds: dict[int, dict[int, torch.Tensor]] = {}
-        self._taken: dict[int, int] = {}
-        self._next = [0] * size
+        self._laid: dict[tuple[int, int, int], torch.Tensor] = {}
         self._aborted = ""
 
-    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def put(self, place: tuple[int, int, int], memory: torch.Tensor) -> None:
         with self._changed:
-            number = self._next[rank]
-            self._next[rank] += 1
-            laid = self._rounds.setdefault(number, {})
-            laid[rank] = tensor
+            self._raise_if_aborted()
+            self._laid[place] = memory
             self._changed.notify_all()
-            there = self._changed.wait_for(lambda: self._aborted or len(laid) == self._size, self._deadline)
-            if self._aborted:
-                raise PeerLostError(f"the collective was aborted: {self._aborted}")
+
+    def take(self, place: tuple[int, int, int], deadline: float) -> torch.Tensor:
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._aborted or place in self._laid, deadline)
+            self._raise_if_aborted()
             if not there:
-                missing = [str(other) for other in range(self._size) if other not in laid]
-                raise DeadlineError(f"waited {self._deadline:g} s in vain for members {', '.join(missing)}")
-            self._taken[number] = self._taken.get(number, 0) + 1
-            if self._taken[number] == self._size:
-                del self._rounds[number], self._taken[number]
-            return [laid[other] for other in range(self._size)]
+                raise DeadlineError(
+                    f"member {place[1]} waited {deadline:g} s in vain for a message by member {place[0]}"
+                )
+            return self._laid.pop(place)
 
     def abort(self, reason: str) -> None:
         with self._changed:
             self._aborted = self._aborted or reason
             self._changed.notify_all()
+
+    def _raise_if_aborted(self) -> None:
+        if self._aborted:
+            raise PeerLostError(f"the collective was aborted: {self._aborted}")

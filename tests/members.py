@@ -1,0 +1,92 @@
+"""Members of collectives as threads, over every implementation that there is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from steepest.comm.collective import Collective
+from steepest.comm.members import MemberCollective
+from steepest.comm.message import member_peer
+from steepest.comm.router import Router
+from steepest.comm.torch_collective import TorchCollective
+from steepest.comm.wire import WireTransport
+from steepest.testing import InProcessCollective
+
+TOKEN = b"correct horse battery staple"
+SECONDS = 60.0
+
+#: Makes members, given their number and, in seconds, the deadline; what is to be closed goes onto the stack.
+MakeGroup = Callable[..., list[Any]]
+
+
+def together(members: Sequence[Collective], do: Callable[[Any], Any]) -> list[Any]:
+    """What each member's thread returned; raises what the first of them raised."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(do, members))
+
+
+def wire_group(
+    closing: contextlib.ExitStack, size: int, deadline: float = SECONDS, *, ways: str = "wire", apart: bool = False
+) -> list[MemberCollective]:
+    """Members that talk over Unix-domain sockets, or, apart, over TCP; each has a router of its own."""
+    routers, wires = [Router() for _ in range(size)], []
+    for rank, router in enumerate(routers):
+        node = f"node {rank}" if apart else "here"
+        router.transport = wire = WireTransport(TOKEN, (member_peer(rank),), node, router.destination, ways)
+        wires.append(wire)
+        closing.callback(wire.close)
+    addresses = [wire.listen("127.0.0.1") for wire in wires]
+    one_host = not apart and wires[0].lends
+    return [
+        MemberCollective(
+            rank, size, router, deadline, lambda other, wire=wire: wire.connect(addresses[other]), one_host=one_host
+        )
+        for rank, (router, wire) in enumerate(zip(routers, wires, strict=True))
+    ]
+
+
+def torch_groups(size: int, deadline: float = SECONDS) -> list[Any]:
+    """One process group of Gloo's for each thread."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(size) as pool:
+        make = lambda rank: dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=deadline))  # noqa: E731
+        return list(pool.map(make, range(size)))
+
+
+def _torch(closing: contextlib.ExitStack, size: int, deadline: float = SECONDS) -> list[TorchCollective]:
+    return [TorchCollective(group, deadline) for group in torch_groups(size, deadline)]
+
+
+def _in_process(closing: contextlib.ExitStack, size: int, deadline: float = SECONDS) -> list[InProcessCollective]:
+    return InProcessCollective.group(size, deadline)
+
+
+def _unix(closing: contextlib.ExitStack, size: int, deadline: float = SECONDS) -> list[MemberCollective]:
+    return wire_group(closing, size, deadline)
+
+
+def _tcp(closing: contextlib.ExitStack, size: int, deadline: float = SECONDS) -> list[MemberCollective]:
+    return wire_group(closing, size, deadline, apart=True)
+
+
+GROUPS: dict[str, MakeGroup] = {"in-process": _in_process, "unix": _unix, "tcp": _tcp, "torch": _torch}
+
+
+@contextlib.contextmanager
+def group_of(kind: str) -> Iterator[MakeGroup]:
+    """Makes groups of a kind; they are closed with the block."""
+    with contextlib.ExitStack() as closing:
+        yield lambda size, deadline=SECONDS: GROUPS[kind](closing, size, deadline)
+
+
+def pattern(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers that differ from member to member; their sums are exact in every dtype."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) * (rank + 3) + rank) % 7).reshape(shape).to(dtype)
