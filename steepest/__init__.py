@@ -9,6 +9,7 @@ from steepest.observe.progress import Callback
 from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult
 from steepest.optimizer import OptimizerSpec
 from steepest.parameter_server import ParameterServer
+from steepest.ring import ring_allreduce
 from steepest.sgd import DistributedSGD
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "StepResult",
     "TorchModel",
     "accuracy",
+    "ring_allreduce",
 ]
 __version__ = "0.1.0"
