@@ -52,6 +52,9 @@ class Collective(Protocol):
             ConfigurationError: as `isend`; and, in `wait`, what comes has another size.
         """
 
+    def exchange(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
+        """Sends to some members while it receives from others; tensors by rank."""
+
     def reduce_scatter(self, vector: torch.Tensor) -> torch.Tensor:
         """The sum over members of this member's slice: `even_share(len(vector), rank, size)`."""
 

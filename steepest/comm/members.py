@@ -14,7 +14,7 @@ from steepest.comm.channel import Channel
 from steepest.comm.collective import PointToPoint
 from steepest.comm.message import Kind, Message, Peer, member_peer
 from steepest.comm.router import Router
-from steepest.comm.shared import segment_of
+from steepest.comm.shared import allocate, segment_of
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 
 _LENT = 0  # as a message's chunk: its payload may stay where it lies
@@ -33,12 +33,12 @@ class _Round:
 
     sent: Counter[int] = field(default_factory=Counter)
     awaited: Counter[int] = field(default_factory=Counter)
-    posted: dict[tuple[int, int], _Receipt] = field(default_factory=dict)
+    posted: dict[tuple[int, int], Receipt] = field(default_factory=dict)
     arrived: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     aborted: str = ""
 
 
-class _Receipt:
+class Receipt:
     """A message to come; `memory` is where it is wanted, or None to leave it where it lies."""
 
     def __init__(self, member: MemberCollective, source: int, nbytes: int, memory: torch.Tensor | None) -> None:
@@ -114,6 +114,7 @@ class MemberCollective(PointToPoint):
         self._last_call = 0
         self._rounds: dict[tuple[int, int], _Round] = {}
         self._unsent: dict[int, list[Message]] = {}  # to members of higher rank who have not connected yet
+        self._rooms: dict[int, torch.Tensor] = {}
         self._lost = ""
         self._deliver = router.sender(member_peer(rank))
         router.host(member_peer(rank), self)
@@ -157,11 +158,25 @@ class MemberCollective(PointToPoint):
         """Sends bytes that the receiver may read where they lie: they stay as they are until it is known to be done."""
         self._post(memory, to, _LENT)
 
-    def borrow(self, nbytes: int, source: int) -> _Receipt:
+    def borrow(self, nbytes: int, source: int) -> Receipt:
         """The next message, which was sent with `lend`: its `bytes` are not to be written to."""
         return self._await(source, nbytes, None)
 
-    def _receive(self, memory: torch.Tensor, source: int) -> _Receipt:
+    def room(self, number: int, nbytes: int) -> torch.Tensor:
+        """Memory to lend from, as often as it is asked for: nobody may be reading there any more."""
+        if number not in self._rooms or self._rooms[number].numel() < nbytes:
+            self._rooms[number] = allocate(1 << (nbytes - 1).bit_length())  # readers map each for good: few
+        return self._rooms[number][:nbytes]
+
+    def leave_rooms(self) -> None:
+        """That memory is not used again, because somebody may be reading there."""
+        self._rooms.clear()
+
+    def pump(self) -> None:
+        """Has messages leave that wait for company."""
+        self._router.pump()
+
+    def _receive(self, memory: torch.Tensor, source: int) -> Receipt:
         return self._await(source, memory.numel(), memory)
 
     def _post(self, memory: torch.Tensor, to: int, chunk: int = -1) -> None:
@@ -181,12 +196,12 @@ class MemberCollective(PointToPoint):
         else:
             self._deliver(member_peer(to), message)
 
-    def _await(self, source: int, nbytes: int, memory: torch.Tensor | None) -> _Receipt:
+    def _await(self, source: int, nbytes: int, memory: torch.Tensor | None) -> Receipt:
         here = self._round()
         self._raise_if_over(self._key(), here)
         place = source, here.awaited[source]
         here.awaited[source] += 1
-        receipt = _Receipt(self, source, nbytes, memory)
+        receipt = Receipt(self, source, nbytes, memory)
         if place in here.arrived:
             receipt.take(here.arrived.pop(place))
         else:
