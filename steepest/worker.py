@@ -97,6 +97,11 @@ class Worker:
         self._waited = 0.0
         self._pushed_at = 0.0
 
+    @property
+    def newest_generation(self) -> int:
+        """Of which this worker has heard, maybe in the middle of a step."""
+        return max([self.generation, *(m.generation for _, m in self._deferred if m.kind is Kind.MEMBERS)])
+
     def join(self) -> None:
         """Tells the coordinator that this worker is ready."""
         self._send(COORDINATOR, Message(Kind.JOIN, incarnation=self._incarnation))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import pickle
 import secrets
@@ -88,6 +89,7 @@ class Cluster:
         self._token = secrets.token_bytes(32)
         self._router = Router()
         self._schedule_offset = 0
+        self._numbers = itertools.count(1)  # of calls
         self.places: dict[Peer, Place] = {}
         try:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
@@ -249,7 +251,8 @@ class Cluster:
         for end in ends:
             self._router.attach(connect(transport, end, timeout, _PAUSE_SECONDS if in_driver else 0.0))
         self._router.start("steepest driver")
-        self._get([w.join.remote() for w in workers], "join")
+        listening = opened[len(hosting) :] if others else opened
+        self._get([w.join.remote(job, listening) for w in workers], "join")
 
     def _host_in_driver(self, initial: Any) -> None:
         weights, _ = self._get([initial], "send its weights")[0]
@@ -313,7 +316,8 @@ class Cluster:
         stored = [ray.put(argument) for argument in arguments]
         chosen = range(self.job.num_workers) if workers is None else workers
         actors = [self._actors[worker_peer(i)] for i in chosen]
-        refs = [(actor.view_call if view else actor.call).remote(position, function, *stored) for actor in actors]
+        number = next(self._numbers)
+        refs = [(a.view_call if view else a.call).remote(position, number, function, *stored) for a in actors]
         waiting = dict(zip(refs, chosen, strict=True))
         deadline = time.monotonic() + self._settings.call_timeout
         try:
@@ -331,10 +335,15 @@ class Cluster:
                         )
             results: list[Any] = ray.get(refs)
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, PeerLostError):
+                self.raise_if_dead(wait=_CLOSE_SECONDS)  # the better explanation
             raise_remote(error, "a worker could not run the function")
         except ray.exceptions.RayActorError:
             self.raise_if_dead(wait=_CLOSE_SECONDS)
             raise
+        finally:
+            for i in waiting.values():
+                actors[list(chosen).index(i)].abandon.remote(number, "another worker failed, or the driver gave up")
         return results
 
     def counters(self) -> dict[Peer, dict[str, int]]:

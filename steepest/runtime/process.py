@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,12 +12,14 @@ from typing import Any
 import ray
 import torch
 
+from steepest import collectives
 from steepest.allocator import keep_freed_memory, start_thread
 from steepest.comm.channel import Address, Channel
 from steepest.comm.frame import Sink
-from steepest.comm.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
+from steepest.comm.members import MemberCollective
+from steepest.comm.message import COORDINATOR, Peer, member_peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
-from steepest.comm.shared import allocate
+from steepest.comm.shared import AVAILABLE, allocate
 from steepest.comm.wire import WireTransport
 from steepest.config import SimpleStrategy, StrategyConfig
 from steepest.job import (
@@ -37,6 +40,10 @@ from steepest.runtime.parcels import Bytes, Parcel
 from steepest.worker import Worker
 
 _RESULT_SECONDS = 0.02  # the driver hears of short steps together
+_NO_COLLECTIVE = (
+    'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
+    '"allreduce", with a transport other than "ray"'
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class Process:
         self._models: list[Model] = []
         self._replicas: Replicas | None = None
         self._worker: Worker | None = None
+        self._member: MemberCollective | None = None
         self._index = -1
         self._token = token
         self._router = Router()
@@ -168,7 +176,7 @@ class Process:
             if 0 in servers:
                 peers = (*peers, COORDINATOR)
             if self._replicas is not None:
-                peers = (*peers, worker_peer(self._index))
+                peers = (*peers, worker_peer(self._index), member_peer(self._index))
             self._transport = make_transport(job, self._token, peers, self._place.node, self._router.destination)
             self._router.transport = self._transport
             if servers:
@@ -211,10 +219,27 @@ class Process:
 
         self._on_router(connect_)
 
-    def join(self) -> None:
-        """Tells the coordinator that this process' worker is ready."""
+    def join(self, job: Job, workers: Sequence[Address]) -> None:
+        """Tells the coordinator that this process' worker is ready, which then knows where the others are."""
         assert self._worker is not None
-        self._on_router(self._worker.join)
+        worker = self._worker
+
+        def join() -> None:
+            transport = self._transport
+            if isinstance(transport, WireTransport):
+                self._member = MemberCollective(
+                    self._index,
+                    len(workers),
+                    self._router,
+                    job.step_timeout,
+                    lambda other: transport.connect(workers[other], job.step_timeout),
+                    generation=lambda: worker.newest_generation,
+                    one_host=AVAILABLE and transport.lends and len({address.node for address in workers}) == 1,
+                )
+            collectives.install(self._member or _NO_COLLECTIVE)
+            worker.join()
+
+        self._on_router(join)
 
     def exchange(self, call: bytes, *payloads: Bytes) -> Parcel:
         """Takes what a caller has to say; returns what this process has for it."""
@@ -225,23 +250,35 @@ class Process:
         """Returns when the process is stopped; raises what ended its router otherwise."""
         self._router.finished.result()
 
-    def call(self, position: tuple[int, int], function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a function on the replicas once they hold the weights of (generation, version)."""
+    def call(self, position: tuple[int, int], number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function on the replicas once they hold the weights of (generation, version).
+
+        Args:
+            number: of the call, higher than of any before, for the collective operations in it.
+        """
         assert self._worker is not None
-        worker = self._worker
-        future: Future[Any] = self._on_router(
-            lambda: worker.at_version(*position, lambda replicas: function(replicas, *arguments))
-        )
+        worker, member = self._worker, self._member
+
+        def run(replicas: Replicas) -> Any:
+            with member.call(number) if member is not None else contextlib.nullcontext():
+                return function(replicas, *arguments)
+
+        future: Future[Any] = self._on_router(lambda: worker.at_version(*position, run))
         return future.result()
 
-    def view_call(self, position: tuple[int, int], function: Callable[[WorkerView], Any]) -> Any:
+    def view_call(self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]) -> Any:
         """Runs a user's function on this worker."""
         place = self._place
 
         def run(replicas: Replicas) -> Any:
             return function(WorkerView(self._index, place.host, place.pid, replicas.models))
 
-        return self.call(position, run)
+        return self.call(position, number, run)
+
+    def abandon(self, number: int, reason: str) -> None:
+        """Ends what a call awaits of other workers, because one of them failed."""
+        if (member := self._member) is not None:
+            self._router.call(lambda: member.abandon(number, reason))
 
     def counters(self) -> dict[str, int]:
         """Frames refused, bytes sent and bytes resident in this process; answers although a step may take long."""
