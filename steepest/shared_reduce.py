@@ -14,7 +14,7 @@ from steepest.comm.members import MemberCollective, Receipt
 from steepest.ring import OPS, check_reduction
 from steepest.sampler import even_share
 
-PIECE_BYTES = 2 << 20  # what one member writes the next one reads from the processor's cache
+PIECE_BYTES = 4 << 20  # what one member writes the next one reads from the processor's cache
 _STAGE, _TOTALS = 0, 1  # the rooms of a member
 
 

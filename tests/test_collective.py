@@ -196,7 +196,10 @@ def test_an_abandoned_call_ends_and_the_next_one_works(over_wire: Any) -> None:
                 member._router.call(lambda: member.abandon(1, "worker 1 raised"))
                 with pytest.raises(PeerLostError, match="worker 1 raised"):
                     member.barrier()
-        with member.call(2):
+            member.abandon(2, "worker 1 raised early")
+            with member.call(2), pytest.raises(PeerLostError, match="raised early"):
+                member.barrier()
+        with member.call(3):
             member.barrier()
 
     together(over_wire(2), do)

@@ -28,18 +28,14 @@ def test_examples_in_docstrings_run(name: str) -> None:
     assert result.failed == 0
 
 
-@pytest.mark.parametrize(("number", "said"), [(0, "EvaluationResult(loss="), (1, "20.0 20.0")])
-def test_the_readmes_examples_run_as_they_stand(tmp_path: Path, number: int, said: str) -> None:
-    pytest.importorskip("sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 2
-    assert len(blocks[number].splitlines()) <= 20
-    script = tmp_path / "example.py"
-    script.write_text(blocks[number])
+def run_block(block: str, folder: Path) -> str:
+    """What a page's example prints when it runs as it stands."""
+    script = folder / "example.py"
+    script.write_text(block)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
         [sys.executable, str(script)],
-        cwd=tmp_path,
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
@@ -47,8 +43,28 @@ def test_the_readmes_examples_run_as_they_stand(tmp_path: Path, number: int, sai
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+    return done.stdout
+
+
+def blocks_of(page: str) -> list[str]:
+    """Its Python examples."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "EvaluationResult(loss="), (1, "20.0 20.0")])
+def test_the_readmes_examples_run_as_they_stand(tmp_path: Path, number: int, said: str) -> None:
+    pytest.importorskip("sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'")
+    blocks = blocks_of("README.md")
+    assert len(blocks) == 2
+    assert len(blocks[number].splitlines()) <= 20
+    assert said in run_block(blocks[number], tmp_path)
     assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 0)
+
+
+def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/collectives.md")
+    assert len(block.splitlines()) < 60
+    assert "after: 0.000" in run_block(block, tmp_path)
 
 
 def test_every_public_name_is_exported_documented_and_in_the_readme_or_architecture() -> None:

@@ -130,9 +130,9 @@ class MemberCollective(PointToPoint):
             self._rounds.pop((0, number), None)
 
     def abandon(self, number: int, reason: str) -> None:
-        """Ends what is in progress here in a call."""
-        if self._call == number:
-            self._round().aborted = reason
+        """Ends what is, or will be, in progress here in a call."""
+        if number > self._last_call:
+            self._round((0, number)).aborted = reason
 
     # -- messages ------------------------------------------------------------------------------
 
