@@ -149,7 +149,7 @@ class Process:
         def release_() -> ParameterLayout:
             self._router.clear()
             self._router.transport = self._transport = CallTransport(self._router.destination)
-            self._worker = None
+            self._worker = self._member = None
             for model in self._models:
                 model.relayout(chunk_bytes)
             return self._models[0].layout
