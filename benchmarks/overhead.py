@@ -2,7 +2,7 @@
 
     python -m benchmarks.overhead                        # everything, about six minutes
     python -m benchmarks.overhead --model convnet --rounds 3 --only ddp tutorial
-    python -m benchmarks.overhead --strategies ps --json overhead.json
+    python -m benchmarks.overhead --strategies ps allreduce --json overhead.json
 
 Workloads on random data held in memory: ``convnet``, 1,960 parameters at batch 128 and plain SGD, where the
 cost of a message counts; ``mlp``, 25 million parameters at batch 8 and plain SGD, where the cost of moving
@@ -38,12 +38,13 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import argparse
 import contextlib
+import functools
 import json
 import platform
 import signal
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +115,14 @@ def choose(workload: Workload, strategies: list[str], only: list[str] | None) ->
 def ray_started(contenders: list[Trainer]) -> Iterator[None]:
     """Ray for the contenders that need it, unless it runs already; stopped again at the end.
 
-    The contenders are alive together, though only one works at a time: Ray counts two CPUs for each.
+    The contenders are alive together, though only one works at a time: Ray counts a CPU for each of their workers.
     """
-    users = sum(isinstance(c, Tutorial | Steepest) for c in contenders)
-    if not users or ray.is_initialized():
+    cpus = sum(c.workers for c in contenders if isinstance(c, Tutorial | Steepest))
+    if not cpus or ray.is_initialized():
         yield
         return
     with deadline("ray.init"):
-        ray.init(address="local", num_cpus=WORKERS * users, include_dashboard=False, log_to_driver=False)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     try:
         yield
     finally:
@@ -133,11 +134,16 @@ def measure(contenders: list[Trainer], rounds: int, steps: int) -> Times:
         alive = [c for c in contenders if started(c, stack)]
         for contender in alive:
             turn(contender, max(2, steps // 5))
-        times: Times = {c.name: [] for c in alive}
-        for number in range(rounds):
-            for contender in alive if number % 2 == 0 else reversed(alive):
-                times[contender.name].append(turn(contender, steps))
-            progress(f"{contenders[0].workload.name}: round {number + 1} of {rounds}")
+        return alternate({c.name: functools.partial(turn, c, steps) for c in alive}, rounds)
+
+
+def alternate(turns: Mapping[str, Callable[[], float]], rounds: int) -> Times:
+    """A turn of each contender in each round, odd rounds in reverse order."""
+    times: Times = {name: [] for name in turns}
+    for number in range(rounds):
+        for name in turns if number % 2 == 0 else reversed(turns):
+            times[name].append(turns[name]())
+        progress(f"round {number + 1} of {rounds}: {', '.join(turns)}")
     return times
 
 
@@ -185,16 +191,21 @@ def summarize(workload: Workload, steps: int, rounds: int, times: Times) -> dict
         "workers": WORKERS,
         "rounds": rounds,
         "steps": steps,
-        "contenders": [
-            {
-                "name": name,
-                "ms_per_step": 1000 * statistics.median(seconds),
-                "over": {other: ratios(seconds, times[other]) for other in others},
-                "seconds_per_step": seconds,
-            }
-            for name, seconds in times.items()
-        ],
+        "contenders": compare(times, others),
     }
+
+
+def compare(times: Times, others: list[str]) -> list[dict[str, Any]]:
+    """Each contender's time, and its ratios to some of them."""
+    return [
+        {
+            "name": name,
+            "ms_per_step": 1000 * statistics.median(seconds),
+            "over": {other: ratios(seconds, times[other]) for other in others},
+            "seconds_per_step": seconds,
+        }
+        for name, seconds in times.items()
+    ]
 
 
 def ratios(seconds: list[float], others: list[float]) -> dict[str, float]:
@@ -208,11 +219,18 @@ def table(report: dict[str, Any]) -> str:
         f"{report['model']}: {report['parameters']:,} parameters, batch {report['batch_size']}, "
         f"{report['workers']} workers, median of {report['rounds']} rounds of {report['steps']} steps"
     )
-    heads = "".join(f"{'over ' + other:>16}{'min..max':>14}" for other in report["contenders"][0]["over"])
-    lines = ["", title, f"{'':17}{'ms/step':>9}{heads}"]
-    for row in report["contenders"]:
+    return comparison(title, report["contenders"])
+
+
+def comparison(title: str, rows: list[dict[str, Any]], goals: Mapping[str, str] | None = None) -> str:
+    """The table of what `compare` returns; `goals` say for some contenders what is wanted."""
+    width = 2 + max(len(row["name"]) for row in rows)
+    heads = "".join(f"{'over ' + other:>16}{'min..max':>14}" for other in rows[0]["over"])
+    lines = ["", title, f"{'':{width}}{'ms/step':>9}{heads}" + (f"  {'wanted'}" if goals else "")]
+    for row in rows:
         cells = "".join(ratio_cell(ratio) for ratio in row["over"].values())
-        lines.append(f"{row['name']:17}{row['ms_per_step']:9.2f}{cells}")
+        wanted = f"  {goals.get(row['name'], '')}" if goals else ""
+        lines.append(f"{row['name']:{width}}{row['ms_per_step']:9.2f}{cells}{wanted}".rstrip())
     return "\n".join(lines)
 
 

@@ -70,11 +70,11 @@ class Contender(ABC):
 
 
 class Trainer(Contender):
-    """One way to train a workload with two workers; a unit is a synchronous step."""
+    """One way to train a workload with so many workers; a unit is a synchronous step."""
 
-    def __init__(self, name: str, workload: Workload) -> None:
+    def __init__(self, name: str, workload: Workload, workers: int = WORKERS) -> None:
         super().__init__(name)
-        self.workload = workload
+        self.workload, self.workers = workload, workers
 
 
 # --- free, free+sgd (or +adam) and ddp: two spawned processes that take orders from pipes ---
@@ -291,8 +291,8 @@ class Tutorial(Trainer):
 class Steepest(Trainer):
     """``DistributedSGD`` under one strategy; a turn is one ``fit``, its start and end included."""
 
-    def __init__(self, name: str, workload: Workload, strategy: str) -> None:
-        super().__init__(name, workload)
+    def __init__(self, name: str, workload: Workload, strategy: str, workers: int = WORKERS) -> None:
+        super().__init__(name, workload, workers)
         self._strategy = strategy
         self._sgd: Any = None
 
@@ -311,7 +311,7 @@ class Steepest(Trainer):
                 optimizer=functools.partial(workload.optimizer, fused=None),
             )
 
-        self._sgd = DistributedSGD(creator, num_workers=WORKERS, strategy=self._strategy)
+        self._sgd = DistributedSGD(creator, num_workers=self.workers, strategy=self._strategy)
 
     def run(self, steps: int) -> float:
         begin = time.perf_counter()

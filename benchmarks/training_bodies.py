@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
+import secrets
 import time
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.models import MLP, WORKLOADS, Workload
-from benchmarks.namespaces import DEADLINE, Namespace, Orders
+from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
 from steepest.allocator import keep_freed_memory, start_thread
+from steepest.client import Client
 from steepest.comm.message import COORDINATOR, Kind, Peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.comm.shared import allocate
 from steepest.comm.wire import WireTransport
-from steepest.config import ParameterServerStrategy
+from steepest.config import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.hosts import Hosts
 from steepest.job import (
     Job,
@@ -36,14 +36,59 @@ from steepest.job import (
 )
 from steepest.model import Model
 from steepest.models.torch import TorchModel
+from steepest.replicas import Replicas
 
 MLP10 = Workload("mlp10", functools.partial(MLP, hidden=2000), (1024,), batch_size=8, samples=512, steps=6)
 ALL = {**WORKLOADS, MLP10.name: MLP10}
+STRATEGIES = ("ps", "allreduce")
 CLIENT = Peer("client", 0)
 
 
-def make_job(workload: str, workers: int, servers: int, wire_dtype: str | None) -> tuple[Job, list[Model]]:
-    """A job whose hosts have one server and equally many workers each."""
+def job_team(
+    spaces: list[Namespace],
+    workload: str,
+    strategy: str,
+    meeting: str,
+    *,
+    workers: int = 1,
+    servers: int = 1,
+    wire_dtype: str | None = None,
+    profile: str = "",
+) -> Team:
+    """All processes of a job, one host in each namespace.
+
+    Args:
+        strategy: "ps", or "allreduce", where each worker's process has a server.
+        meeting: an empty folder in which servers write where they listen.
+        workers, servers: on each host; servers for "ps".
+        profile: a folder for what `benchmarks.profile_step` finds; empty to measure nothing.
+    """
+    count = len(spaces)
+    everybody = range(workers * count)
+    in_workers = strategy == "allreduce"
+    job = {
+        "workload": workload,
+        "strategy": strategy,
+        "workers": len(everybody),
+        "servers": len(everybody) if in_workers else servers * count,
+        "hosts": count,
+        "wire_dtype": wire_dtype,
+    }
+    common = {"job": job, "meeting": meeting, "token": secrets.token_bytes(32), "profile": profile}
+
+    def member(index: int, **roles: int | None) -> Member:
+        space = spaces[index % count]
+        return Member(space, take_part, {"namespace": space, **roles, **common})
+
+    served = [] if in_workers else [member(i, server=i, worker=None) for i in range(servers * count)]
+    working = [member(i, server=i if in_workers else None, worker=i) for i in everybody]
+    return Team(f"steepest {strategy}", served + working)
+
+
+def make_job(
+    workload: str, strategy: str, workers: int, servers: int, hosts: int, wire_dtype: str | None
+) -> tuple[Job, list[Model]]:
+    """A job whose hosts have equally many workers and servers each."""
     chosen = ALL[workload]
 
     def creator(worker: int, device: int) -> TorchModel:
@@ -55,99 +100,102 @@ def make_job(workload: str, workers: int, servers: int, wire_dtype: str | None) 
             optimizer=functools.partial(chosen.optimizer, fused=None),
         )
 
-    config = ParameterServerStrategy(num_servers=servers, wire_dtype=wire_dtype)
+    allreduce = strategy == "allreduce"
+    config: StrategyConfig = ParameterServerStrategy(num_servers=servers, wire_dtype=wire_dtype)
+    if allreduce:
+        config = AllreduceStrategy(wire_dtype=wire_dtype)
     models, description = build_models(creator, 0, 1, 0, None)
-    hosts = Hosts(tuple(worker % servers for worker in range(workers)), tuple(range(servers)), gathers=True)
-    return Job(description, config, workers, 1, servers, 0, DEADLINE, hosts=hosts), models
+    worker_hosts, server_hosts = (tuple(index % hosts for index in range(count)) for count in (workers, servers))
+    gathers = not (allreduce and hosts == 1)  # there each member updates its own weights, and nothing has to cross
+    places = Hosts(worker_hosts, server_hosts, gathers)
+    return Job(description, config, workers, 1, servers, 0, DEADLINE, hosts=places), models
 
 
-def serve(
-    orders: Orders, namespace: Namespace, index: int, job: dict[str, Any], meeting: str, token: bytes, profile: str = ""
+def take_part(
+    orders: Orders,
+    namespace: Namespace,
+    server: int | None,
+    worker: int | None,
+    job: dict[str, Any],
+    meeting: str,
+    token: bytes,
+    profile: str,
 ) -> None:
-    """A server's process; the coordinator lives beside the first.
+    """One process: a server, a worker, or a worker with a server on its own weights.
+
+    The coordinator lives beside the first server, a host's relay beside its first, the client, which asks for steps,
+    beside the first worker. A turn ends when this process' worker has the last weights: they belong to it, not to
+    whoever is next on this network.
 
     Args:
-        job: of `make_job`.
-        meeting: a folder in which servers write where they listen.
-        profile: a folder for what `benchmarks.profile_step` finds; empty to measure nothing.
+        job: of `make_job`; the others as of `job_team`.
     """
     if profile:
         CLOCK.install()
+    if worker is not None:
+        keep_freed_memory()  # as the workers of a trainer do
     plan, models = make_job(**job)
-    initial = build_replicas(plan, 0, models, [torch.device("cpu")]).weights
-    weights = allocate(initial.numel())
-    weights.copy_(initial)
+    replicas = build_replicas(plan, worker or 0, models, [torch.device("cpu")])
     router = Router()
-    peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
-    if index == 0:
-        host_coordinator(router, plan)
-    relay = index in plan.places.relays
-    host_server(router, plan, index, weights, shared=relay)
-    if relay:
-        host_relay(router, plan, index, weights)
-        peers = (*peers, relay_peer(index))
-    wire = WireTransport(token, peers, namespace.name, router.destination)
+    peers = [] if server is None else _host_servers(router, plan, server, replicas, beside=worker is not None)
+    client, member = None, None
+    if worker is not None:
+        peers.append(worker_peer(worker))
+        member = host_worker(router, plan, worker, replicas)
+    if worker == 0:
+        peers.append(CLIENT)
+        client = host_client(router, plan, CLIENT.index)
+    wire = WireTransport(token, tuple(peers), namespace.name, router.destination)
     router.transport = wire
-    write(Path(meeting) / str(index), wire.listen(namespace.address))
-    for other in range(index):
+    if server is not None:
+        write(Path(meeting) / str(server), wire.listen(namespace.address))
+    for other in range(plan.num_servers if server is None else server):
         router.attach(wire.connect(read(Path(meeting) / str(other))))
-    router.start("server")
-    _idle(orders, router, f"{profile}/server {index}" if profile else "")
-
-
-def work(
-    orders: Orders, namespace: Namespace, index: int, job: dict[str, Any], meeting: str, token: bytes, profile: str = ""
-) -> None:
-    """A worker's process; beside the first lives the client, which asks for steps. Arguments as of `serve`."""
-    if profile:
-        CLOCK.install()
-    keep_freed_memory()  # as the workers of a trainer do
-    plan, models = make_job(**job)
-    replicas = build_replicas(plan, index, models, [torch.device("cpu")])
-    router = Router()
-    peers = (worker_peer(index), CLIENT) if index == 0 else (worker_peer(index),)
-    worker = host_worker(router, plan, index, replicas)
-    client = host_client(router, plan, 0) if index == 0 else None
-    wire = WireTransport(token, peers, namespace.name, router.destination)
-    router.transport = wire
-    for server in range(plan.num_servers):
-        router.attach(wire.connect(read(Path(meeting) / str(server))))
-    router.call(worker.join)
-    where = f"{profile}/worker {index}" if profile else ""
-    if client is None:
+    if member is None:
+        router.start("server")
+    else:
         router.start("worker", start_thread)
-        _idle(orders, router, where)
-        return
+        router.call(member.join)
+    where = f"{profile}/server {server}" if worker is None else f"{profile}/worker {worker}"
     orders.ready()
+    taken = 0
     for steps in orders:
-        _report(where)
-        begin, taken = time.perf_counter(), 0
-        if steps:
-            client.ask(steps, True)
-        while taken < steps:
-            router.turn(0.5)
-            with contextlib.suppress(Empty):
-                outcome = client.outcomes.get_nowait()
-                if isinstance(outcome, Exception) or outcome.kind is not Kind.RESULT:
-                    raise RuntimeError(f"the step was not committed: {outcome}")
-                taken += 1
-        if taken:  # the last weights belong to this turn, not to whoever is next on this network
-            arrived = worker.at_version(outcome.generation, outcome.version, lambda replicas: None)
-            while not arrived.done():
-                router.turn(0.5)
-        orders.done((time.perf_counter() - begin) / max(steps, 1))
-
-
-def _idle(orders: Orders, router: Router, where: str) -> None:
-    """The router's own thread does everything."""
-    orders.ready()
-    for _ in orders:
-        router.call(lambda: _report(where)).result()
-        orders.done(0.0)
+        if profile:
+            router.call(lambda: Path(where).write_text(json.dumps(CLOCK.take()))).result(DEADLINE)
+        begin = time.perf_counter()
+        if client is not None:
+            _take_steps(router, client, steps)
+        taken += steps
+        if member is not None:
+            router.call(functools.partial(member.at_version, 0, taken, _nothing)).result(DEADLINE).result(DEADLINE)
+        orders.done(0.0 if member is None else (time.perf_counter() - begin) / max(steps, 1))
     router.stop()
 
 
-def _report(where: str) -> None:
-    """Writes what was measured in this process since the last time, if that is wanted."""
-    if where:
-        Path(where).write_text(json.dumps(CLOCK.take()))
+def _host_servers(router: Router, plan: Job, index: int, replicas: Replicas, *, beside: bool) -> list[Peer]:
+    """A server, and who lives beside it; `beside` a worker it updates that worker's own weights."""
+    peers, relay = [server_peer(index)], index in plan.places.relays
+    weights = replicas.weights if beside else allocate(replicas.weights.numel())
+    if not beside:
+        weights.copy_(replicas.weights)
+    if index == 0:
+        peers.append(COORDINATOR)
+        host_coordinator(router, plan)
+    host_server(router, plan, index, weights, shared=relay or beside)
+    if relay:
+        peers.append(relay_peer(index))
+        host_relay(router, plan, index, weights)
+    return peers
+
+
+def _take_steps(router: Router, client: Client, steps: int) -> None:
+    if steps:
+        router.call(lambda: client.ask(steps, True))
+    for _ in range(steps):
+        outcome = client.outcomes.get(timeout=DEADLINE)
+        if isinstance(outcome, Exception) or outcome.kind is not Kind.RESULT:
+            raise RuntimeError(f"the step was not committed: {outcome}")
+
+
+def _nothing(replicas: object) -> None:
+    """The weights are here."""

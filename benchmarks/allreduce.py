@@ -1,0 +1,82 @@
+"""Strategy "allreduce" beside its rivals, with what is wanted of it.
+
+    python -m benchmarks.allreduce                       # everything, about ten minutes
+    python -m benchmarks.allreduce --only mlp convnet --rounds 3
+
+Tables on one host, over Ray, with two workers (`benchmarks.overhead` describes workloads and contenders): ``mlp``,
+25 million parameters at batch 8, and ``convnet``, 1,960 parameters at batch 128: ours, our parameter server, and
+DistributedDataParallel on Gloo, also with the C library told to keep freed memory.
+
+Tables between network namespaces at 1 Gbit/s, without Ray (`benchmarks.network`; root, iproute2 and tc needed), a
+perceptron of ten million parameters: ``network-4x1``, four hosts of one worker, and ``network-2x2``, two hosts of two:
+ours and DistributedDataParallel, both plain and with fp16 on the wire.
+
+Rivals take turns in each round, odd rounds in reverse order; a ratio is the median over rounds, with its range. What
+is wanted is a share of the rival's time.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by every process
+
+import argparse
+import functools
+from collections.abc import Callable
+
+import torch
+
+from benchmarks import network, overhead
+from benchmarks.models import WORKLOADS
+from benchmarks.namespaces import UnavailableError
+from benchmarks.overhead import DDP, compare, comparison, positive
+from benchmarks.rivals import KEPT, Local, Steepest, Trainer
+
+OURS = "steepest allreduce"
+MBIT = 1000
+
+
+def on_one_host(name: str, goal: float, rounds: int) -> str:
+    workload = WORKLOADS[name]
+    contenders: list[Trainer] = [Local(DDP, workload), Local(DDP + KEPT, workload)]
+    contenders += [Steepest(f"steepest {strategy}", workload, strategy) for strategy in ("ps", "allreduce")]
+    with overhead.ray_started(contenders):
+        times = overhead.measure(contenders, rounds, workload.steps)
+    title = (
+        f"{name}: {workload.parameters():,} parameters, batch {workload.batch_size}, {contenders[0].workers} workers, "
+        f"one host, median of {rounds} rounds of {workload.steps} steps"
+    )
+    return comparison(title, compare(times, [DDP, DDP + KEPT, "steepest ps"]), {OURS: f"{goal:g} of {DDP}"})
+
+
+def between_hosts(hosts: int, each: int, goals: dict[str, str], rounds: int) -> str:
+    where = (hosts, each, MBIT)
+    return network.report(network.measure(*where, rounds, ["allreduce"]), *where, goals)
+
+
+TABLES: dict[str, Callable[[int], str]] = {
+    "mlp": functools.partial(on_one_host, "mlp", 0.8),
+    "convnet": functools.partial(on_one_host, "convnet", 0.9),
+    "network-4x1": functools.partial(
+        between_hosts, 4, 1, {OURS: "0.95 of ddp", f"{OURS} fp16": "0.85 of ddp fp16"}
+    ),
+    "network-2x2": functools.partial(between_hosts, 2, 2, {OURS: "0.75 of ddp"}),
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.allreduce", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument("--rounds", type=positive, default=5)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    for table in options.only:
+        try:
+            print(TABLES[table](options.rounds), flush=True)
+        except UnavailableError as error:
+            print(f"\n{table}: not measured ({error})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

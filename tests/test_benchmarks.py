@@ -1,0 +1,109 @@
+"""Benchmarks do what they say: the network is ResNet-101, ideal is linear, jobs without Ray take their steps."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import resnet101
+from benchmarks.models import Workload, compute
+from benchmarks.namespaces import HOST
+from benchmarks.overhead import alternate, compare, comparison
+from benchmarks.resnet import ResNet
+from benchmarks.training_bodies import STRATEGIES, job_team, make_job
+
+
+@pytest.mark.parametrize(("blocks", "parameters"), [((3, 4, 23, 3), 44_549_160), ((3, 4, 6, 3), 25_557_032)])
+def test_it_is_the_network_of_the_paper(blocks: tuple[int, ...], parameters: int) -> None:
+    with torch.device("meta"):
+        network = ResNet(blocks)
+        shapes = [tuple(stage.shape[1:]) for stage in maps(network, torch.empty(1, 3, 224, 224))]
+    assert sum(p.numel() for p in network.parameters()) == parameters
+    ends = [sum(blocks[: stage + 1]) - 1 for stage in range(4)]
+    assert [shapes[end] for end in ends] == [(256, 56, 56), (512, 28, 28), (1024, 14, 14), (2048, 7, 7)]
+
+
+def maps(network: ResNet, images: torch.Tensor) -> list[torch.Tensor]:
+    """What each block gives."""
+    found: list[torch.Tensor] = []
+    for block in network.stages:
+        block.register_forward_hook(lambda module, inputs, output: found.append(output))
+    network(images)
+    return found
+
+
+TINY = Workload("tiny", lambda: ResNet((1, 1), width=2, classes=10), (3, 8, 8), batch_size=2, samples=4, steps=1)
+
+
+def test_a_small_one_learns() -> None:
+    network, batches = TINY.build(), TINY.batches(0)
+    compute(network, batches)
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.parameters() if p.ndim > 1)
+    x, _ = batches.next()
+    torch.testing.assert_close(network(x).exp().sum(dim=1), torch.ones(2))
+
+
+def test_rates_are_images_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resnet101, "ray_started", contextlib.nullcontext)
+    monkeypatch.setattr(resnet101, "measure", lambda contenders, rounds, steps: {"ps": [0.5, 0.25]})
+    assert list(resnet101.rates(TINY, 3, ["ps"])) == [resnet101.Rate(3, "ps", (12.0, 24.0))]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_smallest_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(resnet101.SIZES, "small", TINY)
+    resnet101.main(["--workers", "1", "--strategies", "allreduce", "--out", str(tmp_path)])
+    with (tmp_path / "resnet101-small.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["workers"], row["strategy"], row["of ideal"]) == ("1", "allreduce", "1.00")
+    assert 0 < float(row["least"]) <= float(row["images/s"]) <= float(row["greatest"])
+
+
+def test_the_table_has_the_ideal_of_one_worker(tmp_path: Path) -> None:
+    found = [
+        resnet101.Rate(workers, strategy, (low, high))
+        for workers, strategy, low, high in ((1, "ps", 9, 11), (1, "simple", 4, 6), (2, "ps", 10, 20))
+    ]
+    resnet101.write(found, tmp_path / "found.csv")
+    with (tmp_path / "found.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["ideal"] for row in rows] == ["10.0", "10.0", "20.0"]
+    assert [row["of ideal"] for row in rows] == ["1.00", "0.50", "0.75"]
+
+
+def test_contenders_take_turns_and_ratios_are_of_one_round() -> None:
+    heard: list[str] = []
+    times = {"a": iter([1.0, 4.0, 1.0]), "b": iter([2.0, 2.0, 1.0])}
+
+    def turn(name: str) -> float:
+        heard.append(name)
+        return next(times[name])
+
+    found = alternate({"a": lambda: turn("a"), "b": lambda: turn("b")}, rounds=3)
+    assert "".join(heard) == "abbaab"
+    rows = compare(found, ["b"])
+    assert rows[0]["over"]["b"] == {"median": 1.0, "min": 0.5, "max": 2.0}
+    line = comparison("title", rows, {"a": "0.8 of b"}).splitlines()[3]
+    assert line.split() == ["a", "1000.00", "1.00", "0.50..2.00", "0.8", "of", "b"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_job_without_ray_takes_its_steps(strategy: str, tmp_path: Path) -> None:
+    with job_team([HOST], "convnet", strategy, str(tmp_path), workers=2) as team:
+        seconds = [*team.turn(2), *team.turn(1)]
+        members = len(team.pids())
+    assert members == (2 if strategy == "allreduce" else 3)
+    assert sum(second > 0 for second in seconds) == 2 * 2
+
+
+def test_places_without_ray_are_those_of_a_trainer() -> None:
+    job, _ = make_job("convnet", "allreduce", workers=4, servers=4, hosts=2, wire_dtype="fp16")
+    assert job.servers_in_workers
+    assert job.places.relays == {0: (0, 2), 1: (1, 3)}
+    alone, _ = make_job("convnet", "allreduce", workers=2, servers=2, hosts=1, wire_dtype=None)
+    assert alone.places.relays == {}
