@@ -300,8 +300,9 @@ def host_worker(
     peer = worker_peer(index)
     send = router.sender(peer)
     alone = job.num_workers == 1
+    adopt = _refuse if job.servers_in_workers else replicas.adopt  # it stays with the vector that its server updates
     exchange = job.strategy.exchange(
-        index, replicas.layout, job.owners, replicas.weights, send, job.places, replicas.adopt, alone=alone
+        index, replicas.layout, job.owners, replicas.weights, send, job.places, adopt, alone=alone
     )
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
     # where all contribute to each version, no weights come before a worker has computed its gradient
@@ -310,6 +311,11 @@ def host_worker(
     replicas.use_plan(job.plan(), job.seed)
     router.host(peer, worker)
     return worker
+
+
+def _refuse(weights: torch.Tensor) -> bool:
+    """Nobody else's vector is used."""
+    return False
 
 
 def host_client(router: Router, job: Job, index: int) -> Client:

@@ -112,6 +112,21 @@ def test_workers_with_a_relay_compute_on_the_vector_that_its_server_updates(plac
         assert all(begin <= parameter.data_ptr() < end for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1)])
+def test_members_of_an_allreduce_stay_with_the_vectors_that_their_servers_update(hosts: tuple[int, ...]) -> None:
+    """Between processes a relay's vector is not theirs to write to: what comes later would be forgotten."""
+    cluster = make("allreduce", FLOAT64, len(hosts), hosts=Hosts(hosts, hosts, gathers=True))
+    assert cluster.job.places.relays
+    trained(cluster, 3)
+    settle(cluster)
+    for worker, server in zip(cluster.workers, cluster.servers, strict=True):
+        own = worker._replicas.weights
+        for held in server._trainable:
+            assert held.weights.data_ptr() == own.data_ptr() + held.chunk.start
+        assert same_bits(worker._replicas.layout.named(own), cluster.weights())
+    check(cluster, FLOAT64)
+
+
 @EVERYWHERE
 def test_a_snapshot_does_not_change_with_the_steps_that_follow(places: str) -> None:
     cluster = hosted(places)
