@@ -225,18 +225,20 @@ def table(report: dict[str, Any]) -> str:
 def comparison(title: str, rows: list[dict[str, Any]], goals: Mapping[str, str] | None = None) -> str:
     """The table of what `compare` returns; `goals` say for some contenders what is wanted."""
     width = 2 + max(len(row["name"]) for row in rows)
-    heads = "".join(f"{'over ' + other:>16}{'min..max':>14}" for other in rows[0]["over"])
-    lines = ["", title, f"{'':{width}}{'ms/step':>9}{heads}" + (f"  {'wanted'}" if goals else "")]
+    heads = "".join(f"{'over ' + other:>{ratio_width(other)}}{'min..max':>14}" for other in rows[0]["over"])
+    lines = ["", title, f"{'':{width}}{'ms/step':>9}{heads}" + ("  wanted" if goals else "")]
     for row in rows:
-        cells = "".join(ratio_cell(ratio) for ratio in row["over"].values())
+        cells = "".join(
+            f"{ratio['median']:{ratio_width(other)}.2f}{ratio['min']:8.2f}..{ratio['max']:.2f}"
+            for other, ratio in row["over"].items()
+        )
         wanted = f"  {goals.get(row['name'], '')}" if goals else ""
         lines.append(f"{row['name']:{width}}{row['ms_per_step']:9.2f}{cells}{wanted}".rstrip())
     return "\n".join(lines)
 
 
-def ratio_cell(ratio: dict[str, float]) -> str:
-    spread = f"{ratio['min']:.2f}..{ratio['max']:.2f}"
-    return f"{ratio['median']:16.2f}{spread:>14}"
+def ratio_width(other: str) -> int:
+    return max(12, len(other) + 7)
 
 
 def machine() -> dict[str, Any]:
