@@ -241,6 +241,7 @@ class LocalStrategy(_OnTheWire):
         outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich 2019).
         outer_momentum, nesterov: its momentum; DiLoCo (Douillard et al. 2023) has 0.7, 0.9 and Nesterov's.
         num_servers: server processes; by default none, and each worker averages one slice, as in "allreduce".
+        clip_norm: the greatest norm of each worker's gradient of one batch, as for `ParameterServerStrategy`.
         hierarchical, chunk_bytes, nonfinite, transport, wire_dtype: as for `AllreduceStrategy`.
 
     Raises:
@@ -257,6 +258,7 @@ class LocalStrategy(_OnTheWire):
     hierarchical: bool = True
     chunk_bytes: int | None = None
     nonfinite: str = "refuse"
+    clip_norm: float | None = None
     transport: str = "wire"
     wire_dtype: str | tuple[str | None, str | None] | None = None
 

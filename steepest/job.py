@@ -210,6 +210,7 @@ def build_replicas(job: Job, worker: int, models: Sequence[Model], devices: Sequ
             accumulate=job.accumulate,
             updates=job.strategy.updates,
             updates_before=job.updates_before,
+            clip_norm=job.config.clip_norm,
         )
     return Replicas(
         models,

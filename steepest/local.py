@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from steepest.checkpoint import Record, assemble, disassemble
 from steepest.model import Arrive, Model
 from steepest.optimizer import OptimizerSpec, Schedule
 from steepest.replicas import Batches, ChunkReady, Replicas, WorkerResult, summarize_batches
-from steepest.server_chunk import ServerChunk
+from steepest.server_chunk import ServerChunk, sum_of_squares
+from steepest.staging import clip_factor
 
 
 class LocalReplicas(Replicas):
@@ -38,6 +40,7 @@ class LocalReplicas(Replicas):
         accumulate: int,
         updates: int,
         updates_before: Callable[[int], int],
+        clip_norm: float | None,
     ) -> None:
         super().__init__(
             models, devices, first_index=first_index, shares=shares, seed=seed, accumulate=accumulate, updates=updates
@@ -45,6 +48,7 @@ class LocalReplicas(Replicas):
         self._accumulate = accumulate
         self._updates = updates
         self._updates_before = updates_before
+        self._clip_norm = clip_norm
         self._schedule = Schedule(spec)
         self._base = self.layout.allocate()
         chunks = [self.layout.chunks[index] for index in self._trainable]
@@ -104,6 +108,11 @@ class LocalReplicas(Replicas):
             held.mean.div_(total / unit)
 
     def _update(self, at: int) -> None:
+        means = [held.mean for held in self._held.values() if held.mean is not None]
+        if self._clip_norm is not None:
+            factor = clip_factor(math.sqrt(math.fsum(map(sum_of_squares, means))), self._clip_norm)
+            for mean in means if factor != 1.0 else ():
+                mean.mul_(factor)
         hyper = self._schedule.at(at)
         for held in self._held.values():
             held.apply(hyper, 1.0)

@@ -15,6 +15,8 @@ import pytest
 from steepest import config, errors
 from steepest.config import (
     STRATEGY_NAMES,
+    AllreduceStrategy,
+    LocalStrategy,
     ParameterServerStrategy,
     RunSettings,
     SimpleStrategy,
@@ -38,6 +40,8 @@ def refused(make: Callable[[], object]) -> str:
 NAMED = {
     "simple": SimpleStrategy(),
     "ps": ParameterServerStrategy(mode="sync"),
+    "allreduce": AllreduceStrategy(),
+    "local": LocalStrategy(),
     "async": ParameterServerStrategy(mode="async"),
     "ssp": ParameterServerStrategy(mode="ssp"),
 }

@@ -91,8 +91,10 @@ def test_files_stay_small_and_the_core_within_its_budget() -> None:
     for path in sorted((ROOT / "steepest").rglob("*.py")):
         text = path.read_text()
         assert len(text.splitlines()) <= 500, f"{path.name} has over 500 lines"
-        code += _code_lines(text) if path.parent.name != "models" else 0  # adapters
-    assert code <= 8700
+        adapter = path.parent.name == "models" or path.name == "torch_collective.py"
+        tool = path.parent.name == "testing" or path.name == "demo.py"
+        code += 0 if adapter or tool else _code_lines(text)
+    assert code <= 8400
 
 
 def _code_lines(text: str) -> int:

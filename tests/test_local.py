@@ -34,6 +34,7 @@ def by_hand(task: Task, workers: int, rounds: int, outer: LocalStrategy, devices
     shared_optimizer = torch.optim.SGD(
         shared.parameters(), outer.outer_lr, momentum=outer.outer_momentum, nesterov=outer.nesterov
     )
+    norms: list[float] = []
     copies = [make(task) for _ in range(workers)]
     optimizers = [task.optimizer(module) for module in copies]
     every = outer.sync_every
@@ -57,6 +58,8 @@ def by_hand(task: Task, workers: int, rounds: int, outer: LocalStrategy, devices
                     if len(part):
                         x, y = (column[torch.from_numpy(part.copy())] for column in task.data)
                         (task.loss(module(x), y) * (len(part) / count)).backward()
+                if outer.clip_norm is not None:
+                    norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), outer.clip_norm)))
                 optimizer.step()
                 seen += count
             total += seen
@@ -65,6 +68,7 @@ def by_hand(task: Task, workers: int, rounds: int, outer: LocalStrategy, devices
         for name, parameter in shared.named_parameters():
             parameter.grad = change[name] / total
         shared_optimizer.step()
+    assert outer.clip_norm is None or min(norms) < outer.clip_norm < max(norms)
     return {name: p.detach().clone() for name, p in shared.named_parameters()}
 
 
@@ -85,6 +89,13 @@ def test_equals_the_same_by_hand(optimizer: str, workers: int, devices: int, ser
     ):
         found = run(task, workers, 12, config, devices_per_worker=devices).weights()
         assert difference(found, by_hand(task, workers, 12, config, devices)) < 1e-12
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_each_batchs_gradient_is_clipped_by_itself(workers: int) -> None:
+    task = Task(optimizer=sgd(momentum=0.9), data=samples(50), batch_size=2)
+    config = LocalStrategy(sync_every=3, clip_norm=0.6, chunk_bytes=48)
+    assert difference(run(task, workers, 12, config).weights(), by_hand(task, workers, 12, config)) < 1e-12
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
@@ -186,6 +197,7 @@ def test_less_is_sent() -> None:
         ({"outer_lr": True}, "outer_lr=True"),
         ({"outer_momentum": 1.0}, r"outer_momentum=1\.0: give a number from 0 to below 1"),
         ({"nesterov": True}, "nesterov=True with outer_momentum=0"),
+        ({"clip_norm": -1}, "clip_norm=-1"),
         ({"num_servers": 0}, "num_servers=0"),
         ({"transport": "ray"}, "transport='ray'"),
     ],

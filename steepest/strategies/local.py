@@ -25,6 +25,7 @@ class Local(ServerStrategy):
         self.hierarchical = config.hierarchical
         self.updates = config.sync_every
         self._count = config.num_servers
+        self.clip_norm = None  # workers clip what each batch gives
         self._config = config
 
     def num_servers(self, nodes: int, workers: int) -> int:
