@@ -1,10 +1,11 @@
-# make demo: install and train; make test: everything, as CI runs it; make check: lint and types; make bench: the figures.
+# make demo: install and train; make test: everything, as CI runs it; make check: lint and types; make bench: the figures;
+# make coverage: the tests, several times as slow, with the lines that they reach.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench clean
+.PHONY: demo test coverage check bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,6 +16,9 @@ demo: $(STAMP)
 	$(BIN)/steepest demo
 
 test: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup
+
+coverage: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --cov --cov-report=term
 
 check: $(STAMP)
