@@ -16,10 +16,11 @@ demo: $(STAMP)
 	$(BIN)/steepest demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup
+	$(BIN)/python -m pytest -m "not ray and not cluster" --numprocesses=2
+	$(BIN)/python -m pytest -m "ray or cluster"
 
 coverage: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --cov --cov-report=term
+	$(BIN)/python -m pytest --cov --cov-report=term
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,13 +18,6 @@ TEST_SECONDS = 180
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With pytest-xdist, what needs Ray runs in one of its processes, one test after the other, on one cluster."""
-    for item in items:
-        if any(item.get_closest_marker(name) for name in ("ray", "cluster")):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-
-
 @pytest.fixture(autouse=True)
 def _deadline() -> Iterator[None]:
     """No test may hang: after three minutes it fails where it is."""
