@@ -50,7 +50,7 @@ class DistributedSGD:
         num_workers: worker processes.
         devices_per_worker: replicas in each of them.
         gpu: each replica on a GPU of its own instead of the CPU.
-        strategy: "ps", "allreduce", "async", "ssp", "simple", or a strategy object with its settings.
+        strategy: "ps", "allreduce", "local", "async", "ssp", "simple", or a strategy object with its settings.
         accumulate: batches whose gradients each replica adds up in a step, one after the other; a step covers
             ``workers * devices * accumulate * batch_size`` samples.
         seed: of initial weights, order of samples and random state.
