@@ -28,6 +28,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import compute, sgd
@@ -40,14 +41,22 @@ BYTES = 4 * WORKLOAD.parameters()
 OVERHEAD = 1538 / 1448  # of Ethernet, IP and TCP
 
 
-def ddp(orders: Orders, namespace: Namespace, url: str, rank: int, world: int, half: bool) -> None:
+RANK = 4  # of PowerSGD, here and there
+
+
+def ddp(orders: Orders, namespace: Namespace, url: str, rank: int, world: int, hook: str) -> None:
     """One process of DistributedDataParallel."""
     os.environ["GLOO_SOCKET_IFNAME"] = namespace.device
     limit = timedelta(seconds=DEADLINE)
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world, timeout=limit)
-    network = DistributedDataParallel(WORKLOAD.build(), gradient_as_bucket_view=True)
-    if half:
+    # Gloo's threads start the hook's later reductions of several buckets in an order of their own: one bucket then
+    cap = 1000 if hook == "powersgd" else None
+    network = DistributedDataParallel(WORKLOAD.build(), gradient_as_bucket_view=True, bucket_cap_mb=cap)
+    if hook == "fp16":
         network.register_comm_hook(None, fp16_compress_hook)
+    elif hook == "powersgd":  # from its third step on; the first two are there to settle the buckets
+        state = PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+        network.register_comm_hook(state, powerSGD_hook)
     batches, optimizer = WORKLOAD.batches(rank), sgd(network)
 
     def step() -> None:
@@ -63,28 +72,38 @@ def ddp(orders: Orders, namespace: Namespace, url: str, rank: int, world: int, h
     dist.destroy_process_group()
 
 
-def ddp_team(spaces: list[Namespace], name: str, each: int, port: int, half: bool) -> Team:
-    common = {"url": f"tcp://{spaces[0].address}:{port}", "world": len(spaces) * each, "half": half}
+def ddp_team(spaces: list[Namespace], each: int, port: int, hook: str) -> Team:
+    common = {"url": f"tcp://{spaces[0].address}:{port}", "world": len(spaces) * each, "hook": hook}
     ranks = [(rank, spaces[rank % len(spaces)]) for rank in range(len(spaces) * each)]
-    return Team(name, [Member(space, ddp, common | {"namespace": space, "rank": rank}) for rank, space in ranks])
+    members = [Member(space, ddp, common | {"namespace": space, "rank": rank}) for rank, space in ranks]
+    return Team(f"ddp {hook}", members)
 
 
-def measure(hosts: int, each: int, mbit: int, rounds: int, strategies: Sequence[str]) -> Times:
-    """Seconds for a step of `ddp` and of every strategy, plain and with fp16 on the wire, round by round."""
+def plain_and_fp16(strategies: Sequence[str]) -> list[str]:
+    """The contenders of the usual table: `ddp` and every strategy, plain and with fp16 on the wire."""
+    return [f"{name}{wire}" for name in ("ddp", *(f"steepest {s}" for s in strategies)) for wire in ("", " fp16")]
+
+
+def measure(hosts: int, each: int, mbit: int, rounds: int, contenders: Sequence[str]) -> Times:
+    """Seconds for a step, round by round.
+
+    Args:
+        contenders: "ddp" or "steepest STRATEGY", with or without what is on the wire: "fp16", "powersgd", "topk".
+    """
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
         spaces = stack.enter_context(star(hosts, mbit))
-        teams = {
-            "ddp": ddp_team(spaces, "ddp", each, 29520, half=False),
-            "ddp fp16": ddp_team(spaces, "ddp fp16", each, 29521, half=True),
-        }
-        for strategy in strategies:
-            for name, dtype in ((f"steepest {strategy}", None), (f"steepest {strategy} fp16", "fp16")):
+        teams: dict[str, Team] = {}
+        for number, name in enumerate(contenders):
+            kind, _, wire = name.removeprefix("steepest ").partition(" ")
+            if kind == "ddp":
+                teams[name] = ddp_team(spaces, each, 29520 + number, wire)
+            else:
                 meeting = stack.enter_context(tempfile.TemporaryDirectory())
-                teams[name] = job_team(spaces, WORKLOAD.name, strategy, meeting, workers=each, wire_dtype=dtype)
+                teams[name] = job_team(spaces, WORKLOAD.name, kind, meeting, workers=each, wire_dtype=wire or None)
         for team in teams.values():
             stack.enter_context(team)
-            team.turn(2)
+            team.turn(4)
         return alternate({name: functools.partial(turn, team) for name, team in teams.items()}, rounds)
 
 
@@ -94,13 +113,14 @@ def turn(team: Team) -> float:
 
 
 def report(times: Times, hosts: int, each: int, mbit: int, goals: Mapping[str, str] | None = None) -> str:
-    """The table of what `measure` returns."""
+    """The table of what `measure` returns, beside all of DistributedDataParallel."""
+    rivals = [name for name in times if name.startswith("ddp")]
     floor = 1e3 * 8 * OVERHEAD * 2 * (hosts - 1) / hosts * BYTES / (mbit * 1e6)
     title = (
         f"{hosts} hosts x {each} at {mbit} Mbit/s, {BYTES / 1e6:.1f} MB of parameters, median of "
-        f"{len(times['ddp'])} rounds of {WORKLOAD.steps} steps; floor {floor:.0f} ms, {floor / 2:.0f} with fp16"
+        f"{len(times[rivals[0]])} rounds of {WORKLOAD.steps} steps; floor {floor:.0f} ms, {floor / 2:.0f} with fp16"
     )
-    return comparison(title, compare(times, ["ddp", "ddp fp16"]), goals)
+    return comparison(title, compare(times, rivals), goals)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -112,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=["ps"])
     options = parser.parse_args(arguments)
     where = (options.hosts, options.workers, options.mbit)
-    print(report(measure(*where, options.rounds, options.strategies), *where))
+    print(report(measure(*where, options.rounds, plain_and_fp16(options.strategies)), *where))
 
 
 if __name__ == "__main__":

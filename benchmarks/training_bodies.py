@@ -33,6 +33,7 @@ from steepest.job import (
     host_relay,
     host_server,
     host_worker,
+    make_strategy,
 )
 from steepest.model import Model
 from steepest.models.torch import TorchModel
@@ -104,7 +105,7 @@ def make_job(
     config: StrategyConfig = ParameterServerStrategy(num_servers=servers, wire_dtype=wire_dtype)
     if allreduce:
         config = AllreduceStrategy(wire_dtype=wire_dtype)
-    models, description = build_models(creator, 0, 1, 0, None)
+    models, description = build_models(creator, 0, 1, 0, make_strategy(config).cut)
     worker_hosts, server_hosts = (tuple(index % hosts for index in range(count)) for count in (workers, servers))
     gathers = not (allreduce and hosts == 1)  # there each member updates its own weights, and nothing has to cross
     places = Hosts(worker_hosts, server_hosts, gathers)

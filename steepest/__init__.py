@@ -1,6 +1,15 @@
 """Distributed SGD on Ray: one model, one ``strategy=``, from a laptop to a cluster."""
 
-from steepest.config import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, RunSettings, SimpleStrategy
+from steepest.config import (
+    AllreduceStrategy,
+    Int8,
+    LocalStrategy,
+    ParameterServerStrategy,
+    PowerSGD,
+    RunSettings,
+    SimpleStrategy,
+    TopK,
+)
 from steepest.model import Computed, Model, ParameterLayout
 from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.torch import TorchModel, accuracy
@@ -20,6 +29,7 @@ __all__ = [
     "Computed",
     "DistributedSGD",
     "EvaluationResult",
+    "Int8",
     "LocalStrategy",
     "LoggedPush",
     "Model",
@@ -28,11 +38,13 @@ __all__ = [
     "ParameterLayout",
     "ParameterServer",
     "ParameterServerStrategy",
+    "PowerSGD",
     "RunSettings",
     "SimpleStrategy",
     "Staleness",
     "Stats",
     "StepResult",
+    "TopK",
     "TorchModel",
     "accuracy",
     "ring_allreduce",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from steepest.observe.commits import Commit
 from steepest.server import state_message, state_tensor
 
 T = TypeVar("T")
+Holders = Sequence[Sequence[int]]
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Client:
 
     Args:
         layout: of the model.
-        owners: the server of each chunk.
+        holders: the servers of each chunk.
         num_servers: how many there are.
         send: how to send.
 
@@ -70,12 +72,12 @@ class Client:
         lost_peer: the first that was lost, as far as the client has heard.
     """
 
-    def __init__(self, layout: ParameterLayout, owners: tuple[int, ...], num_servers: int, send: Send) -> None:
+    def __init__(self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send) -> None:
         #: RESULT and FAILURE messages, or the loss of a peer, in the order of events
         self.outcomes: queue.SimpleQueue[Message | PeerLostError] = queue.SimpleQueue()
         self.position = Position(0, 0)
         self._layout = layout
-        self._owners = owners
+        self._holders = holders
         self._servers = num_servers
         self._send = send
         self._requests = 0
@@ -119,15 +121,18 @@ class Client:
         """
         self._requests += 1
         count = len(self._layout.chunks)
-        messages = [
-            (self._owners[i], Message(Kind.PUT, sequence=self._requests, chunk=i, payload=view.clone()))
-            for i, view in ((i, self._layout.chunk_view(weights, i)) for i in range(count))
-        ]
+        messages = []
+        for chunk in range(count):
+            view = self._layout.chunk_view(weights, chunk).clone()
+            for server in self._holders[chunk]:
+                messages.append((server, Message(Kind.PUT, sequence=self._requests, chunk=chunk, payload=view)))
         if records is not None:
             for server in range(self._servers):  # its word that optimizer state is replaced, even by none
                 messages.append((server, Message(Kind.STATE, sequence=self._requests, meta={})))
             for chunk, about, value in records:
-                messages.append((self._owners[chunk], state_message(self._requests, chunk, about, value.clone())))
+                copy = value.clone()
+                for server in self._holders[chunk]:
+                    messages.append((server, state_message(self._requests, chunk, about, copy)))
         install = _Install(Future(), version, set(range(len(messages))), records is not None)
         self._installs[self._requests] = install
         for number, (server, message) in enumerate(messages):

@@ -58,6 +58,66 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+@dataclass(frozen=True)
+class TopK:
+    """Compression: of each chunk only the elements of greatest magnitude travel, in 4 bytes each.
+
+    Attributes:
+        ratio: of the elements that travel; 0.01 is 1 %, and a hundredth of the bytes.
+
+    Raises:
+        ConfigurationError: the ratio is not above 0 and at most 1.
+    """
+
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.ratio) or not 0 < self.ratio <= 1:
+            raise ConfigurationError(f"TopK(ratio={self.ratio!r}): give a number above 0 and at most 1, such as 0.01")
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Compression: each element travels as one of 255 multiples of the scale of its block.
+
+    Attributes:
+        block: elements in a block.
+
+    Raises:
+        ConfigurationError: the block is no positive integer.
+    """
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        require_count("Int8 block", self.block)
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Compression: each parameter of two or more dimensions travels as a product of two thin matrices.
+
+    A parameter is a matrix with its first dimension as rows. Where the factors would be as large as it, and for
+    vectors, it travels as it is. Vogels et al. 2019, arXiv:1905.13727.
+
+    Attributes:
+        rank: of the product.
+
+    Raises:
+        ConfigurationError: the rank is no positive integer.
+    """
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        require_count("PowerSGD rank", self.rank)
+
+
+Compression = TopK | Int8 | PowerSGD
+#: compression by the names that users may give
+_COMPRESSION: dict[str, Compression] = {"topk": TopK(), "int8": Int8(), "powersgd": PowerSGD()}
+WireDtype = str | Compression | None
+
 #: how processes talk: see `ParameterServerStrategy`
 TRANSPORTS = ("wire", "shared", "unix", "tcp", "ray")
 
@@ -87,7 +147,7 @@ class _OnTheWire:
     chunk_bytes: int | None
     nonfinite: str
     transport: str
-    wire_dtype: str | tuple[str | None, str | None] | None
+    wire_dtype: WireDtype | tuple[WireDtype, str | None]
     clip_norm: float | None
 
     def _check_wire(self, transports: tuple[str, ...] = TRANSPORTS) -> None:
@@ -98,13 +158,30 @@ class _OnTheWire:
         check_clip_norm(self.clip_norm)
         if isinstance(self.wire_dtype, tuple) and len(self.wire_dtype) != 2:
             raise ConfigurationError(f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls")
-        for dtype in self.wire_dtypes:
-            require_choice("wire_dtype", dtype, (None, "fp16", "bf16"))
+        push, pull = self.wire_dtypes
+        if not isinstance(push, Compression):
+            require_choice("wire_dtype", push, (None, "fp16", "bf16", *_COMPRESSION))
+        if isinstance(pull, Compression) or (isinstance(pull, str) and pull in _COMPRESSION):
+            raise ConfigurationError(
+                f"wire_dtype={self.wire_dtype!r}: compression is for gradients; weights travel as they are, or as "
+                '"fp16" or "bf16": give a pair, such as ("int8", "bf16")'
+            )
+        require_choice("wire_dtype of pulls", pull, (None, "fp16", "bf16"))
 
     @property
-    def wire_dtypes(self) -> tuple[str | None, str | None]:
-        """In which pushes and pulls travel."""
-        return self.wire_dtype if isinstance(self.wire_dtype, tuple) else (self.wire_dtype, self.wire_dtype)
+    def wire_dtypes(self) -> tuple[WireDtype, str | None]:
+        """In which pushes and pulls travel; a compression alone is for pushes."""
+        push, pull = self.wire_dtype if isinstance(self.wire_dtype, tuple) else (self.wire_dtype, None)
+        push = _COMPRESSION.get(push, push) if isinstance(push, str) else push
+        if not isinstance(self.wire_dtype, tuple) and isinstance(push, str):
+            pull = push
+        return push, pull
+
+    @property
+    def compression(self) -> Compression | None:
+        """Of gradients, with error feedback; None without."""
+        push, _ = self.wire_dtypes
+        return push if isinstance(push, Compression) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +191,9 @@ class AllreduceStrategy(_OnTheWire):
     The optimizer's state is thereby sharded: each worker keeps that of its own slice.
 
     Attributes:
+        sharded: False for a whole copy of the optimizer's state in every worker. Each gradient then goes to every
+            other worker, which adds all of them up by itself: W - 1 times the bytes of a gradient instead of
+            2 (W - 1) / W, and one hop instead of two. By default True, and False where gradients are compressed.
         hierarchical: on several hosts, whether the gradients of a host's workers are added up in its shared memory
             before they leave it, and weights come to it once; otherwise every pair of workers exchanges by itself.
         chunk_bytes: size of a chunk; by default 1/3 to 4 MB by the size of the model.
@@ -121,7 +201,9 @@ class AllreduceStrategy(_OnTheWire):
             `ParameterServerStrategy`.
         transport: how processes talk: "wire", "shared", "unix" or "tcp", as for `ParameterServerStrategy`.
         wire_dtype: "fp16" or "bf16": float32 gradients and new weights travel between hosts in half the bytes; a pair
-            sets it for gradients and for weights.
+            sets it for gradients and for weights. "int8", "topk" or "powersgd", or `Int8`, `TopK` or `PowerSGD` with
+            other settings than theirs: gradients travel compressed, from every worker to every other one, as soon
+            as there is more than one host; what that leaves out is added to the worker's next gradient.
         clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
 
     Raises:
@@ -134,16 +216,28 @@ class AllreduceStrategy(_OnTheWire):
 
     name = "allreduce"
 
+    sharded: bool | None = None
     hierarchical: bool = True
     chunk_bytes: int | None = None
     nonfinite: str = "refuse"
     transport: str = "wire"
-    wire_dtype: str | tuple[str | None, str | None] | None = None
+    wire_dtype: WireDtype | tuple[WireDtype, str | None] = None
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
+        require_choice("sharded", self.sharded, (None, False, True))
         require_choice("hierarchical", self.hierarchical, (False, True))
         self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
+        if self.sharded and self.compression is not None:
+            raise ConfigurationError(
+                f"sharded=True with wire_dtype={self.wire_dtype!r}: what is gathered then is new weights, which "
+                "compression would damage; leave sharded out, and everybody gets the compressed gradients"
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each worker keeps a slice of the optimizer's state."""
+        return self.compression is None if self.sharded is None else self.sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,11 +260,13 @@ class ParameterServerStrategy(_OnTheWire):
             "skip": it is left out, and counted. "pass": it is applied.
         transport: how processes talk. "wire": over shared memory and Unix-domain sockets inside a host, over TCP
             between hosts. To force a way: "shared" (shared memory and Unix-domain sockets alone; all processes must
-            be on one node), "unix" (as "wire" without shared memory), "tcp" (everywhere), "ray" (actor calls, for
-            networks where no other port is open).
+            be on one node), "unix" (as "wire" without shared memory), "tcp" (everywhere, as if each process were on a
+            host of its own), "ray" (actor calls, for networks where no other port is open).
         wire_dtype: "fp16" or "bf16": float32 gradients and weights travel between hosts in half the bytes; servers
             add up, apply and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. What
-            does not fit into fp16 travels as float32.
+            does not fit into fp16 travels as float32. "int8", "topk" or "powersgd", or `Int8`, `TopK` or `PowerSGD`:
+            gradients travel compressed to servers of other hosts, by themselves from each worker, and what that
+            leaves out is added to the worker's next gradient; weights travel as they are, or as the pair says.
         clip_norm: the whole gradient of an update is scaled by ``min(1, clip_norm / (norm + 1e-6))``, as
             `torch.nn.utils.clip_grad_norm_` does it, where `norm` is the 2-norm over all parameters that are trained.
             "async" and "ssp" clip each worker's gradient by itself. Not together with backup workers.
@@ -187,7 +283,7 @@ class ParameterServerStrategy(_OnTheWire):
     backup_workers: int = 0
     nonfinite: str = "refuse"
     transport: str = "wire"
-    wire_dtype: str | tuple[str | None, str | None] | None = None
+    wire_dtype: WireDtype | tuple[WireDtype, str | None] = None
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -205,6 +301,11 @@ class ParameterServerStrategy(_OnTheWire):
             raise ConfigurationError(
                 f"clip_norm={self.clip_norm} with backup_workers={self.backup_workers}: which gradients a step takes "
                 "is decided before their mean is formed, so its norm is not known; leave one of them out"
+            )
+        if self.compression is not None and (self.backup_workers or self.correction == "drop"):
+            raise ConfigurationError(
+                f"wire_dtype={self.wire_dtype!r} with backup_workers={self.backup_workers} and "
+                f"correction={self.correction!r}: of a gradient that is dropped nothing would be left for the next one"
             )
         if self.mode == "sync" and (self.staleness is not None or self.correction is not None):
             raise ConfigurationError("staleness and correction are for async and ssp: with sync nothing is stale")
@@ -260,7 +361,7 @@ class LocalStrategy(_OnTheWire):
     nonfinite: str = "refuse"
     clip_norm: float | None = None
     transport: str = "wire"
-    wire_dtype: str | tuple[str | None, str | None] | None = None
+    wire_dtype: WireDtype | tuple[WireDtype, str | None] = None
 
     def __post_init__(self) -> None:
         require_count("sync_every", self.sync_every)
@@ -275,6 +376,10 @@ class LocalStrategy(_OnTheWire):
         if self.nesterov and not self.outer_momentum:
             raise ConfigurationError("nesterov=True with outer_momentum=0: give the momentum too, 0.9 say")
         self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
+        if self.compression is not None:
+            raise ConfigurationError(
+                f'wire_dtype={self.wire_dtype!r}: local SGD sends changes of weights, in "fp16", "bf16" or as they are'
+            )
 
 
 StrategyConfig = SimpleStrategy | ParameterServerStrategy | AllreduceStrategy | LocalStrategy

@@ -89,6 +89,7 @@ class Coordinator:
         self._ledger = Ledger()
         self._busy: dict[int, _Busy] = {}
         self._clocks = dict.fromkeys(members, 0)
+        self._last: dict[int, int] = {}  # by worker, the sequence number of its last push that was committed
         self._sent: dict[int, int] = {}  # the version whose weights each worker was sent last
         self._part: list[tuple[Report, int]] = []  # of the step that is being taken: reports, and their staleness
         self._norms: list[float | None] = []  # of the same step: of each update's gradient
@@ -315,7 +316,7 @@ class Coordinator:
             lease = self._ledger.take()
             chosen.append(worker)
             self._busy[worker] = _Busy(lease, self._now)
-            meta = {"lease": lease, "stats": self._stats}
+            meta = {"lease": lease, "stats": self._stats, "committed": self._last.get(worker, 0)}
             grants.append((worker_peer(worker), Message(Kind.GRANT, self.generation, version=self.version, meta=meta)))
         behind = [w for w in (chosen or idle if self.version == self.limit else chosen) if self._sent[w] < self.version]
         for worker in behind:
@@ -395,6 +396,7 @@ class Coordinator:
             for push in chosen:
                 del self._busy[push.worker]
                 self._clocks[push.worker] += 1
+                self._last[push.worker] = push.sequence
             if self._per_step == 1:  # what the others are computing can only be dropped
                 self._give_back(self._busy)
             grants, behind = self._lease()

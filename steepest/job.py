@@ -17,8 +17,9 @@ from steepest.coordinator_role import CoordinatorRole
 from steepest.errors import ModelError
 from steepest.hosts import Hosts
 from steepest.local import LocalReplicas
-from steepest.model import Model, ParameterLayout
+from steepest.model import Cut, Model, ParameterLayout
 from steepest.optimizer import OptimizerSpec, Schedule
+from steepest.packing import Packing
 from steepest.relay import Relay
 from steepest.replicas import Replicas, seed_everything
 from steepest.sampler import SamplePlan
@@ -82,8 +83,16 @@ class Job:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The server of each chunk."""
+        """The server that answers for each chunk."""
         return self.description.layout.deal(self.num_servers)
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The servers that hold each chunk: the first answers for it, the others have copies, updated alike."""
+        if not self.strategy.replicated:
+            return tuple((owner,) for owner in self.owners)
+        everybody = range(self.num_servers)
+        return tuple((owner, *(other for other in everybody if other != owner)) for owner in self.owners)
 
     @cached_property
     def places(self) -> Hosts:
@@ -92,7 +101,7 @@ class Job:
             if self.strategy.in_workers:
                 return Hosts(tuple(range(self.num_workers)), tuple(range(self.num_servers)))
             return Hosts.apart(self.num_workers, self.num_servers)
-        if self.strategy.rule.together and self.strategy.hierarchical:
+        if self.strategy.rule.together and self.strategy.hierarchical and not self.strategy.replicated:
             return self.hosts
         return replace(self.hosts, gathers=False)
 
@@ -117,9 +126,15 @@ class Job:
         return self.strategy.rule.versions_per_step(self.num_workers)
 
     @property
-    def wire_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """In which dtype float32 chunks are pushed and pulled; one worker shares its memory with its servers."""
-        return (None, None) if self.num_workers == 1 else self.strategy.wire_dtypes
+    def wire_formats(self) -> tuple[Packing | None, torch.dtype | None]:
+        """How float32 chunks are pushed and pulled; one worker shares its memory with its servers."""
+        return (None, None) if self.num_workers == 1 else self.strategy.wire_formats
+
+    @property
+    def compresses(self) -> bool:
+        """Whether workers keep what compression leaves out of their gradients."""
+        packing = self.wire_formats[0]
+        return packing is not None and packing.lossy
 
     @property
     def global_batch(self) -> int:
@@ -147,7 +162,7 @@ def make_strategy(config: StrategyConfig) -> Strategy:
 
 
 def build_models(
-    model_creator: ModelCreator, worker: int, devices: int, seed: int, chunk_bytes: int | None
+    model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: Cut
 ) -> tuple[list[Model], Description]:
     """Makes a worker's models and describes them.
 
@@ -166,8 +181,8 @@ def build_models(
                 f"model_creator({worker}, {device}) returned {type(model).__name__}: return a steepest model, such as "
                 "TorchModel(module, loss=..., data=..., batch_size=..., optimizer=...)"
             )
-        if chunk_bytes is not None:
-            model.relayout(chunk_bytes)
+        if cut != Cut():
+            model.relayout(cut)
         models.append(model)
     described = [Description(model.layout, model.optimizer_spec, model.data.size, model.batch_size) for model in models]
     for device, other in enumerate(described):
@@ -229,7 +244,7 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
     coordinator = Coordinator(
         members=frozenset(range(job.num_workers)),
         servers=tuple(range(job.num_servers)),
-        holding=frozenset(job.owners[chunk.index] for chunk in chunks if chunk.trainable),
+        holding=frozenset(server for chunk in chunks if chunk.trainable for server in job.holders[chunk.index]),
         rule=job.strategy.rule,
         hyperparameters=lambda step: schedule.at(job.updates_before(step)),
         step_timeout=job.step_timeout,
@@ -253,14 +268,15 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
     server = Server(
         index,
         job.description.layout,
-        job.owners,
+        job.holders,
         job.server_spec,
         weights,
         router.sender(peer),
         router.in_use,
         own_pending=router.own_pending if shared else None,
+        only=index if job.strategy.replicated else None,
         together=job.strategy.rule.together,
-        wire_dtypes=job.wire_dtypes,
+        wire_formats=job.wire_formats,
         hosts=job.places,
         checked=job.strategy.nonfinite != "pass" or job.strategy.clip_norm is not None,
     )
@@ -283,7 +299,7 @@ def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor) -> R
         weights,
         router.sender(peer),
         router.own_pending,
-        wire_dtypes=job.wire_dtypes,
+        wire_formats=job.wire_formats,
         checked=job.strategy.nonfinite != "pass",
     )
     router.host(peer, relay)
@@ -303,8 +319,9 @@ def host_worker(
     alone = job.num_workers == 1
     adopt = _refuse if job.servers_in_workers else replicas.adopt  # it stays with the vector that its server updates
     exchange = job.strategy.exchange(
-        index, replicas.layout, job.owners, replicas.weights, send, job.places, adopt, alone=alone
+        index, replicas.layout, job.holders, replicas.weights, send, job.places, adopt, alone=alone
     )
+    replicas.packer = exchange.packer
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
     # where all contribute to each version, no weights come before a worker has computed its gradient
     pump = router.pump_both_ways if job.strategy.in_workers and job.strategy.rule.together else router.pump
@@ -322,6 +339,6 @@ def _refuse(weights: torch.Tensor) -> bool:
 def host_client(router: Router, job: Job, index: int) -> Client:
     """Makes a client live in this process."""
     peer = Peer("client", index)
-    client = Client(job.description.layout, job.owners, job.num_servers, router.sender(peer))
+    client = Client(job.description.layout, job.holders, job.num_servers, router.sender(peer))
     router.host(peer, client)
     return client

@@ -11,8 +11,9 @@ import torch
 from steepest.checkpoint import Record, assemble, disassemble
 from steepest.model import Arrive, Model
 from steepest.optimizer import OptimizerSpec, Schedule
+from steepest.packing import sum_of_squares
 from steepest.replicas import Batches, ChunkReady, Replicas, WorkerResult, summarize_batches
-from steepest.server_chunk import ServerChunk, sum_of_squares
+from steepest.server_chunk import ServerChunk
 from steepest.staging import clip_factor
 
 

@@ -29,6 +29,19 @@ Arrive = Callable[[int | None], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """How a model is cut into chunks.
+
+    Attributes:
+        chunk_bytes: size of a chunk; None for the layout's own choice.
+        whole: whether each tensor has to lie in one chunk.
+    """
+
+    chunk_bytes: int | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One named parameter and its place in the flat vector.
 
@@ -336,8 +349,8 @@ class Model(Protocol):
             weights: as in `bind`. Others may share it: what the model writes to it may be lost.
         """
 
-    def relayout(self, chunk_bytes: int | None) -> None:
-        """Plans `layout` anew, in the same order, with chunks of another size, or of its own choice; `bind` follows."""
+    def relayout(self, cut: Cut) -> None:
+        """Plans `layout` anew, in the same order, cut into other chunks; `bind` follows."""
 
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from steepest.comm.message import WHOLE, Kind, Message, Peer, Send, server_peer, worker_peer
-from steepest.comm.precision import narrow, narrow_size
 from steepest.errors import ProtocolError
 from steepest.model import ParameterLayout
-from steepest.server_chunk import sum_of_squares
+from steepest.packing import Packer, Packing, sum_of_squares
 from steepest.weights import ArrivingWeights, Key
 
 
@@ -40,7 +39,7 @@ class Relay:
         weights: the vector, uint8 and flat; zeros but for what a server of this process holds.
         send: how to send.
         own_pending: makes copies of what has not left yet before memory changes.
-        wire_dtypes: in which float32 chunks leave and arrive; None for as they are.
+        wire_formats: how float32 chunks leave, and in which dtype they arrive; None for as they are.
         checked: whether to look for NaN and infinity, so that the server can tell whose they are.
     """
 
@@ -54,7 +53,7 @@ class Relay:
         send: Send,
         own_pending: Callable[[torch.Tensor], None] = lambda memory: None,
         *,
-        wire_dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+        wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None),
         checked: bool = True,
     ) -> None:
         self._index = index
@@ -63,14 +62,13 @@ class Relay:
         self._workers = tuple(workers)
         self._send = send
         self._own_pending = own_pending
-        self._push_dtype = wire_dtypes[0]
+        self._packer = Packer(layout, wire_formats[0], [True] * len(owners), own_pending)
         self._checked = checked
-        self._weights = ArrivingWeights(f"relay {index}", layout, weights, wire_dtypes[1])
+        self._weights = ArrivingWeights(f"relay {index}", layout, weights, wire_formats[1])
         self._shown = -1  # the generation in which workers were last told where the weights lie
         self._step: Key = (-1, -1)
         self._gathering: dict[int, _Gathering] = {}  # by chunk, of that step
         self._sum = torch.empty(0, dtype=torch.uint8)
-        self._narrow = torch.empty(0, dtype=torch.uint8)
 
     # -- Role ----------------------------------------------------------------------------------
 
@@ -158,7 +156,9 @@ class Relay:
         if absent and (everywhere := frozenset.intersection(*absent)):
             message.meta["absent"] = sorted(everywhere)
         if payload is not None:
-            message.payload = self._as_pushed(chunk, payload) if len(pushes) > 1 else payload
+            message.payload = payload
+            if len(pushes) > 1:
+                message.payload = self._packer.pack(chunk, payload, unit, message.total, frozenset())
         self._send(self._owners[chunk], message)
 
     @staticmethod
@@ -181,13 +181,3 @@ class Relay:
             torch.add(augend, push.payload.view(dtype), alpha=push.weight / first.weight, out=result)
             augend = result
         return place
-
-    def _as_pushed(self, index: int, payload: torch.Tensor) -> torch.Tensor:
-        chunk, wire = self._layout.chunks[index], self._push_dtype
-        if wire is None or (size := narrow_size(chunk.dtype, chunk.nbytes, wire)) is None:
-            return payload
-        if not self._narrow.numel():
-            self._narrow = torch.empty(self._layout.nbytes // 2, dtype=torch.uint8)
-        place = self._narrow[chunk.start // 2 : chunk.start // 2 + size]
-        self._own_pending(place)
-        return place if narrow(payload, wire, place) else payload

@@ -14,6 +14,7 @@ import torch
 from steepest.comm.shared import allocate, forget_writes, make_writable
 from steepest.errors import ModelError
 from steepest.model import Arrive, Computed, Model
+from steepest.packing import Packer
 from steepest.sampler import SamplePlan, even_share, step_seed
 
 #: Called when a chunk of the worker's gradient is complete: chunk index, its bytes, unit weight, summed
@@ -92,6 +93,8 @@ class Replicas:
             self.weights.copy_(self._own[0][0])
         #: by replica: the share and micro-batch that comes next, and where from
         self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
+        #: what compression has left out of this worker's gradients; set by who hosts the worker
+        self.packer: Packer | None = None
         self._plan: SamplePlan | None = None
         self._sizes = [sum(s.stop - s.start for s in chunk.slices) for chunk in self.layout.chunks]
         self._trainable = [chunk.index for chunk in self.layout.chunks if chunk.trainable]

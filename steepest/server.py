@@ -17,6 +17,7 @@ from steepest.errors import ProtocolError
 from steepest.hosts import Hosts
 from steepest.model import ParameterLayout
 from steepest.optimizer import OptimizerSpec
+from steepest.packing import Packing
 from steepest.rules import PushId
 from steepest.server_chunk import Push, ServerChunk
 from steepest.staging import Done
@@ -46,13 +47,16 @@ class Server:
 
     Args:
         index: of the server.
-        owners: the server of each chunk, for all chunks of the layout.
+        holders: the servers of each chunk, for all chunks of the layout: the first answers for it, the others have
+            copies.
         spec: the optimizer; None to add what is pushed to the weights.
         weights: the flat vector; this server's chunks in it are read now and updated in place.
         send: how to send.
         in_use: whether somebody may be reading weights where they lie, or has yet to be sent them.
+        only: the one worker that is sent new weights; None for all of them.
         own_pending: makes copies for those; None to make the new weights elsewhere.
-        wire_dtypes: in which workers of other hosts push and pull float32 chunks; None for as they are.
+        wire_formats: how workers of other hosts push float32 chunks, and in which dtype they pull them; None for as
+            they are.
         hosts: where everybody runs, and which workers have a relay; None when all are apart.
         together: whether every member contributes to every version: pushes are reduced as they arrive.
         open_to_all: whether anybody may push, members or not.
@@ -63,14 +67,15 @@ class Server:
         self,
         index: int,
         layout: ParameterLayout,
-        owners: Sequence[int],
+        holders: Sequence[Sequence[int]],
         spec: OptimizerSpec | None,
         weights: torch.Tensor,
         send: Send,
         in_use: Callable[[torch.Tensor], bool] = lambda weights: False,
         *,
+        only: int | None = None,
         own_pending: Callable[[torch.Tensor], None] | None = None,
-        wire_dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+        wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None),
         hosts: Hosts | None = None,
         together: bool = True,
         open_to_all: bool = False,
@@ -81,9 +86,10 @@ class Server:
         self.refused = 0
         self._index = index
         self._send = send
+        self._only = only
         self._own_pending = own_pending
         self._in_use = in_use
-        self._push_dtype, self._pull_dtype = wire_dtypes
+        self._packing, self._pull_dtype = wire_formats
         self._hosts = hosts or Hosts.apart(0, index + 1)
         self._host = self._hosts.servers[index]
         self._rooms = [weights]  # flat vectors; each chunk's weights lie in one of them, its older ones in others
@@ -94,15 +100,18 @@ class Server:
         self._open_to_all = open_to_all
         self._layout = layout
         self._chunks = {
-            chunk.index: ServerChunk(chunk, layout, spec, layout.chunk_view(weights, chunk.index), checked)
+            chunk.index: ServerChunk(
+                chunk, layout, spec, layout.chunk_view(weights, chunk.index), checked, keeps_mean=only is not None
+            )
             for chunk in layout.chunks
-            if owners[chunk.index] == index
+            if index in holders[chunk.index]
         }
+        self._answers_for = {chunk for chunk in self._chunks if holders[chunk][0] == index}
         self._trainable = [chunk for chunk in self._chunks.values() if chunk.chunk.trainable]
         self._base = [dict(hyper) for _, hyper in spec.groups] if spec is not None else []
         self._changed = False  # whether a schedule has changed hyperparameters
         self._members: frozenset[int] = frozenset()
-        self._early: list[tuple[Peer, Message]] = []  # pushes of a generation that is not known here yet
+        self._early: list[tuple[Peer, Message]] = []  # pushes of a generation or version that is not known here yet
         self._arriving: dict[PushId, _Arriving] = {}
         self._done = Done()
         self._together_now = _Arriving(len(self._trainable))
@@ -119,7 +128,7 @@ class Server:
         held = self._chunks.get(message.chunk)
         sizes = [held.chunk.nbytes] if held is not None else []
         if held is not None and message.kind is Kind.PUSH:
-            sizes.append(narrow_size(held.chunk.dtype, held.chunk.nbytes, self._push_dtype) or sizes[0])
+            sizes.append((self._packing and self._packing.size(self._layout, held.chunk)) or sizes[0])
         if message.kind not in (Kind.PUSH, Kind.PUT) or held is None or size not in sizes:
             raise ProtocolError(
                 f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server {self._index} expects "
@@ -169,7 +178,8 @@ class Server:
     # -- stage ---------------------------------------------------------------------------------
 
     def _stage(self, source: Peer, message: Message) -> None:
-        if message.generation > self.generation:
+        next_one = self._only is not None and message.version == self.version + 1  # others may have committed this one
+        if message.generation > self.generation or (next_one and message.generation == self.generation):
             self._early.append((source, message))  # it overtook the coordinator's word
             return
         held = self._chunks.get(message.chunk)
@@ -186,11 +196,9 @@ class Server:
                 raise ProtocolError(f"push of chunk {message.chunk} at version {message.version}: {reason}")
             return
         absent = frozenset(int(entry) for entry in message.values().get("absent", ()))
-        payload, dtype = message.payload, held.chunk.dtype
-        if payload is not None and payload.numel() != held.chunk.nbytes:
-            assert self._push_dtype is not None
-            dtype = self._push_dtype
-        held.staged[push] = Push(covered, payload, message.weight, message.total, absent, dtype)
+        payload = message.payload
+        packing = self._packing if payload is not None and payload.numel() != held.chunk.nbytes else None
+        held.staged[push] = Push(covered, payload, message.weight, message.total, absent, packing)
         if self._together:
             if held.contributors() >= self._members:
                 self._reduce(held)
@@ -232,7 +240,8 @@ class Server:
         squares = held.squares()
         if not math.isfinite(squares):
             now.culprits += held.culprits(order)
-        now.squares.append(squares)
+        if held.chunk.index in self._answers_for:
+            now.squares.append(squares)
         now.missing -= 1
         if now.missing == 0:
             about = self._about(now)
@@ -246,7 +255,8 @@ class Server:
         squares = held.check(push)
         if not math.isfinite(squares):
             arriving.culprits += held.culprits([push])
-        arriving.squares.append(squares)
+        if held.chunk.index in self._answers_for:
+            arriving.squares.append(squares)
         arriving.missing -= 1
         if arriving.missing == 0:
             del self._arriving[push]
@@ -286,7 +296,8 @@ class Server:
         self.version = message.version
         self._together_now = _Arriving(len(self._trainable))
         skip = bool(meta.get("skip"))
-        readers = list(dict.fromkeys((self._hosts.reader_of(worker), sequence) for worker, sequence in meta["readers"]))
+        told = [(worker, sequence) for worker, sequence in meta["readers"] if self._only in (None, worker)]
+        readers = list(dict.fromkeys((self._hosts.reader_of(worker), sequence) for worker, sequence in told))
         for held in reversed(self._trainable):  # first layers first: the next forward pass wants them first
             if not skip:
                 if not self._together:
@@ -301,6 +312,7 @@ class Server:
         if not self._together:
             for push in pushes:
                 self._done.add(push)
+        self._stage_early()
 
     def _make_way(self, held: ServerChunk) -> torch.Tensor | None:
         """Before weights change: where the new ones go, or None when they may take the place of the old ones."""
@@ -372,9 +384,13 @@ class Server:
         for role, index, sequence in meta.get("install", ()):
             self._install(Peer(role, index), sequence)
         if meta["reload"]:
-            for reader in dict.fromkeys(self._hosts.reader_of(worker) for worker in sorted(self._members)):
+            told = [worker for worker in sorted(self._members) if self._only in (None, worker)]
+            for reader in dict.fromkeys(self._hosts.reader_of(worker) for worker in told):
                 for held in self._chunks.values():
                     self._send_weights(reader, held, reload=True)
+        self._stage_early()
+
+    def _stage_early(self) -> None:
         early, self._early = self._early, []
         for source, push in early:
             try:
@@ -419,11 +435,12 @@ class Server:
         meta = message.values()
         reader = Peer(str(meta["reader"][0]), int(meta["reader"][1]))
         wanted = meta.get("chunks")
-        for held in self._chunks.values():
+        asked = [held for index, held in self._chunks.items() if index in self._answers_for]
+        for held in asked:
             if wanted is None or held.chunk.index in wanted:
                 self._send_weights(reader, held, message.sequence)
         if meta["what"] == "state":
-            for held in self._trainable:
+            for held in asked:
                 for about, value in held.state():
                     self._send(reader, state_message(message.sequence, held.chunk.index, about, value.clone()))
         self._send(reader, Message(Kind.END, self.generation, sequence=message.sequence, version=self.version))

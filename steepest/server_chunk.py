@@ -14,6 +14,7 @@ import torch
 from steepest.errors import ProtocolError
 from steepest.model import Chunk, ParameterLayout
 from steepest.optimizer import Hyperparameters, OptimizerSpec
+from steepest.packing import Half, Packing, sum_of_squares
 from steepest.plain_torch import take_step
 from steepest.rules import PushId
 
@@ -32,13 +33,7 @@ class Push:
     unit: float
     total: float
     absent: frozenset[int]
-    dtype: torch.dtype
-
-    @property
-    def values(self) -> torch.Tensor:
-        """The payload's elements, in the precision in which they came."""
-        assert self.payload is not None
-        return self.payload.view(self.dtype)
+    packing: Packing | None
 
 
 class ServerChunk:
@@ -48,6 +43,7 @@ class ServerChunk:
         spec: the optimizer; None to add what is pushed to the weights.
         weights: the chunk's bytes; updated in place, or in a room that `apply` is given.
         checked: whether to compute squares, in which NaN and infinity are seen.
+        keeps_mean: whether payloads may change once their mean is formed, and not only when it is applied.
     """
 
     def __init__(
@@ -57,6 +53,7 @@ class ServerChunk:
         spec: OptimizerSpec | None,
         weights: torch.Tensor,
         checked: bool = True,
+        keeps_mean: bool = False,
     ) -> None:
         self.chunk = chunk
         self.weights = weights
@@ -80,7 +77,8 @@ class ServerChunk:
             slices = list(zip(self._names, self._parameters, strict=True))
             self._optimizer, self._groups = spec.build(slices)
         # torch's own optimizers leave gradients as they are; others get one that they may write to
-        self._gentle = spec is None or type(self._optimizer).__module__.startswith("torch.optim")
+        gentle = spec is None or type(self._optimizer).__module__.startswith("torch.optim")
+        self._lends_mean = gentle and not keeps_mean
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
         """Memory for one push; free again after its commit."""
@@ -110,7 +108,25 @@ class ServerChunk:
         staged = self.staged[push]
         if staged.payload is None or not self._checked:
             return 0.0
-        return sum_of_squares(staged.values) * (staged.unit / staged.total if staged.total else 1.0) ** 2
+        return sum_of_squares(self._values(staged)) * (staged.unit / staged.total if staged.total else 1.0) ** 2
+
+    def _values(self, push: Push) -> torch.Tensor:
+        """A payload's elements: of half precision in that, of other formats unpacked."""
+        assert push.payload is not None
+        if push.packing is None:
+            return push.payload.view(self.chunk.dtype)
+        if isinstance(push.packing, Half):
+            return push.payload.view(push.packing.dtype)
+        return self._unpacked([push], push.unit, torch.empty_like(self.weights).view(self.chunk.dtype))
+
+    def _unpacked(self, pushes: Sequence[Push], total: float, out: torch.Tensor) -> torch.Tensor:
+        """The sum of packed payloads, by unit."""
+        out.zero_()
+        for packing in dict.fromkeys(push.packing for push in pushes):
+            assert packing is not None
+            same = [(p.payload, p.unit / total) for p in pushes if p.payload is not None and p.packing is packing]
+            packing.add(self._layout, self.chunk, same, out)
+        return out
 
     def reduce(self, chosen: Iterable[PushId]) -> None:
         """Forms the weighted mean of staged pushes, in the given order."""
@@ -121,10 +137,17 @@ class ServerChunk:
             self.mean = None
             return
         self.absent = frozenset.intersection(*(push.absent for push in pushes))
-        wide = all(push.dtype is self.chunk.dtype for push in pushes)
-        (first, unit), *rest = [(push.values, push.unit) for push in pushes]
+        packed = [push for push in pushes if push.packing is not None and push.packing.lossy]
+        if packed:
+            self.mean = self._unpacked(packed, total, self._accumulator)
+            for push in pushes:
+                if push not in packed:
+                    _add(self.mean, self._values(push), push.unit / total)
+            return
+        wide = all(push.packing is None for push in pushes)
+        (first, unit), *rest = [(self._values(push), push.unit) for push in pushes]
         result = first
-        if rest or unit != total or not self._gentle or not wide:
+        if rest or unit != total or not self._lends_mean or not wide:
             result = self._accumulator
             if all(other == unit for _, other in rest):  # divided by a count: the mean of equal values is that value
                 if rest and wide:
@@ -155,7 +178,7 @@ class ServerChunk:
         found = []
         for push in chosen:
             if self.staged[push].payload is not None:
-                payload = self.staged[push].values.to(self.chunk.dtype).view(torch.uint8)
+                payload = self._values(self.staged[push]).to(self.chunk.dtype).view(torch.uint8)
                 views = self._layout.slice_views(self.chunk, payload)
                 for name, view in zip(self._names, views, strict=True):
                     if not bool(torch.isfinite(view).all()):
@@ -266,14 +289,3 @@ class ServerChunk:
 def _add(total: torch.Tensor, gradient: torch.Tensor, factor: float = 1.0) -> None:
     """Adds a gradient; a narrow one is widened as it is added."""
     total.add_(gradient, alpha=factor) if factor != 1.0 else total.add_(gradient)
-
-
-def sum_of_squares(vector: torch.Tensor) -> float:
-    """The sum of squares of a flat vector; infinite or NaN only when an element is."""
-    if vector.dtype in (torch.float32, torch.float64):
-        result = float(torch.dot(vector, vector))
-    else:
-        result = float(torch.linalg.vector_norm(vector, dtype=torch.float32)) ** 2
-    if math.isfinite(result) or not bool(torch.isfinite(vector).all()):
-        return result
-    return min(float(torch.linalg.vector_norm(vector, dtype=torch.float64)), 1e154) ** 2  # float32 overflowed

@@ -37,6 +37,11 @@ class ServerGroup:
         """The server of each chunk."""
         return self.arrays.layout.deal(self.num_servers)
 
+    @cached_property
+    def holders(self) -> tuple[tuple[int], ...]:
+        """The servers of each chunk: that one."""
+        return tuple((owner,) for owner in self.owners)
+
     def host_server(self, router: Router, index: int, weights: torch.Tensor) -> Server:
         """Makes a server live in this process; `weights` is the flat vector with the initial values.
 
@@ -46,7 +51,7 @@ class ServerGroup:
         server = Server(
             index,
             self.arrays.layout,
-            self.owners,
+            self.holders,
             self.arrays.spec,
             weights,
             router.sender(peer),
@@ -78,7 +83,7 @@ class ServerGroup:
         worker, client = self.user_peers(index)
         layout = self.arrays.layout
         pusher = Pusher(index, self.arrays, self.owners, self.num_servers, router.sender(worker))
-        reader = Client(layout, self.owners, self.num_servers, router.sender(client))
+        reader = Client(layout, self.holders, self.num_servers, router.sender(client))
         router.host(worker, pusher)
         router.host(client, reader)
         return pusher, reader

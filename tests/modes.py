@@ -20,6 +20,7 @@ from tests.reference import Task, same_bits, samples, sgd
 MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
     "sync": ParameterServerStrategy(),
     "allreduce": AllreduceStrategy(),
+    "replicated": AllreduceStrategy(sharded=False),
     "backup": ParameterServerStrategy(backup_workers=1),
     "async": ParameterServerStrategy(mode="async"),
     "async-drop": ParameterServerStrategy(mode="async", correction="drop", staleness=1),
@@ -27,7 +28,9 @@ MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
     "ssp-0": ParameterServerStrategy(mode="ssp", staleness=0),
     "ssp-2": ParameterServerStrategy(mode="ssp", staleness=2),
 }
-EACH = [name for name in MODES if name not in ("sync", "allreduce", "backup")]  # those in which each push is an update
+EACH = [
+    name for name in MODES if name not in ("sync", "allreduce", "replicated", "backup")
+]  # those in which each push is an update
 
 
 def mode(name: str, servers: int = 2, chunk_bytes: int = 64, **settings: Any) -> StrategyConfig:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from steepest.errors import ConfigurationError
-from steepest.model import Computed, Model
+from steepest.model import Computed, Cut, Model
 from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.torch import TorchModel, accuracy
 
@@ -181,7 +181,7 @@ def test_state_can_be_set_again(bound: Bound) -> None:
 @pytest.mark.parametrize("make", CONTRACT.values(), ids=CONTRACT)
 def test_chunks_of_another_size_change_no_gradient(make: Callable[[], Any]) -> None:
     whole, model = Bound(make()), make()
-    model.relayout(32)
+    model.relayout(Cut(32))
     cut = Bound(model)
     assert len(cut.layout.chunks) > len(whole.layout.chunks) == 1
     assert whole.compute() == cut.compute()

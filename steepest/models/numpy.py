@@ -11,7 +11,7 @@ import torch
 
 from steepest.data import Source, as_source
 from steepest.errors import ConfigurationError
-from steepest.model import Arrive, Computed, ParameterLayout, Ready
+from steepest.model import Arrive, Computed, Cut, ParameterLayout, Ready
 from steepest.optimizer import OptimizerSpec
 
 Array = npt.NDArray[np.float64]
@@ -54,7 +54,7 @@ class NumpyLogisticRegression:
         self.data, self.batch_size = as_source((features, labels), batch_size)
         self._l2 = l2
         self._shapes = {"weight": (classes, features.shape[1]), "bias": (classes,)}
-        self.layout = self._plan(None)
+        self.layout = self._plan(Cut())
         self.optimizer_spec = OptimizerSpec.read(
             torch.optim.SGD(
                 parameters := [torch.nn.Parameter(torch.zeros(shape)) for shape in self._shapes.values()],
@@ -66,13 +66,13 @@ class NumpyLogisticRegression:
         self._weights: dict[str, Array] = {name: np.zeros(shape) for name, shape in self._shapes.items()}
         self._gradients: dict[str, Array] = {}
 
-    def _plan(self, chunk_bytes: int | None) -> ParameterLayout:
+    def _plan(self, cut: Cut) -> ParameterLayout:
         parameters = [(name, shape, torch.float64, True) for name, shape in self._shapes.items()]
-        return ParameterLayout.plan(parameters, chunk_bytes=chunk_bytes)
+        return ParameterLayout.plan(parameters, split_tensors=not cut.whole, chunk_bytes=cut.chunk_bytes)
 
-    def relayout(self, chunk_bytes: int | None) -> None:
+    def relayout(self, cut: Cut) -> None:
         """Plans `layout` anew; see `steepest.model.Model.relayout`."""
-        self.layout = self._plan(chunk_bytes)
+        self.layout = self._plan(cut)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """Moves the parameters into the flat buffers; see `steepest.model.Model.bind`."""

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from steepest.data import Source, as_source
 from steepest.errors import ConfigurationError, ModelError
-from steepest.model import Arrive, Computed, ParameterLayout, Ready
+from steepest.model import Arrive, Computed, Cut, ParameterLayout, Ready
 from steepest.models.gates import Gates
 from steepest.optimizer import OptimizerSpec
 from steepest.plain_torch import without_compiler
@@ -114,7 +114,7 @@ class TorchModel:
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad and name in updated}
         if not self._trainable:
             raise ModelError("nothing to train: every parameter is frozen or unknown to the optimizer")
-        self.layout = self._plan(None)
+        self.layout = self._plan(Cut())
         self._device = torch.device("cpu")
         self._gradients: dict[str, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = []
@@ -123,15 +123,15 @@ class TorchModel:
         self._gates: Gates | None = None
         self._weight = 0.0
 
-    def _plan(self, chunk_bytes: int | None) -> ParameterLayout:
+    def _plan(self, cut: Cut) -> ParameterLayout:
         return ParameterLayout.plan(
             [
                 (name, tuple(parameter.shape), parameter.dtype, name in self._trainable)
                 for name, parameter in self._parameters.items()
             ],
             aliases=self._aliases,
-            split_tensors=self.optimizer_spec.elementwise,
-            chunk_bytes=chunk_bytes,
+            split_tensors=self.optimizer_spec.elementwise and not cut.whole,
+            chunk_bytes=cut.chunk_bytes,
         )
 
     # -- for subclasses ------------------------------------------------------------------------
@@ -150,9 +150,9 @@ class TorchModel:
 
     # -- Model ---------------------------------------------------------------------------------
 
-    def relayout(self, chunk_bytes: int | None) -> None:
+    def relayout(self, cut: Cut) -> None:
         """Plans `layout` anew; see `steepest.model.Model.relayout`."""
-        self.layout = self._plan(chunk_bytes)
+        self.layout = self._plan(cut)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """Moves the parameters into the flat buffers; see `steepest.model.Model.bind`."""

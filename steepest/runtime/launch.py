@@ -114,14 +114,14 @@ class Cluster:
         accumulate: int,
     ) -> None:
         creator = _travelling(model_creator)
-        chunk_bytes = make_strategy(config).chunk_bytes
+        cut = make_strategy(config).cut
         cpus, gpus = self._settings.cpus_per_worker, devices if gpu else 0
         for i in range(num_workers):
             self._actors[worker_peer(i)] = self._actor(worker_peer(i), i, cpus, gpus, 1)
         workers = list(self._actors.values())
         self._actors |= self._servers(config, num_workers)
         described: list[Description] = self._get(
-            [w.build.remote(creator, i, devices, seed, chunk_bytes) for i, w in enumerate(workers)],
+            [w.build.remote(creator, i, devices, seed, cut) for i, w in enumerate(workers)],
             "build the model",
         )
         for i, other in enumerate(described):
@@ -180,8 +180,8 @@ class Cluster:
             raise
         self._disconnect()
         workers = [actor for peer, actor in self._actors.items() if peer.role == "worker"]
-        chunk_bytes = make_strategy(config).chunk_bytes
-        layouts = self._get([w.release.remote(chunk_bytes) for w in workers], "let go of its roles")
+        cut = make_strategy(config).cut
+        layouts = self._get([w.release.remote(cut) for w in workers], "let go of its roles")
         for peer in [peer for peer in self._actors if peer.role == "server"]:
             del self._watches[peer]
             ray.kill(self._actors.pop(peer), no_restart=True)
@@ -191,11 +191,12 @@ class Cluster:
         self._take_up(config, description, fresh=False)
 
     def _hosts(self, num_servers: int, strategy: Strategy, config: StrategyConfig) -> Hosts:
-        """Which processes share a node."""
+        """Which processes share a node; over TCP everywhere none does, as far as the others are concerned."""
         nodes: dict[str, int] = {}
 
         def number(peer: Peer) -> int:
-            return nodes.setdefault(self.places[peer].node, len(nodes))
+            node = str(peer) if ways_of(config) == "tcp" else self.places[peer].node
+            return nodes.setdefault(node, len(nodes))
 
         workers = tuple(number(peer) for peer in self.places if peer.role == "worker")
         servers = workers if strategy.in_workers else tuple(number(server_peer(i)) for i in range(num_servers))

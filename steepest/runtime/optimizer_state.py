@@ -9,11 +9,12 @@ import torch
 
 from steepest import checkpoint
 from steepest.config import LocalStrategy
+from steepest.packing import check_left_out
 from steepest.replicas import mean_states
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
 
-_OWN, _OUTER = "local:", "outer:"
+_OWN, _OUTER, _LEFT_OUT = "local:", "outer:", "compression:"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class OptimizerState:
         state: by "parameter/key"; with local SGD the mean over workers.
         plain: which of it is plain numbers.
         apart: with local SGD what each worker has, as "local:WORKER/parameter/key", and the outer optimizer's
-            state, as "outer:parameter/key".
+            state, as "outer:parameter/key". With compression what each worker's has left out, as
+            "compression:WORKER/left/parameter", see `Packer.state`.
     """
 
     state: dict[str, torch.Tensor]
@@ -36,7 +38,8 @@ class OptimizerState:
         """From the servers' records and, with local SGD, the workers."""
         held, plain = checkpoint.assemble(cluster.job.description.layout, records)
         if not isinstance(cluster.job.config, LocalStrategy):
-            return cls(held, plain)
+            kept = enumerate(cluster.call_workers(tasks.left_out) if cluster.job.compresses else ())
+            return cls(held, plain, {f"{_LEFT_OUT}{w}/{name}": v for w, state in kept for name, v in state.items()})
         found = cluster.call_workers(tasks.inner_state)
         apart = {_OUTER + name: value for name, value in held.items()}
         for worker, (state, _) in enumerate(found):
@@ -55,21 +58,46 @@ class OptimizerState:
         """
         layout = cluster.job.description.layout
         if not isinstance(cluster.job.config, LocalStrategy):
-            return checkpoint.disassemble(layout, self.state, self.plain)
+            records = checkpoint.disassemble(layout, self.state, self.plain)
+            if cluster.job.compresses:
+                own = self._by_worker(_LEFT_OUT)
+                check_left_out(layout, own.values())
+                cluster.call_workers(tasks.load_left_out, *_own_or_mean(own, cluster.job.num_workers))
+            return records
         checkpoint.disassemble(layout, self.state, self.plain)  # raises before anything is changed
-        own: dict[int, dict[str, torch.Tensor]] = {}
-        for key, value in self.apart.items():
-            if key.startswith(_OWN):
-                worker, _, name = key.removeprefix(_OWN).partition("/")
-                own.setdefault(int(worker), {})[name] = value
+        own = self._by_worker(_OWN)
         if len(own) != cluster.job.num_workers:
             own = {}
         cluster.call_workers(tasks.load_inner_state, own, self.state, self.plain)
         outer = {key.removeprefix(_OUTER): v for key, v in self.apart.items() if key.startswith(_OUTER)}
         return checkpoint.disassemble(layout, outer, [])
 
+    def _by_worker(self, prefix: str) -> dict[int, dict[str, torch.Tensor]]:
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in self.apart.items():
+            if key.startswith(prefix):
+                worker, _, name = key.removeprefix(prefix).partition("/")
+                found.setdefault(int(worker), {})[name] = value
+        return found
+
     @staticmethod
     def split(replicas: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """What a checkpoint has by replica: `apart`, and the rest."""
-        apart = {key: value for key, value in replicas.items() if key.startswith((_OWN, _OUTER))}
+        apart = {key: value for key, value in replicas.items() if key.startswith((_OWN, _OUTER, _LEFT_OUT))}
         return apart, {key: value for key, value in replicas.items() if key not in apart}
+
+
+Own = dict[int, dict[str, torch.Tensor]]
+
+
+def _own_or_mean(own: Own, workers: int) -> tuple[Own, dict[str, torch.Tensor]]:
+    """For each worker its own; for others than those that left it their mean, so that the sum of all parts stays."""
+    if len(own) == workers or not own:
+        return own, {}
+    names = {name for state in own.values() for name in state if name.startswith("left/")}
+    mean: dict[str, torch.Tensor] = {}
+    for name in sorted(names):
+        parts = [state[name] for state in own.values() if name in state]
+        mean[name] = torch.stack(parts).sum(0).div_(len(own))
+    factors = {name: value for name, value in own[min(own)].items() if not name.startswith("left/")}
+    return {}, {**mean, **factors}

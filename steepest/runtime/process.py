@@ -33,7 +33,7 @@ from steepest.job import (
     host_server,
     host_worker,
 )
-from steepest.model import Model, ParameterLayout
+from steepest.model import Cut, Model, ParameterLayout
 from steepest.replicas import Replicas
 from steepest.runtime.calls import Callee, CallTransport
 from steepest.runtime.parcels import Bytes, Parcel
@@ -117,14 +117,12 @@ class Process:
         """Where it runs."""
         return self._place
 
-    def build(
-        self, model_creator: ModelCreator, worker: int, devices: int, seed: int, chunk_bytes: int | None
-    ) -> Description:
+    def build(self, model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: Cut) -> Description:
         """Makes the worker's models."""
 
         def build() -> Description:
             self._index = worker
-            self._models, description = build_models(model_creator, worker, devices, seed, chunk_bytes)
+            self._models, description = build_models(model_creator, worker, devices, seed, cut)
             return description
 
         description: Description = self._on_router(build)
@@ -143,15 +141,15 @@ class Process:
 
         self._on_router(bind)
 
-    def release(self, chunk_bytes: int | None) -> ParameterLayout:
-        """Lets go of all roles and connections, and keeps the models, whose chunks will have that size."""
+    def release(self, cut: Cut) -> ParameterLayout:
+        """Lets go of all roles and connections, and keeps the models, which will be cut into other chunks."""
 
         def release_() -> ParameterLayout:
             self._router.clear()
             self._router.transport = self._transport = CallTransport(self._router.destination)
             self._worker = self._member = None
             for model in self._models:
-                model.relayout(chunk_bytes)
+                model.relayout(cut)
             return self._models[0].layout
 
         layout: ParameterLayout = self._on_router(release_)
@@ -185,7 +183,7 @@ class Process:
                 weights = own.weights if own is not None else allocate(job.description.layout.nbytes)
                 if initial is not None:
                     for chunk in job.description.layout.chunks:
-                        if job.owners[chunk.index] in servers:
+                        if not set(servers).isdisjoint(job.holders[chunk.index]):
                             weights.numpy()[chunk.start : chunk.stop] = initial[0][chunk.start : chunk.stop]
                 if 0 in servers:
                     host_coordinator(self._router, job, _RESULT_SECONDS)

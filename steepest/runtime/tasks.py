@@ -65,6 +65,18 @@ def load_inner_state(
     replicas.load_inner_state(own.get(replicas.worker, mean), plain)
 
 
+def left_out(replicas: Replicas) -> dict[str, torch.Tensor]:
+    """What compression has left out of a worker's gradients, see `Packer.state`."""
+    assert replicas.packer is not None
+    return replicas.packer.state()
+
+
+def load_left_out(replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor]) -> None:
+    """Sets it: this worker's own, or the mean when there were others."""
+    assert replicas.packer is not None
+    replicas.packer.load_state(own.get(replicas.worker, mean))
+
+
 def use_plan(replicas: Replicas, plan: SamplePlan | None, seed: int) -> None:
     """Sets which samples belong to whom from now on."""
     replicas.use_plan(plan, seed)

@@ -25,6 +25,7 @@ class Allreduce(ServerStrategy):
     def __init__(self, config: AllreduceStrategy) -> None:
         super().__init__(config)
         self.hierarchical = config.hierarchical
+        self.replicated = not config.is_sharded
 
     def num_servers(self, nodes: int, workers: int) -> int:
         """One in each worker."""

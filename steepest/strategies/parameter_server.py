@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from steepest.comm.message import WHOLE, Kind, Message, Peer, Send, relay_peer, server_peer
-from steepest.comm.precision import WIRE_DTYPES, narrow, narrow_size
-from steepest.comm.shared import allocate
-from steepest.config import ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.comm.precision import WIRE_DTYPES
+from steepest.config import ParameterServerStrategy, PowerSGD, SimpleStrategy, StrategyConfig
 from steepest.hosts import Hosts
-from steepest.model import ParameterLayout
+from steepest.model import Cut, ParameterLayout
 from steepest.optimizer import OptimizerSpec
+from steepest.packing import Packer, Packing, make_packing
 from steepest.rules import CommitAll, CommitEach, CommitFirst, CommitRule
 from steepest.weights import ArrivingWeights
 
@@ -21,6 +21,7 @@ class PushPull:
     """An `Exchange` with servers: pushes gradients chunk by chunk, receives weights in place.
 
     Args:
+        holders: the servers of each chunk, which all get what is pushed.
         hosts: where everybody runs; who has a relay pushes to servers of other hosts through it.
         adopt: told where weights lie that all workers of this host share; whether the models use them from there.
         own: the server of the worker's own process, if it has one: what they exchange does not count as bytes moved.
@@ -30,11 +31,11 @@ class PushPull:
         self,
         worker: int,
         layout: ParameterLayout,
-        owners: Sequence[int],
+        holders: Sequence[Sequence[int]],
         weights: torch.Tensor,
         send: Send,
         hosts: Hosts,
-        wire_dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None),
+        wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None),
         adopt: Callable[[torch.Tensor], bool] = lambda weights: False,
         own: int | None = None,
     ) -> None:
@@ -43,21 +44,24 @@ class PushPull:
         self._layout = layout
         self._send = send
         self._adopt = adopt
-        relay = hosts.relay_of(worker)
+        packing, pull_dtype = wire_formats
+        relay = hosts.relay_of(worker) if packing is None or not packing.lossy else None  # each packs its own
         self._targets = [
-            relay_peer(relay) if relay is not None and not hosts.beside(worker, owner) else server_peer(owner)
-            for owner in owners
+            [
+                relay_peer(relay) if relay is not None and not hosts.beside(worker, server) else server_peer(server)
+                for server in servers
+            ]
+            for servers in holders
         ]
-        self._push_dtype = wire_dtypes[0]
-        self._narrows = [
-            target.role == "server" and not hosts.beside(worker, owner)
-            for target, owner in zip(self._targets, owners, strict=True)
+        packed = [  # the same for all of them, so that copies stay alike
+            any(t.role == "server" and not hosts.beside(worker, s) for t, s in zip(targets, servers, strict=True))
+            for targets, servers in zip(self._targets, holders, strict=True)
         ]
-        self._narrow: torch.Tensor | None = None  # of half the size: the gradient as it travels
+        self.packer = Packer(layout, packing, packed)
         self.sequence = 0
         self._generation = self._incarnation = 0
         self._version = 0
-        self._weights = ArrivingWeights(f"worker {worker}", layout, weights, wire_dtypes[1])
+        self._weights = ArrivingWeights(f"worker {worker}", layout, weights, pull_dtype)
 
     def begin(self, generation: int, version: int, incarnation: int) -> None:
         """A step starts."""
@@ -65,32 +69,29 @@ class PushPull:
         self._generation, self._version = generation, version
         self.sequence += 1
         self.bytes_pushed = 0
+        self.packer.begin()
 
     def ready(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
         """Pushes one chunk."""
-        message = Message(Kind.PUSH, self._generation, self._incarnation, self.sequence, self._version, chunk)
-        message.weight, message.total = unit, total
-        if absent:
-            message.meta = {"absent": sorted(absent)}
-        if unit:
-            message.payload = self._as_pushed(chunk, payload)
-            if self._targets[chunk] != self._own:
-                self.bytes_pushed += message.payload.numel()
-        self._send(self._targets[chunk], message)
-
-    def _as_pushed(self, index: int, payload: torch.Tensor) -> torch.Tensor:
-        chunk, wire = self._layout.chunks[index], self._push_dtype
-        size = narrow_size(chunk.dtype, chunk.nbytes, wire) if self._narrows[index] else None
-        if size is None or wire is None:
-            return payload
-        if self._narrow is None:
-            self._narrow = allocate(self._layout.nbytes // 2)
-        place = self._narrow[chunk.start // 2 : chunk.start // 2 + size]
-        return place if narrow(payload, wire, place) else payload
+        pushed = self.packer.pack(chunk, payload, unit, total, absent) if unit else None
+        for target in self._targets[chunk]:
+            message = Message(Kind.PUSH, self._generation, self._incarnation, self.sequence, self._version, chunk)
+            message.weight, message.total = unit, total
+            if absent:
+                message.meta = {"absent": sorted(absent)}
+            message.payload = pushed
+            if pushed is not None and target != self._own:
+                self.bytes_pushed += pushed.numel()
+            self._send(target, message)
 
     def end(self) -> int:
         """The whole gradient is out."""
         return self.sequence
+
+    def committed(self, sequence: int) -> None:
+        """If it is the last one, what it left out counts from now on."""
+        if sequence == self.sequence:
+            self.packer.commit()
 
     @property
     def arriving(self) -> tuple[int, int]:
@@ -116,15 +117,23 @@ class PushPull:
         key = (message.generation, message.version)
         if not self._weights.receive(message):
             return None
+        if self._answers(message):
+            self.packer.commit()
         if source != self._own and message.payload is not None:
             self.bytes_pulled += message.payload.numel()
         return key if self._weights.completed(key) else None
+
+    def _answers(self, message: Message) -> bool:
+        """Whether weights are of the version that the last push is part of."""
+        newer = message.generation == self._generation and message.version > self._version
+        return newer and not message.values().get("reload")
 
 
 class ServerStrategy:
     """All modes of the parameter server, which differ by their rule; and `simple`, with the driver as server."""
 
     in_workers = False
+    replicated = False
     in_place = True
     updates = 1
 
@@ -132,17 +141,17 @@ class ServerStrategy:
         self.rule: CommitRule = CommitAll()
         self.hierarchical = True
         self.in_driver = isinstance(config, SimpleStrategy)
-        self.chunk_bytes: int | None = 1 << 62
+        self.cut = Cut(1 << 62)
         self.nonfinite = "refuse"
         self.clip_norm = config.clip_norm
         self.scale_rate = False
-        self.wire_dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)
+        self.wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None)
         self._num_servers: int | None = 1
         if not isinstance(config, SimpleStrategy):
-            self.chunk_bytes = config.chunk_bytes
+            self.cut = Cut(config.chunk_bytes, whole=isinstance(config.compression, PowerSGD))
             self.nonfinite = config.nonfinite
-            push, pull = (None if name is None else WIRE_DTYPES[name] for name in config.wire_dtypes)
-            self.wire_dtypes = (push, pull)
+            push, pull = config.wire_dtypes
+            self.wire_formats = (make_packing(push), None if pull is None else WIRE_DTYPES[pull])
         if isinstance(config, ParameterServerStrategy):
             self.rule = _rule(config)
             self.scale_rate = config.correction == "learning_rate"
@@ -160,7 +169,7 @@ class ServerStrategy:
         self,
         worker: int,
         layout: ParameterLayout,
-        owners: Sequence[int],
+        holders: Sequence[Sequence[int]],
         weights: torch.Tensor,
         send: Send,
         hosts: Hosts,
@@ -169,9 +178,9 @@ class ServerStrategy:
         alone: bool = False,
     ) -> PushPull:
         """A worker's end."""
-        wire_dtypes = (None, None) if alone else self.wire_dtypes
+        wire_formats = (None, None) if alone else self.wire_formats
         own = worker if self.in_workers else None
-        return PushPull(worker, layout, owners, weights, send, hosts, wire_dtypes, adopt, own)
+        return PushPull(worker, layout, holders, weights, send, hosts, wire_formats, adopt, own)
 
 
 def _rule(config: ParameterServerStrategy) -> CommitRule:

@@ -9,8 +9,9 @@ import torch
 
 from steepest.comm.message import Message, Peer, Send
 from steepest.hosts import Hosts
-from steepest.model import ParameterLayout
+from steepest.model import Cut, ParameterLayout
 from steepest.optimizer import OptimizerSpec
+from steepest.packing import Packer, Packing
 from steepest.rules import CommitRule
 
 
@@ -22,6 +23,7 @@ class Exchange(Protocol):
     `receive`, until it says that a version is complete.
     """
 
+    packer: Packer  # with what compression has left out so far
     bytes_pushed: int  # in this step
     bytes_pulled: int  # of weights, so far
 
@@ -36,6 +38,9 @@ class Exchange(Protocol):
 
     def end(self) -> int:
         """The whole gradient is out; returns the push's sequence number."""
+
+    def committed(self, sequence: int) -> None:
+        """The push of that sequence number is part of the weights, where pushes are updates of their own."""
 
     @property
     def arriving(self) -> tuple[int, int]:
@@ -60,22 +65,24 @@ class Strategy(Protocol):
     in_driver: bool
     #: whether each worker's process is a server's too
     in_workers: bool
+    #: whether every server holds every chunk, for the worker of its process alone
+    replicated: bool
     #: whether servers in a worker's process update the very weights that it computes with
     in_place: bool
     #: batches of each replica in a step with an update of its own weights after each; 1 for none
     updates: int
     #: whether what several workers of a host have in common leaves it and comes to it once
     hierarchical: bool
-    #: size of a chunk in bytes, or None for the layout's own choice
-    chunk_bytes: int | None
+    #: how models are cut into chunks
+    cut: Cut
     #: what becomes of an update with NaN or infinity: "refuse", "skip" or "pass"
     nonfinite: str
     #: the greatest norm of an update's gradient, or None for any
     clip_norm: float | None
     #: whether the learning rate is divided by the staleness
     scale_rate: bool
-    #: in which dtype float32 chunks are pushed and pulled; None for as they are
-    wire_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    #: how float32 chunks are pushed, and in which dtype they are pulled; None for as they are
+    wire_formats: tuple[Packing | None, torch.dtype | None]
 
     def server_spec(self, spec: OptimizerSpec) -> OptimizerSpec:
         """The optimizer that servers apply, where the user's is that."""
@@ -87,7 +94,7 @@ class Strategy(Protocol):
         self,
         worker: int,
         layout: ParameterLayout,
-        owners: Sequence[int],
+        holders: Sequence[Sequence[int]],
         weights: torch.Tensor,
         send: Send,
         hosts: Hosts,
@@ -98,6 +105,7 @@ class Strategy(Protocol):
         """A worker's end.
 
         Args:
+            holders: the servers of each chunk; the first answers for it, the others have copies.
             weights: the flat vector that new weights are written to.
             hosts: where all workers and servers run.
             adopt: told of a flat vector that the workers of this host share; whether the models use it from now on.

@@ -70,8 +70,7 @@ class InProcessCluster:
         self.network = Network(shuffle)
         self.network.lends = (Kind.PUSH, Kind.WEIGHTS) if lend else ()
         built = [
-            build_models(model_creator, worker, devices_per_worker, seed, chosen.chunk_bytes)
-            for worker in range(num_workers)
+            build_models(model_creator, worker, devices_per_worker, seed, chosen.cut) for worker in range(num_workers)
         ]
         for worker, (_, described) in enumerate(built):
             check_agreement(built[0][1], described, "worker 0", f"worker {worker}")

@@ -84,7 +84,7 @@ class InProcessTransport:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do anything."""
-        return bool(self.inbox or self.router._local or self.router._calls)
+        return bool(self.inbox or self.router._local or self.router._events or self.router._calls)
 
     def poll(self, timeout: float) -> list[Event]:
         """The next message, if any; never waits."""
@@ -227,7 +227,7 @@ class Network:
         order = [transport for transport in self._transports if transport.has_work]
         if self._random is not None:
             self._random.shuffle(order)
-        busy = bool(self._late) or any(transport.inbox for transport in order)
+        busy = bool(self._late or order)
         for transport in order:
             if self.rounds % transport.every == 0 and (self._random is None or self._random.random() < transport.speed):
                 transport.router.turn(0.0)

@@ -47,7 +47,7 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
         )
     strategy = make_strategy(log.strategy)
     devices = log.devices_per_worker
-    models, description = build_models(model_creator, 0, devices, log.seed, strategy.chunk_bytes)
+    models, description = build_models(model_creator, 0, devices, log.seed, strategy.cut)
     servers = strategy.num_servers(1, log.num_workers) if log.hosts is None else len(log.hosts.servers)
     job = Job(
         description, log.strategy, log.num_workers, devices, servers, log.seed, 1.0, False, log.hosts, log.accumulate
@@ -56,7 +56,7 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     workers = [build_replicas(job, 0, models, cpu)] * log.num_workers
     if isinstance(log.strategy, LocalStrategy):  # each worker has a state of its own
         workers = [
-            build_replicas(job, i, build_models(model_creator, i, devices, log.seed, strategy.chunk_bytes)[0], cpu)
+            build_replicas(job, i, build_models(model_creator, i, devices, log.seed, strategy.cut)[0], cpu)
             for i in range(log.num_workers)
         ]
     for replicas in workers:
@@ -66,13 +66,13 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     server = Server(
         0,
         layout,
-        [0] * len(layout.chunks),
+        [(0,)] * len(layout.chunks),
         job.server_spec,
         weights,
         lambda peer, message: None,
         together=False,
         open_to_all=True,
-        wire_dtypes=job.wire_dtypes,
+        wire_formats=job.wire_formats,
         hosts=job.places,
         checked=strategy.nonfinite != "pass",
     )
@@ -87,6 +87,7 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
             exchange.begin(0, push.pulled, push.incarnation)
             exchange.sequence = push.sequence
             replicas.compute(push.share, exchange.ready, False)
+            exchange.packer.commit()
         order = Message(Kind.COMMIT, version=commit.version, weight=commit.rate)
         order.meta = {"pushes": [list(push[:3]) for push in commit.pushes], "readers": [], "skip": commit.skipped}
         order.meta["clip"] = commit.clip
@@ -104,6 +105,8 @@ def _exchanges(job: Job, server: Server) -> list[PushPull]:
     layout, places = job.description.layout, job.places
 
     def arrive(source: Peer, target: Peer, message: Message) -> None:
+        if target.role == "server" and target.index != job.owners[message.chunk]:
+            return  # copies get the same
         message.source, message.target = source, target
         if message.payload is not None:
             message.payload = message.payload.clone()  # it is overwritten by the next push
@@ -117,7 +120,7 @@ def _exchanges(job: Job, server: Server) -> list[PushPull]:
             workers,
             layout.allocate(),
             partial(arrive, relay_peer(index)),
-            wire_dtypes=job.wire_dtypes,
+            wire_formats=job.wire_formats,
             checked=job.strategy.nonfinite != "pass",
         )
         for index, workers in places.relays.items()
@@ -126,11 +129,11 @@ def _exchanges(job: Job, server: Server) -> list[PushPull]:
         PushPull(
             worker,
             layout,
-            job.owners,
+            job.holders,
             layout.allocate(),
             partial(arrive, worker_peer(worker)),
             places,
-            job.wire_dtypes,
+            job.wire_formats,
         )
         for worker in range(job.num_workers)
     ]
@@ -138,10 +141,10 @@ def _exchanges(job: Job, server: Server) -> list[PushPull]:
 
 def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> None:
     """Weights as a worker received them."""
-    layout, wire = job.description.layout, job.wire_dtypes[1]
+    layout, wire = job.description.layout, job.wire_formats[1]
     replicas.weights.copy_(weights)
     for chunk in layout.chunks:
-        near = job.places.beside(worker, job.owners[chunk.index])
+        near = job.strategy.replicated or job.places.beside(worker, job.owners[chunk.index])
         if wire is not None and chunk.trainable and not near and narrow_size(chunk.dtype, chunk.nbytes, wire):
             view = layout.chunk_view(replicas.weights, chunk.index)
             view.copy_(rounded(view, wire))

@@ -1,0 +1,73 @@
+"""One tensor of 100 MB reduced among processes: `steepest.collectives.all_reduce` and Gloo's, without Ray."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
+from benchmarks.parameter_server_bodies import read, write
+from steepest import collectives
+from steepest.allocator import keep_freed_memory
+from steepest.comm.members import MemberCollective
+from steepest.comm.message import member_peer
+from steepest.comm.router import Router
+from steepest.comm.shared import AVAILABLE
+from steepest.comm.wire import WireTransport
+
+ELEMENTS = 25_000_000  # of float32
+
+
+def gloo(orders: Orders, namespace: Namespace, url: str, rank: int, world: int) -> None:
+    """One process of torch.distributed's; in place."""
+    os.environ["GLOO_SOCKET_IFNAME"] = namespace.device
+    limit = timedelta(seconds=DEADLINE)
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world, timeout=limit)
+    tensor = torch.zeros(ELEMENTS).fill_(0.0)  # a sum that stays what it is; with pages of its own
+    orders.serve(lambda: dist.all_reduce(tensor))
+    dist.destroy_process_group()
+
+
+def ours(orders: Orders, namespace: Namespace, meeting: str, token: bytes, rank: int, world: int) -> None:
+    """One process of ours, as a worker of a trainer has it; the result is a new tensor."""
+    keep_freed_memory()
+    router = Router()
+    wire = WireTransport(token, (member_peer(rank),), namespace.name, router.destination)
+    router.transport = wire
+    write(Path(meeting) / str(rank), wire.listen(namespace.address))
+    addresses = [read(Path(meeting) / str(other)) for other in range(world)]
+    one_host = AVAILABLE and wire.lends and len({address.node for address in addresses}) == 1
+    member = MemberCollective(
+        rank, world, router, DEADLINE, lambda other: wire.connect(addresses[other]), one_host=one_host
+    )
+    tensor = torch.zeros(ELEMENTS).fill_(0.0)
+    with collectives.using(member):
+        orders.serve(lambda: collectives.all_reduce(tensor))
+
+
+def teams(spaces: list[Namespace], port: int, meeting: str) -> dict[str, Team]:
+    """Ours and Gloo's, a process in each of these namespaces.
+
+    Args:
+        meeting: an empty folder in which ours write where they listen.
+    """
+    world = len(spaces)
+    url = f"tcp://{spaces[0].address}:{port}"
+    common = {"meeting": meeting, "token": secrets.token_bytes(32), "world": world}
+
+    def team(name: str, body: object, settings: dict[str, object]) -> Team:
+        members = [
+            Member(space, body, {"namespace": space, "rank": rank, **settings})  # type: ignore[arg-type]
+            for rank, space in enumerate(spaces)
+        ]
+        return Team(name, members)
+
+    return {
+        "gloo": team("gloo", gloo, {"url": url, "world": world}),
+        "steepest": team("steepest", ours, common),
+    }
