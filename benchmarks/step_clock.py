@@ -11,12 +11,14 @@ from steepest.comm.frame import FrameReader
 from steepest.comm.stream import WireChannel
 from steepest.comm.wire import WireTransport
 from steepest.models.torch import TorchModel
+from steepest.packing import Packer
 from steepest.server_chunk import ServerChunk
 from steepest.strategies.parameter_server import PushPull
 
 PARTS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     ("compute", TorchModel, ("compute_gradients",)),  # with the copy of gradients into the flat vector
     ("push", PushPull, ("ready",)),
+    ("pack", Packer, ("pack",)),
     ("send", WireChannel, ("flush",)),
     ("receive", FrameReader, ("read",)),  # with the copy of weights into the model
     ("check", ServerChunk, ("squares", "check")),

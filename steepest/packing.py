@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from steepest.comm.precision import WIRE_DTYPES, narrow, narrow_size
@@ -214,7 +215,8 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
         sample = sizes[::step]
         expected = count / step
         few = min(math.ceil(expected + 4 * math.sqrt(expected) + 4), sample.numel())
-        candidates = (sizes >= sample.topk(few, sorted=False).values.min()).nonzero().flatten()
+        least = float(sample.topk(few, sorted=False).values.min())
+        candidates = torch.from_numpy(np.flatnonzero(sizes.numpy() >= np.float32(least)))  # ten times as fast as torch
         if candidates.numel() >= count:  # else the sample was not like the whole
             chosen = sizes[candidates].topk(count, sorted=False).indices
             return candidates[chosen].sort().values
@@ -266,12 +268,12 @@ class LowRank:
                 continue
             matrix = values[where].view(rows, columns)
             before = factors.get(piece.entry)
-            if before is None or before.shape != (columns, rank):
-                before = torch.randn(columns, rank, generator=torch.Generator().manual_seed(piece.entry))
-            p, q = mine[: rows * rank].view(rows, rank), mine[rows * rank :].view(columns, rank)
-            p.copy_(torch.linalg.qr(matrix @ before).Q)
-            torch.mm(matrix.T, p, out=q)
-            matrix.addmm_(p, q.T, alpha=-1)
+            if before is None or before.shape != (rank, columns):
+                before = torch.randn(rank, columns, generator=torch.Generator().manual_seed(piece.entry))
+            p, q = mine[: rows * rank].view(rank, rows), mine[rows * rank :].view(rank, columns)  # transposed: faster
+            p.copy_(torch.linalg.qr((before @ matrix.T).T).Q.T)
+            torch.mm(p, matrix, out=q)
+            matrix.addmm_(p.T, q, alpha=-1)
             factors[piece.entry] = q.clone()
         return True
 
@@ -284,9 +286,9 @@ class LowRank:
         for _, where, (rows, columns, rank) in self._pieces(layout, chunk):
             border, end = at + rows * rank, at + _numbers(rows, columns, rank)
             if rank:
-                left = [payload[at:border].view(rows, rank) * factor for payload, factor in flat]
-                right = [payload[border:end].view(columns, rank) for payload, _ in flat]
-                out[where].view(rows, columns).addmm_(torch.cat(left, 1), torch.cat(right, 1).T)
+                left = [payload[at:border].view(rank, rows) * factor for payload, factor in flat]
+                right = [payload[border:end].view(rank, columns) for payload, _ in flat]
+                out[where].view(rows, columns).addmm_(torch.cat(left).T, torch.cat(right))
             else:
                 for payload, factor in flat:
                     out[where].add_(payload[at:end], alpha=factor)

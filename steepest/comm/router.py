@@ -229,7 +229,7 @@ class Router:
         """
         if self._stopping.is_set():
             raise ShutdownError("the process is shut down")
-        self._turn_and_tick(timeout)
+        self._turn_and_tick(0.0 if self._local else timeout)  # what lies here may be what it waits for
 
     def _turn_and_tick(self, timeout: float = math.inf) -> None:
         self.turn(min(timeout, self._tick_seconds))

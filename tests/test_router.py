@@ -1,0 +1,52 @@
+"""The router's turns: whoever waits in the middle of its work is not kept from what lies here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from steepest.comm.channel import Event
+from steepest.comm.message import Kind, Message, Peer
+from steepest.comm.router import Router
+
+ME, OTHER = Peer("worker", 0), Peer("server", 0)
+
+
+class Silent:
+    """A transport to which nothing ever comes; it remembers how long it was asked to wait."""
+
+    def __init__(self) -> None:
+        self.timeouts: list[float] = []
+
+    def poll(self, timeout: float) -> Sequence[Event]:
+        self.timeouts.append(timeout)
+        return []
+
+
+class Counting:
+    """A role that counts what it is given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        return None
+
+    def handle(self, source: Peer, message: Message) -> None:
+        self.count += 1
+
+    def lost(self, peer: Peer, reason: str) -> None: ...
+
+    def tick(self, now: float) -> None: ...
+
+
+def test_who_waits_for_a_message_of_its_own_process_does_not_wait_for_others() -> None:
+    router, transport, role = Router(), Silent(), Counting()
+    router.transport = transport  # type: ignore[assignment]
+    router.host(ME, role)
+    router.sender(OTHER)(ME, Message(Kind.WEIGHTS))
+    router.wait()
+    assert (role.count, transport.timeouts) == (1, [0.0])
+    router.wait()
+    assert transport.timeouts[1] > 0.0, "with nothing here it sleeps"
