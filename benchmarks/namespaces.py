@@ -101,6 +101,8 @@ def one_host() -> Iterator[Pair]:
 def star(count: int, mbit: int | None = None) -> Iterator[list[Namespace]]:
     """That many namespaces on one bridge, each with a link of so many Mbit/s each way (None: no limit).
 
+    TCP's congestion control is cubic, Linux' default, whatever this machine's is.
+
     Raises:
         UnavailableError: no root, no iproute2, or a kernel that refuses.
     """
@@ -120,6 +122,7 @@ def star(count: int, mbit: int | None = None) -> Iterator[list[Namespace]]:
 
 
 def _build_star(hub: Namespace, spaces: list[Namespace], mbit: int | None) -> None:
+    routes: list[tuple[Namespace, tuple[str, ...]]] = []
     try:
         _ip("netns", "add", hub.name)
         _ip("-n", hub.name, "link", "add", hub.device, "type", "bridge")
@@ -143,12 +146,16 @@ def _build_star(hub: Namespace, spaces: list[Namespace], mbit: int | None) -> No
             )
             _ip("-n", space.name, "addr", "add", f"{space.address}/24", "dev", space.device)
             _ip("-n", hub.name, "link", "set", port, "master", hub.device)
+            route = (f"{space.address.rpartition('.')[0]}.0/24", "dev", space.device, "src", space.address)
+            routes.append((space, route))
             for where, device in ((hub, port), (space, space.device), (space, "lo")):
                 _ip("-n", where.name, "link", "set", device, "up")
                 if mbit is not None and device != "lo":
                     limit = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
                     command = ["tc", "-n", where.name, "qdisc", "add", "dev", device, "root", "tbf", *limit]
                     subprocess.run(command, check=True, capture_output=True, timeout=COMMAND_DEADLINE)
+        for space, route in routes:
+            _ip("-n", space.name, "route", "replace", *route, "congctl", "cubic")
     except subprocess.CalledProcessError as error:
         raise UnavailableError(f"{' '.join(error.cmd)}: {error.stderr.decode().strip()}") from None
 
