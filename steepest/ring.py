@@ -24,8 +24,9 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.maximum,
     "product": torch.mul,
 }
-PIECE_BYTES = 1 << 20
-_AHEAD = 4  # pieces for which memory waits before they come
+PIECE_BYTES = 2 << 20
+_AHEAD = 16  # pieces for which memory waits before they come: what comes sooner has to be copied
+_SENT_AHEAD = 4  # pieces that may wait to leave
 
 
 def check_reduction(tensor: torch.Tensor, op: str) -> None:
@@ -51,7 +52,7 @@ def ring_allreduce(
         tensor: on the CPU, of one shape and dtype on all members; it is not written to.
         collective: the members.
         op: "sum", "mean" (of floating-point numbers), "min", "max" or "product".
-        wire_dtype: "fp16" or "bf16" to send float32 in half the bytes, and 4 bytes for each piece of 1 MB: they are
+        wire_dtype: "fp16" or "bf16" to send float32 in half the bytes, and 4 bytes for each piece of 2 MB: they are
             added up in float32, and rounded at each hop. A piece whose values do not fit is scaled by a power of two.
 
     Returns:
@@ -75,7 +76,7 @@ def ring_allreduce(
     own, whole = _cut(given, size), _cut(result, size)
     way = [(hop, piece) for hop in range(1, 2 * size - 1) for piece in range(len(own[(rank - hop) % size]))]
     sent = deque(collective.isend(wire.pack(piece), right) for piece in own[rank] if size > 1)
-    kept = len(sent) + _AHEAD  # what the next member has not asked for, if nobody is behind this one
+    kept = len(sent) + _SENT_AHEAD  # what the next member has not asked for, if nobody is behind this one
     coming: deque[tuple[Work, torch.Tensor]] = deque()
     posted = 0
     for hop, piece in way:

@@ -144,9 +144,13 @@ class MemberCollective(PointToPoint):
         return 0 < call <= self._last_call if call else generation < self._generation()
 
     def _round(self, key: tuple[int, int] | None = None) -> _Round:
-        for old in [old for old in self._rounds if self._over(old)]:
-            del self._rounds[old]
-        return self._rounds.setdefault(self._key() if key is None else key, _Round())
+        key = self._key() if key is None else key
+        here = self._rounds.get(key)
+        if here is None:
+            for old in [old for old in self._rounds if self._over(old)]:
+                del self._rounds[old]
+            here = self._rounds[key] = _Round()
+        return here
 
     def _send(self, memory: torch.Tensor, to: int) -> _Sending:
         if segment_of(memory) is not None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from steepest.comm import shared
-from steepest.comm.channel import overlap
 from steepest.comm.frame import FrameReader, buffer_of, encode
 from steepest.comm.message import Message, Peer
 
@@ -37,7 +36,7 @@ class WireChannel:
         self._broken = False  # takes no more bytes; what it still holds is read before it is lost
         self._transport = transport
         self._socket = sock
-        self._queue: deque[memoryview] = deque()
+        self._queue: deque[tuple[memoryview, int]] = deque()  # and their address; 0 where nobody changes them
         self._awaited = 1  # bytes that have to be there before the transport is told of any
         self._watched = False  # whether the transport waits for the socket to take more
         local = sock.family == socket.AF_UNIX and shared.AVAILABLE
@@ -58,16 +57,16 @@ class WireChannel:
             notice = self._lender.lend(payload, self._to_pass)
         self._append(memoryview(encode(message, notice)))
         if payload is not None and not notice:
-            self._append(buffer_of(payload))
+            self._append(buffer_of(payload), payload.data_ptr())
         self._transport.count(message)
         if self.pending > _GATHERED_BYTES or notice:
             self.flush()
         else:
             self._transport.gather(self)
 
-    def _append(self, data: memoryview) -> None:
+    def _append(self, data: memoryview, address: int = 0) -> None:
         if data.nbytes:
-            self._queue.append(data)
+            self._queue.append((data, address))
             self.pending += data.nbytes
 
     def flush(self) -> None:
@@ -92,7 +91,7 @@ class WireChannel:
 
     def _send_bytes(self) -> None:
         """One system call's worth."""
-        parts = list(itertools.islice(self._queue, _BUFFERS_PER_CALL))
+        parts = [data for data, _ in itertools.islice(self._queue, _BUFFERS_PER_CALL)]
         if self._to_pass:
             descriptors = array.array("i", [segment.descriptor for segment in self._to_pass])
             sent = self._socket.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
@@ -101,9 +100,9 @@ class WireChannel:
             sent = self._socket.sendmsg(parts)
         self.pending -= sent
         while sent:
-            first = self._queue.popleft()
+            first, address = self._queue.popleft()
             if sent < first.nbytes:
-                self._queue.appendleft(first[sent:])
+                self._queue.appendleft((first[sent:], address + sent if address else 0))
                 return
             sent -= first.nbytes
 
@@ -136,13 +135,15 @@ class WireChannel:
 
     def holds(self, memory: torch.Tensor) -> bool:
         """Whether queued bytes lie in this memory."""
-        return any(not d.readonly and overlap(torch.frombuffer(d, dtype=torch.uint8), memory) for d in self._queue)
+        begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        return any(address and address < end and begin < address + data.nbytes for data, address in self._queue)
 
     def own_pending(self, memory: torch.Tensor) -> None:
         """Copies queued bytes that lie in this memory, so that it may change."""
-        for index, data in enumerate(self._queue):
-            if not data.readonly and overlap(torch.frombuffer(data, dtype=torch.uint8), memory):
-                self._queue[index] = memoryview(bytes(data))
+        begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        for index, (data, address) in enumerate(self._queue):
+            if address and address < end and begin < address + data.nbytes:
+                self._queue[index] = (memoryview(bytes(data)), 0)
 
     def close(self) -> None:
         """Closes the socket at once; queued bytes that it does not take now are lost."""
