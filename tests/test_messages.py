@@ -192,7 +192,7 @@ def test_a_server_does_not_act_on_a_decision_that_later_ones_followed() -> None:
 def test_each_chunk_of_the_weights_only_ever_goes_forward() -> None:
     layout = make("async").job.description.layout
     weights = layout.allocate()
-    exchange = PushPull(0, layout, [0] * len(layout.chunks), weights, lambda *_: None, Hosts.apart(1, 1))
+    exchange = PushPull(0, layout, [(0,)] * len(layout.chunks), weights, lambda *_: None, Hosts.apart(1, 1))
     first, second, *others = (chunk.index for chunk in layout.chunks)
 
     def arrive(generation: int, version: int, chunk: int) -> Any:
@@ -275,7 +275,7 @@ def test_the_chunks_of_a_push_may_come_in_any_order(name: str, shuffle: int) -> 
         moved.append(order != push)
         return order
 
-    held = Counter(make(name).job.owners)
+    held = Counter(server for servers in make(name).job.holders for server in servers)
     assert max(held.values()) > 1
     live(name, shuffle, mix)
     assert sum(moved) > 5
