@@ -1,11 +1,12 @@
-# make demo: install and train; make test: everything, as CI runs it; make check: lint and types; make bench: the figures;
-# make coverage: the tests, several times as slow, with the lines that they reach.
+# make demo: install and train; make test: the tests; make test-cluster: those that start Ray clusters of their own;
+# make check: lint and types; make bench: the figures; make coverage: all tests, several times as slow, with the lines that
+# they reach. CI runs check, test and test-cluster.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test coverage check bench clean
+.PHONY: demo test test-cluster coverage check bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,7 +18,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not ray and not cluster" --numprocesses=2
-	$(BIN)/python -m pytest -m "ray or cluster"
+	$(BIN)/python -m pytest -m "ray and not cluster"
+
+test-cluster: $(STAMP)
+	$(BIN)/python -m pytest -m cluster
 
 coverage: $(STAMP)
 	$(BIN)/python -m pytest --cov --cov-report=term

@@ -10,7 +10,7 @@ more workers than it has cores can be of use.
 
 The strategies of one number of workers are alive together, blocked while idle, and take turns; a rate is the median
 over rounds, with its range. Ideal is the number of workers times the best rate of one worker, which is measured
-always. The picture needs matplotlib (``pip install matplotlib``); the table is written without it.
+always. The picture needs matplotlib (``pip install -e .[bench]``); the table is written without it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def draw(found: list[Rate], title: str, path: Path) -> None:
     for strategy in dict.fromkeys(rate.strategy for rate in found):
         curve = [rate for rate in found if rate.strategy == strategy]
         axes.plot([rate.workers for rate in curve], [rate.median for rate in curve], "o-", label=strategy)
-    axes.set_title(title, fontsize=7)
+    axes.set_title(title, fontsize=7, wrap=True)
     axes.set_xlabel("workers")
     axes.set_ylabel("images/s")
     axes.set_xticks(counts)
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         draw(found, title, path.with_suffix(".png"))
     except ImportError as error:
-        print(f"no picture ({error}): pip install matplotlib")
+        print(f"no picture ({error}): pip install -e .[bench]")
 
 
 if __name__ == "__main__":

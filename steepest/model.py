@@ -19,9 +19,18 @@ MAX_CHUNK_BYTES = 4 << 20
 _ALIGNMENT = 64
 _DIVISIBLE = 12  # so that each of 2, 3, 4 or 6 servers holds as much as the others
 
-#: Called by `Model.compute_gradients` as soon as one entry's gradient lies in the gradient buffer:
-#: entry index, summed sample weight of the batch, and whether there was a gradient at all.
-Ready = Callable[[int, float, bool], None]
+
+class Ready(Protocol):
+    """Called by `Model.compute_gradients` as soon as an entry's gradient, or a part, is in the gradient buffer."""
+
+    def __call__(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
+        """Takes an entry's index and the summed sample weight of the batch.
+
+        Args:
+            present: whether there was a gradient at all.
+            chunk: of an entry that lies in several, the one whose part is written; None for all of them.
+        """
+
 
 #: Called by `Model.compute_gradients` before it uses an entry's weights, or with None before it uses any:
 #: returns when they are here.

@@ -277,13 +277,13 @@ class _Collector:
         self._unit = self._unit or self._weight
         self._total += self._weight
 
-    def ready(self, entry: int, weight: float, present: bool) -> None:
-        """One entry's gradient is written."""
+    def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
+        """One entry's gradient is written, or its part in a chunk."""
         self._weight = weight
         if present and weight:
             self._present.add(entry)
         chunks = self._layout.chunks_of[entry]
-        for index in chunks:
+        for index in chunks if chunk is None else (chunk,):
             if len(chunks) == 1:
                 self._missing[index] -= self._layout.entries[entry].numel
             else:

@@ -76,8 +76,14 @@ class Bound:
     def compute(self, batch: Any = None, metrics: bool = False) -> Computed:
         self.calls, self.seen = [], {}
 
-        def ready(index: int, weight: float, present: bool) -> None:
-            self.calls.append((index, weight, present))
+        written: dict[int, set[int]] = {}
+
+        def ready(index: int, weight: float, present: bool, chunk: int | None = None) -> None:
+            parts = written.setdefault(index, set())
+            assert chunk not in parts, "told twice"
+            parts |= set(self.layout.chunks_of[index]) if chunk is None else {chunk}
+            if parts == set(self.layout.chunks_of[index]):
+                self.calls.append((index, weight, present))
             self.seen[index] = self.layout.entry_view(self.gradients, index).clone()
 
         return self.model.compute_gradients(self.batch() if batch is None else batch, ready, metrics)

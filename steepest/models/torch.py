@@ -191,14 +191,24 @@ class TorchModel:
             gradient = parameter.grad
             assert gradient is not None
             dense = gradient.to_dense() if gradient.is_sparse else gradient
-            if self._loss_scale == 1.0:
-                view.copy_(dense)
-            else:
-                torch.mul(dense, 1.0 / self._loss_scale, out=view)
+            chunks = self.layout.chunks_of[index]
+            if len(chunks) == 1 or not dense.is_contiguous():
+                self._take(dense, view)
+                self._ready(index, self._weight, True)
+            else:  # the first part leaves while the next one is copied
+                for chunk in chunks:
+                    where = next(slice(p.start, p.stop) for p in self.layout.chunks[chunk].slices if p.entry == index)
+                    self._take(dense.view(-1)[where], view.view(-1)[where])
+                    self._ready(index, self._weight, True, chunk)
             parameter.grad = None
-            self._ready(index, self._weight, True)
 
         return collect
+
+    def _take(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
+        if self._loss_scale == 1.0:
+            out.copy_(gradient)
+        else:
+            torch.mul(gradient, 1.0 / self._loss_scale, out=out)
 
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
