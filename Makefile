@@ -1,4 +1,4 @@
-# make demo: install and train; make test: the tests; make test-cluster: those that start Ray clusters of their own;
+# make demo: install and train; make test: the tests; make test-cluster: those that take real processes for long, or clusters;
 # make check: lint and types; make bench: the figures; make coverage: all tests, several times as slow, with the lines that
 # they reach. CI runs check, test and test-cluster.
 PYTHON ?= python3
@@ -18,10 +18,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not ray and not cluster" --numprocesses=2
-	$(BIN)/python -m pytest -m "ray and not cluster"
+	$(BIN)/python -m pytest -m "ray and not cluster and not long"
 
 test-cluster: $(STAMP)
-	$(BIN)/python -m pytest -m cluster
+	$(BIN)/python -m pytest -m "cluster or long"
 
 coverage: $(STAMP)
 	$(BIN)/python -m pytest --cov --cov-report=term

@@ -73,7 +73,7 @@ class Client:
     """
 
     def __init__(self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send) -> None:
-        #: RESULT and FAILURE messages, or the loss of a peer, in the order of events
+        #: RESULT, FAILURE and LEFT messages, or the loss of a peer, in the order of events
         self.outcomes: queue.SimpleQueue[Message | PeerLostError] = queue.SimpleQueue()
         self.position = Position(0, 0)
         self._layout = layout
@@ -172,7 +172,7 @@ class Client:
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
         match message.kind:
-            case Kind.RESULT | Kind.FAILURE:
+            case Kind.RESULT | Kind.FAILURE | Kind.LEFT:
                 position = Position(message.generation, message.version)
                 if position > self.position:  # else it is a copy: a failure begins a generation
                     self.position = position

@@ -426,6 +426,10 @@ class RunSettings:
             kernel (where the C library is glibc), which makes large models on the CPU up to twice as fast; a worker
             then stays as large as its largest step was.
 
+        max_failures: how often each worker may die and be replaced. What it had not finished is done again by its
+            successor, with the same samples. Under "ps", "async" and "ssp", whose weights are not the workers'; 0
+            ends the step with an error instead, as everywhere else.
+
     Raises:
         ConfigurationError: a value out of range.
     """
@@ -436,6 +440,7 @@ class RunSettings:
     call_timeout: float = 3600.0
     keep_log: bool = False
     keep_memory: bool = True
+    max_failures: int = 3
 
     def __post_init__(self) -> None:
         require_count("cpus_per_worker", self.cpus_per_worker)
@@ -443,6 +448,7 @@ class RunSettings:
             require_seconds(name, getattr(self, name))
         require_choice("keep_log", self.keep_log, (False, True))
         require_choice("keep_memory", self.keep_memory, (False, True))
+        require_count("max_failures", self.max_failures, 0)
 
 
 def cluster_address() -> str | None:

@@ -47,6 +47,8 @@ class Coordinator:
         scale_rate: whether the learning rate is divided by the staleness.
         keep_log: whether to keep every commit, for a replay.
         open_to_all: a parameter server by itself: anybody may push, nothing is leased or granted.
+        waits: whether a worker that is lost is waited for, because another one will join in its place; otherwise the
+            loss is a failure.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Coordinator:
         scale_rate: bool = False,
         keep_log: bool = False,
         open_to_all: bool = False,
+        waits: bool = False,
     ) -> None:
         self.version = 0
         self.generation = 0
@@ -79,6 +82,7 @@ class Coordinator:
         self._clip_norm = clip_norm
         self._scale_rate = scale_rate
         self._open_to_all = open_to_all
+        self._waits = waits
         self._stats = True
         self._client: Peer | None = None
         self._waiting: list[tuple[Peer, int]] = []  # clients that installed and wait for the members
@@ -146,8 +150,8 @@ class Coordinator:
                 self._since = now
             if now - self._since < self._step_timeout:
                 return []
-        everybody = self._rule.together or self.joined < self._members
-        workers = overdue or sorted(self._members if everybody else self._busy)
+        absent = self._members - self.joined
+        workers = overdue or sorted(absent or (self._members if self._rule.together else self._busy))
         awaited = [str(peer) for peer in self._staging.awaited(workers)]
         return self._fail({"reason": "deadline", "awaited": awaited, "seconds": self._step_timeout})
 
@@ -156,6 +160,8 @@ class Coordinator:
         if self._open_to_all and peer.role == "worker":
             return self._abandon(peer.index, None)
         if peer.role == "worker" and peer.index in self._members:
+            if self._waits:
+                return self._wait_for(peer.index, reason) if peer.index in self.joined else []
             self.joined.discard(peer.index)
         elif peer.role != "server":
             self._asked.pop(peer, None)
@@ -168,6 +174,17 @@ class Coordinator:
         return self._begin_generation(reload=False)  # whoever asks for the next step is told
 
     # -- membership ----------------------------------------------------------------------------
+
+    def _wait_for(self, worker: int, reason: str) -> Outgoing:
+        """A worker is gone: the open step is void, and taken again when another one has joined in its place."""
+        self.joined.discard(worker)
+        asked = self.limit - self.version
+        out = self._begin_generation(reload=False)
+        self.limit += asked
+        if self._client is not None:
+            left = {"worker": worker, "why": reason, "life": self._lives.get(worker, 0)}
+            out.append((self._client, Message(Kind.LEFT, self.generation, version=self.version, meta=left)))
+        return out
 
     def _join(self, worker: int, incarnation: int) -> Outgoing:
         if worker in self.joined and self._lives.get(worker) == incarnation:
@@ -387,7 +404,9 @@ class Coordinator:
         if self._open_to_all:
             wanting = [push for push in chosen if reports[push.worker].meta.get("pull")]
             meta["readers"] = [[push.worker, push.sequence] for push in wanting]
-            grants = [(worker_peer(push.worker), self._committed(push)) for push in chosen if push not in wanting]
+            for push in (push for push in chosen if push not in wanting):
+                committed = Message(Kind.RESULT, self.generation, sequence=push.sequence, version=self.version)
+                grants.append((worker_peer(push.worker), committed))
             self._part.clear()
             self._norms.clear()
         elif self._rule.together:
@@ -417,18 +436,11 @@ class Coordinator:
 
     def _result(self, step: int) -> Outgoing:
         """Tells the client of a step that is whole."""
-        part, self._part = self._part, []
-        norms, self._norms = [norm for norm in self._norms if norm is not None], []
-        if self._client is None:
-            return []
-        result = {"step": step, "staleness": [late for _, late in part]}
-        result |= summarize([report for report, _ in part], self._stats)
-        if norms:
-            result["gradient_norm"] = sum(norms) / len(norms)
-        return [(self._client, Message(Kind.RESULT, self.generation, version=self.version, meta=result))]
-
-    def _committed(self, push: Staged) -> Message:
-        return Message(Kind.RESULT, self.generation, sequence=push.sequence, version=self.version)
+        part, norms = self._part, self._norms
+        self._part, self._norms = [], []
+        result = {"step": step, **summarize(part, norms, self._stats)}
+        told = Message(Kind.RESULT, self.generation, version=self.version, meta=result)
+        return [] if self._client is None else [(self._client, told)]
 
     def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
         """Will never be committed: their workers go on with new weights, others take their samples if any will come."""

@@ -11,7 +11,7 @@ import torch
 from steepest.client import Client
 from steepest.comm.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
-from steepest.config import AllreduceStrategy, LocalStrategy, StrategyConfig
+from steepest.config import AllreduceStrategy, LocalStrategy, SimpleStrategy, StrategyConfig
 from steepest.coordinator import Coordinator
 from steepest.coordinator_role import CoordinatorRole
 from steepest.errors import ModelError
@@ -57,6 +57,7 @@ class Job:
         hosts: where workers and servers run; by default each on a host of its own.
         accumulate: micro-batches of each replica in a step.
         schedule_offset: where the learning-rate schedule stands at step 0, see `updates_before`.
+        replaces: whether a worker that is lost is replaced, where that can be.
     """
 
     description: Description
@@ -70,6 +71,7 @@ class Job:
     hosts: Hosts | None = None
     accumulate: int = 1
     schedule_offset: int = 0
+    replaces: bool = False
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -109,6 +111,13 @@ class Job:
     def servers_in_workers(self) -> bool:
         """Whether no process is a server only; a single worker always hosts its servers."""
         return self.strategy.in_workers or (self.num_workers == 1 and not self.strategy.in_driver)
+
+    @property
+    def workers_are_replaced(self) -> bool:
+        """Whether another worker takes the place of one that is lost: it must have held nothing that others need."""
+        if isinstance(self.config, (SimpleStrategy, LocalStrategy)) or self.config.transport == "ray":
+            return False
+        return self.replaces and not self.servers_in_workers
 
     @property
     def replicas(self) -> int:
@@ -252,6 +261,7 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         clip_norm=job.strategy.clip_norm,
         scale_rate=job.strategy.scale_rate,
         keep_log=job.keep_log,
+        waits=job.workers_are_replaced,
     )
     router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR), router.pump, pause))
     return coordinator
@@ -307,11 +317,17 @@ def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor) -> R
 
 
 def host_worker(
-    router: Router, job: Job, index: int, replicas: Replicas, wait: Callable[[], None] | None = None
+    router: Router,
+    job: Job,
+    index: int,
+    replicas: Replicas,
+    wait: Callable[[], None] | None = None,
+    incarnation: int = 0,
 ) -> Worker:
     """Makes a worker live in this process; it still has to `join`.
 
     Args:
+        incarnation: which life of this worker.
         wait: what to do in the middle of a step to receive more of its weights; by default a turn of the router.
     """
     peer = worker_peer(index)
@@ -325,7 +341,17 @@ def host_worker(
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
     # where all contribute to each version, no weights come before a worker has computed its gradient
     pump = router.pump_both_ways if job.strategy.in_workers and job.strategy.rule.together else router.pump
-    worker = Worker(index, replicas, exchange, send, members=job.num_workers, pump=pump, flush=router.pump, wait=early)
+    worker = Worker(
+        index,
+        replicas,
+        exchange,
+        send,
+        members=job.num_workers,
+        incarnation=incarnation,
+        pump=pump,
+        flush=router.pump,
+        wait=early,
+    )
     replicas.use_plan(job.plan(), job.seed)
     router.host(peer, worker)
     return worker

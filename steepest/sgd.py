@@ -291,6 +291,7 @@ class DistributedSGD:
             staleness=Staleness(dict(counters["staleness"])),
             workers=self.num_workers,
             servers=self.num_servers,
+            replaced=cluster.replaced,
         )
 
     def log(self) -> CommitLog:
@@ -360,6 +361,7 @@ class DistributedSGD:
             self._install(about["step"] * self._job.versions_per_step, weights, records)
             self._seed = about["seed"]
             self._plan = self._job.plan(about["step"], about["epoch"], about["offset"], self._seed)
+            cluster.plan = (self._plan, self._seed)
             cluster.call_workers(
                 tasks.continue_from,
                 self._plan,
@@ -397,6 +399,7 @@ class DistributedSGD:
             self._install(step * self._job.versions_per_step, flat, records)
             if position is not None:
                 self._plan = self._job.plan(step, position.epoch, position.begin, self._seed)
+            cluster.plan = (self._plan, self._seed)
             cluster.call_workers(tasks.use_plan, self._plan, self._seed)
 
     def _chosen(self, strategy: str | StrategyConfig) -> StrategyConfig:
@@ -473,6 +476,7 @@ class DistributedSGD:
         return self._wait(self._on_router(lambda: client.read(what)), "a snapshot of the weights")
 
     def _install(self, version: int, weights: torch.Tensor, records: list[checkpoint.Record] | None) -> None:
+        self._live().mend()  # who is missing would be waited for
         client = self._live().client
         self._wait(self._on_router(lambda: client.install(version, weights, records)), "servers to take new weights")
 

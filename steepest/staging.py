@@ -281,13 +281,22 @@ def clip_factor(norm: float, greatest: float) -> float:
     return 1.0 if factor > 1.0 else factor
 
 
-def summarize(reports: Sequence[Report], stats: bool) -> dict[str, Any]:
-    """Loss, metrics and timings of a step: means by sample weight, times by push."""
+def summarize(part: Sequence[tuple[Report, int]], norms: Iterable[float | None], stats: bool) -> dict[str, Any]:
+    """Loss, metrics and timings of a step: means by sample weight, times by push.
+
+    Args:
+        part: reports, and their staleness.
+        norms: of each update's gradient, where it is known.
+    """
+    reports = [report for report, _ in part]
     summary: dict[str, Any] = {
+        "staleness": [late for _, late in part],
         "samples": sum(int(report.meta["samples"]) for report in reports),
         "bytes_pushed": sum(int(report.meta["bytes"]) for report in reports),
         "bytes_pulled": sum(int(report.meta["pulled"]) for report in reports),
     }
+    if known := [norm for norm in norms if norm is not None]:
+        summary["gradient_norm"] = sum(known) / len(known)
     told = [report for report in reports if "loss" in report.meta]
     if not stats or not told:
         return summary

@@ -377,13 +377,15 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
         return Report(0, total, meta)
 
     reports = [
-        said(1.0, 2, 4.0, {"a": 1.0, "b": 5.0}, 0.1),
-        said(3.0, 4, 8.0, {"a": 3.0}, 0.3),
-        said(0.0, 0, 0.0, {}, 0.0),
+        (said(1.0, 2, 4.0, {"a": 1.0, "b": 5.0}, 0.1), 0),
+        (said(3.0, 4, 8.0, {"a": 3.0}, 0.3), 2),
+        (said(0.0, 0, 0.0, {}, 0.0), 1),
     ]
-    found = summarize(reports, True)
+    found = summarize(reports, [1.0, None, 4.0], True)
     assert found["timings"].pop("compute") == pytest.approx(0.4 / 3)
     assert found == {
+        "gradient_norm": 2.5,
+        "staleness": [0, 2, 1],
         "samples": 6,
         "bytes_pushed": 30,
         "bytes_pulled": 15,
@@ -391,8 +393,9 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
         "metrics": {"a": 2.5, "b": 5.0},
         "timings": {},
     }
-    assert summarize(reports, False) == {"samples": 6, "bytes_pushed": 30, "bytes_pulled": 15}
-    assert math.isnan(summarize(reports[2:], True)["loss"])
+    sums = {"staleness": [0, 2, 1], "samples": 6, "bytes_pushed": 30, "bytes_pulled": 15}
+    assert summarize(reports, [None], False) == sums
+    assert math.isnan(summarize(reports[2:], [], True)["loss"])
 
 
 def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

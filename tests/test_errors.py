@@ -247,7 +247,7 @@ def test_strangers_at_the_door_are_refused_and_counted(shared: DistributedSGD) -
 
 @pytest.mark.parametrize("strategy", ["ps", "simple"])
 def test_a_worker_that_is_killed(strategy: str) -> None:
-    sgd = DistributedSGD(creator(), num_workers=2, strategy=strategy)
+    sgd = DistributedSGD(creator(), num_workers=2, strategy=strategy, settings=RunSettings(max_failures=0))
     pids = sgd.foreach_worker(lambda view: view.pid)
     kill = At(5, lambda: os.kill(pids[1], signal.SIGKILL))
     with pytest.raises(PeerLostError, match=rf"worker 1 on .* \(node [0-9a-f]+, pid {pids[1]}\) died: ") as caught:

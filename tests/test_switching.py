@@ -15,7 +15,7 @@ from steepest.replicas import mean_states
 from steepest.testing import InProcessCluster, linear_model_creator, replay
 from tests.reference import Task, difference, same_bits, samples, sgd
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
 PATH = [
     "ps",

@@ -17,7 +17,7 @@ from steepest.errors import PeerLostError
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.reference import same_bits
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
 
 def transport_of(process: Any) -> str:

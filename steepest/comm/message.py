@@ -68,7 +68,7 @@ class Kind(enum.IntEnum):
     INSTALLED = 19  # coordinator -> client: it is
     STATS = 20  # client -> coordinator, and back: counters, or the log
     DISCARD = 21  # coordinator -> server: these pushes will not be committed; send those workers the weights
-    LEFT = 22  # server -> coordinator: somebody who pushed is gone, and everything that arrived is staged
+    LEFT = 22  # server -> coordinator: somebody who pushed is gone, all that arrived is staged; -> client: a worker
     DATA = 23  # member -> member: what a collective operation, or a user, sends; without a payload: "I am here"
     ABORT = 24  # member -> member: nothing more will come, and why
 

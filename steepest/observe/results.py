@@ -115,6 +115,7 @@ class Stats:
         dropped: gradients that were too late (backup workers) or too stale; their samples were computed again.
         staleness: of all gradients that were applied.
         workers, servers: processes.
+        replaced: workers that died and have a successor.
     """
 
     step: int
@@ -131,6 +132,7 @@ class Stats:
     staleness: Staleness
     workers: int
     servers: int
+    replaced: int = 0
 
     @property
     def samples_per_second(self) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import pickle
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
@@ -17,17 +17,14 @@ import ray
 
 from steepest.client import Client
 from steepest.comm.channel import Address
-from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.comm.message import COORDINATOR, Message, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.comm.shared import AVAILABLE
 from steepest.comm.wire import check_ways
 from steepest.config import RunSettings, StrategyConfig
 from steepest.errors import (
-    ConfigurationError,
     DeadlineError,
-    ModelRaisedError,
     PeerLostError,
-    RemoteTraceback,
     ShutdownError,
     SteepestError,
 )
@@ -42,10 +39,13 @@ from steepest.job import (
     host_server,
     make_strategy,
 )
+from steepest.replicas import mean_states
+from steepest.runtime import tasks
 from steepest.runtime.calls import Callee, threads_for
 from steepest.runtime.placement import Room, ensure_ray, nodes_of, reserve, spread, worker_bundle
 from steepest.runtime.process import Place, Process, by_calls, connect, make_transport, ways_of
-from steepest.runtime.supervision import cause_of_death, fetch_last_lines
+from steepest.runtime.supervision import cause_of_death, fetch_last_lines, raise_remote, travelling
+from steepest.sampler import SamplePlan
 from steepest.strategies.protocol import Strategy
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Cluster:
     Attributes:
         client: the driver's end; use it through `on_router`.
         places: where each process runs, by role.
+        plan: which samples belong to whom, and the seed, for workers that come later.
+        replaced: how many workers died and have a successor.
     """
 
     client: Client
@@ -91,6 +93,10 @@ class Cluster:
         self._schedule_offset = 0
         self._numbers = itertools.count(1)  # of calls
         self.places: dict[Peer, Place] = {}
+        self.plan: tuple[SamplePlan | None, int] = (None, seed)
+        self.replaced = 0
+        self._lives: Counter[int] = Counter()  # of each worker, the one that it is in
+        self._mending = False
         try:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
             self._room = reserve(num_workers, bundle, settings.start_timeout)
@@ -113,7 +119,7 @@ class Cluster:
         seed: int,
         accumulate: int,
     ) -> None:
-        creator = _travelling(model_creator)
+        creator = self._creator = travelling(model_creator)
         cut = make_strategy(config).cut
         cpus, gpus = self._settings.cpus_per_worker, devices if gpu else 0
         for i in range(num_workers):
@@ -151,9 +157,10 @@ class Cluster:
         self.job = Job(
             description, config, len(workers), self._devices, num_servers, self._seed, self._settings.step_timeout,
             self._settings.keep_log, None if alike else self._hosts(num_servers, strategy, config),
-            self._accumulate, self._schedule_offset,
+            self._accumulate, self._schedule_offset, self._settings.max_failures > 0,
         )  # fmt: skip
-        job = ray.put(self.job)
+        self.plan = (self.job.plan(), self._seed)
+        job = self._stored_job = ray.put(self.job)
         self._get([w.bind.remote(job, self._gpu) for w in workers], "bind the model")
         initial = workers[0].initial.remote(fresh)
         for peer, actor in self._actors.items():
@@ -252,8 +259,8 @@ class Cluster:
         for end in ends:
             self._router.attach(connect(transport, end, timeout, _PAUSE_SECONDS if in_driver else 0.0))
         self._router.start("steepest driver")
-        listening = opened[len(hosting) :] if others else opened
-        self._get([w.join.remote(job, listening) for w in workers], "join")
+        self._ends, self._listening = ends, opened[len(hosting) :] if others else opened
+        self._get([w.join.remote(job, self._listening) for w in workers], "join")
 
     def _host_in_driver(self, initial: Any) -> None:
         weights, _ = self._get([initial], "send its weights")[0]
@@ -313,6 +320,8 @@ class Cluster:
         Raises:
             What the function raises; PeerLostError, DeadlineError.
         """
+        if not self._mending:
+            self.mend()
         position = (self.client.position.generation, self.client.position.version)
         stored = [ray.put(argument) for argument in arguments]
         chosen = range(self.job.num_workers) if workers is None else workers
@@ -393,6 +402,74 @@ class Cluster:
             f"(weights(), save()); its last lines:\n{text}"
         )
 
+    def mend(self, left: Message | None = None) -> None:
+        """Gives workers that died a successor each, where that can be; training goes on when they have joined.
+
+        Args:
+            left: the coordinator's word that one is gone.
+
+        Raises:
+            PeerLostError: it cannot be, or not again. Whatever its successor raises when it is made.
+        """
+        if not self.job.workers_are_replaced:
+            return
+        said = left.values() if left is not None else {}
+        for index in range(self.job.num_workers):
+            suspected = said.get("worker") == index and said["life"] == self._lives[index]
+            watch = self._watches[worker_peer(index)]
+            if suspected:
+                ray.wait([watch], timeout=_CLOSE_SECONDS)
+            cause = cause_of_death(watch)
+            if cause is None and suspected:  # it lives, out of reach: nothing that it still says may count
+                ray.kill(self._actors[worker_peer(index)], no_restart=True)
+                cause = str(said["why"])
+            if cause is not None:
+                self._mending = True
+                try:
+                    self._succeed(index, cause)
+                finally:
+                    self._mending = False
+
+    def _succeed(self, index: int, cause: str) -> None:
+        """Another process takes the place of a worker that is dead."""
+        peer, began = worker_peer(index), time.monotonic()
+        if self._lives[index] >= self._settings.max_failures:
+            allowed = f"RunSettings(max_failures={self._settings.max_failures})"
+            self._raise_lost(peer, f"{cause} (it had {self._lives[index]} successors, {allowed} gives it no more)")
+        self._lives[index] += 1
+        self._deadline = began + self._settings.start_timeout * (1 + _UP_FACTOR)
+        old, life, before = self.places[peer], self._lives[index], self._actors[peer]
+        cpus, gpus = self._settings.cpus_per_worker, self._devices if self._gpu else 0
+        actor = self._actors[peer] = self._actor(peer, index, cpus, gpus, 1)
+        try:
+            build = actor.build.remote(self._creator, index, self._devices, self._seed, self.job.strategy.cut)
+            described, place = self._get([build, actor.place.remote()], "build the model again")
+            check_agreement(self.job.description, described, "the job", str(peer))
+            if place.node != old.node:
+                self._raise_lost(peer, f"{cause}; its successor has come up on another node, {place.node[:12]}")
+            alive = [i for i in range(self.job.num_workers) if cause_of_death(self._watches[worker_peer(i)]) is None]
+            states = [state for part in self.call_workers(tasks.states, workers=alive) for state in part]
+            mean = mean_states(states, [1.0] * len(states)) if states else None
+            job = self._stored_job
+            self._get([actor.bind.remote(job, self._gpu)], "bind the model again")
+            (address,) = self._get([actor.open.remote(job, [], None, life)], "open a worker again")
+            self._get([actor.take_state.remote(*self.plan, mean)], "take the others' state")
+            self._get([actor.connect.remote(self._ends, self._settings.start_timeout)], "connect a worker again")
+        except BaseException:
+            ray.kill(actor, no_restart=True)
+            self._actors[peer] = before
+            raise
+        self._watches[peer], self.places[peer], self._listening[index] = actor.watch.remote(), place, address
+        joining = [self._actors[worker_peer(i)] for i in (*alive, index)]
+        self._get([each.join.remote(job, self._listening) for each in joining], "join again")
+        self.replaced += 1
+        log.warning(
+            "%s on %s (pid %d) died in step %d: %s; pid %d has taken its place after %.1f s; the step is taken again, "
+            "no update and no sample is lost",
+            peer, old.host, old.pid, self.client.position.version // self.job.versions_per_step + 1, cause, place.pid,
+            time.monotonic() - began,
+        )  # fmt: skip
+
     # -- ending --------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
@@ -415,21 +492,3 @@ class Cluster:
             self._router.transport.close()  # its thread did, unless it never began
         if hasattr(self, "client"):
             self.client.close()
-
-
-def raise_remote(error: ray.exceptions.RayTaskError, what: str) -> NoReturn:
-    """Raises what a remote call raised: our own errors as they are, the user's as ModelRaisedError."""
-    cause = error.cause
-    trace = RemoteTraceback(str(error))
-    if isinstance(cause, SteepestError):
-        raise cause from trace
-    raise ModelRaisedError(f"{what}: {type(cause).__name__}: {cause}") from trace
-
-
-def _travelling(model_creator: ModelCreator) -> Any:
-    try:
-        return ray.put(model_creator)
-    except (TypeError, pickle.PicklingError) as error:
-        raise ConfigurationError(
-            f"model_creator cannot be sent to the workers: {error.__cause__ or error}; make that inside it"
-        ) from None

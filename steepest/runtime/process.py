@@ -37,6 +37,7 @@ from steepest.model import Cut, Model, ParameterLayout
 from steepest.replicas import Replicas
 from steepest.runtime.calls import Callee, CallTransport
 from steepest.runtime.parcels import Bytes, Parcel
+from steepest.sampler import SamplePlan
 from steepest.worker import Worker
 
 _RESULT_SECONDS = 0.02  # the driver hears of short steps together
@@ -161,8 +162,14 @@ class Process:
         replicas = self._replicas
         return replicas.weights.numpy(), replicas.models[0].state() if fresh else {}
 
-    def open(self, job: Job, servers: Sequence[int], initial: tuple[Bytes, dict[str, torch.Tensor]] | None) -> Address:
-        """Hosts servers (the coordinator beside the first) and this process' worker.
+    def open(
+        self,
+        job: Job,
+        servers: Sequence[int],
+        initial: tuple[Bytes, dict[str, torch.Tensor]] | None,
+        incarnation: int = 0,
+    ) -> Address:
+        """Hosts servers (the coordinator beside the first) and this process' worker, whose life it is.
 
         Returns:
             Where it listens; without host and port when it is reached by calls of `exchange`.
@@ -192,7 +199,7 @@ class Process:
                     host_server(self._router, job, index, weights, shared=in_place)
                 for index in relays:
                     host_relay(self._router, job, index, weights)
-            self._open_worker(job, initial)
+            self._open_worker(job, initial, incarnation)
             if isinstance(self._transport, WireTransport):
                 return self._transport.listen(self._place.host)
             return Address(self._place.node, "", 0, "", peers)
@@ -200,10 +207,10 @@ class Process:
         address: Address = self._on_router(open_)
         return address
 
-    def _open_worker(self, job: Job, initial: tuple[Bytes, dict[str, torch.Tensor]] | None) -> None:
+    def _open_worker(self, job: Job, initial: tuple[Bytes, dict[str, torch.Tensor]] | None, incarnation: int) -> None:
         if self._replicas is None:
             return
-        self._worker = host_worker(self._router, job, self._index, self._replicas)
+        self._worker = host_worker(self._router, job, self._index, self._replicas, incarnation=incarnation)
         if initial is not None:
             for model in self._replicas.models if initial[1] else ():
                 model.load_state(initial[1])
@@ -216,6 +223,18 @@ class Process:
                 self._router.attach(connect(self._transport, other, timeout))
 
         self._on_router(connect_)
+
+    def take_state(self, plan: SamplePlan | None, seed: int, state: dict[str, torch.Tensor] | None) -> None:
+        """Goes on with the samples where the others are, and with their buffers, if there are others."""
+
+        def take() -> None:
+            assert self._replicas is not None
+            self._replicas.use_plan(plan, seed)
+            if state is not None:
+                for model in self._replicas.models:
+                    model.load_state(state)
+
+        self._on_router(take)
 
     def join(self, job: Job, workers: Sequence[Address]) -> None:
         """Tells the coordinator that this process' worker is ready, which then knows where the others are."""

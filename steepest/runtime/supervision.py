@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -11,7 +12,15 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from steepest.comm.message import Peer
-from steepest.errors import DeadlineError, ModelRaisedError, NonFiniteError, RemoteTraceback
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ModelRaisedError,
+    NonFiniteError,
+    RemoteTraceback,
+    SteepestError,
+)
+from steepest.job import ModelCreator
 from steepest.runtime.process import Place
 
 _LINES = 12
@@ -86,3 +95,22 @@ def cause_of_death(watch: Any) -> str | None:
     except ray.exceptions.RayTaskError as error:
         return f"its router ended: {error.cause!r}"
     return "it was stopped"
+
+
+def raise_remote(error: ray.exceptions.RayTaskError, what: str) -> NoReturn:
+    """Raises what a remote call raised: our own errors as they are, the user's as ModelRaisedError."""
+    cause = error.cause
+    trace = RemoteTraceback(str(error))
+    if isinstance(cause, SteepestError):
+        raise cause from trace
+    raise ModelRaisedError(f"{what}: {type(cause).__name__}: {cause}") from trace
+
+
+def travelling(model_creator: ModelCreator) -> Any:
+    """The user's function in Ray's store."""
+    try:
+        return ray.put(model_creator)
+    except (TypeError, pickle.PicklingError) as error:
+        raise ConfigurationError(
+            f"model_creator cannot be sent to the workers: {error.__cause__ or error}; make that inside it"
+        ) from None

@@ -83,8 +83,13 @@ class Training:
         deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
         while True:
             try:
-                return self._cluster.client.outcomes.get(timeout=_LOOK_SECONDS)
+                outcome = self._cluster.client.outcomes.get(timeout=_LOOK_SECONDS)
+                if isinstance(outcome, PeerLostError) or outcome.kind is not Kind.LEFT:
+                    return outcome
+                self._cluster.mend(outcome)
+                deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
             except queue.Empty:
+                self._cluster.mend()
                 self._cluster.raise_if_dead()
                 if time.monotonic() > deadline:
                     raise DeadlineError(

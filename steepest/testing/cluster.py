@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -40,6 +41,11 @@ class InProcessCluster:
     Args:
         lend: whether gradients and weights are read where they lie, as between processes of one host.
         hosts: where the workers and servers are said to run; by default each on a host of its own.
+        replaces: whether a worker that is killed (`kill`) is waited for, until `replace` gives it a successor.
+
+    Attributes:
+        left: what the coordinator said of workers that left.
+        on_left: called for each, with its index; replaces it unless another function is put here.
 
     Example:
         >>> import torch
@@ -64,6 +70,7 @@ class InProcessCluster:
         keep_log: bool = False,
         lend: bool = True,
         hosts: Hosts | None = None,
+        replaces: bool = False,
     ) -> None:
         config = strategy or ParameterServerStrategy(num_servers=1)
         chosen = make_strategy(config)
@@ -77,8 +84,12 @@ class InProcessCluster:
         num_servers = chosen.num_servers(1, num_workers)
         self.job = Job(
             built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout, keep_log, hosts,
-            accumulate,
+            accumulate, replaces=replaces,
         )  # fmt: skip
+        self.left: list[Message] = []
+        self.on_left: Callable[[int], None] = self.replace
+        self._creator = model_creator
+        self._lives = [0] * num_workers
         cpu = [torch.device("cpu")] * devices_per_worker
         replicas = [build_replicas(self.job, worker, models, cpu) for worker, (models, _) in enumerate(built)]
         self.client_router = self.network.router()
@@ -113,6 +124,27 @@ class InProcessCluster:
         for worker_role in self.workers:
             worker_role.join()
 
+    def kill(self, worker: int) -> None:
+        """A worker's process is gone at once, in the middle of whatever it does."""
+        self.disconnect(worker_peer(worker))
+        self.network.remove(self.worker_routers[worker])
+
+    def replace(self, worker: int) -> None:
+        """Another process takes the place of a worker that was killed."""
+        job = self.job
+        self._lives[worker] += 1
+        cut = job.strategy.cut
+        models, _ = build_models(self._creator, worker, job.devices_per_worker, job.seed, cut)
+        cpu = [torch.device("cpu")] * job.devices_per_worker
+        replicas = build_replicas(job, worker, models, cpu)
+        router = self.worker_routers[worker] = self.network.router()
+        life = self._lives[worker]
+        self.workers[worker] = host_worker(router, job, worker, replicas, self.network.wait, incarnation=life)
+        self.links[worker_peer(worker)] = []
+        for server, far in enumerate(self.server_routers):
+            self._connect(worker_peer(worker), router, (worker_peer(worker),), far, self._server_peers(server))
+        self.workers[worker].join()
+
     def _server_peers(self, index: int) -> tuple[Peer, ...]:
         """The roles in the process of a server."""
         peers = server_peers(index)
@@ -136,6 +168,10 @@ class InProcessCluster:
             outcome = self.client.outcomes.get()
             if isinstance(outcome, PeerLostError):
                 raise outcome
+            if outcome.kind is Kind.LEFT:
+                self.left.append(outcome)
+                self.on_left(int(outcome.values()["worker"]))
+                continue
             found.append(outcome)
             if outcome.kind.name == "FAILURE":
                 break

@@ -164,6 +164,10 @@ class Network:
         self._transports.append(transport)
         return router
 
+    def remove(self, router: Router) -> None:
+        """A process is gone."""
+        self._transports = [transport for transport in self._transports if transport.router is not router]
+
     def connect(self, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]) -> Link:
         """Connects two processes; returns the end that `a` holds."""
         assert isinstance(a.transport, InProcessTransport)

@@ -1,0 +1,128 @@
+"""A worker that dies and is replaced: nothing is lost, nothing counts twice, the bits are those of a run in peace."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steepest.comm.message import Kind, Message, worker_peer
+from steepest.testing import InProcessCluster
+from tests.modes import EACH, MODES, check, counters, make, shares, trained, worker_weights
+from tests.reference import Task, same_bits, samples, sgd
+
+WAYS = ["sync", "backup", *EACH]  # whose servers are processes of their own
+TASK = Task(optimizer=sgd(momentum=0.9), data=samples(23))
+some = settings(max_examples=12, deadline=None, database=None, derandomize=True)
+
+
+def doomed(name: str, deaths: list[tuple[int, Kind, int]], **options: Any) -> InProcessCluster:
+    """A job in which workers die as they send their n-th message of a kind: (worker, kind, n), one after the other."""
+    cluster = make(name, TASK, replaces=True, **options)
+    counted: Counter[tuple[int, Kind]] = Counter()
+    left = list(deaths)
+
+    def die(message: Message) -> list[Message]:
+        if message.source is not None and message.source.role == "worker" and left:
+            counted[message.source.index, message.kind] += 1
+            worker, kind, n = left[0]
+            if message.source.index == worker and counted[worker, kind] >= n and message.kind is kind:
+                left.pop(0)
+                counted.clear()
+                cluster.kill(worker)
+                return []
+        return [message]
+
+    cluster.network.filter = die
+    return cluster
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.REPORT])
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("worker", [0, 2])
+def test_a_synchronous_run_is_the_same_to_the_bit(worker: int, n: int, kind: Kind) -> None:
+    cluster = doomed("sync", [(worker, kind, n)])
+    trained(cluster, 8)
+    assert [message.values()["worker"] for message in cluster.left] == [worker]
+    straight = make("sync", TASK)
+    trained(straight, 8)
+    assert same_bits(cluster.weights(), straight.weights())
+    assert shares(cluster.log()) == shares(straight.log())
+    assert counters(cluster)["committed"] == 8
+    weights = worker_weights(cluster, 8)
+    assert all((weights[0] == other).all() for other in weights[1:])
+
+
+@pytest.mark.parametrize("name", WAYS)
+@some
+@given(seed=st.integers(0, 2**32))
+def test_whoever_dies_whenever_the_log_explains_the_weights(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    deaths = [
+        (rng.randrange(3), rng.choice([Kind.PUSH, Kind.REPORT]), rng.randint(1, 9)) for _ in range(rng.randint(1, 4))
+    ]
+    cluster = doomed(name, deaths, shuffle=seed)
+    trained(cluster, 6)
+    trained(cluster, 6)
+    log = check(cluster, TASK)
+    if name == "sync":
+        assert cluster.left
+        straight = make(name, TASK)
+        trained(straight, 12)
+        assert same_bits(cluster.weights(), straight.weights())
+    if name != "backup" and name != "async-drop":  # whose leases may lie ahead of what is committed
+        assert len(set(shares(log))) == len(shares(log))
+
+
+def test_two_that_die_together_are_both_replaced() -> None:
+    cluster = make("sync", TASK, replaces=True)
+    trained(cluster, 3)
+    cluster.kill(0)
+    cluster.kill(2)
+    trained(cluster, 3)
+    assert sorted(message.values()["worker"] for message in cluster.left) == [0, 2]
+    straight = make("sync", TASK)
+    trained(straight, 6)
+    assert same_bits(cluster.weights(), straight.weights())
+
+
+def test_one_that_dies_between_two_steps_is_told_of_when_the_next_one_is_asked_for() -> None:
+    cluster = make("async", TASK, replaces=True)
+    trained(cluster, 3)
+    cluster.kill(1)
+    trained(cluster, 3)
+    assert [message.values() for message in cluster.left] == [{"worker": 1, "why": "closed", "life": 0}]
+    cluster.kill(1)
+    trained(cluster, 3)
+    assert cluster.left[-1].values()["life"] == 1
+    check(cluster, TASK)
+
+
+def test_nobody_who_comes_is_waited_for_until_the_deadline_and_named() -> None:
+    cluster = make("sync", TASK, replaces=True, step_timeout=50.0)
+    cluster.on_left = lambda worker: None
+    trained(cluster, 2)
+    cluster.kill(1)
+    result = cluster.step(1)[-1]
+    assert result.kind is Kind.FAILURE
+    assert (result.values()["reason"], result.values()["awaited"]) == ("deadline", [str(worker_peer(1))])
+    cluster.replace(1)
+    trained(cluster, 2)
+
+
+def test_without_successors_a_death_is_a_failure() -> None:
+    cluster = make("sync", TASK)
+    trained(cluster, 2)
+    cluster.kill(1)
+    result = cluster.step(1)[-1]
+    assert (result.kind, result.values()["reason"]) == (Kind.FAILURE, "lost")
+
+
+@pytest.mark.parametrize("name", ["allreduce", "replicated"])
+def test_who_holds_what_others_need_has_no_successor(name: str) -> None:
+    assert not make(name, TASK, replaces=True).job.workers_are_replaced
+    assert MODES[name].name == "allreduce"

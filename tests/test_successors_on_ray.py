@@ -1,0 +1,113 @@
+"""Workers of real processes that are killed: training goes on with successors, and nobody else notices."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch import nn
+
+from steepest import Callback, DistributedSGD, RunSettings, StepResult
+from steepest.comm.message import worker_peer
+from steepest.errors import ConfigurationError, PeerLostError
+from steepest.testing import InProcessCluster, replay
+from tests.reference import Task, difference, same_bits, samples, sgd
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+
+STEPS = 60
+TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
+
+
+def pids(trainer: DistributedSGD) -> list[int]:
+    return trainer.foreach_worker(lambda view: view.pid)
+
+
+class Kill(Callback):
+    """Kills processes after some step of those that it sees."""
+
+    def __init__(self, step: int, victims: list[int]) -> None:
+        self.step, self.victims = step, victims
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        if result.step >= self.step and self.victims:
+            os.kill(self.victims.pop(), signal.SIGKILL)
+
+
+def test_a_synchronous_run_ends_as_if_nobody_had_died(caplog: pytest.LogCaptureFixture) -> None:
+    straight = InProcessCluster(TASK.creator(), num_workers=2)
+    straight.step(STEPS + 10)
+    with DistributedSGD(TASK.creator(), num_workers=2) as trainer:
+        trainer.fit(steps=10, progress=False)
+        before = pids(trainer)
+        with caplog.at_level(logging.WARNING, "steepest"):
+            last = trainer.fit(steps=STEPS - 10, callbacks=[Kill(20, [before[1]])], progress=False)
+        assert last.step == STEPS
+        after = pids(trainer)
+        assert after[0] == before[0]
+        assert after[1] != before[1]
+        (line,) = [record.getMessage() for record in caplog.records if "has taken its place" in record.getMessage()]
+        assert line.startswith("worker 1 on ")
+        assert f"(pid {before[1]}) died in step " in line
+        os.kill(after[0], signal.SIGKILL)  # between two steps
+        trainer.fit(steps=10, progress=False)
+        assert difference(trainer.weights(), straight.weights()) < 1e-12
+        assert trainer.stats().replaced == 2
+        assert len(set(pids(trainer)) - {*before, *after}) == 1
+
+
+@pytest.mark.parametrize("strategy", ["async", "ssp"])
+def test_an_asynchronous_run_is_explained_by_its_log(strategy: str) -> None:
+    with DistributedSGD(
+        TASK.creator(), num_workers=2, strategy=strategy, settings=RunSettings(keep_log=True)
+    ) as trainer:
+        victim = pids(trainer)[0]
+        trainer.fit(steps=STEPS, callbacks=[Kill(10, [victim])], progress=False)
+        assert trainer.stats().replaced == 1
+        log = trainer.log()
+        assert same_bits(replay(log, TASK.creator()), trainer.weights())
+        taken = [push.share for commit in log.commits for push in commit.pushes]
+        assert len(set(taken)) == len(taken)
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def test_successors_take_the_others_buffers_and_the_place_in_the_data() -> None:
+    task = Task(normalised, sgd(momentum=0.9), samples(64), batch_size=4)
+    straight = InProcessCluster(task.creator(), num_workers=2)
+    straight.step(20)
+    with DistributedSGD(task.creator(), num_workers=2) as trainer:
+        trainer.fit(steps=12, progress=False)
+        others = trainer.foreach_model(lambda model: model.state())[0]
+        os.kill(pids(trainer)[1], signal.SIGKILL)
+        ray.wait([trainer._live()._watches[worker_peer(1)]], timeout=10)  # a call to it in this moment would fail
+        states = trainer.foreach_model(lambda model: model.state())  # it is replaced before the call
+        assert all(torch.equal(states[1][name], value) for name, value in others.items())
+        trainer.fit(steps=8, progress=False)
+        assert difference(trainer.weights(), straight.weights()) < 1e-12
+        assert trainer.evaluate(samples(16)).samples == 16
+
+
+def test_who_dies_too_often_is_not_replaced_again() -> None:
+    with DistributedSGD(TASK.creator(), num_workers=2, settings=RunSettings(max_failures=1)) as trainer:
+        first = pids(trainer)
+        os.kill(first[1], signal.SIGKILL)
+        trainer.fit(steps=3, progress=False)
+        second = pids(trainer)
+        os.kill(second[1], signal.SIGKILL)
+        with pytest.raises(PeerLostError, match=rf"worker 1 on .*pid {second[1]}\) died: .*max_failures=1"):
+            trainer.fit(steps=3, progress=False)
+        assert trainer.weights()
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, None])
+def test_a_wrong_number_of_failures_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match="max_failures"):
+        RunSettings(max_failures=wrong)
