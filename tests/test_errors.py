@@ -311,6 +311,18 @@ def test_a_worker_that_hangs() -> None:
             sgd.step()
 
 
+def test_a_worker_that_does_not_arrive() -> None:
+    make = creator()
+
+    def create(worker_index: int, device_index: int) -> Any:
+        if worker_index == 1:
+            threading.Event().wait(60)
+        return make(worker_index, device_index)
+
+    with pytest.raises(DeadlineError, match=r"^worker 1 of 2 processes did not build the model within 8 s"):
+        DistributedSGD(create, num_workers=2, settings=RunSettings(start_timeout=1.6))
+
+
 def test_a_schedule_that_ends_too_early() -> None:
     rates = [0.1, 0.1]
     with DistributedSGD(linear_model_creator(learning_rate=lambda step: rates[step])) as sgd:

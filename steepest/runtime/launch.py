@@ -129,6 +129,7 @@ class Cluster:
         described: list[Description] = self._get(
             [w.build.remote(creator, i, devices, seed, cut) for i, w in enumerate(workers)],
             "build the model",
+            *map(worker_peer, range(num_workers)),
         )
         for i, other in enumerate(described):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
@@ -260,7 +261,9 @@ class Cluster:
             self._router.attach(connect(transport, end, timeout, _PAUSE_SECONDS if in_driver else 0.0))
         self._router.start("steepest driver")
         self._ends, self._listening = ends, opened[len(hosting) :] if others else opened
-        self._get([w.join.remote(job, self._listening) for w in workers], "join")
+        self._get(
+            [w.join.remote(job, self._listening) for w in workers], "join", *map(worker_peer, range(len(workers)))
+        )
 
     def _host_in_driver(self, initial: Any) -> None:
         weights, _ = self._get([initial], "send its weights")[0]
@@ -269,8 +272,8 @@ class Cluster:
         host_coordinator(self._router, self.job)
         host_server(self._router, self.job, 0, flat)
 
-    def _get(self, refs: list[Any], what: str) -> list[Any]:
-        """Waits for calls within the starting deadline.
+    def _get(self, refs: list[Any], what: str, *peers: Peer) -> list[Any]:
+        """Waits for calls (to these peers, if they are given) within the starting deadline.
 
         Raises:
             ModelRaisedError: the user's code raised; its traceback is the cause.
@@ -280,9 +283,10 @@ class Cluster:
         try:
             results: list[Any] = ray.get(refs, timeout=max(self._deadline - time.monotonic(), 0.1))
         except ray.exceptions.GetTimeoutError:
-            ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+            _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+            names = ", ".join(str(peers[refs.index(ref)]) for ref in waiting) if peers else str(len(waiting))
             raise DeadlineError(
-                f"{len(waiting)} of {len(ready) + len(waiting)} processes did not {what} within "
+                f"{names} of {len(refs)} processes did not {what} within "
                 f"{self._settings.start_timeout * (1 + _UP_FACTOR):g} s: raise RunSettings(start_timeout=...)"
             ) from None
         except ray.exceptions.RayTaskError as error:
@@ -443,7 +447,7 @@ class Cluster:
         actor = self._actors[peer] = self._actor(peer, index, cpus, gpus, 1)
         try:
             build = actor.build.remote(self._creator, index, self._devices, self._seed, self.job.strategy.cut)
-            described, place = self._get([build, actor.place.remote()], "build the model again")
+            described, place = self._get([build, actor.place.remote()], "build the model again", peer, peer)
             check_agreement(self.job.description, described, "the job", str(peer))
             if place.node != old.node:
                 self._raise_lost(peer, f"{cause}; its successor has come up on another node, {place.node[:12]}")

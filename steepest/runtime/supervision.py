@@ -90,7 +90,7 @@ def cause_of_death(watch: Any) -> str | None:
         text = " ".join(str(error).split())
         for mark in ("The actor is dead because", "Worker exits", "Worker unexpectedly exits"):
             if mark in text:
-                return text[text.index(mark) :][:300]
+                return text[text.index(mark) :].partition(" Some common causes")[0][:300]
         return text[:300]
     except ray.exceptions.RayTaskError as error:
         return f"its router ended: {error.cause!r}"
