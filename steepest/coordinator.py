@@ -190,6 +190,7 @@ class Coordinator:
         if worker in self.joined and self._lives.get(worker) == incarnation:
             return []  # a copy
         self._lives[worker] = incarnation
+        self._last.pop(worker, None)  # a successor counts its pushes anew
         self.joined.add(worker)
         self.gone.pop(worker_peer(worker), None)
         if self.joined < self._members:
@@ -436,8 +437,7 @@ class Coordinator:
 
     def _result(self, step: int) -> Outgoing:
         """Tells the client of a step that is whole."""
-        part, norms = self._part, self._norms
-        self._part, self._norms = [], []
+        part, norms, self._part, self._norms = self._part, self._norms, [], []
         result = {"step": step, **summarize(part, norms, self._stats)}
         told = Message(Kind.RESULT, self.generation, version=self.version, meta=result)
         return [] if self._client is None else [(self._client, told)]

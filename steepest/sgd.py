@@ -386,6 +386,7 @@ class DistributedSGD:
         with self._idle():
             cluster, layout = self._live(), self._job.description.layout
             chosen = self._chosen(strategy)
+            cluster.mend()  # who is missing could not let go of its roles
             snapshot = self._snapshot("state")
             step = snapshot.version // self._job.versions_per_step
             position = self._plan.position(step) if self._plan is not None else None

@@ -126,3 +126,21 @@ def test_without_successors_a_death_is_a_failure() -> None:
 def test_who_holds_what_others_need_has_no_successor(name: str) -> None:
     assert not make(name, TASK, replaces=True).job.workers_are_replaced
     assert MODES[name].name == "allreduce"
+
+
+def test_a_successor_is_not_told_that_a_push_of_its_predecessor_was_its_own() -> None:
+    cluster = make("async", TASK, replaces=True)
+    told: list[int] = []
+
+    def listen(message: Message) -> list[Message]:
+        if message.kind is Kind.GRANT and message.target == worker_peer(1) and "committed" in message.values():
+            told.append(message.values()["committed"])
+        return [message]
+
+    cluster.network.filter = listen
+    trained(cluster, 3)
+    assert max(told) > 0
+    told.clear()
+    cluster.kill(1)
+    trained(cluster, 3)
+    assert told[0] == 0

@@ -93,6 +93,12 @@ def test_successors_take_the_others_buffers_and_the_place_in_the_data() -> None:
         trainer.fit(steps=8, progress=False)
         assert difference(trainer.weights(), straight.weights()) < 1e-12
         assert trainer.evaluate(samples(16)).samples == 16
+        os.kill(pids(trainer)[1], signal.SIGKILL)
+        ray.wait([trainer._live()._watches[worker_peer(1)]], timeout=10)
+        trainer.set_strategy("async")
+        os.kill(pids(trainer)[1], signal.SIGKILL)  # whose life is known to the new coordinator
+        trainer.fit(steps=3, progress=False)
+        assert trainer.stats().replaced == 3
 
 
 def test_who_dies_too_often_is_not_replaced_again() -> None:

@@ -238,7 +238,8 @@ class Cluster:
         )
         timeout = self._settings.start_timeout
         others = [w for w in workers if w not in hosting]
-        opened += self._get([w.open.remote(job, [], initial) for w in others], "open the workers")
+        opening = [w.open.remote(job, [], initial, self._lives[i]) for i, w in enumerate(others)]
+        opened += self._get(opening, "open the workers")
         ends: list[Address | Callee] = list(opened)
         if by_calls(self.job.config):
             ends = [Callee(end.peers, actor) for end, actor in zip(opened, [*hosting, *others], strict=True)]
