@@ -84,6 +84,7 @@ class Client:
         self._reads: dict[int, _Read] = {}
         self._installs: dict[int, _Install] = {}
         self._counters: dict[int, Future[dict[str, Any]]] = {}
+        self._left: set[tuple[int, int]] = set()  # workers and their lives, of which it has heard that they ended
         self._gone: PeerLostError | None = None
         self.lost_peer: Peer | None = None
 
@@ -140,6 +141,10 @@ class Client:
             self._send(server_peer(server), message)
         return self._unless_gone(install.future)
 
+    def declare_lost(self, worker: int, life: int, why: str) -> None:
+        """Has a worker given up that is silent or cut off; a LEFT in `outcomes` says when it is."""
+        self._send(COORDINATOR, Message(Kind.LEFT, meta={"worker": worker, "life": life, "why": why}))
+
     def counters(self, log_from: int | None = None) -> Future[dict[str, Any]]:
         """The coordinator's counters; or a page of its log, from an entry on."""
         self._requests += 1
@@ -172,7 +177,13 @@ class Client:
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
         match message.kind:
-            case Kind.RESULT | Kind.FAILURE | Kind.LEFT:
+            case Kind.LEFT:
+                told = message.values()
+                if (left := (told["worker"], told["life"])) not in self._left:
+                    self._left.add(left)
+                    self.position = max(self.position, Position(message.generation, message.version))
+                    self.outcomes.put(message)
+            case Kind.RESULT | Kind.FAILURE:
                 position = Position(message.generation, message.version)
                 if position > self.position:  # else it is a copy: a failure begins a generation
                     self.position = position

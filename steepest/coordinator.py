@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.errors import ProtocolError, describe_error
+from steepest.history import History
+from steepest.leases import Leases
 from steepest.ledger import Ledger
 from steepest.rules import CommitRule, Staged
 from steepest.staging import Report, StagedEach, StagedTogether, Staging, clip_factor, summarize
 
 Outgoing = list[tuple[Peer, Message]]
-
-#: Entries of the log that one answer holds.
-LOG_PAGE = 2000
-
-
-@dataclass
-class _Busy:
-    """A worker that was given a share and has not been answered yet."""
-
-    lease: int | None  # None when somebody else has the share by now
-    since: float
 
 
 class Coordinator:
@@ -90,18 +79,13 @@ class Coordinator:
         self._staging: Staging = StagedTogether(holding) if rule.together else StagedEach(holding)
         self._per_step = rule.versions_per_step(max(len(members), 1))  # versions that make one step
         self._pushes = rule.pushes_per_step(max(len(members), 1))  # pushes that make one step
-        self._ledger = Ledger()
-        self._busy: dict[int, _Busy] = {}
-        self._clocks = dict.fromkeys(members, 0)
-        self._last: dict[int, int] = {}  # by worker, the sequence number of its last push that was committed
-        self._sent: dict[int, int] = {}  # the version whose weights each worker was sent last
+        self._leases = Leases(rule, members)
+        self._begun = False  # whether all members were there once
         self._part: list[tuple[Report, int]] = []  # of the step that is being taken: reports, and their staleness
         self._norms: list[float | None] = []  # of the same step: of each update's gradient
         self._since = math.inf  # when the open version was begun, on the caller's clock
         self._now = math.inf  # until the caller first tells the time
-        self._log: list[list[Any]] | None = [] if keep_log else None
-        self._staleness: Counter[int] = Counter()
-        self._counts = {"committed": 0, "skipped": 0, "dropped": 0}
+        self._history = History(keep_log)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -122,6 +106,8 @@ class Coordinator:
                 return self._staged(source.index, message)
             case Kind.FAILED:
                 return self._failed(source.index, message)
+            case Kind.LEFT if source.role == "client":
+                return self._declared(message.values())
             case Kind.LEFT:
                 return self._abandon(int(message.values()["worker"]), source.index)
             case Kind.ASK | Kind.INSTALL if message.sequence <= self._asked.get(source, 0):
@@ -140,18 +126,16 @@ class Coordinator:
     def tick(self, now: float) -> Outgoing:
         """Time has passed: gives up what was awaited for too long."""
         self._now = now
-        for busy in self._busy.values():
-            busy.since = min(busy.since, now)
+        overdue = self._leases.overdue(now, self._step_timeout)
         if self._client is None or self.version >= self.limit:
             return []
-        overdue = [worker for worker, busy in self._busy.items() if now - busy.since >= self._step_timeout]
         if not overdue:
             if self._since == math.inf:
                 self._since = now
             if now - self._since < self._step_timeout:
                 return []
         absent = self._members - self.joined
-        workers = overdue or sorted(absent or (self._members if self._rule.together else self._busy))
+        workers = overdue or sorted(absent or (self._members if self._rule.together else self._leases.busy))
         awaited = [str(peer) for peer in self._staging.awaited(workers)]
         return self._fail({"reason": "deadline", "awaited": awaited, "seconds": self._step_timeout})
 
@@ -175,30 +159,59 @@ class Coordinator:
 
     # -- membership ----------------------------------------------------------------------------
 
+    def _declared(self, told: dict[str, Any]) -> Outgoing:
+        """The client says that a worker is gone, although its channel is open."""
+        worker, life = int(told["worker"]), int(told["life"])
+        known = self._waits and worker in self.joined and self._lives[worker] == life
+        return self._wait_for(worker, str(told["why"])) if known else []
+
     def _wait_for(self, worker: int, reason: str) -> Outgoing:
-        """A worker is gone: the open step is void, and taken again when another one has joined in its place."""
+        """A worker is gone, and another one will join in its place.
+
+        Where every member contributes to every version the open step is void, and taken again then. Otherwise the
+        others go on, also with what it was at.
+        """
         self.joined.discard(worker)
-        asked = self.limit - self.version
-        out = self._begin_generation(reload=False)
-        self.limit += asked
+        life = self._lives.get(worker, 0)
+        if self._rule.together:
+            asked = self.limit - self.version
+            out = self._begin_generation(reload=False)
+            self.limit += asked
+        else:
+            lost, complete = self._staging.end(worker)
+            if not complete:
+                self._leases.leave(worker)
+            meta = {"pushes": [list(push) for push in lost], "readers": [], "ended": [worker, life]}
+            out = self._to_servers(Kind.DISCARD, meta=meta) + self._go_on()
         if self._client is not None:
-            left = {"worker": worker, "why": reason, "life": self._lives.get(worker, 0)}
+            left = {"worker": worker, "why": reason, "life": life}
             out.append((self._client, Message(Kind.LEFT, self.generation, version=self.version, meta=left)))
         return out
 
     def _join(self, worker: int, incarnation: int) -> Outgoing:
-        if worker in self.joined and self._lives.get(worker) == incarnation:
-            return []  # a copy
+        known = self._lives.get(worker, -1)
+        if incarnation < known or (worker in self.joined and known == incarnation):
+            return []  # a copy, or one that was given up
         self._lives[worker] = incarnation
-        self._last.pop(worker, None)  # a successor counts its pushes anew
         self.joined.add(worker)
         self.gone.pop(worker_peer(worker), None)
+        self._leases.begin(worker, self.version, self.joined)
+        if self._begun and not self._rule.together and not self._waiting:
+            return self._take_in(worker)
         if self.joined < self._members:
             return []
+        self._begun = True
         asked = self.limit - self.version  # steps may be asked for before everybody is there
         out = self._begin_generation(reload=True)
         self.limit += asked
         return out + self._go_on()
+
+    def _take_in(self, worker: int) -> Outgoing:
+        """A worker joins while the others are at work, who need not hear of it."""
+        meta = {"workers": sorted(self.joined), "reload": True}
+        word = Message(Kind.MEMBERS, self.generation, version=self.version, meta=meta)
+        joined = self._to_servers(Kind.DISCARD, meta={"pushes": [], "readers": [], "joined": worker})
+        return [(worker_peer(worker), word), *joined, *self._go_on()]
 
     def _begin_generation(self, *, reload: bool) -> Outgoing:
         """Voids every staged push; with `reload`, servers send all weights to all workers."""
@@ -206,12 +219,8 @@ class Coordinator:
         self.limit = self.version
         self._staging.clear()
         self._since = math.inf
-        for busy in self._busy.values():
-            if busy.lease is not None:
-                self._ledger.give_back(busy.lease)
-        self._busy.clear()
+        self._leases.clear(self.joined, self.version)
         reload = reload or not self._rule.together  # who was in the middle of a push may hold older weights
-        self._sent = dict.fromkeys(self.joined, self.version)
         install = self._to_install() if self.joined == self._members else []  # they wait for the others
         meta = {"workers": sorted(self.joined), "reload": reload, "install": install}
         out = self._to_servers(Kind.MEMBERS, meta=meta)
@@ -277,10 +286,9 @@ class Coordinator:
         self.version = self.limit = message.version
         step = message.version // self._per_step
         if message.values().get("anew"):  # a restored run begins its shares at that step
-            self._ledger = Ledger(step * self._pushes)
-            self._busy.clear()
-        if self._log is not None:
-            self._log.clear()
+            self._leases.clear(self.joined, self.version)
+            self._leases.ledger = Ledger(step * self._pushes)
+        self._history.forget_log()
         self._part.clear()
         self._norms.clear()
         self._waiting.append((source, message.sequence))
@@ -291,20 +299,15 @@ class Coordinator:
     def _look(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Counters; or a page of the log."""
         if "log" in wanted:
-            if self._log is None:
-                return {"log": None}
-            begin = int(wanted["log"])
-            return {"log": self._log[begin : begin + LOG_PAGE], "length": len(self._log)}
-        counts: dict[str, Any] = {"version": self.version, "generation": self.generation, **self._counts}
-        counts["step"] = self.version // self._per_step
-        counts["staleness"] = sorted(self._staleness.items())
-        return counts
+            return self._history.look(int(wanted["log"]))
+        step = self.version // self._per_step
+        return {"version": self.version, "generation": self.generation, "step": step, **self._history.look()}
 
     # -- going on ------------------------------------------------------------------------------
 
     def _go_on(self) -> Outgoing:
         """Tells workers how far they may go, or what to compute next."""
-        if self.joined < self._members or self._open_to_all:
+        if self._open_to_all or not self._begun or len(self.joined) < self._rule.needs(len(self._members)):
             return []
         if not self._rule.together:
             grants, behind = self._lease()
@@ -323,37 +326,42 @@ class Coordinator:
 
         When nothing more is to be done, everybody who is idle gets the last weights.
         """
+        count = 0 if self.version == self.limit else math.inf  # how many may be busy
+        if self._per_step > 1:  # each push is an update, and no more than are to be made may be on their way
+            count = self.limit - self.version
         grants: Outgoing = []
-        idle = sorted(self.joined - self._busy.keys(), key=lambda worker: (self._clocks[worker], worker))
         chosen = []
-        for worker in idle if self.version < self.limit else ():
-            if self._per_step > 1 and len(self._busy) >= self.limit - self.version:
-                break  # each push is an update, and as many as are to be made are on their way
-            if not self._rule.may_go_on(worker, self._clocks):
-                continue
-            lease = self._ledger.take()
+        for worker, lease in self._leases.choose(self.joined, count, self._now):
             chosen.append(worker)
-            self._busy[worker] = _Busy(lease, self._now)
-            meta = {"lease": lease, "stats": self._stats, "committed": self._last.get(worker, 0)}
+            meta = {"lease": lease, "stats": self._stats, "committed": self._leases.last.get(worker, 0)}
             grants.append((worker_peer(worker), Message(Kind.GRANT, self.generation, version=self.version, meta=meta)))
-        behind = [w for w in (chosen or idle if self.version == self.limit else chosen) if self._sent[w] < self.version]
-        for worker in behind:
-            self._sent[worker] = self.version
-        return grants, behind
+        idle = self.joined - set(self._leases.busy) if self.version == self.limit else ()
+        return grants, self._leases.behind([*chosen, *sorted(idle)], self.version)
 
     # -- stage and commit ----------------------------------------------------------------------
 
     def _report(self, worker: int, message: Message) -> Outgoing:
         if message.generation != self.generation or (self._rule.together and message.version != self.version):
             return []  # of a generation or a version that is over
+        if self._is_over(worker, message.incarnation):
+            return []
         self._staging.report(worker, message)
         return self._decide()
 
     def _staged(self, server: int, message: Message) -> Outgoing:
         if message.generation != self.generation or (self._rule.together and message.version != self.version):
             return []
+        worker = message.values().get("worker")
+        if worker is not None and self._is_over(worker, message.incarnation):
+            late = [worker, message.incarnation, message.sequence]
+            return self._to_servers(Kind.DISCARD, meta={"pushes": [late], "readers": []})
         self._staging.staged(server, message)
         return self._decide()
+
+    def _is_over(self, worker: int, incarnation: int) -> bool:
+        """Whether a push was made by a worker that is gone."""
+        known = worker in self.joined and self._lives[worker] == incarnation
+        return not (known or self._open_to_all or self._rule.together)
 
     def _decide(self) -> Outgoing:
         out: Outgoing = []
@@ -385,14 +393,10 @@ class Coordinator:
         norm = self._staging.norm(chosen)
         clip = 1.0 if norm is None or self._clip_norm is None or skip else clip_factor(norm, self._clip_norm)
         self._norms.append(norm)
-        if self._log is not None:
-            self._log.append(self._entry(chosen, hyper, rate, skip, clip))
+        self._history.add(self._entry(chosen, hyper, rate, skip, clip), staleness.values(), skipped=skip)
         reports = self._staging.take(chosen)
-        self._staleness.update(staleness.values())
         self._part += [(reports[worker], late) for worker, late in staleness.items()]
         self.version += 1
-        self._counts["committed"] += 1
-        self._counts["skipped"] += skip
         self._since = self._now if self.version < self.limit else math.inf
         meta: dict[str, Any] = {"pushes": [list(push.id) for push in chosen]}
         if any(hyper):
@@ -413,12 +417,9 @@ class Coordinator:
         elif self._rule.together:
             meta["readers"] = [[push.worker, 0] for push in chosen]
         else:
-            for push in chosen:
-                del self._busy[push.worker]
-                self._clocks[push.worker] += 1
-                self._last[push.worker] = push.sequence
+            self._leases.commit(chosen)
             if self._per_step == 1:  # what the others are computing can only be dropped
-                self._give_back(self._busy)
+                self._leases.give_back(self._leases.busy)
             grants, behind = self._lease()
             meta["readers"] = [[worker, 0] for worker in behind]
         out = self._to_servers(Kind.COMMIT, weight=rate, meta=meta) + grants
@@ -430,8 +431,8 @@ class Coordinator:
         """One line of the log: version, pushes with their leases, hyperparameters, and the rest of a `Commit`."""
         pushes = []
         for push in chosen:
-            busy = self._busy.get(push.worker)
-            lease = push.pulled * self._pushes + push.worker if busy is None else busy.lease
+            own = push.pulled * self._pushes + push.worker
+            lease = own if self._rule.together else self._leases.lease_of(push.worker)
             pushes.append([push.worker, push.incarnation, push.sequence, push.pulled, lease])
         return [self.version + 1, pushes, hyper if any(hyper) else None, *rest]
 
@@ -445,23 +446,16 @@ class Coordinator:
     def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
         """Will never be committed: their workers go on with new weights, others take their samples if any will come."""
         self._staging.take(pushes)
-        self._counts["dropped"] += len(pushes)
-        back = [lease for push in pushes if (lease := self._busy.pop(push.worker).lease) is not None]
-        others = self.limit - self.version - len(self._busy) >= 2 * len(back)
+        self._history.dropped += len(pushes)
+        back = self._leases.drop(pushes)
+        others = self.limit - self.version - len(self._leases.busy) >= 2 * len(back)
         for lease in () if others else back:
-            self._ledger.give_back(lease)
+            self._leases.ledger.give_back(lease)
         grants, behind = self._lease()
         for lease in back if others else ():  # else who is too slow for a share gets it again and again
-            self._ledger.give_back(lease)
+            self._leases.ledger.give_back(lease)
         meta = {"pushes": [list(push.id) for push in pushes], "readers": [[worker, 0] for worker in behind]}
         return self._to_servers(Kind.DISCARD, meta=meta) + grants
-
-    def _give_back(self, workers: Iterable[int]) -> None:
-        for worker in workers:
-            busy = self._busy[worker]
-            if busy.lease is not None:
-                self._ledger.give_back(busy.lease)
-                busy.lease = None
 
     def _refuse(self, pushes: tuple[Staged, ...], why: dict[str, Any]) -> Outgoing:
         """Tells those who pushed why their push is not committed."""

@@ -51,6 +51,9 @@ class CommitRule(Protocol):
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
         """Whether a worker may begin its next push."""
 
+    def needs(self, workers: int) -> int:
+        """How many of them must be there for the others to go on."""
+
     def pushes_per_step(self, workers: int) -> int:
         """How many batches make one step."""
 
@@ -71,6 +74,10 @@ class CommitAll:
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
         """New weights are all that a worker waits for."""
         return True
+
+    def needs(self, workers: int) -> int:
+        """All."""
+        return workers
 
     def pushes_per_step(self, workers: int) -> int:
         """One of each worker."""
@@ -101,6 +108,10 @@ class CommitFirst:
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
         """New weights are all that a worker waits for."""
         return True
+
+    def needs(self, workers: int) -> int:
+        """As many as a step takes."""
+        return self.pushes_per_step(workers)
 
     def pushes_per_step(self, workers: int) -> int:
         """All but the backup."""
@@ -140,6 +151,10 @@ class CommitEach:
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
         """Whether it is within the bound."""
         return self.lead is None or clocks[worker] - min(clocks.values()) <= self.lead
+
+    def needs(self, workers: int) -> int:
+        """Any."""
+        return 1
 
     def pushes_per_step(self, workers: int) -> int:
         """As many as workers, of whichever."""

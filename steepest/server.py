@@ -117,6 +117,7 @@ class Server:
         self._together_now = _Arriving(len(self._trainable))
         self._puts: dict[tuple[Peer, int], _Put] = {}  # by who puts, and in which request
         self._installed: dict[Peer, int] = {}  # the last request of each
+        self._ended: dict[int, int] = {}  # by worker, the last of its lives that are over
         self._gone: set[Peer] = set()  # whoever put something and left; it may be installed all the same
 
     # -- Role ----------------------------------------------------------------------------------
@@ -217,7 +218,8 @@ class Server:
 
     def _reason_to_refuse(self, push: PushId, message: Message, held: ServerChunk) -> str | None:
         """None to take it; empty when it is merely late; at most once in any case."""
-        if message.generation < self.generation or push in self._done:
+        late = message.generation < self.generation or push.incarnation <= self._ended.get(push.worker, -1)
+        if late or push in self._done:
             return ""
         if not self._open_to_all and push.worker not in self._members:
             return f"worker {push.worker} is no member"
@@ -338,6 +340,14 @@ class Server:
         meta = message.values()
         for push in meta["pushes"]:
             self._forget(PushId(*push))
+        if "ended" in meta:
+            worker, life = meta["ended"]
+            self._ended[worker] = life
+            for push in [push for push in self._arriving if push.worker == worker and push.incarnation <= life]:
+                self._forget(push)
+        if "joined" in meta:
+            for held in self._chunks.values():
+                self._send_weights(worker_peer(meta["joined"]), held, reload=True)
         for worker, sequence in meta["readers"]:
             for held in reversed(self._trainable):
                 self._send_weights(worker_peer(worker), held, sequence)

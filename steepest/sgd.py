@@ -13,29 +13,25 @@ from typing import Any, TypeVar
 import torch
 
 from steepest import checkpoint
-from steepest.client import Snapshot, read_log
+from steepest.client import read_log
 from steepest.comm.message import Message
 from steepest.config import RunSettings, StrategyConfig, as_strategy, require_count
-from steepest.errors import (
-    CheckpointError,
-    ConfigurationError,
-    ShutdownError,
-)
-from steepest.job import ModelCreator
+from steepest.errors import ConfigurationError, ShutdownError
+from steepest.job import Job, ModelCreator
 from steepest.model import Model
 from steepest.observe.commits import CommitLog
 from steepest.observe.progress import Callback, ProgressBar
 from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult
-from steepest.replicas import Replicas, WorkerResult, mean_states
+from steepest.replicas import Replicas, WorkerResult
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
-from steepest.runtime.optimizer_state import OptimizerState
 from steepest.runtime.placement import worker_bundle
 from steepest.runtime.process import WorkerView
+from steepest.runtime.state import JobState
 from steepest.runtime.training import Training
+from steepest.sampler import SamplePlan
 
 T = TypeVar("T")
-_LOOK_SECONDS = 1.0
 
 
 class DistributedSGD:
@@ -83,21 +79,50 @@ class DistributedSGD:
             raise ConfigurationError(
                 f"model_creator={model_creator!r}: give a function of (worker_index, device_index) that returns a model"
             )
-        self.num_workers = require_count("num_workers", num_workers)
-        self.devices_per_worker = require_count("devices_per_worker", devices_per_worker)
-        self.accumulate = require_count("accumulate", accumulate)
-        self.strategy = self._chosen(strategy)
+        workers = require_count("num_workers", num_workers)
+        devices = require_count("devices_per_worker", devices_per_worker)
+        chosen = self._chosen(strategy, workers)
         self._settings = settings or RunSettings()
-        self._seed = require_count("seed", seed, 0)
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
         self._cluster: Cluster | None = Cluster(
-            model_creator, self.num_workers, self.devices_per_worker, gpu, self.strategy, self._seed, self._settings,
-            self.accumulate,
+            model_creator, workers, devices, gpu, chosen, require_count("seed", seed, 0), self._settings,
+            require_count("accumulate", accumulate),
         )  # fmt: skip
-        self._job = self._cluster.job
         self._training = Training(self._cluster, self._settings.step_timeout)
-        self._plan = self._job.plan()
-        self.num_servers = self._job.num_servers
+        self._state = JobState(self._training)
+
+    @property
+    def strategy(self) -> StrategyConfig:
+        """The way of training, with its settings."""
+        return self._job.config
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes."""
+        return self._job.num_workers
+
+    @property
+    def num_servers(self) -> int:
+        """Servers, in processes of their own or in those of workers."""
+        return self._job.num_servers
+
+    @property
+    def devices_per_worker(self) -> int:
+        """Replicas of each worker."""
+        return self._job.devices_per_worker
+
+    @property
+    def accumulate(self) -> int:
+        """Batches of each replica in a step."""
+        return self._job.accumulate
+
+    @property
+    def _job(self) -> Job:
+        return self._training.cluster.job
+
+    @property
+    def _plan(self) -> SamplePlan | None:
+        return self._training.cluster.plan[0]
 
     # -- training ------------------------------------------------------------------------------
 
@@ -204,7 +229,7 @@ class DistributedSGD:
         """
         with self._idle():
             cluster = self._live()
-            state = self._mean_state(cluster)
+            state = self._state.mean_buffers()
             parts = self.num_workers
             results: list[WorkerResult] = cluster.call_workers(tasks.evaluate, data, batch_size, parts, state)
             weight = sum(result.weight for result in results)
@@ -223,7 +248,8 @@ class DistributedSGD:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """CPU copies of all parameters by name, at one version; at any time, from any thread."""
-        snapshot = self._snapshot("weights")
+        self._live()
+        snapshot = self._state.snapshot("weights")
         return self._job.description.layout.named(snapshot.weights)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -232,11 +258,11 @@ class DistributedSGD:
         Loads into the plain module: ``module.load_state_dict(sgd.state_dict())``.
         """
         with self._idle():
-            state = self._job.description.layout.named(self._snapshot("weights").weights)
+            state = self._job.description.layout.named(self._state.snapshot("weights").weights)
             for entry in self._job.description.layout.entries:
                 for alias in entry.aliases:
                     state[alias] = state[entry.name]
-            return state | self._mean_state(self._live())
+            return state | self._state.mean_buffers()
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Sets parameters by name on all servers and workers; those not named, and the optimizer, stay.
@@ -245,9 +271,9 @@ class DistributedSGD:
             ConfigurationError: an unknown name or another shape.
         """
         with self._idle():
-            snapshot = self._snapshot("weights")
+            snapshot = self._state.snapshot("weights")
             self._job.description.layout.write(snapshot.weights, weights)
-            self._install(self._version(), snapshot.weights, None)
+            self._state.install(self._training.version, snapshot.weights, None)
 
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
         """Runs a function in every worker process, between steps; returns what each returned."""
@@ -305,7 +331,9 @@ class DistributedSGD:
         client = self._live().client
         commits = self._wait(self._on_router(lambda: read_log(client)), "the coordinator's log")
         hosts, workers, devices = self._live().job.hosts, self.num_workers, self.devices_per_worker
-        return CommitLog(tuple(commits), self.strategy, workers, devices, self._seed, hosts, self.accumulate)
+        return CommitLog(
+            tuple(commits), self.strategy, workers, devices, self._training.cluster.plan[1], hosts, self.accumulate
+        )
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -319,22 +347,7 @@ class DistributedSGD:
             CheckpointError: it cannot be written.
         """
         with self._idle():
-            cluster = self._live()
-            snapshot = self._snapshot("state")
-            step = snapshot.version // self._job.versions_per_step
-            position = self._plan.position(step) if self._plan is not None else None
-            about = {
-                "step": step,
-                "epoch": position.epoch if position else 0,
-                "offset": position.begin if position else 0,
-                "seed": self._seed,
-            }
-            states = self._states(cluster)
-            mean = mean_states(states, [1.0] * len(states))
-            found = OptimizerState.collect(cluster, snapshot.records)
-            optimizer = found.state, found.plain
-            saved = checkpoint.gather(self._owner(mean), snapshot.weights, optimizer, states, about, found.apart)
-            checkpoint.write(Path(path), saved)
+            checkpoint.write(Path(path), self._state.collect())
 
     def restore(self, path: str | Path) -> None:
         """Continues from a checkpoint, at any number of workers and servers, under any strategy.
@@ -345,31 +358,7 @@ class DistributedSGD:
             CheckpointError: missing, damaged, or of another model, optimizer or data set. Nothing changes then.
         """
         with self._idle():
-            cluster = self._live()
-            saved = checkpoint.read(Path(path))
-            about = saved.about
-            layout = self._job.description.layout
-            try:
-                self._owner(self._states(cluster)[0]).check(saved)
-                apart, replicas = OptimizerState.split(saved.replicas)
-                records = OptimizerState(saved.optimizer, about["plain"], apart).place(cluster)
-            except CheckpointError as error:
-                raise CheckpointError(f"the checkpoint at {path} is not of this job: {error}") from error
-            weights = layout.allocate()
-            layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
-            averaged = {name: value for name, value in saved.weights.items() if name not in layout.index}
-            self._install(about["step"] * self._job.versions_per_step, weights, records)
-            self._seed = about["seed"]
-            self._plan = self._job.plan(about["step"], about["epoch"], about["offset"], self._seed)
-            cluster.plan = (self._plan, self._seed)
-            cluster.call_workers(
-                tasks.continue_from,
-                self._plan,
-                self._seed,
-                tasks.by_replica(replicas),
-                averaged,
-                self._job.replicas,
-            )
+            self._state.place(checkpoint.read(Path(path)), path)
 
     def set_strategy(self, strategy: str | StrategyConfig) -> None:
         """Goes on under another strategy, from the last committed step; the workers and their models stay.
@@ -384,31 +373,15 @@ class DistributedSGD:
             ConfigurationError: no such strategy, or its processes could not talk here; then nothing has changed.
         """
         with self._idle():
-            cluster, layout = self._live(), self._job.description.layout
-            chosen = self._chosen(strategy)
-            cluster.mend()  # who is missing could not let go of its roles
-            snapshot = self._snapshot("state")
-            step = snapshot.version // self._job.versions_per_step
-            position = self._plan.position(step) if self._plan is not None else None
-            weights, state = layout.named(snapshot.weights), OptimizerState.collect(cluster, snapshot.records)
-            cluster.switch(chosen, step)
-            self.strategy, self._job, self.num_servers = chosen, cluster.job, cluster.job.num_servers
-            layout = self._job.description.layout
-            flat = layout.allocate()
-            layout.write(flat, weights)
-            records = state.place(cluster)
-            self._install(step * self._job.versions_per_step, flat, records)
-            if position is not None:
-                self._plan = self._job.plan(step, position.epoch, position.begin, self._seed)
-            cluster.plan = (self._plan, self._seed)
-            cluster.call_workers(tasks.use_plan, self._plan, self._seed)
+            self._state.switch(self._chosen(strategy, self.num_workers))
 
-    def _chosen(self, strategy: str | StrategyConfig) -> StrategyConfig:
+    @staticmethod
+    def _chosen(strategy: str | StrategyConfig, workers: int) -> StrategyConfig:
         config = as_strategy(strategy)
         backup = getattr(config, "backup_workers", 0)
-        if backup and backup >= self.num_workers:
+        if backup and backup >= workers:
             raise ConfigurationError(
-                f"backup_workers={backup} with num_workers={self.num_workers}: nobody would be left whose gradient a "
+                f"backup_workers={backup} with num_workers={workers}: nobody would be left whose gradient a "
                 "step takes; give fewer backup workers, or more workers"
             )
         return config
@@ -449,6 +422,7 @@ class DistributedSGD:
                     "on_step is called while workers go on: there is weights() and stats(); everything else belongs "
                     "into on_epoch_end, or between steps of a loop of your own"
                 )
+            self._live()
             yield
 
     def _live(self) -> Cluster:
@@ -471,24 +445,3 @@ class DistributedSGD:
     def _steps(self) -> int:
         self._live()
         return self._training.step
-
-    def _snapshot(self, what: str) -> Snapshot:
-        client = self._live().client
-        return self._wait(self._on_router(lambda: client.read(what)), "a snapshot of the weights")
-
-    def _install(self, version: int, weights: torch.Tensor, records: list[checkpoint.Record] | None) -> None:
-        self._live().mend()  # who is missing would be waited for
-        client = self._live().client
-        self._wait(self._on_router(lambda: client.install(version, weights, records)), "servers to take new weights")
-
-    def _owner(self, buffers: Mapping[str, torch.Tensor]) -> checkpoint.Owner:
-        described = self._job.description
-        spec = described.optimizer_spec
-        return checkpoint.Owner(described.layout, spec.name, spec.state_flags(), described.samples, buffers)
-
-    def _states(self, cluster: Cluster) -> list[dict[str, torch.Tensor]]:
-        return [state for part in cluster.call_workers(tasks.states) for state in part]
-
-    def _mean_state(self, cluster: Cluster) -> dict[str, torch.Tensor]:
-        states = self._states(cluster)
-        return mean_states(states, [1.0] * len(states))  # replicas see equally many samples

@@ -47,6 +47,9 @@ class Staging(Protocol):
     def take(self, done: Sequence[Staged]) -> dict[int, Report]:
         """Forgets pushes that are decided on; their reports by worker, which are refused from now on."""
 
+    def end(self, worker: int) -> tuple[list[PushId], bool]:
+        """A worker is gone: its pushes that are void now, and whether one is complete and may be committed yet."""
+
     def awaited(self, workers: Iterable[int]) -> list[Peer]:
         """Who has not said what is needed: workers first."""
 
@@ -95,6 +98,10 @@ class StagedTogether:
         reports = {push.worker: self._reports[push.id] for push in done}
         self.clear()
         return reports
+
+    def end(self, worker: int) -> tuple[list[PushId], bool]:
+        """Without it the version cannot be committed: a new generation will void everything."""
+        return [], False
 
     def awaited(self, workers: Iterable[int]) -> list[Peer]:
         """Silent workers, or else silent servers."""
@@ -249,6 +256,15 @@ class StagedEach:
             del self._left[worker]
             self._done.forget(worker)
         return lost
+
+    def end(self, worker: int) -> tuple[list[PushId], bool]:
+        """What is not complete is void, although words of it may still be on their way."""
+        own = [key for key in self._waiting if key.worker == worker]
+        lost = [key for key in own if key not in self._ready]
+        for key in lost:
+            del self._waiting[key]
+            self._done.add(key)
+        return lost, len(lost) < len(own)
 
     def awaited(self, workers: Iterable[int]) -> list[Peer]:
         """Workers that have not reported, or the servers that have not staged what they reported."""

@@ -94,7 +94,7 @@ def test_files_stay_small_and_the_core_within_its_budget() -> None:
         adapter = path.parent.name == "models" or path.name == "torch_collective.py"
         tool = path.parent.name == "testing" or path.name == "demo.py"
         code += 0 if adapter or tool else _code_lines(text)
-    assert code <= 9000
+    assert code <= 10000
 
 
 def _code_lines(text: str) -> int:

@@ -144,3 +144,57 @@ def test_a_successor_is_not_told_that_a_push_of_its_predecessor_was_its_own() ->
     cluster.kill(1)
     trained(cluster, 3)
     assert told[0] == 0
+
+
+@pytest.mark.parametrize("name", ["backup", *EACH])
+def test_the_others_do_not_pause(name: str) -> None:
+    cluster = make(name, TASK, replaces=True)
+    cluster.on_left = lambda worker: None  # nobody comes for now
+    trained(cluster, 2)
+    generation = cluster.coordinator.generation
+    cluster.kill(1)
+    trained(cluster, 6)
+    assert [message.values()["worker"] for message in cluster.left] == [1]
+    cluster.replace(1)
+    trained(cluster, 6)
+    assert cluster.coordinator.generation == generation
+    log = check(cluster, TASK)
+    lives = [{push.incarnation for c in log.commits for push in c.pushes if push.worker == w} for w in range(3)]
+    assert lives == [{0}, {0, 1}, {0}] or name == "backup"  # where somebody may be too late every time
+
+
+@pytest.mark.parametrize("name", ["sync", "backup", *EACH])
+def test_who_is_given_up_though_it_lives_counts_no_more(name: str) -> None:
+    """As one whose network was cut: nobody sees its channels close, and all that it says comes late."""
+    cluster = make(name, TASK, replaces=True)
+    trained(cluster, 2)
+    held: list[Message] = []
+
+    def hold(message: Message) -> list[Message]:
+        if message.source == worker_peer(1) and message.incarnation == 0:
+            held.append(message)
+            return []
+        return [message]
+
+    cluster.network.filter = hold
+    cluster.client.ask(6, True)
+    cluster.network.run_until(lambda: bool(held), "a push of worker 1")
+    cluster.client.declare_lost(1, 0, "silent")
+    cluster.network.run_until(lambda: cluster.client.outcomes.qsize() > 0, "the word that it is gone")
+    healed = list(cluster.links[worker_peer(1)])
+    old = cluster.worker_routers[1]
+    trained(cluster, 6)
+    assert [message.values()["life"] for message in cluster.left] == [0]
+    cluster.network.filter = lambda message: [message]
+    for message in held:  # the link heals
+        for link in healed:
+            if message.target in link.peers:
+                link.send(message)
+    cluster.network.run_until(lambda: cluster.coordinator.version == cluster.coordinator.limit, "all that was asked")
+    assert old is not cluster.worker_routers[1]
+    while not cluster.client.outcomes.empty():
+        cluster.client.outcomes.get()
+    check(cluster, TASK)
+    cluster.client.declare_lost(1, 0, "silent")  # of a life that is over: nothing happens
+    trained(cluster, 2)
+    assert len(cluster.left) == 1

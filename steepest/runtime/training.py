@@ -26,6 +26,7 @@ class Training:
         step_timeout: seconds.
 
     Attributes:
+        cluster: its processes.
         running: whether workers are at work.
         samples, seconds, bytes_pushed, bytes_pulled: sums over all steps so far.
     """
@@ -36,27 +37,27 @@ class Training:
         self.seconds = 0.0
         self.bytes_pushed = 0
         self.bytes_pulled = 0
-        self._cluster = cluster
+        self.cluster = cluster
         self._timeout = step_timeout
 
     @property
     def version(self) -> int:
         """Updates committed, as far as the driver has heard."""
-        return self._cluster.client.position.version
+        return self.cluster.client.position.version
 
     @property
     def step(self) -> int:
         """Steps committed."""
-        return self.version // self._cluster.job.versions_per_step
+        return self.version // self.cluster.job.versions_per_step
 
     def take(self, steps: int, stats: bool, on_step: Callable[[int, Message], None]) -> None:
         """Grants steps and hands on each result; takes back what is not used when anything raises."""
-        client = self._cluster.client
+        client = self.cluster.client
         began = time.monotonic()
         taken = 0
         self.running = True
         try:
-            self._cluster.on_router(lambda: client.ask(steps, stats))
+            self.cluster.on_router(lambda: client.ask(steps, stats))
             while taken < steps:
                 outcome = self._next_outcome()
                 if isinstance(outcome, PeerLostError):
@@ -83,14 +84,14 @@ class Training:
         deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
         while True:
             try:
-                outcome = self._cluster.client.outcomes.get(timeout=_LOOK_SECONDS)
+                outcome = self.cluster.client.outcomes.get(timeout=_LOOK_SECONDS)
                 if isinstance(outcome, PeerLostError) or outcome.kind is not Kind.LEFT:
                     return outcome
-                self._cluster.mend(outcome)
+                self.cluster.mend(outcome)
                 deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
             except queue.Empty:
-                self._cluster.mend()
-                self._cluster.raise_if_dead()
+                self.cluster.mend()
+                self.cluster.raise_if_dead()
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"step {self.step + 1} was not committed within {self._timeout:g} s and the coordinator is mute"
@@ -98,9 +99,9 @@ class Training:
 
     def _revoke(self) -> None:
         """After an error or Ctrl-C: workers become idle; steps that were committed meanwhile stay."""
-        client = self._cluster.client
+        client = self.cluster.client
         try:
-            self.wait(self._cluster.on_router(client.revoke), "the coordinator to stop the workers")
+            self.wait(self.cluster.on_router(client.revoke), "the coordinator to stop the workers")
         except (PeerLostError, DeadlineError, ShutdownError):
             return  # nobody is left to be stopped; the first error says why
         while not client.outcomes.empty():
@@ -110,10 +111,10 @@ class Training:
 
     def _raise_failure(self, meta: dict[str, Any]) -> NoReturn:
         if meta["reason"] == "deadline":
-            self._cluster.raise_if_dead()  # the better explanation
+            self.cluster.raise_if_dead()  # the better explanation
         if meta["reason"] == "lost":
-            self._cluster.lost(Peer(*meta["peer"]), meta["why"])
-        raise_step_error(meta, self._cluster.places)
+            self.cluster.lost(Peer(*meta["peer"]), meta["why"])
+        raise_step_error(meta, self.cluster.places)
 
     def wait(self, future: Future[T], what: str) -> T:
         """What a future holds, within the deadline.
@@ -124,10 +125,10 @@ class Training:
         try:
             return future.result(self._timeout)
         except FutureTimeoutError:
-            self._cluster.raise_if_dead()
+            self.cluster.raise_if_dead()
             raise DeadlineError(f"waited {self._timeout:g} s in vain for {what}") from None
         except PeerLostError as error:
             self._raise_lost(error)
 
     def _raise_lost(self, error: PeerLostError) -> NoReturn:
-        self._cluster.lost(self._cluster.client.lost_peer or Peer("server", 0), str(error))
+        self.cluster.lost(self.cluster.client.lost_peer or Peer("server", 0), str(error))

@@ -1,0 +1,125 @@
+"""What training goes on from: read from a job's processes, and given to them, as a checkpoint or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from steepest import checkpoint
+from steepest.client import Snapshot
+from steepest.config import StrategyConfig
+from steepest.errors import CheckpointError
+from steepest.replicas import mean_states
+from steepest.runtime import tasks
+from steepest.runtime.launch import Cluster
+from steepest.runtime.optimizer_state import OptimizerState
+from steepest.runtime.training import Training
+
+
+class JobState:
+    """The state of one job between two steps.
+
+    Args:
+        training: its steps.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    @property
+    def _cluster(self) -> Cluster:
+        return self._training.cluster
+
+    def snapshot(self, what: str) -> Snapshot:
+        """The weights, or with "state" the optimizer's state too, at one version."""
+        client = self._cluster.client
+        future = self._cluster.on_router(lambda: client.read(what))
+        found: Snapshot = self._training.wait(future, "a snapshot of the weights")
+        return found
+
+    def install(self, version: int, weights: torch.Tensor, records: list[checkpoint.Record] | None) -> None:
+        """Makes these the weights, see `Client.install`."""
+        self._cluster.mend()  # who is missing would be waited for
+        client = self._cluster.client
+        future = self._cluster.on_router(lambda: client.install(version, weights, records))
+        self._training.wait(future, "servers to take new weights")
+
+    def buffers(self) -> list[dict[str, torch.Tensor]]:
+        """Each replica's own."""
+        return [state for part in self._cluster.call_workers(tasks.states) for state in part]
+
+    def mean_buffers(self) -> dict[str, torch.Tensor]:
+        """Their mean over all replicas, which see equally many samples."""
+        states = self.buffers()
+        return mean_states(states, [1.0] * len(states))
+
+    def collect(self) -> checkpoint.Checkpoint:
+        """Everything that a checkpoint holds."""
+        snapshot = self.snapshot("state")
+        plan, seed = self._cluster.plan
+        step = snapshot.version // self._cluster.job.versions_per_step
+        position = plan.position(step) if plan is not None else None
+        about = {
+            "step": step,
+            "epoch": position.epoch if position else 0,
+            "offset": position.begin if position else 0,
+            "seed": seed,
+        }
+        states = self.buffers()
+        owner = self._owner(mean_states(states, [1.0] * len(states)))
+        found = OptimizerState.collect(self._cluster, snapshot.records)
+        return checkpoint.gather(owner, snapshot.weights, (found.state, found.plain), states, about, found.apart)
+
+    def place(self, saved: checkpoint.Checkpoint, where: object) -> None:
+        """Goes on from a checkpoint.
+
+        Args:
+            where: it was read, for the error.
+
+        Raises:
+            CheckpointError: it is of another model, optimizer or data set; nothing has changed.
+        """
+        cluster, about = self._cluster, saved.about
+        layout = cluster.job.description.layout
+        try:
+            self._owner(self.buffers()[0]).check(saved)
+            apart, replicas = OptimizerState.split(saved.replicas)
+            records = OptimizerState(saved.optimizer, about["plain"], apart).place(cluster)
+        except CheckpointError as error:
+            raise CheckpointError(f"the checkpoint at {where} is not of this job: {error}") from error
+        weights = layout.allocate()
+        layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
+        averaged = {name: value for name, value in saved.weights.items() if name not in layout.index}
+        self.install(about["step"] * cluster.job.versions_per_step, weights, records)
+        plan, seed = cluster.job.plan(about["step"], about["epoch"], about["offset"], about["seed"]), about["seed"]
+        cluster.plan = (plan, seed)
+        own = tasks.by_replica(replicas)
+        cluster.call_workers(tasks.continue_from, plan, seed, own, averaged, cluster.job.replicas)
+
+    def switch(self, config: StrategyConfig) -> None:
+        """Goes on under another strategy, from the last committed step, with the same workers.
+
+        Raises:
+            ConfigurationError: its processes could not talk here; nothing has changed.
+        """
+        cluster, layout = self._cluster, self._cluster.job.description.layout
+        cluster.mend()  # who is missing could not let go of its roles
+        snapshot = self.snapshot("state")
+        (plan, seed), step = cluster.plan, snapshot.version // cluster.job.versions_per_step
+        weights, state = layout.named(snapshot.weights), OptimizerState.collect(cluster, snapshot.records)
+        cluster.switch(config, step)
+        layout = cluster.job.description.layout
+        flat = layout.allocate()
+        layout.write(flat, weights)
+        self.install(step * cluster.job.versions_per_step, flat, state.place(cluster))
+        if plan is not None:
+            position = plan.position(step)
+            plan = cluster.job.plan(step, position.epoch, position.begin, seed)
+        cluster.plan = (plan, seed)
+        cluster.call_workers(tasks.use_plan, plan, seed)
+
+    def _owner(self, buffers: Mapping[str, torch.Tensor]) -> checkpoint.Owner:
+        described = self._cluster.job.description
+        spec = described.optimizer_spec
+        return checkpoint.Owner(described.layout, spec.name, spec.state_flags(), described.samples, buffers)
