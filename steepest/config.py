@@ -429,6 +429,11 @@ class RunSettings:
         max_failures: how often each worker may die and be replaced. What it had not finished is done again by its
             successor, with the same samples. Under "ps", "async" and "ssp", whose weights are not the workers'; 0
             ends the step with an error instead, as everywhere else.
+        heartbeat: seconds after which a worker that gives no sign of life is killed and replaced, where it can be. A
+            process gives one whenever Python code may run in it; a long step without it is no silence.
+        spares: idle processes that are kept ready to take a dead worker's place, which takes them some tenths of a
+            second instead of the seconds that Python and torch need to start; each holds a few hundred MB. By default
+            one, as soon as the job has trained for 20 seconds. With GPUs there are none.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -441,14 +446,18 @@ class RunSettings:
     keep_log: bool = False
     keep_memory: bool = True
     max_failures: int = 3
+    heartbeat: float = 3.0
+    spares: int | None = None
 
     def __post_init__(self) -> None:
         require_count("cpus_per_worker", self.cpus_per_worker)
-        for name in ("start_timeout", "step_timeout", "call_timeout"):
+        for name in ("start_timeout", "step_timeout", "call_timeout", "heartbeat"):
             require_seconds(name, getattr(self, name))
         require_choice("keep_log", self.keep_log, (False, True))
         require_choice("keep_memory", self.keep_memory, (False, True))
         require_count("max_failures", self.max_failures, 0)
+        if self.spares is not None:
+            require_count("spares", self.spares, 0)
 
 
 def cluster_address() -> str | None:

@@ -317,7 +317,7 @@ class DistributedSGD:
             staleness=Staleness(dict(counters["staleness"])),
             workers=self.num_workers,
             servers=self.num_servers,
-            replaced=cluster.replaced,
+            replaced=cluster.successors.count,
         )
 
     def log(self) -> CommitLog:

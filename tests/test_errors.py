@@ -222,7 +222,7 @@ def test_strangers_at_the_door_are_refused_and_counted(shared: DistributedSGD) -
         pytest.skip("with the strategy simple nobody listens")
     import ray
 
-    server = shared._live()._actors[Peer("server", 0)]
+    server = shared._live().actors[Peer("server", 0)]
 
     def door(process: Any) -> tuple[str, int]:
         listener = next(sock for sock in process._transport._listeners if sock.family == socket.AF_INET)

@@ -87,14 +87,14 @@ def test_successors_take_the_others_buffers_and_the_place_in_the_data() -> None:
         trainer.fit(steps=12, progress=False)
         others = trainer.foreach_model(lambda model: model.state())[0]
         os.kill(pids(trainer)[1], signal.SIGKILL)
-        ray.wait([trainer._live()._watches[worker_peer(1)]], timeout=10)  # a call to it in this moment would fail
+        ray.wait([trainer._live().watches[worker_peer(1)]], timeout=10)  # a call to it in this moment would fail
         states = trainer.foreach_model(lambda model: model.state())  # it is replaced before the call
         assert all(torch.equal(states[1][name], value) for name, value in others.items())
         trainer.fit(steps=8, progress=False)
         assert difference(trainer.weights(), straight.weights()) < 1e-12
         assert trainer.evaluate(samples(16)).samples == 16
         os.kill(pids(trainer)[1], signal.SIGKILL)
-        ray.wait([trainer._live()._watches[worker_peer(1)]], timeout=10)
+        ray.wait([trainer._live().watches[worker_peer(1)]], timeout=10)
         trainer.set_strategy("async")
         os.kill(pids(trainer)[1], signal.SIGKILL)  # whose life is known to the new coordinator
         trainer.fit(steps=3, progress=False)
@@ -117,3 +117,30 @@ def test_who_dies_too_often_is_not_replaced_again() -> None:
 def test_a_wrong_number_of_failures_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match="max_failures"):
         RunSettings(max_failures=wrong)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "async"])
+def test_who_is_silent_is_replaced_by_a_spare_process(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    settings = RunSettings(heartbeat=1.0, spares=1, keep_log=True)
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, settings=settings) as trainer:
+        trainer.fit(steps=5, progress=False)
+        ray.get(trainer._live().successors._spares[0][1])  # it is up
+        stopped = pids(trainer)[1]
+        os.kill(stopped, signal.SIGSTOP)
+        with caplog.at_level(logging.WARNING, "steepest"):
+            trainer.fit(steps=100, progress=False)
+            while trainer.stats().replaced < 1:
+                trainer.fit(steps=100, progress=False)  # asynchronous ones do not wait for it
+        (line,) = [record.getMessage() for record in caplog.records if "has taken its place" in record.getMessage()]
+        assert f"(pid {stopped}) died in step" in line
+        assert "no sign of life for" in line
+        log = trainer.log()
+        assert same_bits(replay(log, TASK.creator()), trainer.weights())
+        taken = [push.share for commit in log.commits for push in commit.pushes]
+        assert sorted(taken) == list(range(len(taken)))
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("heartbeat", 0), ("heartbeat", "1"), ("spares", -1), ("spares", 0.5)])
+def test_wrong_settings_of_watching_are_refused(name: str, wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        RunSettings(**{name: wrong})

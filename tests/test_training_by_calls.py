@@ -63,7 +63,7 @@ def test_a_dead_worker_is_named() -> None:
     with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy) as sgd:
         sgd.fit(steps=1, progress=False)
         assert sgd._cluster is not None
-        ray.kill(sgd._cluster._actors[worker_peer(1)])
+        ray.kill(sgd._cluster.actors[worker_peer(1)])
         with pytest.raises(PeerLostError, match=r"worker 1.* died"):
             sgd.fit(steps=100, progress=False)
         assert sgd.weights()

@@ -39,11 +39,10 @@ from steepest.job import (
     host_server,
     make_strategy,
 )
-from steepest.replicas import mean_states
-from steepest.runtime import tasks
 from steepest.runtime.calls import Callee, threads_for
 from steepest.runtime.placement import Room, ensure_ray, nodes_of, reserve, spread, worker_bundle
 from steepest.runtime.process import Place, Process, by_calls, connect, make_transport, ways_of
+from steepest.runtime.successors import Successors
 from steepest.runtime.supervision import cause_of_death, fetch_last_lines, raise_remote, travelling
 from steepest.sampler import SamplePlan
 from steepest.strategies.protocol import Strategy
@@ -65,7 +64,9 @@ class Cluster:
         client: the driver's end; use it through `on_router`.
         places: where each process runs, by role.
         plan: which samples belong to whom, and the seed, for workers that come later.
-        replaced: how many workers died and have a successor.
+        actors, watches: Ray's handles of them, and calls that return when they end.
+        lives: of each worker, the one that it is in.
+        successors: replaces workers that died.
     """
 
     client: Client
@@ -83,10 +84,10 @@ class Cluster:
         accumulate: int = 1,
     ) -> None:
         self._began_ray = ensure_ray()
-        self._settings = settings
+        self.settings = settings
         self._deadline = time.monotonic() + settings.start_timeout * (1 + _UP_FACTOR)
-        self._actors: dict[Peer, Any] = {}
-        self._watches: dict[Peer, Any] = {}
+        self.actors: dict[Peer, Any] = {}
+        self.watches: dict[Peer, Any] = {}
         self._room: Room | None = None
         self._token = secrets.token_bytes(32)
         self._router = Router()
@@ -94,9 +95,8 @@ class Cluster:
         self._numbers = itertools.count(1)  # of calls
         self.places: dict[Peer, Place] = {}
         self.plan: tuple[SamplePlan | None, int] = (None, seed)
-        self.replaced = 0
-        self._lives: Counter[int] = Counter()  # of each worker, the one that it is in
-        self._mending = False
+        self.lives: Counter[int] = Counter()
+        self.successors = Successors(self)
         try:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
             self._room = reserve(num_workers, bundle, settings.start_timeout)
@@ -119,21 +119,20 @@ class Cluster:
         seed: int,
         accumulate: int,
     ) -> None:
-        creator = self._creator = travelling(model_creator)
+        creator = self.creator = travelling(model_creator)
         cut = make_strategy(config).cut
-        cpus, gpus = self._settings.cpus_per_worker, devices if gpu else 0
+        self.gpu, self._devices, self._seed, self._accumulate = gpu, devices, seed, accumulate
         for i in range(num_workers):
-            self._actors[worker_peer(i)] = self._actor(worker_peer(i), i, cpus, gpus, 1)
-        workers = list(self._actors.values())
-        self._actors |= self._servers(config, num_workers)
-        described: list[Description] = self._get(
+            self.actors[worker_peer(i)] = self.start_worker(i)
+        workers = list(self.actors.values())
+        self.actors |= self._servers(config, num_workers)
+        described: list[Description] = self.get(
             [w.build.remote(creator, i, devices, seed, cut) for i, w in enumerate(workers)],
             "build the model",
             *map(worker_peer, range(num_workers)),
         )
         for i, other in enumerate(described):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
-        self._gpu, self._devices, self._seed, self._accumulate = gpu, devices, seed, accumulate
         self._take_up(config, described[0], fresh=True)
 
     def _servers(self, config: StrategyConfig, num_workers: int) -> dict[Peer, Any]:
@@ -144,29 +143,29 @@ class Cluster:
             served = 0
         callers = num_workers + served if by_calls(config) else 0
         beside = enumerate(spread(self._nodes, served))
-        return {server_peer(i): self._actor(server_peer(i), at, 0, 0, callers) for i, at in beside}
+        return {server_peer(i): self.start_process(str(server_peer(i)), at, 0, 0, callers) for i, at in beside}
 
     def _take_up(self, config: StrategyConfig, description: Description, *, fresh: bool) -> None:
         """Gives the processes that there are their roles."""
-        workers = [actor for peer, actor in self._actors.items() if peer.role == "worker"]
-        servers = [actor for peer, actor in self._actors.items() if peer.role == "server"]
+        workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
+        servers = [actor for peer, actor in self.actors.items() if peer.role == "server"]
         strategy = make_strategy(config)
         num_servers = strategy.num_servers(len(set(self._nodes)), len(workers))
-        places = self._get([actor.place.remote() for actor in self._actors.values()], "start")
-        self.places = dict(zip(self._actors, places, strict=True))
+        places = self.get([actor.place.remote() for actor in self.actors.values()], "start")
+        self.places = dict(zip(self.actors, places, strict=True))
         alike = by_calls(config) or len(workers) == 1
         self.job = Job(
-            description, config, len(workers), self._devices, num_servers, self._seed, self._settings.step_timeout,
-            self._settings.keep_log, None if alike else self._hosts(num_servers, strategy, config),
-            self._accumulate, self._schedule_offset, self._settings.max_failures > 0,
+            description, config, len(workers), self._devices, num_servers, self._seed, self.settings.step_timeout,
+            self.settings.keep_log, None if alike else self._hosts(num_servers, strategy, config),
+            self._accumulate, self._schedule_offset, self.settings.max_failures > 0,
         )  # fmt: skip
         self.plan = (self.job.plan(), self._seed)
-        job = self._stored_job = ray.put(self.job)
-        self._get([w.bind.remote(job, self._gpu) for w in workers], "bind the model")
+        job = self.stored_job = ray.put(self.job)
+        self.get([w.bind.remote(job, self.gpu) for w in workers], "bind the model")
         initial = workers[0].initial.remote(fresh)
-        for peer, actor in self._actors.items():
-            if peer not in self._watches:
-                self._watches[peer] = actor.watch.remote()
+        for peer, actor in self.actors.items():
+            if peer not in self.watches:
+                self.watches[peer] = actor.watch.remote()
         self._client_index = secrets.randbelow(1 << 31)
         self._wire(workers, servers, job, initial)
 
@@ -177,23 +176,23 @@ class Cluster:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
         """
         check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self._nodes)
-        self._deadline = time.monotonic() + self._settings.start_timeout * (1 + _UP_FACTOR)
+        self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
         job, servers = self.job, self._servers(config, self.job.num_workers)
         try:
-            self._get([actor.place.remote() for actor in servers.values()], "start")
+            self.get([actor.place.remote() for actor in servers.values()], "start")
         except BaseException:
             for actor in servers.values():
                 ray.kill(actor, no_restart=True)
             raise
         self._disconnect()
-        workers = [actor for peer, actor in self._actors.items() if peer.role == "worker"]
+        workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         cut = make_strategy(config).cut
-        layouts = self._get([w.release.remote(cut) for w in workers], "let go of its roles")
-        for peer in [peer for peer in self._actors if peer.role == "server"]:
-            del self._watches[peer]
-            ray.kill(self._actors.pop(peer), no_restart=True)
-        self._actors |= servers
+        layouts = self.get([w.release.remote(cut) for w in workers], "let go of its roles")
+        for peer in [peer for peer in self.actors if peer.role == "server"]:
+            del self.watches[peer]
+            ray.kill(self.actors.pop(peer), no_restart=True)
+        self.actors |= servers
         self._router = Router()
         description = replace(job.description, layout=layouts[0])
         self._take_up(config, description, fresh=False)
@@ -213,7 +212,13 @@ class Cluster:
             gathers = False  # each member updates its own weights, and nothing has to cross
         return Hosts(workers, servers, gathers)
 
-    def _actor(self, peer: Peer, index: int, cpus: int, gpus: int, callers: int) -> Any:
+    def start_worker(self, index: int) -> Any:
+        """Starts the process of a worker."""
+        cpus, gpus = self.settings.cpus_per_worker, self._devices if self.gpu else 0
+        return self.start_process(str(worker_peer(index)), index, cpus, gpus, 1, cpus)
+
+    def start_process(self, name: str, beside: int, cpus: int, gpus: int, callers: int, threads: int = 1) -> Any:
+        """Starts a process beside a worker, with so many callers, and torch threads."""
         assert self._room is not None
         made = ray.remote(Process).options(
             num_cpus=cpus,
@@ -221,9 +226,9 @@ class Cluster:
             max_concurrency=_THREADS + threads_for(callers),
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=self._room.strategy(index),
+            scheduling_strategy=self._room.strategy(beside),
         )
-        return made.remote(f"steepest {peer}", self._token, max(cpus, 1), self._settings.keep_memory)
+        return made.remote(f"steepest {name}", self._token, threads, self.settings.keep_memory)
 
     def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any) -> None:
         """Opens every process and connects them; each channel is opened from the side of fewer servers."""
@@ -232,14 +237,14 @@ class Cluster:
         dealt: list[list[int]] = [[i] for i in range(self.job.num_servers)]
         if len(hosting) == 1:
             dealt = [list(range(self.job.num_servers))]
-        opened: list[Address] = self._get(
+        opened: list[Address] = self.get(
             [actor.open.remote(job, held, initial) for actor, held in zip(hosting, dealt, strict=not in_driver)],
             "open the servers",
         )
-        timeout = self._settings.start_timeout
+        timeout = self.settings.start_timeout
         others = [w for w in workers if w not in hosting]
-        opening = [w.open.remote(job, [], initial, self._lives[i]) for i, w in enumerate(others)]
-        opened += self._get(opening, "open the workers")
+        opening = [w.open.remote(job, [], initial, self.lives[i]) for i, w in enumerate(others)]
+        opened += self.get(opening, "open the workers")
         ends: list[Address | Callee] = list(opened)
         if by_calls(self.job.config):
             ends = [Callee(end.peers, actor) for end, actor in zip(opened, [*hosting, *others], strict=True)]
@@ -248,8 +253,8 @@ class Cluster:
             everybody = bool(self.job.places.relays) or self.job.servers_in_workers  # all have something to say to all
             earlier = [ends[: i if everybody else 1] for i in range(1, len(hosting))]
             calls = [s.connect.remote(to, timeout) for s, to in zip(hosting[1:], earlier, strict=True)]
-            self._get(calls, "connect the servers")
-            self._get([w.connect.remote(ends, timeout) for w in others], "connect the workers")
+            self.get(calls, "connect the servers")
+            self.get([w.connect.remote(ends, timeout) for w in others], "connect the workers")
         peers: tuple[Peer, ...] = (Peer("client", self._client_index),)
         if in_driver:
             peers = (*peers, COORDINATOR, server_peer(0))
@@ -261,19 +266,21 @@ class Cluster:
         for end in ends:
             self._router.attach(connect(transport, end, timeout, _PAUSE_SECONDS if in_driver else 0.0))
         self._router.start("steepest driver")
-        self._ends, self._listening = ends, opened[len(hosting) :] if others else opened
-        self._get(
-            [w.join.remote(job, self._listening) for w in workers], "join", *map(worker_peer, range(len(workers)))
-        )
+        self.ends, self.listening = ends, opened[len(hosting) :] if others else opened
+        self.get([w.join.remote(job, self.listening) for w in workers], "join", *map(worker_peer, range(len(workers))))
 
     def _host_in_driver(self, initial: Any) -> None:
-        weights, _ = self._get([initial], "send its weights")[0]
+        weights, _ = self.get([initial], "send its weights")[0]
         flat = self.job.description.layout.allocate()
         flat.numpy()[:] = weights
         host_coordinator(self._router, self.job)
         host_server(self._router, self.job, 0, flat)
 
-    def _get(self, refs: list[Any], what: str, *peers: Peer) -> list[Any]:
+    def extend_deadline(self) -> None:
+        """Processes may take their time to start from now on."""
+        self._deadline = time.monotonic() + self.settings.start_timeout * (1 + _UP_FACTOR)
+
+    def get(self, refs: list[Any], what: str, *peers: Peer) -> list[Any]:
         """Waits for calls (to these peers, if they are given) within the starting deadline.
 
         Raises:
@@ -288,7 +295,7 @@ class Cluster:
             names = ", ".join(str(peers[refs.index(ref)]) for ref in waiting) if peers else str(len(waiting))
             raise DeadlineError(
                 f"{names} of {len(refs)} processes did not {what} within "
-                f"{self._settings.start_timeout * (1 + _UP_FACTOR):g} s: raise RunSettings(start_timeout=...)"
+                f"{self.settings.start_timeout * (1 + _UP_FACTOR):g} s: raise RunSettings(start_timeout=...)"
             ) from None
         except ray.exceptions.RayTaskError as error:
             raise_remote(error, f"a worker could not {what}")
@@ -301,12 +308,12 @@ class Cluster:
     def on_router(self, function: Callable[[], Any]) -> Any:
         """Runs a function on the thread that owns the client."""
         try:
-            return self._router.call(function).result(self._settings.step_timeout)
+            return self._router.call(function).result(self.settings.step_timeout)
         except ShutdownError:
             self.raise_if_dead()  # the better explanation
             raise
         except FutureTimeoutError:
-            raise DeadlineError(f"the driver's router was busy for {self._settings.step_timeout:g} s") from None
+            raise DeadlineError(f"the driver's router was busy for {self.settings.step_timeout:g} s") from None
 
     def call_workers(
         self,
@@ -325,19 +332,18 @@ class Cluster:
         Raises:
             What the function raises; PeerLostError, DeadlineError.
         """
-        if not self._mending:
-            self.mend()
+        self.mend()
         position = (self.client.position.generation, self.client.position.version)
         stored = [ray.put(argument) for argument in arguments]
         chosen = range(self.job.num_workers) if workers is None else workers
-        actors = [self._actors[worker_peer(i)] for i in chosen]
+        actors = [self.actors[worker_peer(i)] for i in chosen]
         number = next(self._numbers)
         refs = [(a.view_call if view else a.call).remote(position, number, function, *stored) for a in actors]
         waiting = dict(zip(refs, chosen, strict=True))
-        deadline = time.monotonic() + self._settings.call_timeout
+        deadline = time.monotonic() + self.settings.call_timeout
         try:
             while waiting:
-                done, _ = ray.wait(list(waiting), timeout=min(_LOOK_SECONDS, self._settings.call_timeout))
+                done, _ = ray.wait(list(waiting), timeout=min(_LOOK_SECONDS, self.settings.call_timeout))
                 for ref in done:
                     ray.get(ref)  # raises what it raised, without waiting for the others
                     del waiting[ref]
@@ -346,7 +352,7 @@ class Cluster:
                     if time.monotonic() > deadline:
                         silent = ", ".join(str(worker_peer(i)) for i in waiting.values())
                         raise DeadlineError(
-                            f"{silent} did not answer within {self._settings.call_timeout:g} s at version {position[1]}"
+                            f"{silent} did not answer within {self.settings.call_timeout:g} s at version {position[1]}"
                         )
             results: list[Any] = ray.get(refs)
         except ray.exceptions.RayTaskError as error:
@@ -363,7 +369,7 @@ class Cluster:
 
     def counters(self) -> dict[Peer, dict[str, int]]:
         """Counters of all processes that answer."""
-        refs = {actor.counters.remote(): peer for peer, actor in self._actors.items()}
+        refs = {actor.counters.remote(): peer for peer, actor in self.actors.items()}
         answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_CLOSE_SECONDS)
         counters: dict[Peer, dict[str, int]] = {}
         for ref in answered:
@@ -375,27 +381,28 @@ class Cluster:
         """Raises PeerLostError for a process that died, the suspect first; gives Ray some seconds to notice."""
         if self._router.finished.done() and (error := self._router.finished.exception()) is not None:
             raise SteepestError(f"the driver's router ended: {error!r}") from error
-        if self._watches:
-            ray.wait(list(self._watches.values()), timeout=wait)
-        for peer in sorted(self._watches, key=lambda peer: peer != suspect):
-            cause = cause_of_death(self._watches[peer])
+        if self.watches:
+            ray.wait(list(self.watches.values()), timeout=wait)
+        for peer in sorted(self.watches, key=lambda peer: peer != suspect):
+            cause = cause_of_death(self.watches[peer])
             if cause is not None:
-                self._raise_lost(peer, cause)
+                self.raise_lost(peer, cause)
 
     def lost(self, peer: Peer, why: str) -> NoReturn:
         """Raises PeerLostError for a peer whose channel closed, with what Ray knows of it."""
         process = self._process_of(peer)
         self.raise_if_dead(process, _CLOSE_SECONDS)
-        self._raise_lost(process, why)
+        self.raise_lost(process, why)
 
     def _process_of(self, peer: Peer) -> Peer:
-        if peer in self._actors or not self._actors:
+        if peer in self.actors or not self.actors:
             return peer
-        if server_peer(0) in self._actors:
+        if server_peer(0) in self.actors:
             return server_peer(0)
-        return worker_peer(peer.index if worker_peer(peer.index) in self._actors and self.job.num_workers > 1 else 0)
+        return worker_peer(peer.index if worker_peer(peer.index) in self.actors and self.job.num_workers > 1 else 0)
 
-    def _raise_lost(self, peer: Peer, why: str) -> NoReturn:
+    def raise_lost(self, peer: Peer, why: str) -> NoReturn:
+        """Raises PeerLostError for a process, with where it was and its last lines."""
         place = self.places.get(peer)
         where, lines = "", ["(nothing)"]
         if place is not None:
@@ -408,72 +415,8 @@ class Cluster:
         )
 
     def mend(self, left: Message | None = None) -> None:
-        """Gives workers that died a successor each, where that can be; training goes on when they have joined.
-
-        Args:
-            left: the coordinator's word that one is gone.
-
-        Raises:
-            PeerLostError: it cannot be, or not again. Whatever its successor raises when it is made.
-        """
-        if not self.job.workers_are_replaced:
-            return
-        said = left.values() if left is not None else {}
-        for index in range(self.job.num_workers):
-            suspected = said.get("worker") == index and said["life"] == self._lives[index]
-            watch = self._watches[worker_peer(index)]
-            if suspected:
-                ray.wait([watch], timeout=_CLOSE_SECONDS)
-            cause = cause_of_death(watch)
-            if cause is None and suspected:  # it lives, out of reach: nothing that it still says may count
-                ray.kill(self._actors[worker_peer(index)], no_restart=True)
-                cause = str(said["why"])
-            if cause is not None:
-                self._mending = True
-                try:
-                    self._succeed(index, cause)
-                finally:
-                    self._mending = False
-
-    def _succeed(self, index: int, cause: str) -> None:
-        """Another process takes the place of a worker that is dead."""
-        peer, began = worker_peer(index), time.monotonic()
-        if self._lives[index] >= self._settings.max_failures:
-            allowed = f"RunSettings(max_failures={self._settings.max_failures})"
-            self._raise_lost(peer, f"{cause} (it had {self._lives[index]} successors, {allowed} gives it no more)")
-        self._lives[index] += 1
-        self._deadline = began + self._settings.start_timeout * (1 + _UP_FACTOR)
-        old, life, before = self.places[peer], self._lives[index], self._actors[peer]
-        cpus, gpus = self._settings.cpus_per_worker, self._devices if self._gpu else 0
-        actor = self._actors[peer] = self._actor(peer, index, cpus, gpus, 1)
-        try:
-            build = actor.build.remote(self._creator, index, self._devices, self._seed, self.job.strategy.cut)
-            described, place = self._get([build, actor.place.remote()], "build the model again", peer, peer)
-            check_agreement(self.job.description, described, "the job", str(peer))
-            if place.node != old.node:
-                self._raise_lost(peer, f"{cause}; its successor has come up on another node, {place.node[:12]}")
-            alive = [i for i in range(self.job.num_workers) if cause_of_death(self._watches[worker_peer(i)]) is None]
-            states = [state for part in self.call_workers(tasks.states, workers=alive) for state in part]
-            mean = mean_states(states, [1.0] * len(states)) if states else None
-            job = self._stored_job
-            self._get([actor.bind.remote(job, self._gpu)], "bind the model again")
-            (address,) = self._get([actor.open.remote(job, [], None, life)], "open a worker again")
-            self._get([actor.take_state.remote(*self.plan, mean)], "take the others' state")
-            self._get([actor.connect.remote(self._ends, self._settings.start_timeout)], "connect a worker again")
-        except BaseException:
-            ray.kill(actor, no_restart=True)
-            self._actors[peer] = before
-            raise
-        self._watches[peer], self.places[peer], self._listening[index] = actor.watch.remote(), place, address
-        joining = [self._actors[worker_peer(i)] for i in (*alive, index)]
-        self._get([each.join.remote(job, self._listening) for each in joining], "join again")
-        self.replaced += 1
-        log.warning(
-            "%s on %s (pid %d) died in step %d: %s; pid %d has taken its place after %.1f s; the step is taken again, "
-            "no update and no sample is lost",
-            peer, old.host, old.pid, self.client.position.version // self.job.versions_per_step + 1, cause, place.pid,
-            time.monotonic() - began,
-        )  # fmt: skip
+        """See `Successors.mend`."""
+        self.successors.mend(left)
 
     # -- ending --------------------------------------------------------------------------------
 
@@ -481,9 +424,10 @@ class Cluster:
         """Ends every process; safe to call twice and at any time."""
         self._disconnect()
         if ray.is_initialized():
-            for actor in self._actors.values():
+            self.successors.end()
+            for actor in self.actors.values():
                 ray.kill(actor, no_restart=True)
-            self._actors.clear()
+            self.actors.clear()
             if self._room is not None:
                 self._room.release()
                 self._room = None

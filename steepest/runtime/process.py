@@ -114,6 +114,12 @@ class Process:
     def _on_router(self, function: Callable[[], Any]) -> Any:
         return self._router.call(function).result()
 
+    def alive(self) -> None:
+        """A sign of life, although the router may be in the middle of a long step."""
+
+    def prepare(self, model_creator: ModelCreator) -> None:
+        """Imports what the models need, by receiving the function that makes them."""
+
     def place(self) -> Place:
         """Where it runs."""
         return self._place

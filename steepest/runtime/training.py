@@ -39,6 +39,7 @@ class Training:
         self.bytes_pulled = 0
         self.cluster = cluster
         self._timeout = step_timeout
+        self._began = 0.0  # of the steps that are being taken
 
     @property
     def version(self) -> int:
@@ -53,7 +54,7 @@ class Training:
     def take(self, steps: int, stats: bool, on_step: Callable[[int, Message], None]) -> None:
         """Grants steps and hands on each result; takes back what is not used when anything raises."""
         client = self.cluster.client
-        began = time.monotonic()
+        self._began = time.monotonic()
         taken = 0
         self.running = True
         try:
@@ -70,7 +71,7 @@ class Training:
                 on_step(int(outcome.values()["step"]), outcome)
         finally:
             self.running = False
-            self.seconds += time.monotonic() - began
+            self.seconds += time.monotonic() - self._began
             if taken < steps:
                 self._revoke()
 
@@ -84,6 +85,7 @@ class Training:
         deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
         while True:
             try:
+                self.cluster.successors.look(self.seconds + time.monotonic() - self._began)
                 outcome = self.cluster.client.outcomes.get(timeout=_LOOK_SECONDS)
                 if isinstance(outcome, PeerLostError) or outcome.kind is not Kind.LEFT:
                     return outcome

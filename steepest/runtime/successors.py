@@ -1,0 +1,203 @@
+"""Successors: another process takes the place of a worker that died; spare ones are kept ready for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from steepest.comm.message import Message, Peer, worker_peer
+from steepest.job import check_agreement
+from steepest.replicas import mean_states
+from steepest.runtime import tasks
+from steepest.runtime.process import Place
+from steepest.runtime.supervision import cause_of_death
+
+if TYPE_CHECKING:
+    from steepest.runtime.launch import Cluster
+
+log = logging.getLogger(__name__)
+
+_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
+_SPARE_AFTER_SECONDS = 20.0  # of training, before a spare process is worth its memory
+
+
+class Successors:
+    """Watches over a job's workers, and replaces those that are gone.
+
+    Args:
+        cluster: the job's processes.
+
+    Attributes:
+        count: how many workers were replaced.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.count = 0
+        self._cluster = cluster
+        self._spares: list[tuple[Any, Any]] = []  # actors, and the call that says where they are
+        self._mending = False
+        self._pings: dict[Peer, tuple[Any, float]] = {}  # unanswered: the call, and since when
+        self._looked = 0.0
+        self._silent: dict[int, int] = {}  # workers, and their lives, that did not answer
+
+    # -- spare processes -----------------------------------------------------------------------
+
+    def prepare(self, trained: float) -> None:
+        """Starts spare processes, if some are wanted by now."""
+        settings = self._cluster.settings
+        wanted = settings.spares
+        if wanted is None:
+            wanted = 1 if trained >= _SPARE_AFTER_SECONDS else 0
+        if not self._cluster.job.workers_are_replaced or not settings.max_failures or self._cluster.gpu:
+            return  # a GPU is Ray's to give, when it is needed
+        for number in range(len(self._spares), wanted):
+            actor = self._cluster.start_process("spare", number, 0, 0, 1, settings.cpus_per_worker)
+            actor.prepare.remote(self._cluster.creator)
+            self._spares.append((actor, actor.place.remote()))
+
+    def _spare(self, node: str) -> Any | None:
+        """A spare process on a node that is up, if there is one."""
+        for spare in self._spares:
+            actor, placing = spare
+            ready, _ = ray.wait([placing], timeout=0)
+            if not ready:
+                continue
+            try:
+                found: Place = ray.get(placing)
+                ray.get(actor.place.remote(), timeout=_NOTICE_SECONDS)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                self._spares.remove(spare)
+                return self._spare(node)
+            if found.node == node:
+                self._spares.remove(spare)
+                return actor
+        return None
+
+    def end(self) -> None:
+        """Ends the spare processes."""
+        for actor, _ in self._spares:
+            ray.kill(actor, no_restart=True)
+        self._spares.clear()
+
+    # -- silence -------------------------------------------------------------------------------
+
+    def look(self, trained: float) -> None:
+        """Asks every worker for a sign of life, gives up who has not answered for too long, and starts spares.
+
+        Args:
+            trained: seconds of training so far.
+        """
+        self.prepare(trained)
+        cluster, now = self._cluster, time.monotonic()
+        limit = cluster.settings.heartbeat
+        if not cluster.job.workers_are_replaced or now - self._looked < limit / 6:
+            return
+        self._looked = now
+        if self._pings:
+            refs = [ref for ref, _ in self._pings.values()]
+            answered = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+            self._pings = {peer: ping for peer, ping in self._pings.items() if ping[0] not in answered}
+        for peer, (_, since) in self._pings.items():
+            if now - since >= limit and cluster.lives[peer.index] != self._silent.get(peer.index):
+                self._give_up(peer, f"no sign of life for {now - since:.1f} s")
+        for index in range(cluster.job.num_workers):
+            peer = worker_peer(index)
+            if peer not in self._pings and cause_of_death(cluster.watches[peer]) is None:
+                self._pings[peer] = (cluster.actors[peer].alive.remote(), now)
+
+    def _give_up(self, peer: Peer, why: str) -> None:
+        cluster, life = self._cluster, self._cluster.lives[peer.index]
+        self._silent[peer.index] = life
+        cluster.on_router(lambda: cluster.client.declare_lost(peer.index, life, why))
+        self._kill(peer)
+
+    def _kill(self, peer: Peer) -> None:
+        """Nothing that it still says may count; it may be stopped, or out of reach."""
+        place = self._cluster.places[peer]
+        if place.node == ray.get_runtime_context().get_node_id():
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # Ray's word reaches no stopped process
+                os.kill(place.pid, signal.SIGKILL)
+        ray.kill(self._cluster.actors[peer], no_restart=True)
+
+    # -- successors ----------------------------------------------------------------------------
+
+    def mend(self, left: Message | None = None) -> None:
+        """Gives workers that died a successor each, where that can be; training goes on when they have joined.
+
+        Args:
+            left: the coordinator's word that one is gone.
+
+        Raises:
+            PeerLostError: it cannot be, or not again. Whatever its successor raises when it is made.
+        """
+        cluster = self._cluster
+        if self._mending or not cluster.job.workers_are_replaced:
+            return
+        said = left.values() if left is not None else {}
+        for index in range(cluster.job.num_workers):
+            peer = worker_peer(index)
+            suspected = said.get("worker") == index and said["life"] == cluster.lives[index]
+            silent = self._silent.get(index) == cluster.lives[index]
+            if suspected and not silent:
+                ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
+            cause = cause_of_death(cluster.watches[peer])
+            if suspected and (silent or cause is None):  # it may live, out of reach
+                self._kill(peer)
+                cause = str(said["why"])
+            if cause is not None:
+                self._mending = True
+                try:
+                    self._succeed(index, cause)
+                finally:
+                    self._mending = False
+
+    def _succeed(self, index: int, cause: str) -> None:
+        """Another process takes the place of a worker that is dead."""
+        cluster, peer, began = self._cluster, worker_peer(index), time.monotonic()
+        job, settings = cluster.job, cluster.settings
+        if cluster.lives[index] >= settings.max_failures:
+            allowed = f"RunSettings(max_failures={settings.max_failures})"
+            cluster.raise_lost(peer, f"{cause} (it had {cluster.lives[index]} successors, {allowed} gives it no more)")
+        cluster.lives[index] += 1
+        cluster.extend_deadline()
+        self._pings.pop(peer, None)
+        old, life, before = cluster.places[peer], cluster.lives[index], cluster.actors[peer]
+        actor = self._spare(old.node) or cluster.start_worker(index)
+        cluster.actors[peer] = actor
+        try:
+            build = actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut)
+            described, place = cluster.get([build, actor.place.remote()], "build the model again", peer, peer)
+            check_agreement(job.description, described, "the job", str(peer))
+            if place.node != old.node:
+                cluster.raise_lost(peer, f"{cause}; its successor has come up on another node, {place.node[:12]}")
+            alive = [i for i in range(job.num_workers) if cause_of_death(cluster.watches[worker_peer(i)]) is None]
+            alive = [i for i in alive if self._silent.get(i) != cluster.lives[i]]
+            states = [state for part in cluster.call_workers(tasks.states, workers=alive) for state in part]
+            mean = mean_states(states, [1.0] * len(states)) if states else None
+            cluster.get([actor.bind.remote(cluster.stored_job, cluster.gpu)], "bind the model again")
+            (address,) = cluster.get([actor.open.remote(cluster.stored_job, [], None, life)], "open a worker again")
+            cluster.get([actor.take_state.remote(*cluster.plan, mean)], "take the others' state")
+            cluster.get([actor.connect.remote(cluster.ends, settings.start_timeout)], "connect a worker again")
+        except BaseException:
+            ray.kill(actor, no_restart=True)
+            cluster.actors[peer] = before
+            raise
+        cluster.watches[peer], cluster.places[peer] = actor.watch.remote(), place
+        cluster.listening[index] = address
+        joining = [cluster.actors[worker_peer(i)] for i in (*alive, index)]
+        cluster.get([each.join.remote(cluster.stored_job, cluster.listening) for each in joining], "join again")
+        self.count += 1
+        repeated = "the step is taken again" if job.strategy.rule.together else "the others went on"
+        log.warning(
+            "%s on %s (pid %d) died in step %d: %s; pid %d has taken its place after %.1f s; %s, no update and no "
+            "sample is lost",
+            peer, old.host, old.pid, cluster.client.position.version // job.versions_per_step + 1, cause, place.pid,
+            time.monotonic() - began, repeated,
+        )  # fmt: skip
+        self.prepare(_SPARE_AFTER_SECONDS if settings.spares is None else 0.0)
