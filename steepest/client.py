@@ -104,6 +104,13 @@ class Client:
         self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": 0, "revoke": True}))
         return self._unless_gone(install.future)
 
+    def stop(self) -> Future[dict[str, Any]]:
+        """Has workers stop at the end of a step soon; the future tells at which version ("limit"), which will come."""
+        self._requests += 1
+        future = self._counters[self._requests] = Future()
+        self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": 0, "stop": True}))
+        return self._unless_gone(future)
+
     def read(self, what: str) -> Future[Snapshot]:
         """The weights (`what` is "weights") or optimizer state too ("state"), at one version over all servers."""
         self._requests += 1

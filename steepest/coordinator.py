@@ -35,7 +35,6 @@ class Coordinator:
         clip_norm: the greatest norm of an update's gradient; None for any.
         scale_rate: whether the learning rate is divided by the staleness.
         keep_log: whether to keep every commit, for a replay.
-        open_to_all: a parameter server by itself: anybody may push, nothing is leased or granted.
         waits: whether a worker that is lost is waited for, because another one will join in its place; otherwise the
             loss is a failure.
     """
@@ -53,7 +52,6 @@ class Coordinator:
         clip_norm: float | None = None,
         scale_rate: bool = False,
         keep_log: bool = False,
-        open_to_all: bool = False,
         waits: bool = False,
     ) -> None:
         self.version = 0
@@ -70,7 +68,6 @@ class Coordinator:
         self._nonfinite = nonfinite
         self._clip_norm = clip_norm
         self._scale_rate = scale_rate
-        self._open_to_all = open_to_all
         self._waits = waits
         self._stats = True
         self._client: Peer | None = None
@@ -96,9 +93,9 @@ class Coordinator:
             ProtocolError: a kind that no coordinator receives.
         """
         match message.kind:
-            case Kind.JOIN | Kind.REPORT | Kind.FAILED if not (self._open_to_all or source.index in self._members):
+            case Kind.JOIN | Kind.REPORT | Kind.FAILED if not self._is_member(source.index):
                 raise ProtocolError(f"worker {source.index} is not a member of this job")
-            case Kind.JOIN if not self._open_to_all:
+            case Kind.JOIN:
                 return self._join(source.index, message.incarnation)
             case Kind.REPORT:
                 return self._report(source.index, message)
@@ -106,10 +103,8 @@ class Coordinator:
                 return self._staged(source.index, message)
             case Kind.FAILED:
                 return self._failed(source.index, message)
-            case Kind.LEFT if source.role == "client":
-                return self._declared(message.values())
             case Kind.LEFT:
-                return self._abandon(int(message.values()["worker"]), source.index)
+                return self._declared(message.values())
             case Kind.ASK | Kind.INSTALL if message.sequence <= self._asked.get(source, 0):
                 return []  # a copy of one that was taken
             case Kind.ASK:
@@ -141,8 +136,6 @@ class Coordinator:
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """A peer's channel closed."""
-        if self._open_to_all and peer.role == "worker":
-            return self._abandon(peer.index, None)
         if peer.role == "worker" and peer.index in self._members:
             if self._waits:
                 return self._wait_for(peer.index, reason) if peer.index in self.joined else []
@@ -156,6 +149,9 @@ class Coordinator:
         if self.version < self.limit:
             return self._fail(self._loss())
         return self._begin_generation(reload=False)  # whoever asks for the next step is told
+
+    def _is_member(self, worker: int) -> bool:
+        return worker in self._members
 
     # -- membership ----------------------------------------------------------------------------
 
@@ -256,6 +252,8 @@ class Coordinator:
             out = self._begin_generation(reload=False)
             stopped = Message(Kind.INSTALLED, self.generation, sequence=message.sequence, version=self.version)
             return [*out, (source, stopped)]
+        if meta.get("stop"):
+            return self._stop(source, message)
         if self.gone:
             return self._fail(self._loss())
         self._stats = bool(meta.get("stats", True))
@@ -264,6 +262,20 @@ class Coordinator:
         self.limit += int(meta["steps"]) * self._per_step
         self.limit -= self.limit % self._per_step  # a step that was given up half-way is finished first
         return self._go_on()
+
+    def _stop(self, source: Peer, message: Message) -> Outgoing:
+        """Takes back what was asked for, but for whole steps that are begun."""
+        out: Outgoing = []
+        busy = len(self._leases.busy)
+        if self._rule.together:
+            if self.version < self.limit:
+                out = self._begin_generation(reload=False)
+        else:
+            begun = self.version + (busy if self._per_step > 1 else bool(busy))
+            self.limit = min(self.limit, begun + -begun % self._per_step)
+            out = self._go_on()
+        told = Message(Kind.STATS, self.generation, sequence=message.sequence, meta={"limit": self.limit})
+        return [*out, (source, told)]
 
     def _read(self, source: Peer, message: Message) -> Outgoing:
         """Orders a snapshot between two commits, so that all servers send one version."""
@@ -275,11 +287,6 @@ class Coordinator:
 
     def _install(self, source: Peer, message: Message) -> Outgoing:
         self._asked[source] = message.sequence
-        if self._open_to_all:
-            self.version += 1
-            self._waiting.append((source, message.sequence))
-            meta = {"workers": [], "reload": False, "install": self._to_install()}
-            return self._to_servers(Kind.MEMBERS, meta=meta) + self._tell_installed()
         self._client = source
         if self.gone:
             return [(source, Message(Kind.INSTALLED, sequence=message.sequence, meta=self._loss()))]
@@ -307,7 +314,7 @@ class Coordinator:
 
     def _go_on(self) -> Outgoing:
         """Tells workers how far they may go, or what to compute next."""
-        if self._open_to_all or not self._begun or len(self.joined) < self._rule.needs(len(self._members)):
+        if not self._begun or len(self.joined) < self._rule.needs(len(self._members)):
             return []
         if not self._rule.together:
             grants, behind = self._lease()
@@ -361,7 +368,7 @@ class Coordinator:
     def _is_over(self, worker: int, incarnation: int) -> bool:
         """Whether a push was made by a worker that is gone."""
         known = worker in self.joined and self._lives[worker] == incarnation
-        return not (known or self._open_to_all or self._rule.together)
+        return not (known or self._rule.together)
 
     def _decide(self) -> Outgoing:
         out: Outgoing = []
@@ -375,10 +382,7 @@ class Coordinator:
             culprits = [] if self._nonfinite == "pass" else self._staging.culprits(commit)
             if culprits and self._nonfinite == "refuse":
                 meta = {"reason": "nonfinite", "culprits": [list(culprit) for culprit in culprits]}
-                if not self._open_to_all:
-                    return out + self._fail(meta)
-                out += self._refuse(commit, meta)
-                continue
+                return out + self._refuse(commit, meta)
             out += self._commit(commit, skip=bool(culprits))
         return out
 
@@ -405,27 +409,21 @@ class Coordinator:
             meta["skip"] = True
         if clip != 1.0:
             meta["clip"] = clip
-        grants: Outgoing = []
-        if self._open_to_all:
-            wanting = [push for push in chosen if reports[push.worker].meta.get("pull")]
-            meta["readers"] = [[push.worker, push.sequence] for push in wanting]
-            for push in (push for push in chosen if push not in wanting):
-                committed = Message(Kind.RESULT, self.generation, sequence=push.sequence, version=self.version)
-                grants.append((worker_peer(push.worker), committed))
-            self._part.clear()
-            self._norms.clear()
-        elif self._rule.together:
-            meta["readers"] = [[push.worker, 0] for push in chosen]
-        else:
-            self._leases.commit(chosen)
-            if self._per_step == 1:  # what the others are computing can only be dropped
-                self._leases.give_back(self._leases.busy)
-            grants, behind = self._lease()
-            meta["readers"] = [[worker, 0] for worker in behind]
-        out = self._to_servers(Kind.COMMIT, weight=rate, meta=meta) + grants
-        if self.version % self._per_step == 0 and not self._open_to_all:
+        answers, meta["readers"] = self._answer(chosen, reports)
+        out = self._to_servers(Kind.COMMIT, weight=rate, meta=meta) + answers
+        if self.version % self._per_step == 0:
             out += self._result(step + 1)
         return out
+
+    def _answer(self, chosen: tuple[Staged, ...], reports: dict[int, Report]) -> tuple[Outgoing, list[list[int]]]:
+        """What those whose pushes were committed are told, and who is sent the new weights."""
+        if self._rule.together:
+            return [], [[push.worker, 0] for push in chosen]
+        self._leases.commit(chosen)
+        if self._per_step == 1:  # what the others are computing can only be dropped
+            self._leases.give_back(self._leases.busy)
+        grants, behind = self._lease()
+        return grants, [[worker, 0] for worker in behind]
 
     def _entry(self, chosen: Sequence[Staged], hyper: list[dict[str, Any]], *rest: Any) -> list[Any]:
         """One line of the log: version, pushes with their leases, hyperparameters, and the rest of a `Commit`."""
@@ -458,21 +456,8 @@ class Coordinator:
         return self._to_servers(Kind.DISCARD, meta=meta) + grants
 
     def _refuse(self, pushes: tuple[Staged, ...], why: dict[str, Any]) -> Outgoing:
-        """Tells those who pushed why their push is not committed."""
-        self._staging.take(pushes)
-        out = self._to_servers(Kind.DISCARD, meta={"pushes": [list(push.id) for push in pushes], "readers": []})
-        for push in pushes:
-            refusal = Message(Kind.FAILURE, self.generation, sequence=push.sequence, version=self.version, meta=why)
-            out.append((worker_peer(push.worker), refusal))
-        return out
-
-    def _abandon(self, worker: int, server: int | None) -> Outgoing:
-        """Somebody who pushed is gone: what is not staged everywhere never will be."""
-        assert isinstance(self._staging, StagedEach)
-        lost = self._staging.abandon(worker, server)
-        if not lost:
-            return []
-        return self._to_servers(Kind.DISCARD, meta={"pushes": [list(push) for push in lost], "readers": []})
+        """They hold NaN or infinity."""
+        return self._fail(why)
 
     # -- failure -------------------------------------------------------------------------------
 

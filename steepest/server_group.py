@@ -11,8 +11,8 @@ from steepest.arrays import Arrays
 from steepest.client import Client
 from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
-from steepest.coordinator import Coordinator
 from steepest.coordinator_role import CoordinatorRole
+from steepest.open_coordinator import OpenCoordinator
 from steepest.pusher import Pusher
 from steepest.rules import CommitEach
 from steepest.server import Server
@@ -66,7 +66,7 @@ class ServerGroup:
         return server
 
     def _host_coordinator(self, router: Router) -> None:
-        coordinator = Coordinator(
+        coordinator = OpenCoordinator(
             members=frozenset(),
             servers=tuple(range(self.num_servers)),
             holding=frozenset(self.owners),
@@ -74,7 +74,6 @@ class ServerGroup:
             hyperparameters=lambda step: [],
             step_timeout=float("inf"),
             nonfinite=self.nonfinite,
-            open_to_all=True,
         )
         router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR)))
 

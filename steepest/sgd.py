@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,14 @@ import torch
 from steepest import checkpoint
 from steepest.client import read_log
 from steepest.comm.message import Message
-from steepest.config import RunSettings, StrategyConfig, as_strategy, require_count
+from steepest.config import (
+    LocalStrategy,
+    ParameterServerStrategy,
+    RunSettings,
+    StrategyConfig,
+    as_strategy,
+    require_count,
+)
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.job import Job, ModelCreator
 from steepest.model import Model
@@ -27,6 +35,7 @@ from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
 from steepest.runtime.placement import worker_bundle
 from steepest.runtime.process import WorkerView
+from steepest.runtime.resizing import Resize
 from steepest.runtime.state import JobState
 from steepest.runtime.training import Training
 from steepest.sampler import SamplePlan
@@ -373,7 +382,42 @@ class DistributedSGD:
             ConfigurationError: no such strategy, or its processes could not talk here; then nothing has changed.
         """
         with self._idle():
-            self._state.switch(self._chosen(strategy, self.num_workers))
+            self._state.reform(self._chosen(strategy, self.num_workers))
+
+    def resize(self, workers: int | None = None, servers: int | None = None) -> None:
+        """Goes on with another number of workers, or of servers, from the next step on; nothing is lost or repeated.
+
+        New processes start first. Between two steps it returns when that is done; while training is under way (called
+        by a callback, or from another thread) it returns at once, training goes on until they are up, and then stops
+        for a moment. A step covers more samples with more workers. Counters of `stats` and the `log` begin anew.
+
+        Args:
+            workers: how many; as many as now unless given.
+            servers: how many, under a strategy that has servers of its own; as many as now unless given.
+
+        Raises:
+            ConfigurationError: a wrong number, or a strategy without servers.
+            ResourcesError: the cluster has no room for them; then nothing has changed.
+        """
+        cluster = self._live()
+        config, count = self.strategy, self.num_workers
+        if servers is not None:
+            if not isinstance(config, (ParameterServerStrategy, LocalStrategy)) or self._job.strategy.in_workers:
+                raise ConfigurationError(f"servers={servers} under {config.name!r}: its servers live in the workers")
+            config = dataclasses.replace(config, num_servers=require_count("servers", servers))
+        if workers is not None:
+            count = require_count("workers", workers)
+        change = Resize(cluster, count, self._chosen(config, count), self._state)
+        if self._training.running:
+            self._training.request(change)
+            return
+        with self._idle():
+            try:
+                change.wait()
+                change.apply()
+            except BaseException:
+                change.cancel()
+                raise
 
     @staticmethod
     def _chosen(strategy: str | StrategyConfig, workers: int) -> StrategyConfig:

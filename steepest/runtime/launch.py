@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -88,7 +88,8 @@ class Cluster:
         self._deadline = time.monotonic() + settings.start_timeout * (1 + _UP_FACTOR)
         self.actors: dict[Peer, Any] = {}
         self.watches: dict[Peer, Any] = {}
-        self._room: Room | None = None
+        self.rooms: list[Room] = []
+        self.nodes: list[str] = []  # of each place for a worker
         self._token = secrets.token_bytes(32)
         self._router = Router()
         self._schedule_offset = 0
@@ -99,13 +100,17 @@ class Cluster:
         self.successors = Successors(self)
         try:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
-            self._room = reserve(num_workers, bundle, settings.start_timeout)
-            self._nodes = nodes_of(self._room)
-            check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self._nodes)
+            self.add_room(reserve(num_workers, bundle, settings.start_timeout))
+            check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.nodes)
             self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed, accumulate)
         except BaseException:
             self.shutdown()
             raise
+
+    def add_room(self, room: Room) -> None:
+        """More places for workers."""
+        self.rooms.append(room)
+        self.nodes += nodes_of(room)
 
     # -- starting ------------------------------------------------------------------------------
 
@@ -135,14 +140,18 @@ class Cluster:
             check_agreement(described[0], other, "worker 0", f"worker {i}")
         self._take_up(config, described[0], fresh=True)
 
-    def _servers(self, config: StrategyConfig, num_workers: int) -> dict[Peer, Any]:
-        """Starts the processes that are servers only."""
+    def _serving(self, config: StrategyConfig, num_workers: int) -> int:
+        """How many processes are servers only."""
         strategy = make_strategy(config)
-        served = strategy.num_servers(len(set(self._nodes)), num_workers)
         if strategy.in_workers or strategy.in_driver or num_workers == 1:
-            served = 0
+            return 0
+        return strategy.num_servers(len(set(self.nodes[:num_workers])), num_workers)
+
+    def _servers(self, config: StrategyConfig, num_workers: int, first: int = 0) -> dict[Peer, Any]:
+        """Starts the processes that are servers only, from one on."""
+        served = self._serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
-        beside = enumerate(spread(self._nodes, served))
+        beside = list(enumerate(spread(self.nodes[:num_workers], served)))[first:]
         return {server_peer(i): self.start_process(str(server_peer(i)), at, 0, 0, callers) for i, at in beside}
 
     def _take_up(self, config: StrategyConfig, description: Description, *, fresh: bool) -> None:
@@ -150,7 +159,7 @@ class Cluster:
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         servers = [actor for peer, actor in self.actors.items() if peer.role == "server"]
         strategy = make_strategy(config)
-        num_servers = strategy.num_servers(len(set(self._nodes)), len(workers))
+        num_servers = strategy.num_servers(len(set(self.nodes[: len(workers)])), len(workers))
         places = self.get([actor.place.remote() for actor in self.actors.values()], "start")
         self.places = dict(zip(self.actors, places, strict=True))
         alike = by_calls(config) or len(workers) == 1
@@ -162,40 +171,49 @@ class Cluster:
         self.plan = (self.job.plan(), self._seed)
         job = self.stored_job = ray.put(self.job)
         self.get([w.bind.remote(job, self.gpu) for w in workers], "bind the model")
-        initial = workers[0].initial.remote(fresh)
+        initial = workers[0].initial.remote() if fresh else None  # else they are installed afterwards
         for peer, actor in self.actors.items():
             if peer not in self.watches:
                 self.watches[peer] = actor.watch.remote()
         self._client_index = secrets.randbelow(1 << 31)
         self._wire(workers, servers, job, initial)
 
-    def switch(self, config: StrategyConfig, step: int) -> None:
-        """Another strategy for the same workers, at version 0, which goes on at a step; servers are new ones.
+    def reform(self, config: StrategyConfig, num_workers: int, step: int, added: Mapping[Peer, Any]) -> None:
+        """Gives all processes other roles, at version 0, which goes on at a step.
+
+        Args:
+            config: the strategy.
+            num_workers: how many there are from now on; the last ones go, if there were more.
+            added: new ones, whose models are built.
 
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
         """
-        check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self._nodes)
+        check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self.nodes[:num_workers])
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
-        job, servers = self.job, self._servers(config, self.job.num_workers)
+        workers = {peer: actor for peer, actor in self.actors.items() if peer.role == "worker"} | dict(added)
+        workers = {peer: actor for peer, actor in workers.items() if peer.index < num_workers}
+        serving = 0 if by_calls(config) else self._serving(config, num_workers)  # callers' threads are few elsewhere
+        servers = {p: actor for p, actor in self.actors.items() if p.role == "server" and p.index < serving}
+        started = self._servers(config, num_workers, len(servers))
         try:
-            self.get([actor.place.remote() for actor in servers.values()], "start")
+            self.get([actor.place.remote() for actor in started.values()], "start")
         except BaseException:
-            for actor in servers.values():
+            for actor in started.values():
                 ray.kill(actor, no_restart=True)
             raise
         self._disconnect()
-        workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
-        cut = make_strategy(config).cut
-        layouts = self.get([w.release.remote(cut) for w in workers], "let go of its roles")
-        for peer in [peer for peer in self.actors if peer.role == "server"]:
-            del self.watches[peer]
-            ray.kill(self.actors.pop(peer), no_restart=True)
-        self.actors |= servers
+        cut, before = make_strategy(config).cut, self.actors
+        self.actors = {**workers, **servers, **started}
+        staying = [actor for peer, actor in self.actors.items() if peer in before and before[peer] is actor]
+        layouts = self.get([actor.release.remote(cut) for actor in staying], "let go of its roles")
+        for peer, actor in before.items():
+            if self.actors.get(peer) is not actor:
+                del self.watches[peer]
+                ray.kill(actor, no_restart=True)
         self._router = Router()
-        description = replace(job.description, layout=layouts[0])
-        self._take_up(config, description, fresh=False)
+        self._take_up(config, replace(self.job.description, layout=layouts[0]), fresh=False)
 
     def _hosts(self, num_servers: int, strategy: Strategy, config: StrategyConfig) -> Hosts:
         """Which processes share a node; over TCP everywhere none does, as far as the others are concerned."""
@@ -219,16 +237,23 @@ class Cluster:
 
     def start_process(self, name: str, beside: int, cpus: int, gpus: int, callers: int, threads: int = 1) -> Any:
         """Starts a process beside a worker, with so many callers, and torch threads."""
-        assert self._room is not None
+        room, place = self._place(beside)
         made = ray.remote(Process).options(
             num_cpus=cpus,
             num_gpus=gpus,
             max_concurrency=_THREADS + threads_for(callers),
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=self._room.strategy(beside),
+            scheduling_strategy=room.strategy(place),
         )
         return made.remote(f"steepest {name}", self._token, threads, self.settings.keep_memory)
+
+    def _place(self, worker: int) -> tuple[Room, int]:
+        for room in self.rooms:
+            if worker < len(room.bundles):
+                return room, worker
+            worker -= len(room.bundles)
+        return self.rooms[0], worker % len(self.rooms[0].bundles)
 
     def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any) -> None:
         """Opens every process and connects them; each channel is opened from the side of fewer servers."""
@@ -270,9 +295,9 @@ class Cluster:
         self.get([w.join.remote(job, self.listening) for w in workers], "join", *map(worker_peer, range(len(workers))))
 
     def _host_in_driver(self, initial: Any) -> None:
-        weights, _ = self.get([initial], "send its weights")[0]
         flat = self.job.description.layout.allocate()
-        flat.numpy()[:] = weights
+        if initial is not None:
+            flat.numpy()[:] = self.get([initial], "send its weights")[0][0]
         host_coordinator(self._router, self.job)
         host_server(self._router, self.job, 0, flat)
 
@@ -428,9 +453,9 @@ class Cluster:
             for actor in self.actors.values():
                 ray.kill(actor, no_restart=True)
             self.actors.clear()
-            if self._room is not None:
-                self._room.release()
-                self._room = None
+            for room in self.rooms:
+                room.release()
+            self.rooms.clear()
             if self._began_ray:
                 ray.shutdown()
         self._began_ray = False

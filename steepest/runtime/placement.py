@@ -116,7 +116,8 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float) -> Room:
                 f"{specs}: give the trial room with tune.with_resources(trainable, DistributedSGD.resources(...))"
             )
         return Room(current, False, tuple(fitting[-workers:]))
-    group = placement_group([bundle] * workers, strategy="PACK")
+    room = ask_for_room(workers, bundle)
+    group = room.group
     try:
         ray.get(group.ready(), timeout=timeout)
     except ray.exceptions.GetTimeoutError:
@@ -131,7 +132,21 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float) -> Room:
     except BaseException:
         remove_placement_group(group)
         raise
-    return Room(group, True, tuple(range(workers)))
+    return room
+
+
+def ask_for_room(workers: int, bundle: dict[str, float]) -> Room:
+    """Asks for room for so many workers at once, and does not wait for it.
+
+    Raises:
+        ResourcesError: inside of a placement group, which has what it has.
+    """
+    if ray.util.get_current_placement_group() is not None:
+        raise ResourcesError(
+            f"{workers} more workers do not fit into the placement group that this runs in: give it more bundles "
+            "with tune.with_resources(trainable, DistributedSGD.resources(...))"
+        )
+    return Room(placement_group([bundle] * workers, strategy="PACK"), True, tuple(range(workers)))
 
 
 def nodes_of(room: Room) -> tuple[str, ...]:

@@ -148,25 +148,25 @@ class Process:
 
         self._on_router(bind)
 
-    def release(self, cut: Cut) -> ParameterLayout:
-        """Lets go of all roles and connections, and keeps the models, which will be cut into other chunks."""
+    def release(self, cut: Cut) -> ParameterLayout | None:
+        """Lets go of all roles and connections, and keeps the models, if any, which will be cut into other chunks."""
 
-        def release_() -> ParameterLayout:
+        def release_() -> ParameterLayout | None:
             self._router.clear()
             self._router.transport = self._transport = CallTransport(self._router.destination)
             self._worker = self._member = None
             for model in self._models:
                 model.relayout(cut)
-            return self._models[0].layout
+            return self._models[0].layout if self._models else None
 
-        layout: ParameterLayout = self._on_router(release_)
+        layout: ParameterLayout | None = self._on_router(release_)
         return layout
 
-    def initial(self, fresh: bool) -> tuple[Bytes, dict[str, torch.Tensor]]:
-        """The flat weights and, of models that are new, the first replica's state, as made."""
+    def initial(self) -> tuple[Bytes, dict[str, torch.Tensor]]:
+        """The flat weights and the first replica's state, as made."""
         assert self._replicas is not None
         replicas = self._replicas
-        return replicas.weights.numpy(), replicas.models[0].state() if fresh else {}
+        return replicas.weights.numpy(), replicas.models[0].state()
 
     def open(
         self,
@@ -218,7 +218,7 @@ class Process:
             return
         self._worker = host_worker(self._router, job, self._index, self._replicas, incarnation=incarnation)
         if initial is not None:
-            for model in self._replicas.models if initial[1] else ():
+            for model in self._replicas.models:
                 model.load_state(initial[1])
 
     def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from steepest import checkpoint
 from steepest.client import Snapshot
+from steepest.comm.message import Peer
 from steepest.config import StrategyConfig
 from steepest.errors import CheckpointError
 from steepest.replicas import mean_states
@@ -97,18 +99,25 @@ class JobState:
         own = tasks.by_replica(replicas)
         cluster.call_workers(tasks.continue_from, plan, seed, own, averaged, cluster.job.replicas)
 
-    def switch(self, config: StrategyConfig) -> None:
-        """Goes on under another strategy, from the last committed step, with the same workers.
+    def reform(
+        self, config: StrategyConfig, workers: int | None = None, added: Mapping[Peer, Any] | None = None
+    ) -> None:
+        """Goes on under another strategy, or with other workers, from the last committed step.
+
+        Args:
+            workers: how many; as many as now unless given.
+            added: those of them that are new.
 
         Raises:
-            ConfigurationError: its processes could not talk here; nothing has changed.
+            ConfigurationError: the processes could not talk here; nothing has changed.
         """
         cluster, layout = self._cluster, self._cluster.job.description.layout
         cluster.mend()  # who is missing could not let go of its roles
         snapshot = self.snapshot("state")
         (plan, seed), step = cluster.plan, snapshot.version // cluster.job.versions_per_step
         weights, state = layout.named(snapshot.weights), OptimizerState.collect(cluster, snapshot.records)
-        cluster.switch(config, step)
+        buffers = self.mean_buffers() if added else {}
+        cluster.reform(config, workers or cluster.job.num_workers, step, added or {})
         layout = cluster.job.description.layout
         flat = layout.allocate()
         layout.write(flat, weights)
@@ -118,6 +127,8 @@ class JobState:
             plan = cluster.job.plan(step, position.epoch, position.begin, seed)
         cluster.plan = (plan, seed)
         cluster.call_workers(tasks.use_plan, plan, seed)
+        if buffers and added:
+            cluster.call_workers(tasks.load_buffers, buffers, workers=[peer.index for peer in added])
 
     def _owner(self, buffers: Mapping[str, torch.Tensor]) -> checkpoint.Owner:
         described = self._cluster.job.description

@@ -20,6 +20,12 @@ def states(replicas: Replicas) -> list[dict[str, torch.Tensor]]:
     return [model.state() for model in replicas.models]
 
 
+def load_buffers(replicas: Replicas, state: dict[str, torch.Tensor]) -> None:
+    """Sets the buffers of every replica."""
+    for model in replicas.models:
+        model.load_state(state)
+
+
 def on_models(replicas: Replicas, fn: Callable[[Model], T]) -> list[T]:
     """A user's function on every replica."""
     return [fn(model) for model in replicas.models]

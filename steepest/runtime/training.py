@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from steepest.comm.message import Kind, Message, Peer
-from steepest.errors import DeadlineError, PeerLostError, ShutdownError
+from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.launch import Cluster
 from steepest.runtime.supervision import raise_step_error
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
+
+
+class Change(Protocol):
+    """Something that is made between two steps, when it is ready."""
+
+    def ready(self) -> bool:
+        """Whether it can be made at once."""
+
+    def apply(self) -> None:
+        """Makes it; nobody is at work."""
+
+    def cancel(self) -> None:
+        """It will not be made."""
 
 
 class Training:
@@ -39,6 +54,7 @@ class Training:
         self.bytes_pulled = 0
         self.cluster = cluster
         self._timeout = step_timeout
+        self._change: Change | None = None
         self._began = 0.0  # of the steps that are being taken
 
     @property
@@ -53,13 +69,19 @@ class Training:
 
     def take(self, steps: int, stats: bool, on_step: Callable[[int, Message], None]) -> None:
         """Grants steps and hands on each result; takes back what is not used when anything raises."""
-        client = self.cluster.client
         self._began = time.monotonic()
+        goal, self.running = self.step + steps, True
         taken = 0
-        self.running = True
+        stop: int | None = None  # the step after which workers stop for a change
         try:
-            self.cluster.on_router(lambda: client.ask(steps, stats))
+            self._ask(steps, stats)
             while taken < steps:
+                if stop is None and self._is_change_ready():
+                    stop = self._stop()
+                if stop is not None and goal - steps + taken >= stop:
+                    self._make_change()
+                    stop = None
+                    self._ask(steps - taken, stats)
                 outcome = self._next_outcome()
                 if isinstance(outcome, PeerLostError):
                     self._raise_lost(outcome)
@@ -74,6 +96,38 @@ class Training:
             self.seconds += time.monotonic() - self._began
             if taken < steps:
                 self._revoke()
+
+    def _ask(self, steps: int, stats: bool) -> None:
+        client = self.cluster.client
+        self.cluster.on_router(lambda: client.ask(steps, stats))
+
+    def _stop(self) -> int:
+        """Has workers stop soon; returns after which step."""
+        client = self.cluster.client
+        limit = self.wait(self.cluster.on_router(client.stop), "the coordinator to stop the workers")["limit"]
+        return int(limit) // self.cluster.job.versions_per_step
+
+    def request(self, change: Change) -> None:
+        """Has something changed between two steps of those that are being taken; from any thread."""
+        earlier, self._change = self._change, change
+        if earlier is not None:
+            earlier.cancel()
+
+    def _is_change_ready(self) -> bool:
+        if self._change is None:
+            return False
+        try:
+            return self._change.ready()
+        except SteepestError as error:
+            log.warning("%s", error)
+            self._change.cancel()
+            self._change = None
+            return False
+
+    def _make_change(self) -> None:
+        change, self._change = self._change, None
+        if change is not None:
+            change.apply()
 
     def _count(self, result: Message) -> None:
         meta = result.values()

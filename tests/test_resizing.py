@@ -1,0 +1,134 @@
+"""Workers and servers that come and go at the user's word: nothing is lost, nothing repeated."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from steepest import AllreduceStrategy, Callback, DistributedSGD, ParameterServerStrategy, RunSettings, StepResult
+from steepest.errors import ConfigurationError, ResourcesError
+from steepest.sampler import SamplePlan
+from tests.reference import Task, Weights, difference, samples, sgd, snapshot
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+
+TASK = Task(optimizer=sgd(lr=0.05, momentum=0.9), data=samples(50))
+
+
+def serially(task: Task, sizes: list[tuple[int, int]]) -> Weights:
+    """Trains in this process, with the samples of so many workers for so many steps, one after the other."""
+    torch.manual_seed(0)
+    module = task.module()
+    optimizer = task.optimizer(module)
+    step = epoch = offset = 0
+    for workers, count in sizes:
+        plan = SamplePlan(len(task.data[0]), workers * task.batch_size, 0, step, epoch, offset)
+        for _ in range(count):
+            index = torch.from_numpy(plan.share(step, 0, 1))
+            *inputs, target = (column[index] for column in task.data)
+            loss: Any = task.loss(module(*inputs), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+        epoch, offset = plan.position(step).epoch, plan.position(step).begin
+    return snapshot(module)
+
+
+def pids(trainer: DistributedSGD) -> list[int]:
+    return trainer.foreach_worker(lambda view: view.pid)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce", ParameterServerStrategy(num_servers=2, chunk_bytes=64)])
+def test_between_two_steps_it_is_as_if_it_had_always_been_so(strategy: Any) -> None:
+    sizes = [(2, 7), (3, 6), (1, 5), (2, 4)]
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy) as trainer:
+        before = pids(trainer)
+        trainer.fit(steps=7, progress=False)
+        trainer.resize(workers=3)
+        assert pids(trainer)[:2] == before
+        trainer.fit(steps=6, progress=False)
+        trainer.resize(workers=1)
+        assert pids(trainer) == before[:1]
+        assert trainer.fit(steps=5, progress=False).step == 18
+        trainer.resize(workers=2)
+        trainer.fit(steps=4, progress=False)
+        assert trainer.num_workers == len(set(pids(trainer))) == 2
+        assert trainer.stats().step == 22
+        assert difference(trainer.weights(), serially(TASK, sizes)) < 1e-12
+
+
+def test_servers_come_and_go_with_their_state() -> None:
+    strategy = ParameterServerStrategy(num_servers=1, chunk_bytes=64)
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy) as trainer:
+        trainer.fit(steps=5, progress=False)
+        for servers in (3, 2):
+            trainer.resize(servers=servers)
+            assert trainer.num_servers == trainer.stats().servers == servers
+            trainer.fit(steps=5, progress=False)
+        assert difference(trainer.weights(), TASK.train(2, 15)) < 1e-12
+
+
+class At(Callback):
+    """Calls a function after some step."""
+
+    def __init__(self, step: int, function: Any) -> None:
+        self.step, self.function = step, function
+        self.results: list[StepResult] = []
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        self.results.append(result)
+        if result.step == self.step:
+            self.function(trainer)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "async"])
+def test_while_training_is_under_way(strategy: str) -> None:
+    """It goes on until the new worker is up; every sample of each epoch is in exactly one step."""
+    task = Task(optimizer=sgd(lr=0.01), data=samples(600), batch_size=1)
+    settings = RunSettings(keep_log=True)
+    with DistributedSGD(task.creator(), num_workers=1, strategy=strategy, settings=settings) as trainer:
+        grown = threading.Event()
+
+        def grow(trainer: DistributedSGD) -> None:
+            trainer.resize(workers=2)
+            grown.set()
+
+        watch = At(3, grow)
+        while trainer.num_workers == 1:
+            trainer.fit(steps=600, callbacks=[watch], progress=False)
+        assert grown.is_set()
+        steps = [result.step for result in watch.results]
+        assert steps == list(range(1, len(steps) + 1))
+        sizes = [result.samples for result in watch.results]
+        assert {1, 2} <= set(sizes)
+        for before, after in pairwise(result.epoch for result in watch.results):
+            assert before is not None
+            assert after in (before, before + 1)
+        by_epoch = dict.fromkeys({result.epoch for result in watch.results}, 0)
+        for result in watch.results:
+            by_epoch[result.epoch] += result.samples
+        whole = [by_epoch[epoch] for epoch in sorted(by_epoch, key=str)[:-1]]
+        assert whole == [600] * len(whole)
+        if strategy == "ps":
+            runs = [(1, sizes.count(1)), (2, len(sizes) - sizes.count(1))]
+            assert difference(trainer.weights(), serially(task, runs)) < 1e-9
+
+
+def test_what_cannot_be_is_refused_and_training_goes_on() -> None:
+    with DistributedSGD(TASK.creator(), num_workers=2, settings=RunSettings(start_timeout=1.0)) as trainer:
+        trainer.step()
+        with pytest.raises(ResourcesError, match="no room for 50 workers"):
+            trainer.resize(workers=50)
+        for wrong in (0, 1.5):
+            with pytest.raises(ConfigurationError, match="workers"):
+                trainer.resize(workers=wrong)  # type: ignore[arg-type]
+        trainer.set_strategy(AllreduceStrategy())
+        with pytest.raises(ConfigurationError, match="servers live in the workers"):
+            trainer.resize(servers=2)
+        assert trainer.step().step == 2
+        assert trainer.num_workers == 2
