@@ -15,7 +15,7 @@ from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send, server
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError, ShutdownError
 from steepest.model import ParameterLayout
 from steepest.observe.commits import Commit
-from steepest.server import state_message, state_tensor
+from steepest.records import state_message, state_tensor
 
 T = TypeVar("T")
 Holders = Sequence[Sequence[int]]

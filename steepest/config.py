@@ -194,6 +194,7 @@ class AllreduceStrategy(_OnTheWire):
         sharded: False for a whole copy of the optimizer's state in every worker. Each gradient then goes to every
             other worker, which adds all of them up by itself: W - 1 times the bytes of a gradient instead of
             2 (W - 1) / W, and one hop instead of two. By default True, and False where gradients are compressed.
+        replication: how many workers hold, and update, each slice; with 2 any one may die and nothing is lost.
         hierarchical: on several hosts, whether the gradients of a host's workers are added up in its shared memory
             before they leave it, and weights come to it once; otherwise every pair of workers exchanges by itself.
         chunk_bytes: size of a chunk; by default 1/3 to 4 MB by the size of the model.
@@ -217,6 +218,7 @@ class AllreduceStrategy(_OnTheWire):
     name = "allreduce"
 
     sharded: bool | None = None
+    replication: int = 1
     hierarchical: bool = True
     chunk_bytes: int | None = None
     nonfinite: str = "refuse"
@@ -226,6 +228,7 @@ class AllreduceStrategy(_OnTheWire):
 
     def __post_init__(self) -> None:
         require_choice("sharded", self.sharded, (None, False, True))
+        require_count("replication", self.replication)
         require_choice("hierarchical", self.hierarchical, (False, True))
         self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
         if self.sharded and self.compression is not None:
@@ -248,7 +251,9 @@ class ParameterServerStrategy(_OnTheWire):
         mode: which pushes make one update. "sync": the mean of all workers' gradients of a step. "async":
             each worker's gradient by itself, as it arrives. "ssp": likewise, but no worker is more than
             `staleness` steps ahead of the slowest (stale synchronous parallel, Ho et al. 2013).
-        num_servers: server processes; by default one for each node that has workers.
+        num_servers: server processes; by default one for each node that has workers, and at least `replication`.
+        replication: how many servers hold each chunk, on different nodes where there are several: all of them apply
+            every update, so that with 2 any server may die, and the coordinator with it, and nothing is lost.
         chunk_bytes: size of a chunk; by default 1/3 to 4 MB by the size of the model.
         staleness: the bound, in steps for "ssp" (3 unless given) and in updates for ``correction="drop"``.
         correction: what "async" and "ssp" do about gradients of older weights. None: nothing.
@@ -277,6 +282,7 @@ class ParameterServerStrategy(_OnTheWire):
 
     mode: str = "sync"
     num_servers: int | None = None
+    replication: int = 1
     chunk_bytes: int | None = None
     staleness: int | None = None
     correction: str | None = None
@@ -287,8 +293,12 @@ class ParameterServerStrategy(_OnTheWire):
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_servers is not None:
-            require_count("num_servers", self.num_servers)
+        require_count("replication", self.replication)
+        if self.num_servers is not None and require_count("num_servers", self.num_servers) < self.replication:
+            raise ConfigurationError(
+                f"replication={self.replication} with num_servers={self.num_servers}: each copy is on another server; "
+                "give more servers, or leave num_servers out"
+            )
         if self.staleness is not None:
             require_count("staleness", self.staleness, 0)
         require_count("backup_workers", self.backup_workers, 0)

@@ -37,6 +37,8 @@ class Coordinator:
         keep_log: whether to keep every commit, for a replay.
         waits: whether a worker that is lost is waited for, because another one will join in its place; otherwise the
             loss is a failure.
+        witnessed: whether servers remember what is decided, so that it outlives this process: a client is told of a
+            commit when a server elsewhere has heard of it.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Coordinator:
         scale_rate: bool = False,
         keep_log: bool = False,
         waits: bool = False,
+        witnessed: bool = False,
     ) -> None:
         self.version = 0
         self.generation = 0
@@ -69,6 +72,9 @@ class Coordinator:
         self._clip_norm = clip_norm
         self._scale_rate = scale_rate
         self._waits = waits
+        self._witnessed = witnessed
+        self._words = 0  # that servers were told
+        self.logged = 0 if witnessed else math.inf  # the last version of which another process has heard
         self._stats = True
         self._client: Peer | None = None
         self._waiting: list[tuple[Peer, int]] = []  # clients that installed and wait for the members
@@ -103,6 +109,9 @@ class Coordinator:
                 return self._staged(source.index, message)
             case Kind.FAILED:
                 return self._failed(source.index, message)
+            case Kind.LOGGED:
+                self.logged = max(self.logged, message.version)
+                return []
             case Kind.LEFT:
                 return self._declared(message.values())
             case Kind.ASK | Kind.INSTALL if message.sequence <= self._asked.get(source, 0):
@@ -237,6 +246,10 @@ class Coordinator:
         ]
 
     def _to_servers(self, kind: Kind, **fields: Any) -> Outgoing:
+        if self._witnessed and kind is not Kind.SNAPSHOT:
+            self._words += 1
+            state = {"ledger": self._leases.state(), "history": self._history.look()}
+            fields["meta"] = {**fields["meta"], "word": self._words, "state": state}
         return [
             (server_peer(server), Message(kind, generation=self.generation, version=self.version, **fields))
             for server in self._servers
@@ -291,6 +304,8 @@ class Coordinator:
         if self.gone:
             return [(source, Message(Kind.INSTALLED, sequence=message.sequence, meta=self._loss()))]
         self.version = self.limit = message.version
+        if self._witnessed:
+            self.logged = self.version
         step = message.version // self._per_step
         if message.values().get("anew"):  # a restored run begins its shares at that step
             self._leases.clear(self.joined, self.version)

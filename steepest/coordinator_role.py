@@ -34,6 +34,8 @@ class CoordinatorRole:
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
         self._carry_out(self.coordinator.handle(source, message))
+        if message.kind is Kind.LOGGED and self._results:
+            self._tell()
 
     def destination(self, message: Message, size: int) -> None:
         """No coordinator takes payloads."""
@@ -69,6 +71,9 @@ class CoordinatorRole:
     def _tell(self) -> None:
         """In order, with what waited before it."""
         self._told = time.monotonic()
-        results, self._results = self._results, []
-        for peer, message in results:
+        while self._results:
+            peer, message = self._results[0]
+            if message.kind is Kind.RESULT and message.version > self.coordinator.logged:
+                return  # until another process has heard of it
+            del self._results[0]
             self._send(peer, message)

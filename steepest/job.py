@@ -91,10 +91,19 @@ class Job:
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """The servers that hold each chunk: the first answers for it, the others have copies, updated alike."""
-        if not self.strategy.replicated:
-            return tuple((owner,) for owner in self.owners)
-        everybody = range(self.num_servers)
-        return tuple((owner, *(other for other in everybody if other != owner)) for owner in self.owners)
+        hosts, count = self.places.servers, self.num_servers
+
+        def rank(owner: int, other: int) -> tuple[bool, int]:  # best where the owner's host is not
+            return hosts[other] == hosts[owner] and other != owner, (other - owner) % count
+
+        nearest = [sorted(range(count), key=lambda other: rank(owner, other)) for owner in range(count)]
+        found = [(owner, *(other for other in order if other != owner)) for owner, order in enumerate(nearest)]
+        return tuple(found[owner][: self.replication] for owner in self.owners)
+
+    @property
+    def replication(self) -> int:
+        """How many servers hold each chunk; with one worker all live in its process."""
+        return 1 if self.num_workers == 1 else min(self.strategy.replication, self.num_servers)
 
     @cached_property
     def places(self) -> Hosts:
@@ -103,7 +112,7 @@ class Job:
             if self.strategy.in_workers:
                 return Hosts(tuple(range(self.num_workers)), tuple(range(self.num_servers)))
             return Hosts.apart(self.num_workers, self.num_servers)
-        if self.strategy.rule.together and self.strategy.hierarchical and not self.strategy.replicated:
+        if self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1:
             return self.hosts
         return replace(self.hosts, gathers=False)
 
@@ -262,6 +271,7 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         scale_rate=job.strategy.scale_rate,
         keep_log=job.keep_log,
         waits=job.workers_are_replaced,
+        witnessed=job.replication > 1,
     )
     router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR), router.pump, pause))
     return coordinator
@@ -284,7 +294,7 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
         router.sender(peer),
         router.in_use,
         own_pending=router.own_pending if shared else None,
-        only=index if job.strategy.replicated else None,
+        in_workers=job.strategy.in_workers,
         together=job.strategy.rule.together,
         wire_formats=job.wire_formats,
         hosts=job.places,

@@ -48,6 +48,11 @@ class Leases:
         """The share that a worker is at."""
         return self._busy[worker].lease if worker in self._busy else None
 
+    def state(self) -> list[int]:
+        """The lowest share that was never given out, and all below it that are not committed."""
+        out = [busy.lease for busy in self._busy.values() if busy.lease is not None]
+        return [self.ledger.following, *sorted([*self.ledger.returned, *out])]
+
     def choose(self, joined: Collection[int], count: float, now: float) -> list[tuple[int, int]]:
         """Leases shares to idle workers, the slowest first, until that many are busy; returns (worker, lease)."""
         chosen = []

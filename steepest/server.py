@@ -18,9 +18,11 @@ from steepest.hosts import Hosts
 from steepest.model import ParameterLayout
 from steepest.optimizer import OptimizerSpec
 from steepest.packing import Packing
+from steepest.records import checked_state_size, state_message, state_tensor
 from steepest.rules import PushId
 from steepest.server_chunk import Push, ServerChunk
 from steepest.staging import Done
+from steepest.witness import Witness
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class Server:
         weights: the flat vector; this server's chunks in it are read now and updated in place.
         send: how to send.
         in_use: whether somebody may be reading weights where they lie, or has yet to be sent them.
-        only: the one worker that is sent new weights; None for all of them.
+        in_workers: whether each server lives in the process of the worker of its index, which gets from it what it has.
         own_pending: makes copies for those; None to make the new weights elsewhere.
         wire_formats: how workers of other hosts push float32 chunks, and in which dtype they pull them; None for as
             they are.
@@ -73,7 +75,7 @@ class Server:
         send: Send,
         in_use: Callable[[torch.Tensor], bool] = lambda weights: False,
         *,
-        only: int | None = None,
+        in_workers: bool = False,
         own_pending: Callable[[torch.Tensor], None] | None = None,
         wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None),
         hosts: Hosts | None = None,
@@ -86,7 +88,10 @@ class Server:
         self.refused = 0
         self._index = index
         self._send = send
-        self._only = only
+        self._in_workers = in_workers
+        self._holders = holders
+        self._copies = any(len(servers) > 1 for servers in holders)
+        self.witness = Witness()
         self._own_pending = own_pending
         self._in_use = in_use
         self._packing, self._pull_dtype = wire_formats
@@ -101,7 +106,12 @@ class Server:
         self._layout = layout
         self._chunks = {
             chunk.index: ServerChunk(
-                chunk, layout, spec, layout.chunk_view(weights, chunk.index), checked, keeps_mean=only is not None
+                chunk,
+                layout,
+                spec,
+                layout.chunk_view(weights, chunk.index),
+                checked,
+                keeps_mean=len(holders[chunk.index]) > 1,
             )
             for chunk in layout.chunks
             if index in holders[chunk.index]
@@ -125,7 +135,7 @@ class Server:
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Where an arriving payload goes: a push into a staging buffer of its chunk, or it stays where it is lent."""
         if message.kind is Kind.STATE:
-            return torch.empty(_checked_state_size(message, size), dtype=torch.uint8)
+            return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
         held = self._chunks.get(message.chunk)
         sizes = [held.chunk.nbytes] if held is not None else []
         if held is not None and message.kind is Kind.PUSH:
@@ -143,6 +153,8 @@ class Server:
 
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
+        if self._copies:
+            self.witness.hear(message)
         match message.kind:
             case Kind.PUSH:
                 self._stage(source, message)
@@ -179,7 +191,9 @@ class Server:
     # -- stage ---------------------------------------------------------------------------------
 
     def _stage(self, source: Peer, message: Message) -> None:
-        next_one = self._only is not None and message.version == self.version + 1  # others may have committed this one
+        next_one = (
+            self._copies and self._together and message.version == self.version + 1
+        )  # elsewhere this is committed
         if message.generation > self.generation or (next_one and message.generation == self.generation):
             self._early.append((source, message))  # it overtook the coordinator's word
             return
@@ -198,6 +212,8 @@ class Server:
             return
         absent = frozenset(int(entry) for entry in message.values().get("absent", ()))
         payload = message.payload
+        if payload is not None and not self._together and message.chunk not in self._answers_for:
+            payload = held.own(payload)  # its worker goes on when it has the weights, which come from elsewhere
         packing = self._packing if payload is not None and payload.numel() != held.chunk.nbytes else None
         held.staged[push] = Push(covered, payload, message.weight, message.total, absent, packing)
         if self._together:
@@ -298,8 +314,7 @@ class Server:
         self.version = message.version
         self._together_now = _Arriving(len(self._trainable))
         skip = bool(meta.get("skip"))
-        told = [(worker, sequence) for worker, sequence in meta["readers"] if self._only in (None, worker)]
-        readers = list(dict.fromkeys((self._hosts.reader_of(worker), sequence) for worker, sequence in told))
+        readers = list(dict.fromkeys((self._hosts.reader_of(worker), sequence) for worker, sequence in meta["readers"]))
         for held in reversed(self._trainable):  # first layers first: the next forward pass wants them first
             if not skip:
                 if not self._together:
@@ -314,6 +329,8 @@ class Server:
         if not self._together:
             for push in pushes:
                 self._done.add(push)
+        if self._copies and self._index == 1:  # in another process than the coordinator
+            self._send(COORDINATOR, Message(Kind.LOGGED, self.generation, version=self.version))
         self._stage_early()
 
     def _make_way(self, held: ServerChunk) -> torch.Tensor | None:
@@ -353,6 +370,11 @@ class Server:
                 self._send_weights(worker_peer(worker), held, sequence)
 
     def _send_weights(self, reader: Peer, held: ServerChunk, sequence: int = 0, *, reload: bool = False) -> None:
+        """Sends a chunk to who gets it from here: from its own process, or else from who answers for it."""
+        holders = self._holders[held.chunk.index]
+        own = self._in_workers and reader.role == "worker" and reader.index in holders
+        if self._index != (reader.index if own else holders[0]):
+            return
         message = Message(Kind.WEIGHTS, self.generation, sequence=sequence, version=self.version)
         message.meta = {"reload": True} if reload else None
         message.chunk = held.chunk.index
@@ -394,8 +416,7 @@ class Server:
         for role, index, sequence in meta.get("install", ()):
             self._install(Peer(role, index), sequence)
         if meta["reload"]:
-            told = [worker for worker in sorted(self._members) if self._only in (None, worker)]
-            for reader in dict.fromkeys(self._hosts.reader_of(worker) for worker in told):
+            for reader in dict.fromkeys(self._hosts.reader_of(worker) for worker in sorted(self._members)):
                 for held in self._chunks.values():
                     self._send_weights(reader, held, reload=True)
         self._stage_early()
@@ -462,31 +483,3 @@ class Server:
             raise ProtocolError(f"optimizer state for chunk {message.chunk}, which server {self._index} does not hold")
         if (put := self._begin_put(source, message)) is not None:
             put.state.append((message.chunk, about, value))
-
-
-def state_message(sequence: int, chunk: int, about: dict[str, Any], value: torch.Tensor) -> Message:
-    """One record of optimizer state as a message."""
-    meta = {**about, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-    payload = value.contiguous().view(-1).view(torch.uint8) if value.numel() else None
-    return Message(Kind.STATE, sequence=sequence, chunk=chunk, meta=meta, payload=payload)
-
-
-def state_tensor(about: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:
-    """The tensor of a STATE message."""
-    dtype = getattr(torch, str(about["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"optimizer state of unknown dtype {about['dtype']!r}")
-    if payload is None:
-        return torch.empty(about["shape"], dtype=dtype)
-    return payload.view(dtype).view(tuple(about["shape"]))
-
-
-def _checked_state_size(message: Message, size: int) -> int:
-    about = message.values()
-    dtype = getattr(torch, str(about.get("dtype")), None)
-    shape = about.get("shape")
-    if not isinstance(dtype, torch.dtype) or not isinstance(shape, list):
-        raise ProtocolError("optimizer state without dtype or shape")
-    if math.prod(int(n) for n in shape) * dtype.itemsize != size:
-        raise ProtocolError(f"optimizer state of shape {shape} and dtype {dtype} in {size} bytes")
-    return size

@@ -93,6 +93,14 @@ class ServerChunk:
         if payload is not None and self._buffers.get(id(payload)) is payload:
             self._spare.setdefault(payload.numel(), []).append(payload)
 
+    def own(self, payload: torch.Tensor) -> torch.Tensor:
+        """The same in memory of this server's own."""
+        if self._buffers.get(id(payload)) is payload:
+            return payload
+        buffer = self.staging_buffer(payload.numel())
+        buffer.copy_(payload)
+        return buffer
+
     @property
     def _accumulator(self) -> torch.Tensor:
         if self._sum is None:

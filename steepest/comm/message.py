@@ -70,6 +70,7 @@ class Kind(enum.IntEnum):
     DISCARD = 21  # coordinator -> server: these pushes will not be committed; send those workers the weights
     LEFT = 22  # server -> coordinator: somebody who pushed is gone, all that arrived is staged; -> client: a worker
     DATA = 23  # member -> member: what a collective operation, or a user, sends; without a payload: "I am here"
+    LOGGED = 25  # a server beside which no coordinator lives -> coordinator: it has heard of this commit
     ABORT = 24  # member -> member: nothing more will come, and why
 
 

@@ -25,7 +25,7 @@ class Allreduce(ServerStrategy):
     def __init__(self, config: AllreduceStrategy) -> None:
         super().__init__(config)
         self.hierarchical = config.hierarchical
-        self.replicated = not config.is_sharded
+        self.replication = config.replication if config.is_sharded else 1 << 30  # everybody
 
     def num_servers(self, nodes: int, workers: int) -> int:
         """One in each worker."""

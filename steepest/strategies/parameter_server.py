@@ -133,7 +133,7 @@ class ServerStrategy:
     """All modes of the parameter server, which differ by their rule; and `simple`, with the driver as server."""
 
     in_workers = False
-    replicated = False
+    replication = 1
     in_place = True
     updates = 1
 
@@ -156,14 +156,15 @@ class ServerStrategy:
             self.rule = _rule(config)
             self.scale_rate = config.correction == "learning_rate"
             self._num_servers = config.num_servers
+            self.replication = config.replication
 
     def server_spec(self, spec: OptimizerSpec) -> OptimizerSpec:
         """The user's own."""
         return spec
 
     def num_servers(self, nodes: int, workers: int) -> int:
-        """As configured, or one for each node."""
-        return self._num_servers or nodes
+        """As configured, or one for each node, and as many as hold a chunk."""
+        return self._num_servers or max(nodes, self.replication if workers > 1 else 1)
 
     def exchange(
         self,

@@ -65,8 +65,8 @@ class Strategy(Protocol):
     in_driver: bool
     #: whether each worker's process is a server's too
     in_workers: bool
-    #: whether every server holds every chunk, for the worker of its process alone
-    replicated: bool
+    #: how many servers hold each chunk; all, if there are fewer
+    replication: int
     #: whether servers in a worker's process update the very weights that it computes with
     in_place: bool
     #: batches of each replica in a step with an update of its own weights after each; 1 for none

@@ -144,7 +144,8 @@ def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> N
     layout, wire = job.description.layout, job.wire_formats[1]
     replicas.weights.copy_(weights)
     for chunk in layout.chunks:
-        near = job.strategy.replicated or job.places.beside(worker, job.owners[chunk.index])
+        holders = job.holders[chunk.index]
+        near = (job.strategy.in_workers and worker in holders) or job.places.beside(worker, holders[0])
         if wire is not None and chunk.trainable and not near and narrow_size(chunk.dtype, chunk.nbytes, wire):
             view = layout.chunk_view(replicas.weights, chunk.index)
             view.copy_(rounded(view, wire))

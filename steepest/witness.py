@@ -1,0 +1,41 @@
+"""What a server has heard of the coordinator's decisions, so that these outlive the coordinator. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from steepest.comm.message import Kind, Message
+
+#: Words that are remembered: a server that lags by more cannot be brought up to date.
+WORDS = 4096
+_DECISIONS = (Kind.COMMIT, Kind.MEMBERS, Kind.DISCARD)
+
+
+class Witness:
+    """The coordinator's words to the servers, which all of them are told in one order; each has a number."""
+
+    def __init__(self) -> None:
+        self._words: deque[Message] = deque(maxlen=WORDS)
+
+    def hear(self, message: Message) -> None:
+        """Remembers a decision."""
+        if message.kind in _DECISIONS:
+            self._words.append(message)
+
+    @property
+    def words(self) -> list[Message]:
+        """Those of late, oldest first."""
+        return list(self._words)
+
+
+def number(word: Message) -> int:
+    """Of one of the coordinator's words, counted from 1."""
+    return int(word.values()["word"])
+
+
+def missing(heard: Sequence[Message], everything: Iterable[Sequence[Message]]) -> list[Message]:
+    """What somebody has not heard of all that anybody has, in order."""
+    last = number(heard[-1]) if heard else 0
+    others = {number(word): word for words in everything for word in words if number(word) > last}
+    return [others[key] for key in sorted(others)]
