@@ -57,6 +57,7 @@ class _Install:
     version: int
     unacknowledged: set[int]  # numbers of messages
     anew: bool = False
+    state: dict[str, Any] | None = None
 
 
 class Client:
@@ -119,13 +120,20 @@ class Client:
         self._send(COORDINATOR, Message(Kind.READ, sequence=self._requests, meta={"what": what}))
         return self._unless_gone(read.future)
 
-    def install(self, version: int, weights: torch.Tensor, records: list[Record] | None) -> Future[Position]:
+    def install(
+        self,
+        version: int,
+        weights: torch.Tensor,
+        records: list[Record] | None,
+        state: dict[str, Any] | None = None,
+    ) -> Future[Position]:
         """Makes these the weights, as that version; with `records`, the optimizer's state too, and samples begin anew.
 
         Args:
             version: from now on.
             weights: flat.
             records: optimizer state; None to leave it, and the order of samples, as they are.
+            state: of the coordinator, see `Salvage`; None to begin anew.
         """
         self._requests += 1
         count = len(self._layout.chunks)
@@ -141,7 +149,7 @@ class Client:
                 copy = value.clone()
                 for server in self._holders[chunk]:
                     messages.append((server, state_message(self._requests, chunk, about, copy)))
-        install = _Install(Future(), version, set(range(len(messages))), records is not None)
+        install = _Install(Future(), version, set(range(len(messages))), records is not None, state)
         self._installs[self._requests] = install
         for number, (server, message) in enumerate(messages):
             message.version = number  # by which it is acknowledged
@@ -244,7 +252,7 @@ class Client:
         install.unacknowledged.discard(message.version)
         if not install.unacknowledged:
             order = Message(Kind.INSTALL, sequence=message.sequence, version=install.version)
-            order.meta = {"anew": install.anew}
+            order.meta = {"anew": install.anew, "state": install.state}
             self._send(COORDINATOR, order)
 
     def lost(self, peer: Peer, reason: str) -> None:

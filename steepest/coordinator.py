@@ -310,6 +310,10 @@ class Coordinator:
         if message.values().get("anew"):  # a restored run begins its shares at that step
             self._leases.clear(self.joined, self.version)
             self._leases.ledger = Ledger(step * self._pushes)
+        if state := message.values().get("state"):
+            following, *returned = state["ledger"]
+            self._leases.ledger = Ledger(following, returned)
+            self._history.go_on_from(state["history"])
         self._history.forget_log()
         self._part.clear()
         self._norms.clear()

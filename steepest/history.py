@@ -34,6 +34,11 @@ class History:
         if self._log is not None:
             self._log.append(entry)
 
+    def go_on_from(self, told: dict[str, Any]) -> None:
+        """Takes the counters over that `look` told of another one."""
+        self.committed, self.skipped, self.dropped = told["committed"], told["skipped"], told["dropped"]
+        self.staleness = Counter(dict(told["staleness"]))
+
     def forget_log(self) -> None:
         """Weights were set: what came before does not explain what follows."""
         if self._log is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 
 class Ledger:
@@ -21,9 +22,9 @@ class Ledger:
         (0, 2)
     """
 
-    def __init__(self, following: int = 0) -> None:
+    def __init__(self, following: int = 0, returned: Iterable[int] = ()) -> None:
         self.following = following  # the lowest number that was never given out
-        self._returned: list[int] = []
+        self._returned = sorted(returned)
 
     def take(self) -> int:
         """The next lease, the lowest that is free."""

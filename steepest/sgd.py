@@ -35,6 +35,7 @@ from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
 from steepest.runtime.placement import worker_bundle
 from steepest.runtime.process import WorkerView
+from steepest.runtime.recovery import Recovery
 from steepest.runtime.resizing import Resize
 from steepest.runtime.state import JobState
 from steepest.runtime.training import Training
@@ -99,6 +100,7 @@ class DistributedSGD:
         )  # fmt: skip
         self._training = Training(self._cluster, self._settings.step_timeout)
         self._state = JobState(self._training)
+        self._cluster.recovery = Recovery(self._cluster, self._state)
 
     @property
     def strategy(self) -> StrategyConfig:
@@ -326,7 +328,7 @@ class DistributedSGD:
             staleness=Staleness(dict(counters["staleness"])),
             workers=self.num_workers,
             servers=self.num_servers,
-            replaced=cluster.successors.count,
+            replaced=cluster.replaced,
         )
 
     def log(self) -> CommitLog:

@@ -78,7 +78,7 @@ class Worker:
         self._pump = pump
         self._flush = flush
         self._wait = wait
-        self._stepping = False
+        self._stepping = self._stopped = False
         self._arriving: Key | None = None  # the weights of the step that is being taken, until all are here
         self._deferred: list[tuple[Peer, Message]] = []  # what came in the middle of a step
         self._superseded = False  # by a new generation, in the middle of a step
@@ -118,7 +118,7 @@ class Worker:
 
         self._calls.append(_Waiting(generation, version, run, future.set_exception))
         self._run_calls()
-        if self._gone is not None:
+        if self._gone is not None and not self._stopped:
             self._fail_calls(self._gone)
         return future
 
@@ -166,6 +166,8 @@ class Worker:
 
     def _go_on(self) -> None:
         """Takes a step if there is one to take."""
+        if self._stopped:
+            return
         if self._floor <= self.version and self._complete[0] <= self.generation:
             share = self._next_share(self.version)
             if share is not None:
@@ -181,6 +183,11 @@ class Worker:
         """Whether the next version is on its way to a worker that has nothing else to do."""
         pushed = self._pushed == (self.generation, self.version)
         return self._wait is not None and pushed and self._exchange.arriving == (self.generation, self.version + 1)
+
+    def give_up(self) -> Future[None]:
+        """Takes no step any more; the future is done when the one that is being taken has ended."""
+        self._stopped = self._superseded = True
+        return self.at_version(0, -1, lambda replicas: None)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Without the coordinator or a server there is nothing to do; the driver is told by them or by Ray."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
@@ -46,6 +46,9 @@ from steepest.runtime.successors import Successors
 from steepest.runtime.supervision import cause_of_death, fetch_last_lines, raise_remote, travelling
 from steepest.sampler import SamplePlan
 from steepest.strategies.protocol import Strategy
+
+if TYPE_CHECKING:
+    from steepest.runtime.recovery import Recovery
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +101,7 @@ class Cluster:
         self.plan: tuple[SamplePlan | None, int] = (None, seed)
         self.lives: Counter[int] = Counter()
         self.successors = Successors(self)
+        self.recovery: Recovery | None = None
         try:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
             self.add_room(reserve(num_workers, bundle, settings.start_timeout))
@@ -154,6 +158,11 @@ class Cluster:
         beside = list(enumerate(spread(self.nodes[:num_workers], served)))[first:]
         return {server_peer(i): self.start_process(str(server_peer(i)), at, 0, 0, callers) for i, at in beside}
 
+    def start_server(self, index: int) -> Any:
+        """Starts the process of a server where one was."""
+        at = spread(self.nodes[: self.job.num_workers], self.job.num_servers)[index]
+        return self.start_process(str(server_peer(index)), at, 0, 0, 0)
+
     def _take_up(self, config: StrategyConfig, description: Description, *, fresh: bool) -> None:
         """Gives the processes that there are their roles."""
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
@@ -184,7 +193,7 @@ class Cluster:
         Args:
             config: the strategy.
             num_workers: how many there are from now on; the last ones go, if there were more.
-            added: new ones, whose models are built.
+            added: new processes, of workers whose models are built, or in place of those that died.
 
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
@@ -192,10 +201,10 @@ class Cluster:
         check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self.nodes[:num_workers])
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
-        workers = {peer: actor for peer, actor in self.actors.items() if peer.role == "worker"} | dict(added)
-        workers = {peer: actor for peer, actor in workers.items() if peer.index < num_workers}
+        all_of_them = {**self.actors, **added}
+        workers = {p: actor for p, actor in all_of_them.items() if p.role == "worker" and p.index < num_workers}
         serving = 0 if by_calls(config) else self._serving(config, num_workers)  # callers' threads are few elsewhere
-        servers = {p: actor for p, actor in self.actors.items() if p.role == "server" and p.index < serving}
+        servers = {p: actor for p, actor in all_of_them.items() if p.role == "server" and p.index < serving}
         started = self._servers(config, num_workers, len(servers))
         try:
             self.get([actor.place.remote() for actor in started.values()], "start")
@@ -203,7 +212,7 @@ class Cluster:
             for actor in started.values():
                 ray.kill(actor, no_restart=True)
             raise
-        self._disconnect()
+        self.disconnect()
         cut, before = make_strategy(config).cut, self.actors
         self.actors = {**workers, **servers, **started}
         staying = [actor for peer, actor in self.actors.items() if peer in before and before[peer] is actor]
@@ -415,11 +424,12 @@ class Cluster:
 
     def lost(self, peer: Peer, why: str) -> NoReturn:
         """Raises PeerLostError for a peer whose channel closed, with what Ray knows of it."""
-        process = self._process_of(peer)
+        process = self.process_of(peer)
         self.raise_if_dead(process, _CLOSE_SECONDS)
         self.raise_lost(process, why)
 
-    def _process_of(self, peer: Peer) -> Peer:
+    def process_of(self, peer: Peer) -> Peer:
+        """The process that a role lives in."""
         if peer in self.actors or not self.actors:
             return peer
         if server_peer(0) in self.actors:
@@ -439,15 +449,22 @@ class Cluster:
             f"(weights(), save()); its last lines:\n{text}"
         )
 
+    @property
+    def replaced(self) -> int:
+        """How many processes died and were replaced."""
+        return self.successors.count + (self.recovery.count if self.recovery is not None else 0)
+
     def mend(self, left: Message | None = None) -> None:
-        """See `Successors.mend`."""
+        """See `Successors.mend`, and `Recovery.recover`."""
+        if self.recovery is not None:
+            self.recovery.look()
         self.successors.mend(left)
 
     # -- ending --------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Ends every process; safe to call twice and at any time."""
-        self._disconnect()
+        self.disconnect()
         if ray.is_initialized():
             self.successors.end()
             for actor in self.actors.values():
@@ -460,7 +477,8 @@ class Cluster:
                 ray.shutdown()
         self._began_ray = False
 
-    def _disconnect(self) -> None:
+    def disconnect(self) -> None:
+        """Ends the driver's own end of the job."""
         if self._router.transport is not None:
             self._router.stop(_CLOSE_SECONDS)
             self._router.transport.close()  # its thread did, unless it never began

@@ -17,7 +17,7 @@ from steepest.allocator import keep_freed_memory, start_thread
 from steepest.comm.channel import Address, Channel
 from steepest.comm.frame import Sink
 from steepest.comm.members import MemberCollective
-from steepest.comm.message import COORDINATOR, Peer, member_peer, relay_peer, server_peer, worker_peer
+from steepest.comm.message import COORDINATOR, Message, Peer, member_peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.comm.shared import AVAILABLE, allocate
 from steepest.comm.wire import WireTransport
@@ -37,7 +37,9 @@ from steepest.model import Cut, Model, ParameterLayout
 from steepest.replicas import Replicas
 from steepest.runtime.calls import Callee, CallTransport
 from steepest.runtime.parcels import Bytes, Parcel
+from steepest.salvage import Remains, catch_up, remains
 from steepest.sampler import SamplePlan
+from steepest.server import Server
 from steepest.worker import Worker
 
 _RESULT_SECONDS = 0.02  # the driver hears of short steps together
@@ -99,6 +101,7 @@ class Process:
         self._models: list[Model] = []
         self._replicas: Replicas | None = None
         self._worker: Worker | None = None
+        self._servers: list[Server] = []
         self._member: MemberCollective | None = None
         self._index = -1
         self._token = token
@@ -155,6 +158,7 @@ class Process:
             self._router.clear()
             self._router.transport = self._transport = CallTransport(self._router.destination)
             self._worker = self._member = None
+            self._servers = []
             for model in self._models:
                 model.relayout(cut)
             return self._models[0].layout if self._models else None
@@ -202,7 +206,7 @@ class Process:
                     host_coordinator(self._router, job, _RESULT_SECONDS)
                 for index in servers:
                     in_place = own is not None or index in relays
-                    host_server(self._router, job, index, weights, shared=in_place)
+                    self._servers.append(host_server(self._router, job, index, weights, shared=in_place))
                 for index in relays:
                     host_relay(self._router, job, index, weights)
             self._open_worker(job, initial, incarnation)
@@ -263,6 +267,27 @@ class Process:
             worker.join()
 
         self._on_router(join)
+
+    def give_up(self) -> None:
+        """Returns when this process' worker, which takes no step any more, has ended the one that it is at."""
+        if (worker := self._worker) is not None:
+            self._on_router(worker.give_up).result()
+
+    def heard(self) -> list[Message]:
+        """What the coordinator said of late."""
+        words: list[Message] = self._on_router(lambda: self._servers[0].witness.words)
+        return words
+
+    def remains(self, heard: Sequence[Sequence[Message]]) -> Remains:
+        """What this process' servers hold when they have caught up with the others."""
+
+        def find() -> Remains:
+            for server in self._servers:
+                catch_up(server, heard)
+            return remains(self._servers)
+
+        found: Remains = self._on_router(find)
+        return found
 
     def exchange(self, call: bytes, *payloads: Bytes) -> Parcel:
         """Takes what a caller has to say; returns what this process has for it."""

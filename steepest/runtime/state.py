@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
 from steepest.runtime.optimizer_state import OptimizerState
 from steepest.runtime.training import Training
+from steepest.salvage import Salvage
 
 
 class JobState:
@@ -40,11 +41,17 @@ class JobState:
         found: Snapshot = self._training.wait(future, "a snapshot of the weights")
         return found
 
-    def install(self, version: int, weights: torch.Tensor, records: list[checkpoint.Record] | None) -> None:
+    def install(
+        self,
+        version: int,
+        weights: torch.Tensor,
+        records: list[checkpoint.Record] | None,
+        state: dict[str, Any] | None = None,
+    ) -> None:
         """Makes these the weights, see `Client.install`."""
         self._cluster.mend()  # who is missing would be waited for
         client = self._cluster.client
-        future = self._cluster.on_router(lambda: client.install(version, weights, records))
+        future = self._cluster.on_router(lambda: client.install(version, weights, records, state or None))
         self._training.wait(future, "servers to take new weights")
 
     def buffers(self) -> list[dict[str, torch.Tensor]]:
@@ -129,6 +136,28 @@ class JobState:
         cluster.call_workers(tasks.use_plan, plan, seed)
         if buffers and added:
             cluster.call_workers(tasks.load_buffers, buffers, workers=[peer.index for peer in added])
+
+    def put_back(
+        self,
+        found: Salvage,
+        left_out: dict[int, dict[str, torch.Tensor]],
+        buffers: list[dict[str, torch.Tensor]],
+        added: Sequence[Peer],
+    ) -> None:
+        """Gives a job that was put together again what was found.
+
+        Args:
+            left_out: what compression has left out of each worker's gradients.
+            buffers: of the replicas that were there.
+            added: processes that are new.
+        """
+        cluster = self._cluster
+        self.install(found.version, found.weights, found.records, found.state)
+        cluster.call_workers(tasks.use_plan, *cluster.plan)
+        if left_out:
+            cluster.call_workers(tasks.load_left_out, left_out, {})
+        if new := [peer.index for peer in added if peer.role == "worker"]:
+            cluster.call_workers(tasks.load_buffers, mean_states(buffers, [1.0] * len(buffers)), workers=new)
 
     def _owner(self, buffers: Mapping[str, torch.Tensor]) -> checkpoint.Owner:
         described = self._cluster.job.description

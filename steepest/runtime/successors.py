@@ -61,7 +61,7 @@ class Successors:
             actor.prepare.remote(self._cluster.creator)
             self._spares.append((actor, actor.place.remote()))
 
-    def _spare(self, node: str) -> Any | None:
+    def spare(self, node: str) -> Any | None:
         """A spare process on a node that is up, if there is one."""
         for spare in self._spares:
             actor, placing = spare
@@ -73,7 +73,7 @@ class Successors:
                 ray.get(actor.place.remote(), timeout=_NOTICE_SECONDS)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 self._spares.remove(spare)
-                return self._spare(node)
+                return self.spare(node)
             if found.node == node:
                 self._spares.remove(spare)
                 return actor
@@ -168,7 +168,7 @@ class Successors:
         cluster.extend_deadline()
         self._pings.pop(peer, None)
         old, life, before = cluster.places[peer], cluster.lives[index], cluster.actors[peer]
-        actor = self._spare(old.node) or cluster.start_worker(index)
+        actor = self.spare(old.node) or cluster.start_worker(index)
         cluster.actors[peer] = actor
         try:
             build = actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut)

@@ -20,6 +20,12 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 
 
+def _unknown(step: int) -> Message:
+    """A result of which nothing is known but that the step was committed."""
+    nothing: dict[str, Any] = {"samples": 0, "bytes_pushed": 0, "bytes_pulled": 0, "staleness": []}
+    return Message(Kind.RESULT, meta={"step": step, **nothing})
+
+
 class Change(Protocol):
     """Something that is made between two steps, when it is ready."""
 
@@ -83,6 +89,15 @@ class Training:
                     stop = None
                     self._ask(steps - taken, stats)
                 outcome = self._next_outcome()
+                if (lost := self._loss(outcome)) is not None and self.cluster.recovery is not None:
+                    self.cluster.recovery.recover(*lost)
+                    stop = None
+                    while taken < steps - (goal - self.step):  # committed, and the word of it was lost
+                        taken += 1
+                        on_step(goal - steps + taken, _unknown(goal - steps + taken))
+                    if taken < steps:
+                        self._ask(steps - taken, stats)
+                    continue
                 if isinstance(outcome, PeerLostError):
                     self._raise_lost(outcome)
                 if outcome.kind is Kind.FAILURE:
@@ -129,6 +144,15 @@ class Training:
         if change is not None:
             change.apply()
 
+    def _loss(self, outcome: Message | PeerLostError) -> tuple[Peer, str] | None:
+        """Who is gone, and why, if that is what has come."""
+        if isinstance(outcome, PeerLostError):
+            return self.cluster.client.lost_peer or Peer("server", 0), str(outcome)
+        meta = outcome.values()
+        if outcome.kind is Kind.FAILURE and meta["reason"] == "lost":
+            return Peer(*meta["peer"]), str(meta["why"])
+        return None
+
     def _count(self, result: Message) -> None:
         meta = result.values()
         self.samples += meta["samples"]
@@ -143,15 +167,31 @@ class Training:
                 outcome = self.cluster.client.outcomes.get(timeout=_LOOK_SECONDS)
                 if isinstance(outcome, PeerLostError) or outcome.kind is not Kind.LEFT:
                     return outcome
-                self.cluster.mend(outcome)
+                if (gone := self._mend(outcome)) is not None:
+                    return gone
                 deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
             except queue.Empty:
-                self.cluster.mend()
+                if (gone := self._mend(None)) is not None:
+                    return gone
                 self.cluster.raise_if_dead()
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"step {self.step + 1} was not committed within {self._timeout:g} s and the coordinator is mute"
                     ) from None
+
+    def _mend(self, left: Message | None) -> PeerLostError | None:
+        """Replaces workers that died; returns what to say if somebody died whom only a recovery replaces."""
+        recovery = self.cluster.recovery
+        try:
+            if recovery is None or recovery.loss() is None:
+                self.cluster.successors.mend(left)
+        except PeerLostError:
+            if recovery is None or recovery.loss() is None:
+                raise
+        if recovery is None or (loss := recovery.loss()) is None:
+            return None
+        self.cluster.client.lost_peer = loss[0]
+        return PeerLostError(loss[1])
 
     def _revoke(self) -> None:
         """After an error or Ctrl-C: workers become idle; steps that were committed meanwhile stay."""

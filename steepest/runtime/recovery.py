@@ -1,0 +1,161 @@
+"""Recovery: when a process dies that held chunks of which there are copies, nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from typing import Any
+
+import ray
+
+from steepest.comm.message import Peer
+from steepest.job import check_agreement
+from steepest.runtime import tasks
+from steepest.runtime.launch import Cluster
+from steepest.runtime.state import JobState
+from steepest.runtime.supervision import cause_of_death
+from steepest.salvage import Remains, Salvage, assemble
+
+log = logging.getLogger(__name__)
+_NOTICE_SECONDS = 5.0
+
+
+class Recovery:
+    """Puts a job together again from what its living processes hold.
+
+    Args:
+        cluster: the job's processes.
+        state: of the job.
+
+    Attributes:
+        count: processes that were replaced in this way.
+    """
+
+    def __init__(self, cluster: Cluster, state: JobState) -> None:
+        self.count = 0
+        self._cluster = cluster
+        self._state = state
+        self._deaths: Counter[Peer] = Counter()
+        self._busy = False
+
+    def look(self) -> None:
+        """Recovers if a process has died that only this can replace."""
+        if (loss := self.loss()) is not None:
+            self.recover(*loss)
+
+    def loss(self) -> tuple[Peer, str] | None:
+        """Who has died that held chunks of which there are copies, and why."""
+        cluster = self._cluster
+        if self._busy or not is_recoverable(cluster):
+            return None
+        role = "worker" if cluster.job.strategy.in_workers else "server"
+        found = [(p, cause_of_death(watch)) for p, watch in cluster.watches.items() if p.role == role]
+        return next(((peer, cause) for peer, cause in found if cause is not None), None)
+
+    def recover(self, suspect: Peer, why: str) -> None:
+        """Replaces every process that is dead; training goes on from the last committed update.
+
+        Args:
+            suspect: who is said to be gone.
+            why: in words.
+
+        Raises:
+            PeerLostError: there are no copies of what it held, or it died too often.
+        """
+        cluster, began = self._cluster, time.monotonic()
+        process = cluster.process_of(suspect)
+        if not is_recoverable(cluster) or self._busy:
+            cluster.lost(suspect, why)
+        self._busy = True
+        try:
+            ray.wait([cluster.watches[process]], timeout=_NOTICE_SECONDS)
+            dead = {p: cause for p, watch in cluster.watches.items() if (cause := cause_of_death(watch)) is not None}
+            if process not in dead:  # cut off
+                ray.kill(cluster.actors[process], no_restart=True)
+                dead[process] = why
+            self._count(dead)
+            self._rebuild(dead)
+        finally:
+            self._busy = False
+        self.count += len(dead)
+        who = ", ".join(f"{peer} ({cause})" for peer, cause in dead.items())
+        log.warning(
+            "%s died; copies of what they held took over at step %d, no update and no sample is lost; %.1f s",
+            who, cluster.client.position.version // cluster.job.versions_per_step + 1, time.monotonic() - began,
+        )  # fmt: skip
+
+    def _count(self, dead: dict[Peer, str]) -> None:
+        allowed = self._cluster.settings.max_failures
+        for peer, cause in dead.items():
+            self._deaths[peer] += 1
+            if self._deaths[peer] > allowed:
+                often = f"it was replaced {allowed} times, RunSettings(max_failures={allowed}) allows no more"
+                self._cluster.raise_lost(peer, f"{cause} ({often})")
+
+    def _rebuild(self, dead: dict[Peer, str]) -> None:
+        cluster, job = self._cluster, self._cluster.job
+        cluster.extend_deadline()
+        added = self._start(dead)
+        try:
+            cluster.disconnect()
+            alive = {peer: actor for peer, actor in cluster.actors.items() if peer not in dead}
+            workers = {peer.index: actor for peer, actor in alive.items() if peer.role == "worker"}
+            cluster.get([actor.give_up.remote() for actor in workers.values()], "stop")
+            found = self._salvage(alive, dead)
+            own = self._left_out(workers)
+            builds = [added[peer].build.remote(*self._build(peer)) for peer in added if peer.role == "worker"]
+            for described in cluster.get(builds, "build the model again"):
+                check_agreement(job.description, described, "the job", "a successor")
+            buffers = cluster.get([a.call.remote((0, -1), 0, tasks.states) for a in workers.values()], "tell its state")
+            for peer in dead:
+                if peer.role == "worker":
+                    cluster.lives[peer.index] += 1
+            plan = cluster.plan
+            cluster.reform(job.config, job.num_workers, found.version // job.versions_per_step, added)
+        except BaseException:
+            for actor in added.values():
+                ray.kill(actor, no_restart=True)
+            raise
+        cluster.plan = plan
+        self._state.put_back(found, own, [state for part in buffers for state in part], list(added))
+
+    def _build(self, peer: Peer) -> tuple[Any, ...]:
+        job = self._cluster.job
+        return self._cluster.creator, peer.index, job.devices_per_worker, job.seed, job.strategy.cut
+
+    def _start(self, dead: dict[Peer, str]) -> dict[Peer, Any]:
+        """Processes in place of the dead, spare ones where there are any."""
+        cluster = self._cluster
+        added = {}
+        for peer in dead:
+            start = cluster.start_worker if peer.role == "worker" else cluster.start_server
+            added[peer] = cluster.successors.spare(cluster.places[peer].node) or start(peer.index)
+        return added
+
+    def _salvage(self, alive: dict[Peer, Any], dead: dict[Peer, str]) -> Salvage:
+        """All servers' state at one version."""
+        cluster = self._cluster
+        role = "worker" if cluster.job.strategy.in_workers else "server"
+        holding = {peer.index: actor for peer, actor in alive.items() if peer.role == role}
+        heard = cluster.get([actor.heard.remote() for actor in holding.values()], "say what it has heard")
+        told = ray.put(heard)
+        parts: list[Remains] = cluster.get([actor.remains.remote(told) for actor in holding.values()], "tell its state")
+        found = assemble(cluster.job.description.layout, dict(zip(holding, parts, strict=True)))
+        if found is None:
+            peer, cause = next(iter(dead.items()))
+            cluster.raise_lost(peer, f"{cause}; too many died together: of some chunks no copy is left")
+        return found
+
+    def _left_out(self, workers: dict[int, Any]) -> dict[int, dict[str, Any]]:
+        """What compression has left out of each living worker's gradients."""
+        if not self._cluster.job.compresses:
+            return {}
+        calls = [actor.call.remote((0, -1), 0, tasks.left_out) for actor in workers.values()]
+        told = dict(zip(workers, self._cluster.get(calls, "tell its state"), strict=True))
+        return {index: told.get(index, {}) for index in range(self._cluster.job.num_workers)}
+
+
+def is_recoverable(cluster: Cluster) -> bool:
+    """Whether copies of everything are held."""
+    return cluster.job.replication > 1 and cluster.settings.max_failures > 0

@@ -1,0 +1,74 @@
+"""Processes that hold chunks and are killed: with copies nothing is lost, not even the coordinator."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
+from steepest.comm.message import server_peer
+from steepest.errors import PeerLostError
+from tests.reference import Task, difference, samples, sgd
+from tests.test_successors_on_ray import Kill, pids
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+
+TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
+TWICE = ParameterServerStrategy(replication=2, chunk_bytes=64)
+
+
+def server_pid(trainer: DistributedSGD, index: int) -> int:
+    return trainer._live().places[server_peer(index)].pid
+
+
+@pytest.mark.parametrize("server", [0, 1])  # the coordinator lives beside the first
+def test_a_server_that_dies_is_replaced_and_nothing_is_lost(server: int, caplog: pytest.LogCaptureFixture) -> None:
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=TWICE) as trainer:
+        trainer.fit(steps=10, progress=False)
+        before = pids(trainer)
+        with caplog.at_level(logging.WARNING, "steepest"):
+            last = trainer.fit(steps=30, callbacks=[Kill(20, [server_pid(trainer, server)])], progress=False)
+        assert last.step == 40
+        (line,) = [record.getMessage() for record in caplog.records if "took over" in record.getMessage()]
+        assert f"server {server}" in line
+        os.kill(server_pid(trainer, 1 - server), signal.SIGKILL)  # between two steps
+        assert trainer.fit(steps=10, progress=False).step == 50
+        assert difference(trainer.weights(), TASK.train(2, 50)) < 1e-12
+        assert trainer.stats().replaced == 2
+        assert trainer.stats().step == 50
+        assert pids(trainer) == before
+
+
+@pytest.mark.parametrize(
+    "strategy", [AllreduceStrategy(replication=2, chunk_bytes=64), AllreduceStrategy(sharded=False)]
+)
+def test_a_member_of_an_allreduce_dies_and_another_takes_its_place(strategy: Any) -> None:
+    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy) as trainer:
+        trainer.fit(steps=5, progress=False)
+        before = pids(trainer)
+        trainer.fit(steps=20, callbacks=[Kill(12, [before[1]])], progress=False)
+        after = pids(trainer)
+        assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, True]
+        trainer.fit(steps=10, callbacks=[Kill(28, [after[0]])], progress=False)  # where the coordinator lives
+        assert difference(trainer.weights(), TASK.train(3, 35)) < 1e-12
+
+
+def test_an_asynchronous_run_counts_every_update_once() -> None:
+    strategy = ParameterServerStrategy(mode="async", replication=2, chunk_bytes=64)
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy) as trainer:
+        trainer.fit(steps=60, callbacks=[Kill(20, [server_pid(trainer, 0)])], progress=False)
+        stats = trainer.stats()
+        assert (stats.step, stats.version) == (60, 120)
+        assert sum(stats.staleness.histogram.values()) == 120
+
+
+def test_without_copies_it_is_an_error() -> None:
+    with DistributedSGD(TASK.creator(), num_workers=2) as trainer:
+        trainer.step()
+        os.kill(server_pid(trainer, 0), signal.SIGKILL)
+        with pytest.raises(PeerLostError, match="server 0 on .* died"):
+            trainer.fit(steps=30, progress=False)
