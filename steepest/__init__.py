@@ -10,6 +10,7 @@ from steepest.config import (
     SimpleStrategy,
     TopK,
 )
+from steepest.data import IndexedStream
 from steepest.model import Computed, Model, ParameterLayout
 from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.torch import TorchModel, accuracy
@@ -19,6 +20,7 @@ from steepest.observe.results import EvaluationResult, Staleness, Stats, StepRes
 from steepest.optimizer import OptimizerSpec
 from steepest.parameter_server import ParameterServer
 from steepest.ring import ring_allreduce
+from steepest.runtime.ray_data import RayDataset
 from steepest.sgd import DistributedSGD
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Computed",
     "DistributedSGD",
     "EvaluationResult",
+    "IndexedStream",
     "Int8",
     "LocalStrategy",
     "LoggedPush",
@@ -39,6 +42,7 @@ __all__ = [
     "ParameterServer",
     "ParameterServerStrategy",
     "PowerSGD",
+    "RayDataset",
     "RunSettings",
     "SimpleStrategy",
     "Staleness",

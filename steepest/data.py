@@ -1,10 +1,12 @@
-"""Sources of batches: arrays, map-style datasets, DataLoaders, and streams that choose for themselves."""
+"""Sources of batches: arrays, datasets, DataLoaders, numbered streams, and streams that choose for themselves."""
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +18,16 @@ from steepest.errors import ConfigurationError
 log = logging.getLogger(__name__)
 Indices = npt.NDArray[np.int64]
 
+#: Samples that are read together: blocks of so many, which come in order; or the sizes of blocks in any order.
+Blocks = int | tuple[int, ...]
 
+
+@runtime_checkable
 class Source(Protocol):
-    """Where a replica's batches come from."""
+    """Where a replica's batches come from.
+
+    One whose samples are read in blocks says so in an attribute `blocks` (see `steepest.sampler.SamplePlan`).
+    """
 
     @property
     def size(self) -> int | None:
@@ -95,11 +104,86 @@ class DatasetSource:
             yield collate(many(indices) if many is not None else [self._dataset[i] for i in indices])
 
 
+class IndexedStream:
+    """A stream of numbered samples that can be begun anywhere: divided, visited and resumed exactly.
+
+    Blocks of samples come in the stream's order in each epoch; within a block they are shuffled anew. Every worker
+    reads each block that holds samples of its own, in order, keeps the last two in memory, and collates its own samples
+    only. It begins the stream again (`make`) for a new epoch, after a restore, for samples that another worker
+    gave back, and where it has nothing to do with the next block. So with blocks of at least a step's samples, and
+    any number of workers, each worker reads all of the stream, once per epoch; with blocks much smaller than its
+    share, little more than its own, but it seeks in each step.
+
+    Args:
+        make: ``make(start)`` returns an iterable of samples from number `start` on (0 <= start < length), the same
+            ones in the same order whenever it is called, in any process.
+        length: samples in all.
+        block: samples that are shuffled together; 1 leaves the stream's order as it is.
+        collate_fn: makes a list of samples a batch; by default torch's. What costs much (decoding) and what is random
+            (augmentation) belongs here.
+
+    Raises:
+        ConfigurationError: `make` cannot be called, `length` or `block` is no positive number; later, in a step: the
+            stream ends before `length`.
+
+    Example:
+        >>> stream = IndexedStream(lambda start: range(start, 6), length=6, block=3)
+        >>> next(stream.open([np.array([5, 3])]))
+        tensor([5, 3])
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Iterable[Any]],
+        length: int,
+        block: int = 1024,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        if not callable(make):
+            raise ConfigurationError(f"make is a {type(make).__name__}: give a function of the first sample's number")
+        for name, value in (("length", length), ("block", block)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: give a positive number of samples")
+        self.size: int | None = length
+        self.blocks: Blocks = block
+        self._make, self._length, self._block, self._collate = make, length, block, collate_fn
+        self._kept: dict[int, list[Any]] = {}
+        self._reader: tuple[int, Iterator[Any]] | None = None  # the number of the sample that comes next
+
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
+        """Yields collated batches; quick for shares that lie in the order of the sample plan."""
+        for share in shares:
+            yield self._collate([self._read(i // self._block)[i % self._block] for i in share.tolist()])
+
+    def _read(self, block: int) -> list[Any]:
+        if block not in self._kept:
+            begin = block * self._block
+            end = min(begin + self._block, self._length)
+            at, stream = self._reader or (-1, iter(()))
+            self._reader = None  # one that raises is of no use any more
+            if at != begin:
+                stream = iter(self._make(begin))
+            if len(self._kept) > 1:  # replicas, and shares that others gave back, lie about the border of two
+                del self._kept[next(iter(self._kept))]
+            samples = list(islice(stream, end - begin))
+            if len(samples) < end - begin:
+                raise ConfigurationError(
+                    f"the stream ended before sample {begin + len(samples)}, its length is {self._length}: give the "
+                    "number of samples that make(0) yields, and let make(start) begin at sample start"
+                )
+            self._reader = (end, stream)
+            self._kept[block] = samples
+        return self._kept[block]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": {}, "_reader": None}  # which lie in this process
+
+
 class StreamSource:
     """An iterable that chooses its batches itself; begun again when it ends.
 
     It forfeits disjoint shares, one visit per epoch and exact resume, because only the iterable knows
-    which samples it gives.
+    which samples it gives; `IndexedStream` does not.
     """
 
     size: int | None = None
@@ -122,25 +206,28 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
     """Makes what a user calls data into a source and a batch size.
 
     Args:
-        data: an array or tensor, a tuple or list of them, a map-style dataset, a DataLoader, an
-            IterableDataset of samples, or an iterable of batches.
+        data: an array or tensor, a tuple or list of them, a map-style dataset, a DataLoader, an IndexedStream or
+            any other `Source`, a materialized Ray Dataset, an IterableDataset of samples, or an iterable of batches.
         batch_size: samples per replica and step; may be None with a DataLoader that has one, and with
             streams that yield whole batches.
 
     Raises:
         ConfigurationError: no batch size, a DataLoader with a sampler of its own, empty data.
     """
+    if type(data).__module__.startswith("ray.data."):  # whoever has one has Ray, which the core does not import
+        data = importlib.import_module("steepest.runtime.ray_data").RayDataset(data)
     batched = batch_size is not None
     loader_source = _from_loader(data) if isinstance(data, DataLoader) else None
     if batch_size is None and isinstance(data, DataLoader):
         batch_size = data.batch_size
+    source = data if isinstance(data, Source) and callable(data.open) else None
     streams = isinstance(data, IterableDataset) or not (hasattr(data, "__len__") or hasattr(data, "__getitem__"))
-    if batch_size is None and (streams or isinstance(loader_source, StreamSource)):
+    if batch_size is None and source is None and (streams or isinstance(loader_source, StreamSource)):
         batch_size = 1  # a stream's batches have the size that they have
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise ConfigurationError(f"batch_size={batch_size!r}: give a positive number of samples per replica")
-    if loader_source is not None:
-        return loader_source, batch_size
+    if (source := source or loader_source) is not None:
+        return source, batch_size
     if isinstance(data, Mapping):
         raise ConfigurationError(
             f"data is a {type(data).__name__}: give a data set whose samples are dicts, or a tuple of arrays"
@@ -156,7 +243,7 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
             )
         log.warning(
             "training data is a %s that chooses its own batches: samples are not divided among replicas, "
-            "epochs are not exact and a restored run starts the stream anew",
+            "epochs are not exact and a restored run starts the stream anew; an IndexedStream has none of these limits",
             type(data).__name__,
         )
         if isinstance(data, IterableDataset) and batched:  # it yields samples, as torch's DataLoader takes it
@@ -169,7 +256,9 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
 
 def _from_loader(loader: DataLoader[Any]) -> Source:
     if isinstance(loader.dataset, IterableDataset):
-        log.warning("the DataLoader streams an IterableDataset: samples are not divided among replicas")
+        log.warning(
+            "the DataLoader streams an IterableDataset: samples are not divided among replicas (see IndexedStream)"
+        )
         return StreamSource(loader)
     sampler = loader.sampler
     own: object = sampler if type(sampler) not in (SequentialSampler, RandomSampler) else None

@@ -14,6 +14,7 @@ from steepest.comm.router import Router
 from steepest.config import AllreduceStrategy, LocalStrategy, SimpleStrategy, StrategyConfig
 from steepest.coordinator import Coordinator
 from steepest.coordinator_role import CoordinatorRole
+from steepest.data import Blocks
 from steepest.errors import ModelError
 from steepest.hosts import Hosts
 from steepest.local import LocalReplicas
@@ -41,6 +42,7 @@ class Description:
     optimizer_spec: OptimizerSpec
     samples: int | None
     batch_size: int
+    blocks: Blocks | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,8 @@ class Job:
         samples = self.description.samples
         if samples is None:
             return None
-        return SamplePlan(samples, self.global_batch, self.seed if seed is None else seed, step, epoch, offset)
+        seed = self.seed if seed is None else seed
+        return SamplePlan(samples, self.global_batch, seed, step, epoch, offset, self.description.blocks)
 
 
 def make_strategy(config: StrategyConfig) -> Strategy:
@@ -202,7 +205,10 @@ def build_models(
         if cut != Cut():
             model.relayout(cut)
         models.append(model)
-    described = [Description(model.layout, model.optimizer_spec, model.data.size, model.batch_size) for model in models]
+    described = [
+        Description(m.layout, m.optimizer_spec, m.data.size, m.batch_size, getattr(m.data, "blocks", None))
+        for m in models
+    ]
     for device, other in enumerate(described):
         check_agreement(described[0], other, f"worker {worker} device 0", f"worker {worker} device {device}")
     return models, described[0]
@@ -218,11 +224,12 @@ def check_agreement(first: Description, other: Description, first_name: str, oth
     for what, a, b in (
         ("batch size", first.batch_size, other.batch_size),
         ("number of samples", first.samples, other.samples),
+        ("blocks of samples", first.blocks, other.blocks),
         ("optimizer", first.optimizer_spec.name, other.optimizer_spec.name),
         ("parameter groups", first.optimizer_spec.groups, other.optimizer_spec.groups),
     ):
         if difference is None and a != b:
-            difference = f"{what} {a}, the other has {b}"
+            difference = f"{what} {a!s:.2000}, the other has {b!s:.2000}"
     if difference is not None:
         raise ModelError(
             f"replicas disagree: {first_name} has {difference} ({other_name}); model_creator must build the same "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from steepest.data import Indices
+from steepest.data import Blocks, Indices
 
 _MASK = (1 << 64) - 1
 
@@ -34,6 +34,8 @@ class SamplePlan:
         seed: of the whole job.
         start_step, start_epoch, start_offset: the step from which this plan holds, and where in the data
             it begins; other than zero after a restore.
+        blocks: of samples that are read together, so that a step touches few: a number of samples for blocks that
+            come in order, or the sizes of blocks that are shuffled too; samples are shuffled within their block.
 
     Example:
         >>> plan = SamplePlan(samples=10, global_batch=4, seed=0)
@@ -47,6 +49,7 @@ class SamplePlan:
     start_step: int = 0
     start_epoch: int = 0
     start_offset: int = 0
+    blocks: Blocks | None = None
     _cache: dict[int, Indices] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -76,7 +79,7 @@ class SamplePlan:
             if len(self._cache) > 1:  # two are kept: loaders read ahead into the next epoch
                 del self._cache[next(iter(self._cache))]
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
-            self._cache[epoch] = generator.permutation(self.samples).astype(np.int64, copy=False)
+            self._cache[epoch] = _shuffled(generator, self.samples, self.blocks).astype(np.int64, copy=False)
         return self._cache[epoch]
 
     def share(self, step: int, replica: int, replicas: int) -> Indices:
@@ -93,6 +96,17 @@ class SamplePlan:
                 if len(share):
                     yield share
             step += 1
+
+
+def _shuffled(generator: np.random.Generator, samples: int, blocks: Blocks | None) -> Indices:
+    if blocks is None:
+        return generator.permutation(samples)
+    if isinstance(blocks, int):
+        whole = samples - samples % blocks
+        rows = generator.permuted(np.arange(whole).reshape(-1, blocks), axis=1)
+        return np.concatenate([rows.reshape(-1), whole + generator.permutation(samples - whole)])
+    begins = np.cumsum((0, *blocks))
+    return np.concatenate([begins[b] + generator.permutation(blocks[b]) for b in generator.permutation(len(blocks))])
 
 
 def even_share(count: int, part: int, parts: int) -> tuple[int, int]:

@@ -67,6 +67,13 @@ def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(tmp_path: Path
     assert "after: 0.000" in run_block(block, tmp_path)
 
 
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "said"), [(0, "epochs: 4 steps: 120 loss: 0.000"), (1, "rows: 400")])
+def test_the_examples_of_training_data_run_as_they_stand(tmp_path: Path, number: int, said: str) -> None:
+    assert said in run_block(blocks_of("docs/data.md")[number], tmp_path)
+
+
 def test_every_public_name_is_exported_documented_and_in_the_readme_or_architecture() -> None:
     text = (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text()
     text += (ROOT / "docs" / "api.md").read_text()
