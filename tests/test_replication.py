@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
 from steepest.errors import ConfigurationError
-from steepest.testing import InProcessCluster
+from steepest.observe.commits import Commit, CommitLog
+from steepest.salvage import Salvage, assemble, catch_up, remains
+from steepest.testing import InProcessCluster, replay
 from tests.modes import MODES, check, make, settle, trained
 from tests.reference import Task, same_bits, samples, sgd
 
@@ -75,3 +80,50 @@ def test_there_are_as_many_servers_as_copies() -> None:
     assert (
         InProcessCluster(TASK.creator(), num_workers=2, strategy=AllreduceStrategy(replication=3)).job.replication == 2
     )
+
+
+def salvaged(cluster: InProcessCluster, survivors: list[int]) -> Salvage | None:
+    """What a recovery finds on these servers."""
+    heard = [list(cluster.servers[index].witness.words) for index in survivors]
+    found = {}
+    for index in survivors:
+        catch_up(cluster.servers[index], heard)
+        found[index] = remains([cluster.servers[index]])
+    return assemble(cluster.job.description.layout, found)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@settings(max_examples=15, deadline=None, database=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_whenever_a_server_dies_survivors_know_every_update_that_was_told(name: str, seed: int) -> None:
+    """It may be the coordinator's; links are of all speeds, so that servers have heard of different commits."""
+    rng = random.Random(seed)
+    servers = rng.choice([2, 3])
+    cluster = make(name, TASK, servers=servers, settings=TWICE, shuffle=seed)
+    trained(cluster, 2)
+    dead, rounds = rng.randrange(servers), rng.randrange(400)
+    begun = cluster.network.rounds
+    cluster.client.ask(30, True)
+    cluster.network.run_until(lambda: cluster.network.rounds - begun >= rounds, "the moment of its death")
+    log = list(cluster.coordinator._history.look(0)["log"])
+    while not cluster.client.outcomes.empty():
+        cluster.client.outcomes.get()
+    told = cluster.client.position.version
+    found = salvaged(cluster, [index for index in range(cluster.job.num_servers) if index != dead])
+    assert found is not None
+    assert told <= found.version <= cluster.coordinator.version
+    job = cluster.job
+    commits = tuple(Commit.from_entry(entry) for entry in log[: found.version])
+    explained = CommitLog(commits, job.config, job.num_workers, 1, job.seed, job.hosts, 1)
+    assert same_bits(job.description.layout.named(found.weights), replay(explained, TASK.creator()))
+    assert found.state["history"]["committed"] == found.version
+    following, *free = found.state["ledger"]
+    if not job.strategy.rule.together:  # what is not free is committed
+        taken = {push.share for commit in commits for push in commit.pushes}
+        assert taken == set(range(following)) - set(free)
+
+
+def test_when_both_copies_are_gone_it_is_said() -> None:
+    cluster = make("sync", TASK, servers=3, settings=TWICE)
+    trained(cluster, 2)
+    assert salvaged(cluster, [0]) is None
