@@ -28,11 +28,13 @@ class Snapshot:
     Attributes:
         weights: the flat vector.
         records: optimizer state, slice by slice; empty unless asked for.
+        state: of the coordinator, with the optimizer's, see `Salvage`.
     """
 
     version: int
     weights: torch.Tensor
     records: list[Record] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, order=True)
@@ -240,6 +242,7 @@ class Client:
         else:
             assert read.snapshot.version in (-1, message.version), "servers sent different versions"
             read.snapshot.version = message.version
+            read.snapshot.state = message.values().get("state", {})
             read.awaited.discard(source.index)
             if not read.awaited:
                 del self._reads[message.sequence]

@@ -444,6 +444,10 @@ class RunSettings:
         spares: idle processes that are kept ready to take a dead worker's place, which takes them some tenths of a
             second instead of the seconds that Python and torch need to start; each holds a few hundred MB. By default
             one, as soon as the job has trained for 20 seconds. With GPUs there are none.
+        snapshot_every: updates after which the driver copies weights and optimizer state into its memory, while
+            training goes on. When a process dies that held what nobody else has, all go on from the last copy, and a
+            message says how many updates are lost. None for no copies: then it is an error. With `replication` of a
+            strategy nothing is lost; "local" and "simple" have neither.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -458,6 +462,7 @@ class RunSettings:
     max_failures: int = 3
     heartbeat: float = 3.0
     spares: int | None = None
+    snapshot_every: int | None = None
 
     def __post_init__(self) -> None:
         require_count("cpus_per_worker", self.cpus_per_worker)
@@ -466,8 +471,9 @@ class RunSettings:
         require_choice("keep_log", self.keep_log, (False, True))
         require_choice("keep_memory", self.keep_memory, (False, True))
         require_count("max_failures", self.max_failures, 0)
-        if self.spares is not None:
-            require_count("spares", self.spares, 0)
+        for name, lowest in (("spares", 0), ("snapshot_every", 1)):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name), lowest)
 
 
 def cluster_address() -> str | None:

@@ -230,8 +230,7 @@ class Coordinator:
         meta = {"workers": sorted(self.joined), "reload": reload, "install": install}
         out = self._to_servers(Kind.MEMBERS, meta=meta)
         for worker in sorted(self.joined):
-            message = Message(Kind.MEMBERS, generation=self.generation, version=self.version, meta=meta)
-            out.append((worker_peer(worker), message))
+            out.append((worker_peer(worker), Message(Kind.MEMBERS, self.generation, version=self.version, meta=meta)))
         return out + (self._tell_installed() if install else [])
 
     def _to_install(self) -> list[list[Any]]:
@@ -245,11 +244,14 @@ class Coordinator:
             for client, sequence in waiting
         ]
 
+    def _state(self) -> dict[str, Any]:
+        """What another coordinator needs to go on from here."""
+        return {"ledger": self._leases.state(), "history": self._history.look()}
+
     def _to_servers(self, kind: Kind, **fields: Any) -> Outgoing:
         if self._witnessed and kind is not Kind.SNAPSHOT:
             self._words += 1
-            state = {"ledger": self._leases.state(), "history": self._history.look()}
-            fields["meta"] = {**fields["meta"], "word": self._words, "state": state}
+            fields["meta"] = {**fields["meta"], "word": self._words, "state": self._state()}
         return [
             (server_peer(server), Message(kind, generation=self.generation, version=self.version, **fields))
             for server in self._servers
@@ -278,11 +280,9 @@ class Coordinator:
 
     def _stop(self, source: Peer, message: Message) -> Outgoing:
         """Takes back what was asked for, but for whole steps that are begun."""
-        out: Outgoing = []
         busy = len(self._leases.busy)
         if self._rule.together:
-            if self.version < self.limit:
-                out = self._begin_generation(reload=False)
+            out = self._begin_generation(reload=False) if self.version < self.limit else []
         else:
             begun = self.version + (busy if self._per_step > 1 else bool(busy))
             self.limit = min(self.limit, begun + -begun % self._per_step)
@@ -296,6 +296,8 @@ class Coordinator:
         meta = {"reader": [source.role, source.index], "what": wanted.get("what", "weights")}
         if "chunks" in wanted:
             meta["chunks"] = wanted["chunks"]
+        if meta["what"] == "state":
+            meta["state"] = self._state()
         return self._to_servers(Kind.SNAPSHOT, sequence=message.sequence, meta=meta)
 
     def _install(self, source: Peer, message: Message) -> Outgoing:
@@ -304,8 +306,7 @@ class Coordinator:
         if self.gone:
             return [(source, Message(Kind.INSTALLED, sequence=message.sequence, meta=self._loss()))]
         self.version = self.limit = message.version
-        if self._witnessed:
-            self.logged = self.version
+        self.logged = self.version if self._witnessed else math.inf
         step = message.version // self._per_step
         if message.values().get("anew"):  # a restored run begins its shares at that step
             self._leases.clear(self.joined, self.version)

@@ -474,7 +474,9 @@ class Server:
             for held in asked:
                 for about, value in held.state():
                     self._send(reader, state_message(message.sequence, held.chunk.index, about, value.clone()))
-        self._send(reader, Message(Kind.END, self.generation, sequence=message.sequence, version=self.version))
+        end = Message(Kind.END, self.generation, sequence=message.sequence, version=self.version)
+        end.meta = {"state": meta["state"]} if "state" in meta else None
+        self._send(reader, end)
 
     def _receive_state(self, source: Peer, message: Message) -> None:
         about = dict(message.values())

@@ -153,7 +153,7 @@ class DistributedSGD:
         with self._idle():
             results: list[StepResult] = []
             self._train(1, fetch_stats, results.append)
-            return results[0]
+            return results[-1]
 
     def fit(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
+from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, RunSettings
 from steepest.comm.message import server_peer
 from steepest.errors import PeerLostError
 from tests.reference import Task, difference, samples, sgd
@@ -72,3 +72,28 @@ def test_without_copies_it_is_an_error() -> None:
         os.kill(server_pid(trainer, 0), signal.SIGKILL)
         with pytest.raises(PeerLostError, match="server 0 on .* died"):
             trainer.fit(steps=30, progress=False)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+def test_without_copies_all_go_on_from_the_last_snapshot(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    settings = RunSettings(snapshot_every=10)
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, settings=settings) as trainer:
+        trainer.fit(steps=5, progress=False)
+        victim = server_pid(trainer, 0) if strategy == "ps" else pids(trainer)[1]
+        with caplog.at_level(logging.WARNING, "steepest"):
+            assert trainer.fit(steps=60, callbacks=[Kill(40, [victim])], progress=False).step == 65
+        (line,) = [record.getMessage() for record in caplog.records if "took over" in record.getMessage()]
+        assert "made again" in line or "no update and no sample is lost" in line
+        assert difference(trainer.weights(), TASK.train(2, 65)) < 1e-12
+        assert trainer.stats().step == 65
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_server_that_is_silent_is_replaced(server: int) -> None:
+    settings = RunSettings(heartbeat=1.0)
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=TWICE, settings=settings) as trainer:
+        trainer.fit(steps=10, progress=False)
+        os.kill(server_pid(trainer, server), signal.SIGSTOP)
+        trainer.fit(steps=10, progress=False)
+        assert difference(trainer.weights(), TASK.train(2, 20)) < 1e-12
+        assert trainer.stats().replaced == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -58,6 +59,12 @@ _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _THREADS = 16
 _PAUSE_SECONDS = 0.05  # in `simple` workers only answer
+
+
+@functools.cache
+def _actor_class() -> Any:
+    """Made once: Ray keeps each for ever."""
+    return ray.remote(Process)
 
 
 class Cluster:
@@ -247,7 +254,7 @@ class Cluster:
     def start_process(self, name: str, beside: int, cpus: int, gpus: int, callers: int, threads: int = 1) -> Any:
         """Starts a process beside a worker, with so many callers, and torch threads."""
         room, place = self._place(beside)
-        made = ray.remote(Process).options(
+        made = _actor_class().options(
             num_cpus=cpus,
             num_gpus=gpus,
             max_concurrency=_THREADS + threads_for(callers),
@@ -418,6 +425,8 @@ class Cluster:
         if self.watches:
             ray.wait(list(self.watches.values()), timeout=wait)
         for peer in sorted(self.watches, key=lambda peer: peer != suspect):
+            if peer.role == "worker" and peer.index in self.successors.starting:
+                continue  # it is being replaced
             cause = cause_of_death(self.watches[peer])
             if cause is not None:
                 self.raise_lost(peer, cause)

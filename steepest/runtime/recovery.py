@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from concurrent.futures import Future
 from typing import Any
 
 import ray
 
+from steepest.client import Snapshot
 from steepest.comm.message import Peer
+from steepest.config import LocalStrategy, SimpleStrategy
 from steepest.job import check_agreement
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
@@ -38,6 +41,35 @@ class Recovery:
         self._state = state
         self._deaths: Counter[Peer] = Counter()
         self._busy = False
+        self._taking: Future[Snapshot] | None = None
+        self._taken: Snapshot | None = None  # the last copy of everything
+
+    # -- copies in the driver --------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """Takes a copy of weights and optimizer state, if one is due, without waiting for it."""
+        every, client = self._cluster.settings.snapshot_every, self._cluster.client
+        if every is None or isinstance(self._cluster.job.config, (LocalStrategy, SimpleStrategy)):
+            return
+        if self._taking is not None:
+            if self._taking.done():
+                if self._taking.exception() is None:
+                    self._taken = self._taking.result()
+                self._taking = None
+        elif self._taken is None or client.position.version - self._taken.version >= every:
+            self._taking = self._cluster.on_router(lambda: client.read("state"))
+
+    def forget(self) -> None:
+        """The job is another one, or its weights were set: the copy is of no use."""
+        self._taking = self._taken = None
+
+    # -- deaths ------------------------------------------------------------------------------------
+
+    @property
+    def possible(self) -> bool:
+        """Whether what a process held can be found again."""
+        cluster = self._cluster
+        return cluster.settings.max_failures > 0 and (cluster.job.replication > 1 or self._taken is not None)
 
     def look(self) -> None:
         """Recovers if a process has died that only this can replace."""
@@ -47,7 +79,7 @@ class Recovery:
     def loss(self) -> tuple[Peer, str] | None:
         """Who has died that held chunks of which there are copies, and why."""
         cluster = self._cluster
-        if self._busy or not is_recoverable(cluster):
+        if self._busy or not self.possible:
             return None
         role = "worker" if cluster.job.strategy.in_workers else "server"
         found = [(p, cause_of_death(watch)) for p, watch in cluster.watches.items() if p.role == role]
@@ -65,7 +97,7 @@ class Recovery:
         """
         cluster, began = self._cluster, time.monotonic()
         process = cluster.process_of(suspect)
-        if not is_recoverable(cluster) or self._busy:
+        if not self.possible or self._busy:
             cluster.lost(suspect, why)
         self._busy = True
         try:
@@ -75,14 +107,22 @@ class Recovery:
                 ray.kill(cluster.actors[process], no_restart=True)
                 dead[process] = why
             self._count(dead)
+            before = cluster.client.position.version
             self._rebuild(dead)
+            lost = max(before - cluster.client.position.version, 0)
         finally:
             self._busy = False
         self.count += len(dead)
+        self._taking = None  # its reader is gone
+        what = (
+            f"{lost} updates since the last copy are lost, and made again"
+            if lost
+            else "no update and no sample is lost"
+        )
         who = ", ".join(f"{peer} ({cause})" for peer, cause in dead.items())
         log.warning(
-            "%s died; copies of what they held took over at step %d, no update and no sample is lost; %.1f s",
-            who, cluster.client.position.version // cluster.job.versions_per_step + 1, time.monotonic() - began,
+            "%s died; copies of what they held took over at step %d, %s; %.1f s",
+            who, cluster.client.position.version // cluster.job.versions_per_step + 1, what, time.monotonic() - began,
         )  # fmt: skip
 
     def _count(self, dead: dict[Peer, str]) -> None:
@@ -138,10 +178,15 @@ class Recovery:
         cluster = self._cluster
         role = "worker" if cluster.job.strategy.in_workers else "server"
         holding = {peer.index: actor for peer, actor in alive.items() if peer.role == role}
-        heard = cluster.get([actor.heard.remote() for actor in holding.values()], "say what it has heard")
-        told = ray.put(heard)
-        parts: list[Remains] = cluster.get([actor.remains.remote(told) for actor in holding.values()], "tell its state")
-        found = assemble(cluster.job.description.layout, dict(zip(holding, parts, strict=True)))
+        found = None
+        if cluster.job.replication > 1 and holding:
+            heard = cluster.get([actor.heard.remote() for actor in holding.values()], "say what it has heard")
+            told = ray.put(heard)
+            parts: list[Remains] = cluster.get([a.remains.remote(told) for a in holding.values()], "tell its state")
+            found = assemble(cluster.job.description.layout, dict(zip(holding, parts, strict=True)))
+        if found is None and self._taken is not None:
+            copy = self._taken
+            found = Salvage(copy.version, copy.weights, copy.records, copy.state)
         if found is None:
             peer, cause = next(iter(dead.items()))
             cluster.raise_lost(peer, f"{cause}; too many died together: of some chunks no copy is left")
@@ -154,8 +199,3 @@ class Recovery:
         calls = [actor.call.remote((0, -1), 0, tasks.left_out) for actor in workers.values()]
         told = dict(zip(workers, self._cluster.get(calls, "tell its state"), strict=True))
         return {index: told.get(index, {}) for index in range(self._cluster.job.num_workers)}
-
-
-def is_recoverable(cluster: Cluster) -> bool:
-    """Whether copies of everything are held."""
-    return cluster.job.replication > 1 and cluster.settings.max_failures > 0

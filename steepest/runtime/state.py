@@ -50,6 +50,8 @@ class JobState:
     ) -> None:
         """Makes these the weights, see `Client.install`."""
         self._cluster.mend()  # who is missing would be waited for
+        if state is None and self._cluster.recovery is not None:
+            self._cluster.recovery.forget()  # the copy of other ones
         client = self._cluster.client
         future = self._cluster.on_router(lambda: client.install(version, weights, records, state or None))
         self._training.wait(future, "servers to take new weights")

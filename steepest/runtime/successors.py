@@ -7,11 +7,12 @@ import logging
 import os
 import signal
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from steepest.comm.message import Message, Peer, worker_peer
+from steepest.comm.message import Message, Peer, server_peer, worker_peer
 from steepest.job import check_agreement
 from steepest.replicas import mean_states
 from steepest.runtime import tasks
@@ -24,7 +25,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
+_TRY_SECONDS = 0.02
 _SPARE_AFTER_SECONDS = 20.0  # of training, before a spare process is worth its memory
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A process that starts in a dead worker's place: why, since when, and the calls that end when it is up."""
+
+    cause: str
+    began: float
+    actor: Any
+    building: list[Any]
 
 
 class Successors:
@@ -35,6 +47,7 @@ class Successors:
 
     Attributes:
         count: how many workers were replaced.
+        starting: processes on their way to be workers, by index.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -42,8 +55,11 @@ class Successors:
         self._cluster = cluster
         self._spares: list[tuple[Any, Any]] = []  # actors, and the call that says where they are
         self._mending = False
+        self.starting: dict[int, _Start] = {}
+        self._tried = 0.0  # when it was last looked whether they are up
         self._pings: dict[Peer, tuple[Any, float]] = {}  # unanswered: the call, and since when
         self._looked = 0.0
+        self._given_up: list[Place] = []
         self._silent: dict[int, int] = {}  # workers, and their lives, that did not answer
 
     # -- spare processes -----------------------------------------------------------------------
@@ -80,10 +96,11 @@ class Successors:
         return None
 
     def end(self) -> None:
-        """Ends the spare processes."""
-        for actor, _ in self._spares:
+        """Ends the spare processes, and those that are starting."""
+        for actor in [*(actor for actor, _ in self._spares), *(start.actor for start in self.starting.values())]:
             ray.kill(actor, no_restart=True)
         self._spares.clear()
+        self.starting.clear()
 
     # -- silence -------------------------------------------------------------------------------
 
@@ -96,7 +113,10 @@ class Successors:
         self.prepare(trained)
         cluster, now = self._cluster, time.monotonic()
         limit = cluster.settings.heartbeat
-        if not cluster.job.workers_are_replaced or now - self._looked < limit / 6:
+        recoverable = cluster.recovery is not None and cluster.recovery.possible
+        replaced = cluster.job.workers_are_replaced
+        watched = [peer for peer in cluster.actors if recoverable or (peer.role == "worker" and replaced)]
+        if not watched or now - self._looked < limit / 6:
             return
         self._looked = now
         if self._pings:
@@ -104,17 +124,20 @@ class Successors:
             answered = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
             self._pings = {peer: ping for peer, ping in self._pings.items() if ping[0] not in answered}
         for peer, (_, since) in self._pings.items():
-            if now - since >= limit and cluster.lives[peer.index] != self._silent.get(peer.index):
+            if now - since >= limit and peer in watched and cluster.places[peer] not in self._given_up:
                 self._give_up(peer, f"no sign of life for {now - since:.1f} s")
-        for index in range(cluster.job.num_workers):
-            peer = worker_peer(index)
+        for peer in watched:
             if peer not in self._pings and cause_of_death(cluster.watches[peer]) is None:
                 self._pings[peer] = (cluster.actors[peer].alive.remote(), now)
 
     def _give_up(self, peer: Peer, why: str) -> None:
         cluster, life = self._cluster, self._cluster.lives[peer.index]
-        self._silent[peer.index] = life
-        cluster.on_router(lambda: cluster.client.declare_lost(peer.index, life, why))
+        self._given_up.append(cluster.places[peer])
+        if peer.role == "worker" and cluster.job.workers_are_replaced:
+            self._silent[peer.index] = life
+            cluster.on_router(lambda: cluster.client.declare_lost(peer.index, life, why))
+        else:  # the process of a server
+            cluster.on_router(lambda: cluster.client.lost(server_peer(peer.index), why))
         self._kill(peer)
 
     def _kill(self, peer: Peer) -> None:
@@ -125,13 +148,18 @@ class Successors:
                 os.kill(place.pid, signal.SIGKILL)
         ray.kill(self._cluster.actors[peer], no_restart=True)
 
+    def is_due(self) -> bool:
+        """Whether it is time to look again at processes that are starting."""
+        return bool(self.starting) and time.monotonic() - self._tried >= _TRY_SECONDS
+
     # -- successors ----------------------------------------------------------------------------
 
-    def mend(self, left: Message | None = None) -> None:
+    def mend(self, left: Message | None = None, *, wait: bool = True) -> None:
         """Gives workers that died a successor each, where that can be; training goes on when they have joined.
 
         Args:
             left: the coordinator's word that one is gone.
+            wait: until they have joined; otherwise their processes begin to start, and those that are up join.
 
         Raises:
             PeerLostError: it cannot be, or not again. Whatever its successor raises when it is made.
@@ -139,6 +167,7 @@ class Successors:
         cluster = self._cluster
         if self._mending or not cluster.job.workers_are_replaced:
             return
+        self._tried = time.monotonic()
         said = left.values() if left is not None else {}
         for index in range(cluster.job.num_workers):
             peer = worker_peer(index)
@@ -150,29 +179,39 @@ class Successors:
             if suspected and (silent or cause is None):  # it may live, out of reach
                 self._kill(peer)
                 cause = str(said["why"])
-            if cause is not None:
-                self._mending = True
-                try:
-                    self._succeed(index, cause)
-                finally:
-                    self._mending = False
+            if cause is not None and index not in self.starting:
+                self._begin(index, cause)
+        self._mending = True  # what follows calls the others
+        try:
+            for index, start in list(self.starting.items()):
+                if wait or len(ray.wait(start.building, num_returns=2, timeout=0)[0]) == 2:
+                    del self.starting[index]
+                    self._join(index, start)
+        finally:
+            self._mending = False
 
-    def _succeed(self, index: int, cause: str) -> None:
-        """Another process takes the place of a worker that is dead."""
-        cluster, peer, began = self._cluster, worker_peer(index), time.monotonic()
-        job, settings = cluster.job, cluster.settings
-        if cluster.lives[index] >= settings.max_failures:
-            allowed = f"RunSettings(max_failures={settings.max_failures})"
-            cluster.raise_lost(peer, f"{cause} (it had {cluster.lives[index]} successors, {allowed} gives it no more)")
-        cluster.lives[index] += 1
-        cluster.extend_deadline()
+    def _begin(self, index: int, cause: str) -> None:
+        """Another process starts, to take the place of a worker that is dead."""
+        cluster, job, peer = self._cluster, self._cluster.job, worker_peer(index)
+        allowed = cluster.settings.max_failures
+        if cluster.lives[index] >= allowed:
+            many = f"it had {cluster.lives[index]} successors, RunSettings(max_failures={allowed}) gives it no more"
+            cluster.raise_lost(peer, f"{cause} ({many})")
         self._pings.pop(peer, None)
+        actor = self.spare(cluster.places[peer].node) or cluster.start_worker(index)
+        build = actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut)
+        self.starting[index] = _Start(cause, time.monotonic(), actor, [build, actor.place.remote()])
+
+    def _join(self, index: int, start: _Start) -> None:
+        """The process that starts in the place of a worker takes part."""
+        cluster, peer, actor, cause = self._cluster, worker_peer(index), start.actor, start.cause
+        job, settings = cluster.job, cluster.settings
+        cluster.extend_deadline()
+        cluster.lives[index] += 1
         old, life, before = cluster.places[peer], cluster.lives[index], cluster.actors[peer]
-        actor = self.spare(old.node) or cluster.start_worker(index)
         cluster.actors[peer] = actor
         try:
-            build = actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut)
-            described, place = cluster.get([build, actor.place.remote()], "build the model again", peer, peer)
+            described, place = cluster.get(start.building, "build the model again", peer, peer)
             check_agreement(job.description, described, "the job", str(peer))
             if place.node != old.node:
                 cluster.raise_lost(peer, f"{cause}; its successor has come up on another node, {place.node[:12]}")
@@ -198,6 +237,6 @@ class Successors:
             "%s on %s (pid %d) died in step %d: %s; pid %d has taken its place after %.1f s; %s, no update and no "
             "sample is lost",
             peer, old.host, old.pid, cluster.client.position.version // job.versions_per_step + 1, cause, place.pid,
-            time.monotonic() - began, repeated,
+            time.monotonic() - start.began, repeated,
         )  # fmt: skip
         self.prepare(_SPARE_AFTER_SECONDS if settings.spares is None else 0.0)

@@ -18,6 +18,7 @@ from steepest.runtime.supervision import raise_step_error
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
+_SHORT_SECONDS = 0.02  # while a process starts that others wait for
 
 
 def _unknown(step: int) -> Message:
@@ -88,13 +89,18 @@ class Training:
                     self._make_change()
                     stop = None
                     self._ask(steps - taken, stats)
+                if self.cluster.recovery is not None:
+                    self.cluster.recovery.remember()
                 outcome = self._next_outcome()
-                if (lost := self._loss(outcome)) is not None and self.cluster.recovery is not None:
-                    self.cluster.recovery.recover(*lost)
+                recovery = self.cluster.recovery
+                if (lost := self._loss(outcome)) is not None and recovery is not None and recovery.possible:
+                    recovery.recover(*lost)
                     stop = None
-                    while taken < steps - (goal - self.step):  # committed, and the word of it was lost
+                    now = steps - (goal - self.step)
+                    while taken < now:  # committed, and the word of it was lost
                         taken += 1
                         on_step(goal - steps + taken, _unknown(goal - steps + taken))
+                    taken = now  # it may have been set back
                     if taken < steps:
                         self._ask(steps - taken, stats)
                     continue
@@ -163,8 +169,12 @@ class Training:
         deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
         while True:
             try:
-                self.cluster.successors.look(self.seconds + time.monotonic() - self._began)
-                outcome = self.cluster.client.outcomes.get(timeout=_LOOK_SECONDS)
+                successors = self.cluster.successors
+                successors.look(self.seconds + time.monotonic() - self._began)
+                if successors.is_due() and (gone := self._mend(None)) is not None:
+                    return gone
+                timeout = _SHORT_SECONDS if successors.starting else _LOOK_SECONDS
+                outcome = self.cluster.client.outcomes.get(timeout=timeout)
                 if isinstance(outcome, PeerLostError) or outcome.kind is not Kind.LEFT:
                     return outcome
                 if (gone := self._mend(outcome)) is not None:
@@ -184,7 +194,7 @@ class Training:
         recovery = self.cluster.recovery
         try:
             if recovery is None or recovery.loss() is None:
-                self.cluster.successors.mend(left)
+                self.cluster.successors.mend(left, wait=False)
         except PeerLostError:
             if recovery is None or recovery.loss() is None:
                 raise
