@@ -1,12 +1,12 @@
 # make demo: install and train; make test: the tests; make test-cluster: those that take real processes for long, or clusters;
-# make check: lint and types; make bench: the figures; make coverage: all tests, several times as slow, with the lines that
-# they reach. CI runs check, test and test-cluster.
+# make check: lint and types; make bench: the figures; make soak: ten minutes of training in which workers are killed;
+# make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test and test-cluster.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-cluster coverage check bench clean
+.PHONY: demo test test-cluster coverage check bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.overhead
+
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak --minutes 10
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

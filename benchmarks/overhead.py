@@ -46,7 +46,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -54,6 +54,7 @@ import torch
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.rivals import DEADLINE, KEPT, WORKERS, Local, Steepest, Trainer, Tutorial
 
+T = TypeVar("T")
 DDP = "ddp"
 Times = dict[str, list[float]]  # contender -> seconds per step, one entry a round
 
@@ -137,9 +138,9 @@ def measure(contenders: list[Trainer], rounds: int, steps: int) -> Times:
         return alternate({c.name: functools.partial(turn, c, steps) for c in alive}, rounds)
 
 
-def alternate(turns: Mapping[str, Callable[[], float]], rounds: int) -> Times:
-    """A turn of each contender in each round, odd rounds in reverse order."""
-    times: Times = {name: [] for name in turns}
+def alternate(turns: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """A turn of each contender in each round, odd rounds in reverse order; what each turn gave."""
+    times: dict[str, list[T]] = {name: [] for name in turns}
     for number in range(rounds):
         for name in turns if number % 2 == 0 else reversed(turns):
             times[name].append(turns[name]())

@@ -1,0 +1,192 @@
+"""Benchmarks of deaths measure what they say: pauses, shares, gaps and growth, by hand and on real processes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import recovery, soak, soak_samples, stragglers
+from benchmarks.recovery_bodies import Clock, Recovery, around, kill_worker, pause_in, shares
+from benchmarks.soak_samples import Holding, Place, holding, place, trends, trends_text
+from steepest.observe.commits import Commit, LoggedPush
+
+
+def commit(version: int, *pushes: tuple[int, int, int]) -> Commit:
+    """One of (worker, incarnation, share)."""
+    logged = tuple(LoggedPush(worker, life, 0, version - 1, share) for worker, life, share in pushes)
+    return Commit(version, logged, None, 1.0, False)
+
+
+def test_the_pause_is_the_longest_silence_after_the_kill() -> None:
+    straight = [(1, 1.0), (2, 2.0), (3, 2.6), (4, 7.0), (5, 8.0)]  # step 3 was committed before, heard of after
+    assert pause_in(straight, 2.5) == (4.5, 4.5, 0)
+    returned = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 9.0), (3, 9.5), (4, 10.0)]
+    assert pause_in(returned, 3.5) == (5.5, 6.5, 2)
+    with pytest.raises(ValueError, match="no step"):
+        pause_in(straight, 8.0)
+
+
+def test_shares_that_are_missing_or_repeated_are_counted() -> None:
+    whole = [commit(1, (0, 0, 4), (1, 0, 5)), commit(2, (0, 0, 6), (1, 0, 7))]
+    assert shares(whole, 4, 8) == (0, 0)
+    assert shares(whole, 4, 9) == (1, 0)
+    assert shares(whole, 4, 7) == (0, 1)
+    assert shares([*whole, commit(3, (0, 0, 5))], 4, 8) == (0, 1)
+
+
+def test_gaps_and_successors_are_found_in_the_log() -> None:
+    commits = [commit(1, (1, 0, 0)), commit(2, (0, 0, 1)), commit(3, (0, 0, 2)), commit(4, (1, 1, 3))]
+    found = around(commits, [0.0, 1.0, 2.0, 5.0, 6.0], victim=1, killed=1.5)  # one more time, from before the log
+    assert found == {"gap": 3.0, "successor": 4.5, "meanwhile": 2}
+    assert around(commits[:3], [1.0, 2.0, 5.0], victim=1, killed=1.5) == {"gap": 3.0}
+
+
+def test_the_clock_travels_without_its_file(tmp_path: Path) -> None:
+    clock = Clock(str(tmp_path), 0.5)
+    assert [clock(step) for step in range(3)] == [0.5] * 3
+    make, arguments = clock.__reduce__()
+    assert make(*arguments)(0) == 0.5
+    times = clock.commits()
+    assert len(times) == 4
+    assert times == sorted(times)
+
+
+def test_the_table_shows_shares_that_were_lost_in_any_round() -> None:
+    ours = [Recovery(1.0, 1.0, 0, 0.5, 2.0, 7, lost, 0) for lost in (0, 3, 0)]
+    rival = [Recovery(8.0, 10.0, 41)] * 3
+    lines = recovery.deaths_text({"ps": ours, recovery.RIVAL: rival}, workers=2).splitlines()
+    assert lines[3].split() == [
+        "ps",
+        "1.00",
+        "1.00..1.00",
+        "1.00",
+        "0.10",
+        "0.10..0.10",
+        "2.00",
+        "0.50",
+        "7",
+        "0",
+        "3,",
+        "0",
+    ]
+    assert lines[4].split() == [recovery.RIVAL, "8.00", "8.00..8.00", "10.00", "41"]
+
+
+def test_what_grows_is_found() -> None:
+    grows = trends("a", [Holding(300.0 + sample, 5, 10 + sample, 3) for sample in range(30)])
+    assert [trend.what for trend in grows if trend.grows] == ["memory", "files"]
+    assert trends_text(grows).count("GROWS") == 2
+    assert not any(trend.grows for trend in trends("machine", [Place(0, 9)] * 6))
+    assert trends("a", [Holding(1.0, 1, 1, 1)] * 5) == []
+
+
+def test_what_this_process_holds() -> None:
+    before = holding(os.getpid())
+    reader, writer = os.pipe()
+    try:
+        after = holding(os.getpid())
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert before is not None
+    assert after is not None
+    assert after.files - before.files == 2
+    assert (after.sockets, after.threads) == (before.sockets, before.threads)
+    assert 10 < after.memory < 10_000
+    assert holding(2**22 + 1) is None  # above the greatest pid
+    assert place(os.getpid()).shared == sum(len(files) for _, _, files in os.walk("/dev/shm"))
+
+
+def test_a_slow_worker_is_slow_and_others_are_not() -> None:
+    create = stragglers.model_creator(0.1, 0.01, two_classes)
+    assert [round(create(worker, 0).seconds, 3) for worker in range(4)] == [0.01, 0.01, 0.01, 0.05]
+    text = recovery.straggler_text({"sync": [40.0, 60.0], "sync, 1 backup": [20.0, 20.0], "async": [10.0, 18.0]})
+    assert text.splitlines()[5].split() == ["async", "14.0", "10.00..18.00", "0.28", "0.25..0.30", "0.5"]
+
+
+def two_classes() -> Any:
+    """What a network can tell apart after a few steps; to train with, and to test."""
+    y = torch.arange(256) % 2
+    x = torch.zeros(256, 784)
+    x[:, 0] = 2.0 * y - 1
+    return (x, y), (x, y)
+
+
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.usefixtures("ray_cluster")
+class TestOnRay:
+    """The same on real processes, as small as can be."""
+
+    @pytest.mark.parametrize("strategy", ["ps", "async"])
+    def test_a_worker_that_is_killed(self, strategy: str) -> None:
+        found = kill_worker(strategy, 2, step=5, steps_after=60, seconds=0.05)
+        assert found.next_step > 0
+        assert (found.again, found.lost, found.twice) == (0, 0, 0)
+        if strategy == "ps":
+            assert found.meanwhile == 0
+            assert found.gap is not None
+            assert found.successor is not None
+            assert found.gap > found.successor / 2 > 0  # nobody went on without it
+
+    def test_the_slow_worker(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stragglers, "LOOK_SECONDS", 0.0)
+        seconds = stragglers.time_to(stragglers.MODES["async"], goal=0.9, seconds=0.001, load=two_classes)
+        assert 0 < seconds < stragglers.LIMIT_SECONDS
+
+    def test_a_soak_of_three_bouts(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr(soak, "ACCURACY", 0.2)
+        for module in (soak, soak_samples):
+            monkeypatch.setattr(module, "LEAST_SAMPLES", 3)
+        options = argparse.Namespace(minutes=0.0, strategy=["async"], workers=2, steps=40, seed=0)
+        assert soak.soak(options) == 0
+        said = capsys.readouterr().out
+        assert "3 bouts, 3 workers replaced" in said
+        assert "shares lost 0, committed twice 0" in said
+        assert "driver" in said
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # Ray Train's own
+    def test_ray_train_goes_back_to_its_checkpoint(self, tmp_path: Path) -> None:
+        pytest.importorskip("ray.train.torch", reason="needs pandas and pyarrow")
+        from benchmarks.recovery_rivals import train_with_ray
+
+        config = {"network": functools.partial(torch.nn.Linear, 2, 2), "data": (torch.ones(9, 2), torch.ones(9).long())}
+        config |= {"batch": 2, "rate": 0.1, "seconds": 0.0, "steps": 60, "kill_step": 55}
+        stamps, killed = train_with_ray(config, 2)
+        next_step, new_step, again = pause_in(stamps, killed)
+        assert again in (5, 55)  # Ray Train may not know of the checkpoint yet
+        assert 0 < next_step <= new_step
+        assert stamps[-1][0] == 60
+
+
+def test_the_sections_are_measured_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(recovery, "ray_started", lambda cpus: contextlib.nullcontext())
+    monkeypatch.setitem(recovery.DEATHS, "worker", lambda workers: {"ps": lambda: Recovery(1.0, float(workers), 0)})
+    recovery.main(["--only", "worker", "--rounds", "2", "--workers", "3", "--json", str(tmp_path / "found")])
+    found = json.loads((tmp_path / "found").read_text())
+    assert [each["new_step"] for each in found["deaths"]["ps"]] == [3.0, 3.0]
+    with pytest.raises(SystemExit):
+        recovery.main(["--workers", "1"])
+
+
+def test_jobs_of_a_soak_are_bad_when_a_share_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"lost": 0, "twice": 0, "accuracy": 1.0}
+
+    def job(strategy: str, *rest: Any) -> soak.Found:
+        return soak.Found(strategy, **found)
+
+    monkeypatch.setattr(soak, "job", job)
+    options = argparse.Namespace(minutes=1.0, strategy=["ps"], workers=2, steps=1, seed=0)
+    assert soak.soak(options) == 0
+    for wrong in ({"lost": 1}, {"twice": 1}, {"accuracy": 0.5}):
+        monkeypatch.setitem(found, *wrong.popitem())
+        assert soak.soak(options) == 1
+        found |= {"lost": 0, "twice": 0, "accuracy": 1.0}
