@@ -363,6 +363,7 @@ class Server:
             for push in [push for push in self._arriving if push.worker == worker and push.incarnation <= life]:
                 self._forget(push)
         if "joined" in meta:
+            self._members |= {meta["joined"]}  # it may have been missing when the generation began
             for held in self._chunks.values():
                 self._send_weights(worker_peer(meta["joined"]), held, reload=True)
         for worker, sequence in meta["readers"]:

@@ -19,6 +19,7 @@ from tests.reference import Task, same_bits, samples, sgd
 
 MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
     "sync": ParameterServerStrategy(),
+    "copies": ParameterServerStrategy(replication=2),
     "allreduce": AllreduceStrategy(),
     "replicated": AllreduceStrategy(sharded=False),
     "backup": ParameterServerStrategy(backup_workers=1),
@@ -29,13 +30,14 @@ MODES: dict[str, AllreduceStrategy | ParameterServerStrategy] = {
     "ssp-2": ParameterServerStrategy(mode="ssp", staleness=2),
 }
 EACH = [
-    name for name in MODES if name not in ("sync", "allreduce", "replicated", "backup")
+    name for name in MODES if name not in ("sync", "copies", "allreduce", "replicated", "backup")
 ]  # those in which each push is an update
 
 
 def mode(name: str, servers: int = 2, chunk_bytes: int = 64, **settings: Any) -> StrategyConfig:
     """The strategy of that name, with small chunks on several servers."""
     chosen = replace(MODES[name], chunk_bytes=chunk_bytes, **settings)
+    servers = max(servers, getattr(chosen, "replication", 1))
     return replace(chosen, num_servers=servers) if isinstance(chosen, ParameterServerStrategy) else chosen
 
 

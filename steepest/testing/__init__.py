@@ -2,17 +2,21 @@
 
 from steepest.testing.cluster import InProcessCluster, server_peers
 from steepest.testing.collective import InProcessCollective
+from steepest.testing.faults import Fault, Moment, with_faults
 from steepest.testing.models import linear_model_creator
 from steepest.testing.network import InProcessTransport, Link, Network
 from steepest.testing.replay import replay
 
 __all__ = [
+    "Fault",
     "InProcessCluster",
     "InProcessCollective",
     "InProcessTransport",
     "Link",
+    "Moment",
     "Network",
     "linear_model_creator",
     "replay",
     "server_peers",
+    "with_faults",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -29,7 +30,9 @@ from steepest.job import (
 )
 from steepest.observe.commits import CommitLog
 from steepest.server import Server
+from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
+from steepest.testing.script import Script
 from steepest.worker import Worker
 
 T = TypeVar("T")
@@ -42,10 +45,12 @@ class InProcessCluster:
         lend: whether gradients and weights are read where they lie, as between processes of one host.
         hosts: where the workers and servers are said to run; by default each on a host of its own.
         replaces: whether a worker that is killed (`kill`) is waited for, until `replace` gives it a successor.
+        faults: what is to go wrong, see `steepest.testing.Fault`.
 
     Attributes:
         left: what the coordinator said of workers that left.
         on_left: called for each, with its index; replaces it unless another function is put here.
+        lives: by worker, how many processes came before the present one.
 
     Example:
         >>> import torch
@@ -71,13 +76,17 @@ class InProcessCluster:
         lend: bool = True,
         hosts: Hosts | None = None,
         replaces: bool = False,
+        faults: Sequence[Fault] = (),
     ) -> None:
         config = strategy or ParameterServerStrategy(num_servers=1)
         chosen = make_strategy(config)
         self.network = Network(shuffle)
         self.network.lends = (Kind.PUSH, Kind.WEIGHTS) if lend else ()
+        self.lives = [0] * num_workers
+        self._script = Script(self, faults, model_creator, accumulate * chosen.updates)
+        self._creator = self._script.creator if faults else model_creator
         built = [
-            build_models(model_creator, worker, devices_per_worker, seed, chosen.cut) for worker in range(num_workers)
+            build_models(self._creator, worker, devices_per_worker, seed, chosen.cut) for worker in range(num_workers)
         ]
         for worker, (_, described) in enumerate(built):
             check_agreement(built[0][1], described, "worker 0", f"worker {worker}")
@@ -88,8 +97,6 @@ class InProcessCluster:
         )  # fmt: skip
         self.left: list[Message] = []
         self.on_left: Callable[[int], None] = self.replace
-        self._creator = model_creator
-        self._lives = [0] * num_workers
         cpu = [torch.device("cpu")] * devices_per_worker
         replicas = [build_replicas(self.job, worker, models, cpu) for worker, (models, _) in enumerate(built)]
         self.client_router = self.network.router()
@@ -110,7 +117,7 @@ class InProcessCluster:
         self.links: dict[Peer, list[Link]] = {}
         for index, copies in enumerate(replicas):
             router = self.server_routers[index] if hosted else self.network.router()
-            self.workers.append(host_worker(router, self.job, index, copies, self.network.wait))
+            self.workers.append(host_worker(router, self.job, index, copies, partial(self.network.wait, router)))
             self.worker_routers.append(router)
         client_peers = (Peer("client", 0),)
         for server, router in enumerate(self.server_routers):
@@ -121,25 +128,47 @@ class InProcessCluster:
             for other in range(server if relays or hosted else min(server, 1)):
                 other_peers = self._server_peers(other)
                 self._connect(Peer("server", server), router, peers, self.server_routers[other], other_peers)
+        if faults:
+            counts = {"worker": num_workers, "server": num_servers, "relay": num_servers, "coordinator": 1, "client": 1}
+            self._script.check(counts)
+            self.network.script = self._script
         for worker_role in self.workers:
             worker_role.join()
 
     def kill(self, worker: int) -> None:
         """A worker's process is gone at once, in the middle of whatever it does."""
-        self.disconnect(worker_peer(worker))
         self.network.remove(self.worker_routers[worker])
+
+    def hang(self, worker: int) -> None:
+        """A worker's process stands still, with its channels open, until `heal` or `kill`."""
+        self.network.hang(self.worker_routers[worker])
+
+    def heal(self) -> None:
+        """Processes that hang go on, and links that are cut carry messages again."""
+        self.network.heal()
+
+    @property
+    def unmet(self) -> list[Fault]:
+        """The scripted faults that have not happened yet."""
+        return self._script.unmet
+
+    def router(self, peer: Peer) -> Router:
+        """The process in which a role lives now."""
+        if peer.role == "client":
+            return self.client_router
+        return (self.worker_routers if peer.role == "worker" else self.server_routers)[peer.index]
 
     def replace(self, worker: int) -> None:
         """Another process takes the place of a worker that was killed."""
         job = self.job
-        self._lives[worker] += 1
+        self.lives[worker] += 1
         cut = job.strategy.cut
         models, _ = build_models(self._creator, worker, job.devices_per_worker, job.seed, cut)
         cpu = [torch.device("cpu")] * job.devices_per_worker
         replicas = build_replicas(job, worker, models, cpu)
         router = self.worker_routers[worker] = self.network.router()
-        life = self._lives[worker]
-        self.workers[worker] = host_worker(router, job, worker, replicas, self.network.wait, incarnation=life)
+        wait, life = partial(self.network.wait, router), self.lives[worker]
+        self.workers[worker] = host_worker(router, job, worker, replicas, wait, incarnation=life)
         self.links[worker_peer(worker)] = []
         for server, far in enumerate(self.server_routers):
             self._connect(worker_peer(worker), router, (worker_peer(worker),), far, self._server_peers(server))

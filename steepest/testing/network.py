@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -14,7 +15,7 @@ import torch
 from steepest.comm.channel import Event
 from steepest.comm.message import Kind, Message, Peer
 from steepest.comm.router import Router
-from steepest.errors import DeadlineError
+from steepest.errors import DeadlineError, ShutdownError
 
 
 class _Loan:
@@ -29,13 +30,20 @@ class _Loan:
 
 
 class Link:
-    """One direction-aware end of an in-process channel; what is sent is copied as a wire would, or lent."""
+    """One direction-aware end of an in-process channel; what is sent is copied as a wire would, or lent.
+
+    Attributes:
+        held_until: the round until which nothing comes to this end; it waits, in order.
+        severed: whether what is sent to this end is lost from now on, although neither end is told.
+    """
 
     def __init__(self, network: Network, name: str, peers: tuple[Peer, ...], far: InProcessTransport) -> None:
         self.name = name
         self.peers = peers
         self.pending = 0
         self.closed = False
+        self.held_until = 0.0
+        self.severed = False
         self._network = network
         self._far = far
         self.other: Link | None = None
@@ -80,6 +88,9 @@ class InProcessTransport:
         self.random: random.Random | None = None  # chooses the channel that is heard next; order within one stays
         self.speed = 1.0  # the share of its turns that it takes
         self.every = 1  # it takes a turn only in every so many rounds: a slow process
+        self.hung_until = 0.0  # the round until which it takes no turns, and sends nothing
+        self.unsent: list[tuple[InProcessTransport, Link, Message]] = []  # what it would have sent meanwhile
+        self.links: list[Link] = []  # this process' end of each of its channels
 
     @property
     def has_work(self) -> bool:
@@ -139,6 +150,7 @@ class Network:
         filter: looks at every message as it is sent; what it returns is delivered instead.
         lends: kinds of messages whose payloads are lent instead of copied, as in shared memory.
         latency: rounds that a message takes; those behind it in its channel wait for it.
+        script: as `filter`, and before it, with the channel's receiving end; what it returns takes so many rounds more.
     """
 
     def __init__(self, shuffle: int | None = None) -> None:
@@ -153,6 +165,7 @@ class Network:
         self._late: dict[Link, deque[tuple[int, InProcessTransport, Message]]] = {}  # due in which round, by channel
         self.filter: Callable[[Message], Sequence[Message]] = lambda message: [message]
         self.latency: Callable[[Message], int] = lambda message: 0
+        self.script: Callable[[Link, Message], Sequence[tuple[Message, int]]] = lambda link, message: [(message, 0)]
 
     def router(self) -> Router:
         """A new process."""
@@ -165,39 +178,95 @@ class Network:
         return router
 
     def remove(self, router: Router) -> None:
-        """A process is gone."""
+        """A process is gone, and whoever has a channel to it sees that."""
         self._transports = [transport for transport in self._transports if transport.router is not router]
+        for link in _transport(router).links:
+            link.close()
+
+    def runs(self, router: Router) -> bool:
+        """Whether a process was made and not removed."""
+        return router.transport in self._transports
+
+    def set_pace(self, router: Router, every: int) -> None:
+        """From now on a process takes a turn only in every so many rounds."""
+        _transport(router).every = every
+
+    def hang(self, router: Router, rounds: float = math.inf) -> None:
+        """A process stands still, with its channels open, for so many rounds or until `heal`.
+
+        What it was computing is computed to the end, since it is all one thread; but nothing that it sends from now on
+        leaves before it goes on.
+        """
+        _transport(router).hung_until = self.rounds + rounds
+
+    def cut(self, a: Router, b: Router | None = None, rounds: float = math.inf) -> None:
+        """Nothing passes between two processes (between one and all others without `b`), for so many rounds or until
+        `heal`: it waits, in order, as TCP sends again what was lost; what waits when the channel is closed is lost.
+        """
+        for link in _transport(a).links:
+            assert link.other is not None
+            if b is None or link._far is b.transport:
+                link.held_until = link.other.held_until = self.rounds + rounds
+
+    def heal(self) -> None:
+        """Processes that hang go on, links that are cut carry messages again; what was dropped stays lost."""
+        for transport in self._transports:
+            transport.hung_until = 0.0
+            for link in transport.links:
+                link.held_until = 0.0
 
     def connect(self, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]) -> Link:
         """Connects two processes; returns the end that `a` holds."""
-        assert isinstance(a.transport, InProcessTransport)
-        assert isinstance(b.transport, InProcessTransport)
-        there = Link(self, " + ".join(map(str, b_peers)), b_peers, b.transport)
-        back = Link(self, " + ".join(map(str, a_peers)), a_peers, a.transport)
+        near, far = _transport(a), _transport(b)
+        there = Link(self, " + ".join(map(str, b_peers)), b_peers, far)
+        back = Link(self, " + ".join(map(str, a_peers)), a_peers, near)
         there.other, back.other = back, there
+        near.links.append(there)
+        far.links.append(back)
         a.attach(there)
         b.attach(back)
         return there
 
     def deliver(self, to: InProcessTransport, link: Link, message: Message) -> None:
-        """Puts a message into a process' inbox, now or some rounds later."""
-        for filtered in self.filter(message):
-            self.delivered += 1
-            delay = self.latency(filtered)
-            if delay or link in self._late:
-                self._late.setdefault(link, deque()).append((self.rounds + delay, to, filtered))
-            else:
-                to.inbox.append((link, filtered))
+        """Puts a message into a process' inbox, now or some rounds later; `link` is the end at which it arrives."""
+        if self._hangs(link._far):
+            link._far.unsent.append((to, link, message))
+            return
+        for scripted, more in self.script(link, message):
+            for filtered in self.filter(scripted):
+                if link.severed:
+                    continue
+                self.delivered += 1
+                delay = more + self.latency(filtered)
+                if delay or link in self._late or link.held_until > self.rounds:
+                    self._late.setdefault(link, deque()).append((self.rounds + delay, to, filtered))
+                else:
+                    to.inbox.append((link, filtered))
+
+    def _hangs(self, transport: InProcessTransport) -> bool:
+        return transport.hung_until > self.rounds
 
     def _arrive(self) -> None:
         """What was on its way for long enough is there; what is on its way through a closed channel is lost."""
+        for transport in self._transports:
+            if transport.unsent and not self._hangs(transport):
+                unsent, transport.unsent = transport.unsent, []
+                for to, link, message in unsent:
+                    if not link.closed:
+                        self.deliver(to, link, message)
         for link, queue in list(self._late.items()):
-            while queue and (queue[0][0] <= self.rounds or link.closed):
+            while queue and (link.closed or max(queue[0][0], link.held_until) <= self.rounds):
                 _, to, message = queue.popleft()
                 if not link.closed:
                     to.inbox.append((link, message))
             if not queue:
                 del self._late[link]
+
+    @property
+    def _coming(self) -> bool:
+        """Whether something will move by itself in a later round."""
+        hung = [t.hung_until for t in self._transports if self._hangs(t) and (t.has_work or t.unsent)]
+        return any(map(math.isfinite, [*hung, *(link.held_until for link in self._late)]))
 
     def run_until(self, done: Callable[[], bool], what: str) -> None:
         """Gives every process its turns until something holds.
@@ -209,12 +278,15 @@ class Network:
         while not done():
             self._round(what)
 
-    def wait(self) -> None:
+    def wait(self, router: Router) -> None:
         """Gives every process a turn, in the middle of one's work, whose random state and saved tensors are its own.
 
         Raises:
             DeadlineError: as `run_until`.
+            ShutdownError: that process was removed.
         """
+        if not self.runs(router):
+            raise ShutdownError("the process is gone")
         states = torch.get_rng_state(), np.random.get_state(), random.getstate()
         try:
             with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # in place of a checkpointed part's
@@ -228,10 +300,10 @@ class Network:
         before = self.delivered
         self.rounds += 1
         self._arrive()
-        order = [transport for transport in self._transports if transport.has_work]
+        order = [transport for transport in self._transports if transport.has_work and not self._hangs(transport)]
         if self._random is not None:
             self._random.shuffle(order)
-        busy = bool(self._late or order)
+        busy = bool(order) or self._coming
         for transport in order:
             if self.rounds % transport.every == 0 and (self._random is None or self._random.random() < transport.speed):
                 transport.router.turn(0.0)
@@ -250,7 +322,13 @@ class Network:
         """Virtual time goes by, and everybody is told."""
         self.now += seconds
         for transport in self._transports:
-            transport.router.tick(self.now)
+            if not self._hangs(transport):
+                transport.router.tick(self.now)
+
+
+def _transport(router: Router) -> InProcessTransport:
+    assert isinstance(router.transport, InProcessTransport)
+    return router.transport
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,403 @@
+"""Scripted faults: what happens to which process in which of its steps, and how workers come to know of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from steepest.comm.message import Kind, Peer, worker_peer
+from steepest.errors import ConfigurationError
+from steepest.job import ModelCreator
+from steepest.model import Arrive, Computed, Model
+
+#: When in a step: as the forward pass begins; as the first gradient is written; as the last one is, when the chunks
+#: without it have left; when everything has left and nothing is reported; as new weights come.
+Moment = Literal["forward", "backward", "push", "report", "pull"]
+
+_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "push", "report")  # moments that a model can tell of
+#: The faults that are about messages.
+OF_MESSAGES = ("drop", "duplicate", "delay")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong in one step of one process; made by the methods below, given in any order.
+
+    Steps are the process' own: a worker counts the gradients that it begins to compute, from 0 in each life, those
+    of steps that are taken again included (a share without samples is none); a server, and the coordinator, the
+    versions that it has committed. So a fault of a worker happens once in a life, and needs no clock.
+
+    Attributes:
+        what: which fault.
+        role, index: of the process: "worker", "server", or "coordinator" for its messages. A process hosts all roles
+            that it hosts: the coordinator is in that of server 0, and under ``"allreduce"`` servers are in workers'.
+        step: in which of its steps.
+        at: when in the step; servers have "push" (as a gradient comes) and "pull" (as weights leave).
+        life: in which life of the process, None for every one: by default a successor is spared.
+        peer: the other end, as ``("server", 0)``; None for all.
+        kind: of the messages; None for all.
+        count: how many messages, at most.
+        rounds: of `Network.rounds`, that it lasts.
+        factor: how many times as long everything takes.
+        steps: that it lasts.
+
+    Raises:
+        ConfigurationError: there is no such process, step, moment or duration.
+
+    Example:
+        >>> from steepest.testing import Fault, InProcessCluster, linear_model_creator
+        >>> faults = [Fault.raises("worker", 1, step=2), Fault.duplicate("worker", 0, step=1)]
+        >>> cluster = InProcessCluster(linear_model_creator(), num_workers=2, faults=faults)
+        >>> [outcome.kind.name for outcome in cluster.step(5)]
+        ['RESULT', 'RESULT', 'FAILURE']
+        >>> cluster.step(3)[-1].version, cluster.unmet
+        (5, [])
+    """
+
+    what: Literal["raise", "kill", "hang", "slow", "cut", "drop", "duplicate", "delay"]
+    role: str
+    index: int
+    step: int
+    at: Moment = "forward"
+    life: int | None = 0
+    peer: tuple[str, int] | None = None
+    kind: Kind | None = None
+    count: float = 1
+    rounds: float = math.inf
+    factor: float = 1.0
+    steps: float = math.inf
+
+    def __post_init__(self) -> None:
+        messages, server = self.what in OF_MESSAGES, self.role == "server"
+        roles: tuple[str, ...] = ("worker", "server", "coordinator") if messages else ("worker", "server")
+        moments: tuple[Moment, ...] = ("push", "pull") if server else get_args(Moment)
+        if self.what == "raise":
+            roles, moments = ("worker",), _COMPUTING
+        for name, value, allowed, right in (
+            ("role", self.role, f"one of {', '.join(roles)}", self.role in roles),
+            ("index", self.index, "0 or more", self.index >= 0),
+            ("step", self.step, "0 or more", self.step >= 0),
+            ("life", self.life, "0 or more, or None", self.life is None or self.life >= 0),
+            ("at", self.at, f"one of {', '.join(moments)}", messages or self.what == "slow" or self.at in moments),
+            ("count", self.count, "1 or more", self.count >= 1),
+            ("rounds", self.rounds, "1 or more", self.rounds >= 1),
+            ("factor", self.factor, "1 or more, and finite", 1 <= self.factor < math.inf),
+            ("steps", self.steps, "1 or more", self.steps >= 1),
+        ):
+            if not right:
+                raise ConfigurationError(f"{name}={value!r} of a fault {self.what!r}: give {allowed}")
+
+    @classmethod
+    def raises(cls, role: str, index: int, *, step: int, at: Moment = "forward", life: int | None = 0) -> Fault:
+        """The model raises a RuntimeError."""
+        return cls("raise", role, index, step, at, life)
+
+    @classmethod
+    def kill(cls, role: str, index: int, *, step: int, at: Moment | None = None, life: int | None = 0) -> Fault:
+        """The process is gone: its channels close; what it has sent arrives. In a real process: SIGKILL.
+
+        By default at "forward" of a worker, at "push" of a server.
+        """
+        return cls("kill", role, index, step, at or _first(role), life)
+
+    @classmethod
+    def hang(
+        cls,
+        role: str,
+        index: int,
+        *,
+        step: int,
+        at: Moment | None = None,
+        rounds: float = math.inf,
+        life: int | None = 0,
+    ) -> Fault:
+        """The process stands still, with its channels open, for so many rounds or until `InProcessCluster.heal`.
+
+        In a real process: SIGSTOP, until somebody sends it SIGCONT or SIGKILL. A worker that stops as its forward pass
+        begins gets what is on its way of its weights first.
+        """
+        return cls("hang", role, index, step, at or _first(role), life, rounds=rounds)
+
+    @classmethod
+    def slow(
+        cls, role: str, index: int, *, step: int, factor: float, steps: float = math.inf, life: int | None = 0
+    ) -> Fault:
+        """The process takes `factor` times as long, for so many steps.
+
+        In one thread it takes a turn in one of so many rounds; a real worker sleeps in proportion to what it computes.
+        """
+        return cls("slow", role, index, step, life=life, factor=factor, steps=steps)
+
+    @classmethod
+    def cut(
+        cls,
+        role: str,
+        index: int,
+        peer: tuple[str, int] | None = None,
+        *,
+        step: int,
+        at: Moment | None = None,
+        rounds: float = math.inf,
+        life: int | None = 0,
+    ) -> Fault:
+        """Nothing passes between the process and that of `peer` (None: anybody), for so many rounds or until `heal`.
+
+        As with TCP nothing is lost or reordered: what is sent waits, in both directions. It is lost with the channel,
+        when that is closed. No end is told of the cut.
+        """
+        return cls("cut", role, index, step, at or _first(role), life, peer, rounds=rounds)
+
+    @classmethod
+    def drop(
+        cls,
+        role: str,
+        index: int,
+        *,
+        step: int,
+        kind: Kind | None = None,
+        peer: tuple[str, int] | None = None,
+        life: int | None = 0,
+    ) -> Fault:
+        """A message that the role sends is lost, and all that follows it to the same process, until the channel closes.
+
+        A channel delivers everything in order or closes, and the protocol relies on that: a message lost by itself
+        cannot happen, and nothing is promised for it. This can: a host that vanishes has sent a part, and nobody is
+        told. What the other end sends still arrives. It is over when the process is killed and replaced.
+        """
+        return cls("drop", role, index, step, life=life, kind=kind, peer=peer)
+
+    @classmethod
+    def duplicate(
+        cls,
+        role: str,
+        index: int,
+        *,
+        step: int,
+        kind: Kind | None = None,
+        peer: tuple[str, int] | None = None,
+        count: float = math.inf,
+        life: int | None = 0,
+    ) -> Fault:
+        """Messages that the role sends in that step come twice, one copy right behind the other.
+
+        No channel does that either; but senders that try again would, and every push counts once all the same.
+        """
+        return cls("duplicate", role, index, step, life=life, kind=kind, peer=peer, count=count)
+
+    @classmethod
+    def delay(
+        cls,
+        role: str,
+        index: int,
+        *,
+        step: int,
+        rounds: float,
+        kind: Kind | None = None,
+        peer: tuple[str, int] | None = None,
+        count: float = math.inf,
+        life: int | None = 0,
+    ) -> Fault:
+        """Messages that the role sends in that step take so many rounds; those behind them in the channel wait."""
+        return cls("delay", role, index, step, life=life, kind=kind, peer=peer, count=count, rounds=rounds)
+
+    def concerns(self, process: Peer, life: int, step: int) -> bool:
+        """Whether it is about that step of that life."""
+        return process == (self.role, self.index) and self.life in (None, life) and self.step == step
+
+    def slows(self, process: Peer, life: int, step: int) -> bool:
+        """Whether it makes that step slow."""
+        own = self.what == "slow" and process == (self.role, self.index) and self.life in (None, life)
+        return own and self.step <= step < self.step + self.steps
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.role} {self.index} in step {self.step}"
+
+
+def _first(role: str) -> Moment:
+    return "push" if role == "server" else "forward"
+
+
+#: Told of a worker's step and the moment in it; given a function that returns when weights are here.
+Reached = Callable[[int, Moment, Arrive], None]
+
+
+class Clock:
+    """Counts the steps of one life of a worker by the gradients of its last replica, and tells of moments in them.
+
+    Args:
+        batches: that each replica computes for a step.
+        reached: told of each moment.
+
+    Attributes:
+        step: the one that was begun last, or -1.
+        computing: whether it is being computed.
+        factor: how many times as long computing is to take.
+    """
+
+    def __init__(self, batches: int, reached: Reached) -> None:
+        self.step = -1
+        self.computing = False
+        self.factor = 1.0
+        self._batches = batches
+        self._reached = reached
+        self._begun = 0
+        self._last: Model | None = None
+        self._mark = 0.0
+
+    def watch(self, model: Model) -> None:
+        """Has a model tell of its moments: the last of those that are given to this, in order of their devices."""
+        compute = model.compute_gradients
+        self._last = model
+
+        def watched(batch: Any, ready: Any, metrics: bool, arrive: Arrive | None = None) -> Computed:
+            if arrive is None:  # a warm-up
+                return compute(batch, ready, metrics)
+            if model is not self._last:
+                return compute(batch, ready, metrics, arrive)
+            self.step, batch_number = divmod(self._begun, self._batches)
+            self._begun += 1
+            self.computing = True
+            try:
+                if batch_number + 1 < self._batches:
+                    return compute(batch, ready, metrics, arrive)
+                return self._tell(model, compute, batch, ready, metrics, arrive)
+            except BaseException:
+                self._begun = (self.step + 1) * self._batches  # the step is over
+                raise
+            finally:
+                self.computing = False
+
+        model.compute_gradients = watched  # type: ignore[method-assign]
+
+    def _tell(
+        self, model: Model, compute: Callable[..., Computed], batch: Any, ready: Any, metrics: bool, arrive: Arrive
+    ) -> Computed:
+        missing = {index for index, entry in enumerate(model.layout.entries) if entry.trainable}
+        everything = len(missing)
+
+        def told(entry: int, *about: Any) -> None:
+            self._stretch()
+            if len(missing) == everything:
+                self._reached(self.step, "backward", arrive)
+            if missing == {entry}:
+                self._reached(self.step, "push", arrive)
+            missing.discard(entry)
+            ready(entry, *about)
+            self._mark = time.perf_counter()
+
+        def arrived(entry: int | None) -> None:
+            self._stretch()
+            arrive(entry)
+            self._mark = time.perf_counter()
+
+        self._reached(self.step, "forward", arrive)
+        self._mark = time.perf_counter()
+        computed = compute(batch, told, metrics, arrived)
+        self._stretch()
+        self._reached(self.step, "report", arrive)
+        return computed
+
+    def _stretch(self) -> None:
+        """Lets what was computed since the mark have taken longer."""
+        if self.factor > 1:
+            time.sleep((self.factor - 1) * (time.perf_counter() - self._mark))
+
+
+class Watched:
+    """A model creator whose models are watched: with a clock for each life, made as its first model is."""
+
+    def __init__(self, creator: ModelCreator, make_clock: Callable[[int], Clock]) -> None:
+        self._creator = creator
+        self._make_clock = make_clock
+        self.clocks: dict[int, Clock] = {}
+
+    def __call__(self, worker: int, device: int) -> Model:
+        """Makes a model, and has it watched."""
+        model = self._creator(worker, device)
+        if device == 0:
+            self.clocks[worker] = self._make_clock(worker)
+        if isinstance(model, Model):  # else whoever asked for it complains
+            self.clocks[worker].watch(model)
+        return model
+
+
+# -- inside real workers ---------------------------------------------------------------------------
+
+
+def with_faults(
+    model_creator: ModelCreator, faults: Iterable[Fault], lives: str | os.PathLike[str], *, batches: int = 1
+) -> ModelCreator:
+    """A model creator whose models misbehave as scripted, inside the worker's process wherever that runs.
+
+    Only what a process can do to itself: `Fault.raises`, `Fault.kill`, `Fault.hang` and `Fault.slow` of workers, at
+    "forward", "backward", "push" or "report". It is done by the model, from which the library's own code cannot tell
+    it; so there is nothing for servers, for messages, or for weights that come between two steps.
+
+    A process does not know which life of its worker it is; it counts by files in `lives`, one for each time that the
+    worker's models were made.
+
+    Args:
+        model_creator: of the models.
+        faults: in any order.
+        lives: a folder that all workers see (of a file system that hosts share), empty when the run begins.
+        batches: that each replica computes for a step: `accumulate`, or `sync_every`, or their product.
+
+    Raises:
+        ConfigurationError: a fault that no process can do to itself.
+    """
+    chosen = tuple(faults)
+    for fault in chosen:
+        possible = fault.role == "worker" and fault.what in ("raise", "kill", "hang", "slow") and fault.at in _COMPUTING
+        if not possible or fault.rounds < math.inf:
+            raise ConfigurationError(
+                f"{fault} cannot happen inside a real worker: give raises, kill, hang (without rounds) or slow of "
+                f"workers at {', '.join(_COMPUTING)}, or use InProcessCluster(faults=...)"
+            )
+    return Watched(model_creator, _RealClocks(chosen, Path(lives).absolute(), batches))
+
+
+@dataclass(frozen=True)
+class _RealClocks:
+    """Makes the clock of a worker in its process; travels there with the model creator."""
+
+    faults: tuple[Fault, ...]
+    lives: Path
+    batches: int
+
+    def __call__(self, worker: int) -> Clock:
+        own, life = worker_peer(worker), self._begin_life(worker)
+
+        def reached(step: int, moment: Moment, arrive: Arrive) -> None:
+            if moment == "forward":
+                clock.factor = max((f.factor for f in self.faults if f.slows(own, life, step)), default=1.0)
+            for fault in self.faults:
+                if fault.at == moment and fault.concerns(own, life, step):
+                    _suffer(fault)
+
+        clock = Clock(self.batches, reached)
+        return clock
+
+    def _begin_life(self, worker: int) -> int:
+        self.lives.mkdir(parents=True, exist_ok=True)
+        for life in itertools.count():
+            try:
+                (self.lives / f"worker-{worker}-life-{life}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            return life
+        raise AssertionError("lives have no end")
+
+
+def _suffer(fault: Fault) -> None:
+    """Does to this process what it is to suffer."""
+    if fault.what == "raise":
+        raise RuntimeError(f"scripted: {fault} at {fault.at}")
+    if fault.what != "slow":
+        os.kill(os.getpid(), signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)

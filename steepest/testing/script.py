@@ -1,0 +1,160 @@
+"""Scripted faults in a job of one thread: to its processes, and to messages between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from steepest.comm.message import Kind, Message, Peer, worker_peer
+from steepest.errors import ConfigurationError, ShutdownError
+from steepest.job import ModelCreator
+from steepest.model import Arrive
+from steepest.testing.faults import OF_MESSAGES, Clock, Fault, Moment, Watched
+
+if TYPE_CHECKING:
+    from steepest.testing.cluster import InProcessCluster
+    from steepest.testing.network import Link
+
+
+class Script:
+    """Has faults happen in an `InProcessCluster`.
+
+    Args:
+        cluster: where.
+        faults: which.
+        model_creator: of the cluster's models.
+        batches: that each replica computes for a step.
+
+    Attributes:
+        creator: makes the models that tell when a step has come to which moment.
+        unmet: the faults that have not happened in any life yet.
+
+    Raises:
+        ConfigurationError: there is no such process.
+    """
+
+    def __init__(
+        self, cluster: InProcessCluster, faults: Sequence[Fault], model_creator: ModelCreator, batches: int
+    ) -> None:
+        self._cluster = cluster
+        self._faults = tuple(faults)
+        self._happened: Counter[tuple[int, int]] = Counter()  # how often: by position, and life
+        self._batches = batches
+        self.creator = Watched(model_creator, self._make_clock)
+
+    def check(self, counts: dict[str, int]) -> None:
+        """Refuses what is about processes that there are not, of those that there are by role."""
+        for fault in self._faults:
+            for role, index in [(fault.role, fault.index), *([fault.peer] if fault.peer else [])]:
+                if not 0 <= index < counts.get(role, 0):
+                    raise ConfigurationError(f"{fault}: there is no {role} {index}; there are {counts}")
+
+    @property
+    def unmet(self) -> list[Fault]:
+        """In the order in which they were given."""
+        met = {position for position, _ in self._happened}
+        return [fault for position, fault in enumerate(self._faults) if position not in met]
+
+    def _make_clock(self, worker: int) -> Clock:
+        own, life = worker_peer(worker), self._life(worker_peer(worker))
+
+        def reached(step: int, moment: Moment, arrive: Arrive) -> None:
+            router = self._cluster.router(own)
+            if life != self._life(own) or not self._cluster.network.runs(router):
+                raise ShutdownError("the process is gone")
+            if moment == "forward":
+                self._set_pace(own, step)
+            for fault in self._due(own, step, moment):
+                if fault.what == "hang":
+                    try:
+                        arrive(None)  # what is on its way comes now, since the pass is computed to its end
+                    finally:
+                        self._cluster.network.hang(router, fault.rounds)
+                    continue
+                self._act(own, fault)
+                if fault.what == "kill":
+                    raise ShutdownError("the process is gone")
+
+        return Clock(self._batches, reached)
+
+    def __call__(self, link: Link, message: Message) -> list[tuple[Message, int]]:
+        """What becomes of a message on its way to the end `link`; with the rounds that it takes more."""
+        source, target = message.source, message.target
+        assert source is not None
+        assert target is not None
+        for peer, moment in self._moments(message, source, target):
+            self._set_pace(peer, self._step(peer))
+            for fault in self._due(peer, self._step(peer), moment):
+                self._act(peer, fault)
+        if link.closed:
+            return []
+        copies, rounds = [message], 0
+        for position, fault in enumerate(self._faults if source.role in ("worker", "server", "coordinator") else ()):
+            if fault.what not in OF_MESSAGES or not fault.concerns(source, self._life(source), self._step(source)):
+                continue
+            key = (position, self._life(source))
+            if fault.kind not in (None, message.kind) or fault.peer not in (None, target):
+                continue
+            if self._happened[key] >= fault.count:
+                continue
+            self._happened[key] += 1
+            link.severed |= fault.what == "drop"
+            rounds += int(fault.rounds) if fault.what == "delay" else 0
+            copies += [replace(message)] if fault.what == "duplicate" else []
+        return [(copy, rounds) for copy in copies]
+
+    def _moments(self, message: Message, source: Peer, target: Peer) -> list[tuple[Peer, Moment]]:
+        """The moments that have come as that message is sent, and of which process."""
+        if message.kind is Kind.PUSH and target.role == "server":
+            return [(target, "push")]
+        if message.kind is not Kind.WEIGHTS:
+            return []
+        found: list[tuple[Peer, Moment]] = [(source, "pull")] if source.role == "server" else []
+        if target.role == "worker" and not self.creator.clocks[target.index].computing:
+            found.append((target, "pull"))
+        return found
+
+    def _due(self, process: Peer, step: int, moment: Moment) -> list[Fault]:
+        """What is to happen to a process now, and has not happened in this life; from now on it has."""
+        life, found = self._life(process), []
+        for position, fault in enumerate(self._faults):
+            if fault.what in (*OF_MESSAGES, "slow") or fault.at != moment or self._happened[position, life]:
+                continue
+            if fault.concerns(process, life, step):
+                self._happened[position, life] += 1
+                found.append(fault)
+        return found
+
+    def _act(self, process: Peer, fault: Fault) -> None:
+        network, router = self._cluster.network, self._cluster.router(process)
+        match fault.what:
+            case "raise":
+                raise RuntimeError(f"scripted: {fault} at {fault.at}")
+            case "kill":
+                network.remove(router)
+            case "hang":
+                network.hang(router, fault.rounds)
+            case "cut":
+                far = None if fault.peer is None else self._cluster.router(Peer(*fault.peer))
+                network.cut(router, far, fault.rounds)
+
+    def _set_pace(self, process: Peer, step: int) -> None:
+        """A process is as slow as the script says, if it says anything of it."""
+        life = self._life(process)
+        own = [(n, f) for n, f in enumerate(self._faults) if f.what == "slow" and process == (f.role, f.index)]
+        now = [(position, fault) for position, fault in own if fault.slows(process, life, step)]
+        self._happened.update((position, life) for position, _ in now)
+        if own:
+            pace = max((fault.factor for _, fault in now), default=1.0)
+            self._cluster.network.set_pace(self._cluster.router(process), round(pace))
+
+    def _step(self, process: Peer) -> int:
+        if process.role == "worker":
+            return self.creator.clocks[process.index].step
+        cluster = self._cluster
+        return (cluster.servers[process.index] if process.role == "server" else cluster.coordinator).version
+
+    def _life(self, process: Peer) -> int:
+        return self._cluster.lives[process.index] if process.role == "worker" else 0
