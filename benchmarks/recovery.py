@@ -12,6 +12,10 @@ Sections:
                 `benchmarks.recovery_bodies`
 ``ray-train``   Ray Train's ``TorchTrainer`` on Gloo with the same network, data and number of workers, a checkpoint
                 every 50 steps, the last worker killed by SIGKILL in step 192: `benchmarks.recovery_rivals`
+``server``      the same for a server, and the coordinator beside the first, with ``replication=2`` and with
+                ``snapshot_every=20``
+``joining``     a worker more while training is under way: for how long the others stop: `benchmarks.elasticity`
+``replication`` a step of 25 million parameters with copies of everything, and with snapshots
 ``straggler``   one of four workers five times slower: seconds to 97 % on MNIST: `benchmarks.stragglers`
 
 The network is a perceptron of 4,810 parameters on scikit-learn's digits. Each gradient waits for 50 ms, so that a step
@@ -41,8 +45,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import elasticity, recovery_rivals, stragglers
 from benchmarks import recovery_bodies as bodies
-from benchmarks import recovery_rivals, stragglers
 from benchmarks.overhead import alternate, machine, positive, ratios
 from benchmarks.parameter_server_rivals import ray_started
 from benchmarks.recovery_bodies import Recovery
@@ -79,9 +83,13 @@ def rivals_deaths(workers: int) -> dict[str, Death]:
     return {RIVAL: turn}
 
 
-DEATHS: dict[str, Callable[[int], dict[str, Death]]] = {"worker": worker_deaths, "ray-train": rivals_deaths}
-STRAGGLER = "straggler"
-SECTIONS = [*DEATHS, STRAGGLER]
+DEATHS: dict[str, Callable[[int], dict[str, Death]]] = {
+    "worker": worker_deaths,
+    "server": elasticity.server_deaths,
+    "ray-train": rivals_deaths,
+}
+STRAGGLER, JOINING, REPLICATION = "straggler", "joining", "replication"
+SECTIONS = [*DEATHS, STRAGGLER, JOINING, REPLICATION]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -115,6 +123,10 @@ def measure(options: argparse.Namespace) -> None:
         if STRAGGLER in options.only:
             seconds = alternate(stragglers.turns(), options.rounds)
             print(straggler_text(seconds), flush=True)
+        if JOINING in options.only:
+            print(elasticity.joins_text(alternate(elasticity.joins(options.workers), options.rounds)), flush=True)
+        if REPLICATION in options.only:
+            print(elasticity.costs_text(alternate(elasticity.costs(options.workers), options.rounds)), flush=True)
     if options.json:
         recoveries = {name: [asdict(recovery) for recovery in each] for name, each in found.items()}
         report = {"machine": machine(), "workers": options.workers, "deaths": recoveries, STRAGGLER: seconds}
@@ -125,13 +137,13 @@ def deaths_text(found: Mapping[str, list[Recovery]], workers: int) -> str:
     rounds = len(next(iter(found.values())))
     lines = [
         "",
-        f"a worker of {workers} is killed: seconds from the kill, medians of {rounds} rounds",
-        f"{'':15}{'next step':>10}{'min..max':>14}{'new step':>10}{'over train':>12}{'min..max':>14}{'successor':>11}"
+        f"a process of a job of {workers} workers is killed: seconds from the kill, medians of {rounds} rounds",
+        f"{'':20}{'next step':>10}{'min..max':>14}{'new step':>10}{'over train':>12}{'min..max':>14}{'successor':>11}"
         f"{'longest gap':>13}{'commits meanwhile':>19}{'steps again':>13}{'shares lost, twice':>20}",
     ]
     for name, each in found.items():
         new = [recovery.new_step for recovery in each]
-        line = f"{name:15}{cell(each, 'next_step'):>10}{spread([r.next_step for r in each]):>14}"
+        line = f"{name:20}{cell(each, 'next_step'):>10}{spread([r.next_step for r in each]):>14}"
         line += f"{statistics.median(new):10.2f}"
         if RIVAL in found and name != RIVAL:
             ratio = ratios(new, [recovery.new_step for recovery in found[RIVAL]])

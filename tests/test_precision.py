@@ -101,7 +101,7 @@ def test_every_mode_is_replayed_to_the_bit_and_sends_half(name: str, wire: str, 
     results = trained(cluster, 20)
     check(cluster, FLOAT32)
     size = sum(p.numel() for p in FLOAT32.module().parameters())
-    pushes = {"backup": 2, "replicated": 3 * 2}.get(name, 3)
+    pushes = {"backup": 2, "replicated": 3 * 2, "copies": 3 * 2}.get(name, 3)
     assert all(result.values()["bytes_pushed"] <= pushes * 2 * size for result in results)
     if name == "sync":  # the first step's weights came whole
         assert all(result.values()["bytes_pulled"] == 3 * 2 * size for result in results[1:])

@@ -205,6 +205,7 @@ class Cluster:
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
         """
+        self.nodes = [node for room in self.rooms for node in nodes_of(room)]  # some may have moved
         check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self.nodes[:num_workers])
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
@@ -425,7 +426,7 @@ class Cluster:
         if self.watches:
             ray.wait(list(self.watches.values()), timeout=wait)
         for peer in sorted(self.watches, key=lambda peer: peer != suspect):
-            if peer.role == "worker" and peer.index in self.successors.starting:
+            if peer.role == "worker" and peer.index in {*self.successors.starting, *self.successors.moved}:
                 continue  # it is being replaced
             cause = cause_of_death(self.watches[peer])
             if cause is not None:
@@ -468,6 +469,8 @@ class Cluster:
         if self.recovery is not None:
             self.recovery.look()
         self.successors.mend(left)
+        if self.recovery is not None and self.successors.moved:
+            self.recovery.look()
 
     # -- ending --------------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ from typing import Any
 import ray
 
 from steepest.client import Snapshot
-from steepest.comm.message import Peer
+from steepest.comm.message import Peer, worker_peer
 from steepest.config import LocalStrategy, SimpleStrategy
 from steepest.job import check_agreement
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
 from steepest.runtime.state import JobState
-from steepest.runtime.supervision import cause_of_death
+from steepest.runtime.supervision import cause_of_death, has_answered, never_ran
 from steepest.salvage import Remains, Salvage, assemble
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,8 @@ class Recovery:
     def possible(self) -> bool:
         """Whether what a process held can be found again."""
         cluster = self._cluster
-        return cluster.settings.max_failures > 0 and (cluster.job.replication > 1 or self._taken is not None)
+        kept = cluster.job.replication > 1 or self._taken is not None or bool(cluster.successors.moved)
+        return cluster.settings.max_failures > 0 and kept
 
     def look(self) -> None:
         """Recovers if a process has died that only this can replace."""
@@ -81,9 +82,16 @@ class Recovery:
         cluster = self._cluster
         if self._busy or not self.possible:
             return None
-        role = "worker" if cluster.job.strategy.in_workers else "server"
+        for index, (_, cause) in cluster.successors.moved.items():
+            return worker_peer(index), cause
+        role = self._role
         found = [(p, cause_of_death(watch)) for p, watch in cluster.watches.items() if p.role == role]
         return next(((peer, cause) for peer, cause in found if cause is not None), None)
+
+    @property
+    def _role(self) -> str:
+        """Of the processes that hold chunks."""
+        return "worker" if self._cluster.job.strategy.in_workers else "server"
 
     def recover(self, suspect: Peer, why: str) -> None:
         """Replaces every process that is dead; training goes on from the last committed update.
@@ -101,11 +109,7 @@ class Recovery:
             cluster.lost(suspect, why)
         self._busy = True
         try:
-            ray.wait([cluster.watches[process]], timeout=_NOTICE_SECONDS)
-            dead = {p: cause for p, watch in cluster.watches.items() if (cause := cause_of_death(watch)) is not None}
-            if process not in dead:  # cut off
-                ray.kill(cluster.actors[process], no_restart=True)
-                dead[process] = why
+            dead = self._find_dead(process, why)
             self._count(dead)
             before = cluster.client.position.version
             self._rebuild(dead)
@@ -125,6 +129,23 @@ class Recovery:
             who, cluster.client.position.version // cluster.job.versions_per_step + 1, what, time.monotonic() - began,
         )  # fmt: skip
 
+    def _find_dead(self, suspect: Peer, why: str) -> dict[Peer, str]:
+        """Everybody who is gone, or gives no sign of life, and why."""
+        cluster = self._cluster
+        ray.wait([cluster.watches[suspect]], timeout=min(cluster.settings.heartbeat, _NOTICE_SECONDS))
+        dead = {peer: cause for peer, watch in cluster.watches.items() if (cause := cause_of_death(watch)) is not None}
+        asked = {peer: actor.alive.remote() for peer, actor in cluster.actors.items() if peer not in dead}
+        wait = max(cluster.settings.heartbeat, _NOTICE_SECONDS)
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait)
+        for peer, ref in asked.items():
+            if not has_answered(ref):
+                dead[peer] = cause_of_death(cluster.watches[peer]) or f"no sign of life for {wait:g} s"
+        dead.setdefault(suspect, why)
+        for peer in dead:
+            if cause_of_death(cluster.watches[peer]) is None:  # it may live, out of reach
+                cluster.successors.kill(peer)
+        return dead
+
     def _count(self, dead: dict[Peer, str]) -> None:
         allowed = self._cluster.settings.max_failures
         for peer, cause in dead.items():
@@ -138,11 +159,14 @@ class Recovery:
         cluster.extend_deadline()
         added = self._start(dead)
         try:
+            found = None
+            if not any(peer.role == self._role for peer in dead):
+                found = self._state.stopped()
             cluster.disconnect()
             alive = {peer: actor for peer, actor in cluster.actors.items() if peer not in dead}
             workers = {peer.index: actor for peer, actor in alive.items() if peer.role == "worker"}
             cluster.get([actor.give_up.remote() for actor in workers.values()], "stop")
-            found = self._salvage(alive, dead)
+            found = found or self._salvage(alive, dead)
             own = self._left_out(workers)
             builds = [added[peer].build.remote(*self._build(peer)) for peer in added if peer.role == "worker"]
             for described in cluster.get(builds, "build the model again"):
@@ -169,15 +193,25 @@ class Recovery:
         cluster = self._cluster
         added = {}
         for peer in dead:
+            if peer.role == "worker" and peer.index in cluster.successors.moved:
+                added[peer] = cluster.successors.moved.pop(peer.index)[0]
+                continue
             start = cluster.start_worker if peer.role == "worker" else cluster.start_server
             added[peer] = cluster.successors.spare(cluster.places[peer].node) or start(peer.index)
+        deadline = time.monotonic() + cluster.settings.start_timeout * 5
+        for peer in added:
+            while time.monotonic() < deadline:
+                placed = added[peer].place.remote()
+                ray.wait([placed], timeout=max(deadline - time.monotonic(), 0.1))
+                if not never_ran(placed):
+                    break
+                added[peer] = (cluster.start_worker if peer.role == "worker" else cluster.start_server)(peer.index)
         return added
 
     def _salvage(self, alive: dict[Peer, Any], dead: dict[Peer, str]) -> Salvage:
         """All servers' state at one version."""
         cluster = self._cluster
-        role = "worker" if cluster.job.strategy.in_workers else "server"
-        holding = {peer.index: actor for peer, actor in alive.items() if peer.role == role}
+        holding = {peer.index: actor for peer, actor in alive.items() if peer.role == self._role}
         found = None
         if cluster.job.replication > 1 and holding:
             heard = cluster.get([actor.heard.remote() for actor in holding.values()], "say what it has heard")

@@ -139,6 +139,13 @@ class JobState:
         if buffers and added:
             cluster.call_workers(tasks.load_buffers, buffers, workers=[peer.index for peer in added])
 
+    def stopped(self) -> Salvage:
+        """Stops the workers, and tells where all stand; the coordinator and all servers are there."""
+        client = self._cluster.client
+        self._training.wait(self._cluster.on_router(client.revoke), "the coordinator to stop the workers")
+        found = self.snapshot("state")
+        return Salvage(found.version, found.weights, found.records, found.state)
+
     def put_back(
         self,
         found: Salvage,

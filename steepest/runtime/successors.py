@@ -17,7 +17,7 @@ from steepest.job import check_agreement
 from steepest.replicas import mean_states
 from steepest.runtime import tasks
 from steepest.runtime.process import Place
-from steepest.runtime.supervision import cause_of_death
+from steepest.runtime.supervision import cause_of_death, never_ran
 
 if TYPE_CHECKING:
     from steepest.runtime.launch import Cluster
@@ -48,6 +48,7 @@ class Successors:
     Attributes:
         count: how many workers were replaced.
         starting: processes on their way to be workers, by index.
+        moved: those that have come up on another node than their predecessor, for a recovery; and why that died.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -56,6 +57,7 @@ class Successors:
         self._spares: list[tuple[Any, Any]] = []  # actors, and the call that says where they are
         self._mending = False
         self.starting: dict[int, _Start] = {}
+        self.moved: dict[int, tuple[Any, str]] = {}
         self._tried = 0.0  # when it was last looked whether they are up
         self._pings: dict[Peer, tuple[Any, float]] = {}  # unanswered: the call, and since when
         self._looked = 0.0
@@ -138,9 +140,9 @@ class Successors:
             cluster.on_router(lambda: cluster.client.declare_lost(peer.index, life, why))
         else:  # the process of a server
             cluster.on_router(lambda: cluster.client.lost(server_peer(peer.index), why))
-        self._kill(peer)
+        self.kill(peer)
 
-    def _kill(self, peer: Peer) -> None:
+    def kill(self, peer: Peer) -> None:
         """Nothing that it still says may count; it may be stopped, or out of reach."""
         place = self._cluster.places[peer]
         if place.node == ray.get_runtime_context().get_node_id():
@@ -177,14 +179,16 @@ class Successors:
                 ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
             cause = cause_of_death(cluster.watches[peer])
             if suspected and (silent or cause is None):  # it may live, out of reach
-                self._kill(peer)
+                self.kill(peer)
                 cause = str(said["why"])
-            if cause is not None and index not in self.starting:
+            if cause is not None and index not in self.starting and index not in self.moved:
                 self._begin(index, cause)
         self._mending = True  # what follows calls the others
         try:
             for index, start in list(self.starting.items()):
-                if wait or len(ray.wait(start.building, num_returns=2, timeout=0)[0]) == 2:
+                if wait:
+                    start = self._wait_for(index, start)
+                if len(ray.wait(start.building, num_returns=2, timeout=0)[0]) == 2 and not self._again(index, start):
                     del self.starting[index]
                     self._join(index, start)
         finally:
@@ -192,15 +196,36 @@ class Successors:
 
     def _begin(self, index: int, cause: str) -> None:
         """Another process starts, to take the place of a worker that is dead."""
-        cluster, job, peer = self._cluster, self._cluster.job, worker_peer(index)
+        cluster, peer = self._cluster, worker_peer(index)
         allowed = cluster.settings.max_failures
         if cluster.lives[index] >= allowed:
             many = f"it had {cluster.lives[index]} successors, RunSettings(max_failures={allowed}) gives it no more"
             cluster.raise_lost(peer, f"{cause} ({many})")
         self._pings.pop(peer, None)
         actor = self.spare(cluster.places[peer].node) or cluster.start_worker(index)
+        self.starting[index] = self._start(index, cause, actor, time.monotonic())
+
+    def _start(self, index: int, cause: str, actor: Any, began: float) -> _Start:
+        cluster, job = self._cluster, self._cluster.job
         build = actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut)
-        self.starting[index] = _Start(cause, time.monotonic(), actor, [build, actor.place.remote()])
+        return _Start(cause, began, actor, [build, actor.place.remote()])
+
+    def _again(self, index: int, start: _Start) -> bool:
+        """Starts another process if that one never was: Ray takes a while to see that a node is dead."""
+        late = time.monotonic() - start.began > self._cluster.settings.start_timeout * 5
+        if late or not never_ran(start.building[1]):
+            return False
+        self.starting[index] = self._start(index, start.cause, self._cluster.start_worker(index), start.began)
+        return True
+
+    def _wait_for(self, index: int, start: _Start) -> _Start:
+        """Returns when it is up, or the one that was started after it."""
+        while True:
+            left = start.began + self._cluster.settings.start_timeout * 5 - time.monotonic()
+            ray.wait(start.building, num_returns=2, timeout=max(left, 0.1))
+            if not self._again(index, start):
+                return start
+            start = self.starting[index]
 
     def _join(self, index: int, start: _Start) -> None:
         """The process that starts in the place of a worker takes part."""
@@ -213,8 +238,11 @@ class Successors:
         try:
             described, place = cluster.get(start.building, "build the model again", peer, peer)
             check_agreement(job.description, described, "the job", str(peer))
-            if place.node != old.node:
-                cluster.raise_lost(peer, f"{cause}; its successor has come up on another node, {place.node[:12]}")
+            if place.node != old.node:  # who shares a host with whom is another question now
+                self.moved[index] = (actor, cause)
+                cluster.lives[index] -= 1
+                cluster.actors[peer] = before
+                return
             alive = [i for i in range(job.num_workers) if cause_of_death(cluster.watches[worker_peer(i)]) is None]
             alive = [i for i in alive if self._silent.get(i) != cluster.lives[i]]
             states = [state for part in cluster.call_workers(tasks.states, workers=alive) for state in part]

@@ -97,6 +97,30 @@ def cause_of_death(watch: Any) -> str | None:
     return "it was stopped"
 
 
+def has_answered(call: Any) -> bool:
+    """Whether a call of an actor has returned; not if it raised, or has not ended."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+def never_ran(call: Any) -> bool:
+    """Whether a call failed because the actor's process could not start where Ray wanted it."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
+
+
 def raise_remote(error: ray.exceptions.RayTaskError, what: str) -> NoReturn:
     """Raises what a remote call raised: our own errors as they are, the user's as ModelRaisedError."""
     cause = error.cause

@@ -94,7 +94,14 @@ class Training:
                 outcome = self._next_outcome()
                 recovery = self.cluster.recovery
                 if (lost := self._loss(outcome)) is not None and recovery is not None and recovery.possible:
+                    before = self.cluster.client
                     recovery.recover(*lost)
+                    while not before.outcomes.empty() and taken < steps - (goal - self.step):  # the last that it heard
+                        late = before.outcomes.get()
+                        if isinstance(late, Message) and late.kind is Kind.RESULT:
+                            taken += 1
+                            self._count(late)
+                            on_step(int(late.values()["step"]), late)
                     stop = None
                     now = steps - (goal - self.step)
                     while taken < now:  # committed, and the word of it was lost

@@ -1,0 +1,138 @@
+"""Servers that are killed, a worker that joins, copies of everything: one turn of each for `benchmarks.recovery`."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks import recovery_bodies as bodies
+from benchmarks.models import MLP, Workload, sgd
+from benchmarks.overhead import ratios
+from benchmarks.recovery_bodies import Kill, Recovery
+from steepest import Callback, DistributedSGD, ParameterServerStrategy, RunSettings, StepResult, TorchModel
+from steepest.comm.message import server_peer
+
+JOIN_STEP = 60
+LARGE = Workload("mlp", MLP, (1024,), 64, 1024, 20)
+WANTED = 1.35
+
+
+def constant(step: int) -> float:
+    return bodies.LEARNING_RATE
+
+
+def server_deaths(workers: int) -> dict[str, Callable[[], Recovery]]:
+    copies = ParameterServerStrategy(replication=2)
+    spare, snapshots = RunSettings(spares=1), RunSettings(spares=1, snapshot_every=20)
+    return {
+        "server 0, copies": functools.partial(kill_server, copies, 0, workers, spare),
+        "server 1, copies": functools.partial(kill_server, copies, 1, workers, spare),
+        "server 0, snapshots": functools.partial(kill_server, "ps", 0, workers, snapshots),
+    }
+
+
+def kill_server(
+    strategy: str | ParameterServerStrategy,
+    index: int,
+    workers: int,
+    settings: RunSettings,
+    *,
+    step: int = bodies.KILL_STEP,
+    steps_after: int = bodies.STEPS_AFTER,
+    seconds: float = bodies.STEP_SECONDS,
+) -> Recovery:
+    """Kills a server's process after a step; the coordinator lives beside the first."""
+    creator = bodies.paced_creator(bodies.digits()[0], constant, seconds)
+    with DistributedSGD(creator, num_workers=workers, strategy=strategy, settings=settings) as trainer:
+        trainer.warmup()
+        kill = Kill(step, trainer._live().places[server_peer(index)].pid)
+        trainer.fit(steps=step + steps_after, callbacks=[kill], progress=False)
+        if trainer.stats().replaced != 1:
+            raise RuntimeError(f"{trainer.stats().replaced} processes were replaced, not one")
+    return Recovery(*bodies.pause_in(kill.heard, kill.killed))
+
+
+class Join(Callback):
+    """Asks for one more worker after a step; notes when each step was heard of, and how many workers took it."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self.heard: list[tuple[int, float]] = []
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        self.heard.append((trainer.num_workers, time.monotonic()))
+        if result.step == self._step:
+            trainer.resize(workers=trainer.num_workers + 1)
+
+
+def join(strategy: str, workers: int, seconds: float = bodies.STEP_SECONDS) -> float:
+    """Seconds by which the step in which a worker joins is longer than the others."""
+    creator = bodies.paced_creator(bodies.digits()[0], constant, seconds)
+    with DistributedSGD(creator, num_workers=workers, strategy=strategy) as trainer:
+        trainer.warmup()
+        watch = Join(JOIN_STEP)
+        while trainer.num_workers == workers:
+            trainer.fit(steps=100, callbacks=[watch], progress=False)
+        trainer.fit(steps=5, callbacks=[watch], progress=False)
+    at = next(i for i, (count, _) in enumerate(watch.heard) if count > workers)
+    times = [when for _, when in watch.heard]
+    usual = statistics.median(b - a for a, b in pairwise(times))
+    return times[at] - times[at - 1] - usual
+
+
+def joins(workers: int) -> dict[str, Callable[[], float]]:
+    return {name: functools.partial(join, name, workers) for name in ("ps", "async", "allreduce")}
+
+
+def joins_text(pauses: Mapping[str, list[float]]) -> str:
+    lines = ["", "a worker joins: seconds for which the others stop, medians (wanted: 0.2)"]
+    for name, each in pauses.items():
+        lines.append(f"{name:15}{statistics.median(each):8.3f}  {min(each):.3f}..{max(each):.3f}")
+    return "\n".join(lines)
+
+
+def large_model(worker: int, device: int) -> TorchModel:
+    return TorchModel(
+        LARGE.build(), loss=F.nll_loss, data=LARGE.data(), batch_size=LARGE.batch_size, optimizer=lambda m: sgd(m)
+    )
+
+
+def step_seconds(strategy: ParameterServerStrategy, workers: int, settings: RunSettings | None = None) -> float:
+    """The median step of a 25-million-parameter model."""
+    times: list[float] = []
+    torch.manual_seed(0)
+    with DistributedSGD(large_model, num_workers=workers, strategy=strategy, settings=settings) as trainer:
+        trainer.fit(steps=5, progress=False)
+        for _ in range(3):
+            began = time.perf_counter()
+            trainer.fit(steps=LARGE.steps, progress=False)
+            times.append((time.perf_counter() - began) / LARGE.steps)
+    return statistics.median(times)
+
+
+ONE, COPIES, SNAPSHOTS = "ps", "ps, replication=2", "ps, snapshot_every=20"
+
+
+def costs(workers: int) -> dict[str, Callable[[], float]]:
+    return {
+        ONE: functools.partial(step_seconds, ParameterServerStrategy(), workers),
+        COPIES: functools.partial(step_seconds, ParameterServerStrategy(replication=2), workers),
+        SNAPSHOTS: functools.partial(step_seconds, ParameterServerStrategy(), workers, RunSettings(snapshot_every=20)),
+    }
+
+
+def costs_text(seconds: Mapping[str, list[float]]) -> str:
+    lines = ["", f"a step of 25 million parameters, medians; over {ONE} (copies wanted: {WANTED})"]
+    for name, each in seconds.items():
+        line = f"{name:24}{statistics.median(each) * 1e3:8.1f} ms"
+        if name != ONE:
+            ratio = ratios(each, seconds[ONE])
+            line += f"{ratio['median']:8.2f}  {ratio['min']:.2f}..{ratio['max']:.2f}"
+        lines.append(line)
+    return "\n".join(lines)
