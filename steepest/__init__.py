@@ -1,5 +1,6 @@
 """Distributed SGD on Ray: one model, one ``strategy=``, from a laptop to a cluster."""
 
+from steepest.checkpoint import Checkpoints
 from steepest.config import (
     AllreduceStrategy,
     Int8,
@@ -26,6 +27,7 @@ from steepest.sgd import DistributedSGD
 __all__ = [
     "AllreduceStrategy",
     "Callback",
+    "Checkpoints",
     "Commit",
     "CommitLog",
     "Computed",

@@ -24,7 +24,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from steepest.errors import CheckpointError
+from steepest.config import require_count
+from steepest.errors import CheckpointError, ConfigurationError
 from steepest.model import ParameterLayout
 
 FORMAT = 1
@@ -36,6 +37,31 @@ Record = tuple[int, dict[str, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Checkpoints:
+    """Checkpoints that `DistributedSGD.fit` keeps by itself, and that a trainer with the same ones goes on from.
+
+    Attributes:
+        path: a directory of this job's own on the driver's side; each checkpoint is a directory in it, which
+            `DistributedSGD.restore` reads as any other.
+        every: steps from one to the next; the last state of each `fit` is written too.
+        keep: how many whole ones stay there; older ones are deleted once a newer one is whole.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    path: str | Path
+    every: int = 100
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, Path)) or not str(self.path):
+            raise ConfigurationError(f"path={self.path!r}: give the directory in which checkpoints are to be kept")
+        require_count("every", self.every)
+        require_count("keep", self.keep)
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Everything that training continues from.
 
@@ -44,7 +70,8 @@ class Checkpoint:
         optimizer: state by "parameter/key".
         replicas: buffers by "replica/buffer".
         about: step, epoch, offset, seed, samples, optimizer, flags (which change what state it keeps), plain
-            (state keys that are Python numbers), aliases; JSON-able.
+            (state keys that are Python numbers), aliases; JSON-able. Also, but for older checkpoints, left (what is
+            left over, see `SamplePlan`) and ends (the first steps after epoch 0, 1, ...).
     """
 
     weights: dict[str, torch.Tensor]
@@ -100,7 +127,7 @@ def gather(
         weights: the flat vector.
         optimizer: its state by "parameter/key", and which of it is plain numbers.
         states: each replica's buffers.
-        place: step, epoch, offset and seed.
+        place: step, epoch, offset, left, ends and seed.
         apart: what else belongs to some process, by keys of its own.
     """
     state, plain = optimizer

@@ -328,7 +328,8 @@ class Coordinator:
         if "log" in wanted:
             return self._history.look(int(wanted["log"]))
         step = self.version // self._per_step
-        return {"version": self.version, "generation": self.generation, "step": step, **self._history.look()}
+        taken = (Ledger(step * self._pushes) if self._rule.together else self._leases.ledger).look()
+        return {"version": self.version, "generation": self.generation, "step": step, **taken, **self._history.look()}
 
     # -- going on ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from steepest.optimizer import OptimizerSpec, Schedule
 from steepest.packing import Packing
 from steepest.relay import Relay
 from steepest.replicas import Replicas, seed_everything
-from steepest.sampler import SamplePlan
+from steepest.sampler import Remaining, SamplePlan
 from steepest.server import Server
 from steepest.strategies.allreduce import Allreduce
 from steepest.strategies.local import Local
@@ -159,20 +159,25 @@ class Job:
     @property
     def global_batch(self) -> int:
         """Samples per step."""
-        batches = self.shares * self.devices_per_worker * self.accumulate * self.strategy.updates
-        return batches * self.description.batch_size
+        return self.parts * self.description.batch_size
+
+    @property
+    def parts(self) -> int:
+        """Batches of one step."""
+        return self.shares * self.devices_per_worker * self.accumulate * self.strategy.updates
 
     def updates_before(self, step: int) -> int:
         """How many updates the model's optimizer has made for any weight before a step, which its schedule counts."""
         return step * self.strategy.updates + self.schedule_offset
 
-    def plan(self, step: int = 0, epoch: int = 0, offset: int = 0, seed: int | None = None) -> SamplePlan | None:
+    def plan(self, step: int = 0, remaining: Remaining | None = None, seed: int | None = None) -> SamplePlan | None:
         """Who gets which samples from a step on; None when the data are streams."""
-        samples = self.description.samples
+        samples, rest = self.description.samples, remaining or Remaining()
         if samples is None:
             return None
         seed = self.seed if seed is None else seed
-        return SamplePlan(samples, self.global_batch, seed, step, epoch, offset, self.description.blocks)
+        blocks = self.description.blocks
+        return SamplePlan(samples, self.global_batch, seed, step, rest.epoch, rest.offset, blocks, rest.left)
 
 
 def make_strategy(config: StrategyConfig) -> Strategy:

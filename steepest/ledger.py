@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from typing import Any
 
 
 class Ledger:
@@ -41,3 +42,7 @@ class Ledger:
     def returned(self) -> tuple[int, ...]:
         """What came back and was not given out again."""
         return tuple(sorted(self._returned))
+
+    def look(self) -> dict[str, Any]:
+        """Both: all below the first are committed or taken, except those that came back."""
+        return {"following": self.following, "returned": list(self.returned)}

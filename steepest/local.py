@@ -139,9 +139,14 @@ class LocalReplicas(Replicas):
         for index, about, value in records:
             self._held[index].load_state(about, value.clone())
 
-    def inner_state(self) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """By "parameter/key", and which of it is plain numbers."""
-        state, plain = assemble(self.layout, self._records())
+    def inner_state(self, step: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """By "parameter/key", and which of it is plain numbers.
+
+        Args:
+            step: steps committed. What was computed for a later one counts for nothing.
+        """
+        given_up = self._number // self._shares >= step
+        state, plain = assemble(self.layout, self._before if given_up else self._records())
         return {name: value.clone() for name, value in state.items()}, plain
 
     def load_inner_state(self, state: Mapping[str, torch.Tensor], plain: Sequence[Any]) -> None:

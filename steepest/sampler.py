@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -11,14 +12,43 @@ from steepest.data import Blocks, Indices
 
 _MASK = (1 << 64) - 1
 
+#: Parts [begin, end) of an epoch's permutation, one after the other.
+Ranges = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a step lies: its epoch, and the samples [begin, end) of that epoch's permutation."""
+    """Where a step lies: its epoch, and its samples as parts of that epoch's permutation.
+
+    There is at least one, and several only where something was left over, see `SamplePlan`.
+    """
 
     epoch: int
-    begin: int
-    end: int
+    ranges: Ranges
+
+    @property
+    def begin(self) -> int:
+        """Where the first part begins."""
+        return self.ranges[0][0]
+
+    @property
+    def end(self) -> int:
+        """Where the last part ends."""
+        return self.ranges[-1][1]
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return _length(self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """What of the samples is still to come: `SamplePlan`'s ``start_epoch``, ``start_offset`` and ``left``."""
+
+    epoch: int = 0
+    offset: int = 0
+    left: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -28,6 +58,9 @@ class SamplePlan:
     A step takes the next `global_batch` samples of the permutation of (seed, epoch); the last one of an
     epoch takes what is left, so that no step straddles epochs and each sample is seen once per epoch.
 
+    Where shares were committed out of order, a plan that goes on deals out first what that left over: of
+    earlier epochs by themselves, of `start_epoch` together with the rest of it.
+
     Args:
         samples: in the data set.
         global_batch: workers x devices x micro-batches x batch size.
@@ -36,6 +69,8 @@ class SamplePlan:
             it begins; other than zero after a restore.
         blocks: of samples that are read together, so that a step touches few: a number of samples for blocks that
             come in order, or the sizes of blocks that are shuffled too; samples are shuffled within their block.
+        left: parts (epoch, begin, end) of the permutations of `start_epoch`, up to `start_offset`, and of
+            epochs before it, that are still to be dealt out; disjoint, in order.
 
     Example:
         >>> plan = SamplePlan(samples=10, global_batch=4, seed=0)
@@ -50,6 +85,7 @@ class SamplePlan:
     start_epoch: int = 0
     start_offset: int = 0
     blocks: Blocks | None = None
+    left: tuple[tuple[int, int, int], ...] = ()
     _cache: dict[int, Indices] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -57,21 +93,34 @@ class SamplePlan:
         """Steps in a whole epoch."""
         return -(-self.samples // self.global_batch)
 
+    @cached_property
+    def _begun(self) -> tuple[tuple[int, Ranges, int], ...]:
+        """The epochs of which a part is dealt out: each with that part, and in how many steps."""
+        parts: dict[int, list[tuple[int, int]]] = {}
+        for epoch, begin, end in (*self.left, (self.start_epoch, self.start_offset, self.samples)):
+            if begin < end:
+                parts.setdefault(epoch, []).append((begin, end))
+        return tuple((e, tuple(ranges), -(-_length(ranges) // self.global_batch)) for e, ranges in parts.items())
+
     def position(self, step: int) -> Position:
-        """The epoch and range of a step (`step` >= `start_step`)."""
+        """The epoch and samples of a step (`step` >= `start_step`)."""
         since = step - self.start_step
-        first = -(-(self.samples - self.start_offset) // self.global_batch)
-        if since < first:
-            epoch, begin = self.start_epoch, self.start_offset + since * self.global_batch
-        else:
-            ahead, index = divmod(since - first, self.steps_per_epoch)
-            epoch, begin = self.start_epoch + 1 + ahead, index * self.global_batch
-        return Position(epoch, begin, min(begin + self.global_batch, self.samples))
+        for epoch, ranges, steps in self._begun:
+            if since < steps:
+                return Position(epoch, cut(ranges, since * self.global_batch, (since + 1) * self.global_batch))
+            since -= steps
+        ahead, index = divmod(since, self.steps_per_epoch)
+        begin = index * self.global_batch
+        return Position(self.start_epoch + 1 + ahead, ((begin, min(begin + self.global_batch, self.samples)),))
+
+    def end_of(self, epoch: int) -> int:
+        """The first step after those of an epoch; `start_step` if there are none."""
+        begun = sum(steps for number, _, steps in self._begun if number <= epoch)
+        return self.start_step + begun + max(epoch - self.start_epoch, 0) * self.steps_per_epoch
 
     def epoch_end(self, step: int) -> int:
         """The first step of the epoch after that of `step`."""
-        position = self.position(step)
-        return step + -(-(self.samples - position.begin) // self.global_batch)
+        return self.end_of(self.position(step).epoch)
 
     def permutation(self, epoch: int) -> Indices:
         """The order of the samples in an epoch."""
@@ -85,8 +134,11 @@ class SamplePlan:
     def share(self, step: int, replica: int, replicas: int) -> Indices:
         """The samples of one replica in one step; shares differ by at most one sample."""
         position = self.position(step)
-        begin, end = even_share(position.end - position.begin, replica, replicas)
-        return self.permutation(position.epoch)[position.begin + begin : position.begin + end]
+        ranges = cut(position.ranges, *even_share(position.size, replica, replicas))
+        order = self.permutation(position.epoch)
+        if len(ranges) == 1:
+            return order[slice(*ranges[0])]
+        return np.concatenate([order[:0], *(order[begin:end] for begin, end in ranges)])
 
     def shares(self, step: int, replica: int, replicas: int, count: int = 1) -> Iterator[Indices]:
         """The non-empty shares of one replica (of `count` from that one on) from a step on, without end."""
@@ -96,6 +148,87 @@ class SamplePlan:
                 if len(share):
                     yield share
             step += 1
+
+    def remaining(self, following: int, returned: Iterable[int], shares: int, parts: int) -> Remaining:
+        """What is still to come when all shares below a number are committed, except some.
+
+        Share ``n`` is part ``n % shares`` of step ``n // shares``, as `steepest.ledger` counts them.
+
+        Args:
+            following: that number; from there on none is committed.
+            returned: those below it that are not committed.
+            shares: pushes that make one step.
+            parts: replicas (and micro-batches) over which a step is cut; a multiple of `shares`.
+        """
+        step = -(-following // shares)
+        left: list[tuple[int, int, int]] = []
+        for share in (*returned, *range(following, step * shares)):
+            at, first = self.position(share // shares), share % shares * (parts // shares)
+            begin, _ = even_share(at.size, first, parts)
+            _, end = even_share(at.size, first + parts // shares - 1, parts)
+            left += [(at.epoch, *found) for found in cut(at.ranges, begin, end)]
+        epoch, offset = self.start_epoch, self.samples
+        since = step - self.start_step
+        for number, ranges, steps in self._begun:
+            left += [(number, *found) for found in cut(ranges, since * self.global_batch, self.samples)]
+            since = max(since - steps, 0)
+        if step >= self.end_of(self.start_epoch):
+            here = self.position(step)
+            epoch, offset = here.epoch, here.begin
+        left = _merged(left)
+        while left:  # what reaches up to the place where the rest begins is of the rest
+            if left[-1][0] == epoch and left[-1][2] == offset:
+                offset = left.pop()[1]
+            elif left[-1][0] == epoch - 1 and offset == 0:
+                epoch, offset = epoch - 1, self.samples  # nothing of the next epoch is committed
+            else:
+                break
+        return Remaining(epoch, offset, tuple(left))
+
+
+def with_ended(plan: SamplePlan, ends: Sequence[int], step: int) -> list[int]:
+    """The first steps after epoch 0, 1, ..., for those epochs that have ended at a step.
+
+    Args:
+        plan: that holds now.
+        ends: those that ended before it held.
+        step: up to where it was followed.
+    """
+    found = list(ends)
+    while (end := plan.end_of(len(found))) <= step:
+        found.append(end)
+    return found
+
+
+def cut(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> Ranges:
+    """The samples from the `begin`-th up to the `end`-th of ranges one after the other.
+
+    Example:
+        >>> cut([(0, 4), (6, 9)], 2, 5)
+        ((2, 4), (6, 7))
+    """
+    found = []
+    for first, last in ranges:
+        a, b = max(first + begin, first), min(first + end, last)
+        if a < b:
+            found.append((a, b))
+        begin, end = begin - (last - first), end - (last - first)
+    return tuple(found)
+
+
+def _length(ranges: Iterable[tuple[int, int]]) -> int:
+    return sum(end - begin for begin, end in ranges)
+
+
+def _merged(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """In order, neighbours joined, none empty."""
+    found: list[tuple[int, int, int]] = []
+    for epoch, begin, end in sorted(ranges):
+        if found and found[-1][0] == epoch and found[-1][2] == begin:
+            found[-1] = (epoch, found[-1][1], end)
+        elif begin < end:
+            found.append((epoch, begin, end))
+    return found
 
 
 def _shuffled(generator: np.random.Generator, samples: int, blocks: Blocks | None) -> Indices:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from steepest import checkpoint
+from steepest.checkpoint import Checkpoints
 from steepest.client import read_log
 from steepest.comm.message import Message
 from steepest.config import (
@@ -32,6 +33,8 @@ from steepest.observe.progress import Callback, ProgressBar
 from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult
 from steepest.replicas import Replicas, WorkerResult
 from steepest.runtime import tasks
+from steepest.runtime.fitting import fit
+from steepest.runtime.keeping import Keeping
 from steepest.runtime.launch import Cluster
 from steepest.runtime.placement import worker_bundle
 from steepest.runtime.process import WorkerView
@@ -61,9 +64,13 @@ class DistributedSGD:
             ``workers * devices * accumulate * batch_size`` samples.
         seed: of initial weights, order of samples and random state.
         settings: CPUs per worker and deadlines.
+        checkpoints: what `fit` keeps by itself. The newest whole checkpoint that is there already is restored, and
+            `fit` leaves out as many steps as that has: so the same program, started again, ends where it would have
+            ended.
 
     Raises:
         ConfigurationError: an argument is wrong.
+        CheckpointError: kept checkpoints are of another model, optimizer or data set, or all are damaged.
         ModelError, ModelRaisedError: the model is, or building it raised.
         ResourcesError: the cluster cannot place the workers within `settings.start_timeout` seconds.
 
@@ -84,11 +91,14 @@ class DistributedSGD:
         accumulate: int = 1,
         seed: int = 0,
         settings: RunSettings | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         if not callable(model_creator):
             raise ConfigurationError(
                 f"model_creator={model_creator!r}: give a function of (worker_index, device_index) that returns a model"
             )
+        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+            raise ConfigurationError(f"checkpoints={checkpoints!r}: give steepest.Checkpoints(path), or None")
         workers = require_count("num_workers", num_workers)
         devices = require_count("devices_per_worker", devices_per_worker)
         chosen = self._chosen(strategy, workers)
@@ -101,6 +111,12 @@ class DistributedSGD:
         self._training = Training(self._cluster, self._settings.step_timeout)
         self._state = JobState(self._training)
         self._cluster.recovery = Recovery(self._cluster, self._state)
+        try:
+            self._keeping = Keeping(checkpoints, self._training, self._state)
+            self._keeping.resume()
+        except BaseException:
+            self._cluster.shutdown()
+            raise
 
     @property
     def strategy(self) -> StrategyConfig:
@@ -165,6 +181,9 @@ class DistributedSGD:
     ) -> StepResult:
         """Takes many steps; workers drive themselves meanwhile.
 
+        With `checkpoints`, the first steps that are asked for are those that were done before this process began,
+        and are left out; nothing is called for them. Steps that `step` takes are not left out.
+
         Args:
             steps, epochs: how long; exactly one of them. An epoch ends where the data have been seen
                 once; the first may have begun before.
@@ -172,62 +191,27 @@ class DistributedSGD:
             progress: show a progress bar on standard error.
 
         Returns:
-            The last step's result.
+            The last step's result; the one that the restored checkpoint tells of, if all that is asked for was done.
 
         Raises:
             As `step`; and what a callback raises. Steps committed until then stay.
+            CheckpointError: a checkpoint could not be written; told by the next one that is due, or at the end.
         """
         with self._idle():
-            total = self._steps_for(steps, epochs)
-            all_callbacks = [*([ProgressBar()] if progress else []), *callbacks]
-            last: list[StepResult] = []
-
-            def on_step(result: StepResult) -> None:
-                last[:] = [result]
-                for callback in all_callbacks:
-                    callback.on_step(self, result)
-
-            for callback in all_callbacks:
-                callback.on_fit_begin(self, total)
-            try:
-                left = total
-                pausing = [c for c in all_callbacks if type(c).on_epoch_end is not Callback.on_epoch_end]
-                while left:
-                    granted, ends_epoch = left, False
-                    if pausing and self._plan is not None:
-                        to_end = self._plan.epoch_end(self._steps()) - self._steps()
-                        granted, ends_epoch = min(left, to_end), to_end <= left
-                    self._train(granted, True, on_step)
-                    left -= granted
-                    for callback in pausing if ends_epoch else ():
-                        callback.on_epoch_end(self, last[0])
-            finally:
-                for callback in all_callbacks:
-                    callback.on_fit_end(self)
-            return last[0]
-
-    def _steps_for(self, steps: int | None, epochs: int | None) -> int:
-        if (steps is None) == (epochs is None):
-            raise ConfigurationError(f"steps={steps!r}, epochs={epochs!r}: give exactly one of them")
-        if steps is not None:
-            return require_count("steps", steps)
-        count = require_count("epochs", epochs)
-        if self._plan is None:
-            raise ConfigurationError("the training data are a stream without epochs: give steps=")
-        begin = self._steps()
-        end = begin
-        for _ in range(count):
-            end = self._plan.epoch_end(end)
-        return end - begin
+            return fit(
+                self, self._keeping, self._train, steps, epochs, [*([ProgressBar()] if progress else []), *callbacks]
+            )
 
     def _train(self, steps: int, stats: bool, on_step: Callable[[StepResult], None]) -> None:
         self._live()
 
         def on_result(step: int, result: Message) -> None:
             epoch = self._plan.position(step - 1).epoch if self._plan is not None else None
-            on_step(StepResult.from_message(step, result.values(), epoch))
+            self._keeping.last = StepResult.from_message(step, result.values(), epoch)
+            on_step(self._keeping.last)
 
-        self._training.take(steps, stats, on_result)
+        with self._keeping.watched():
+            self._training.take(steps, stats, on_result)
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -285,6 +269,7 @@ class DistributedSGD:
             snapshot = self._state.snapshot("weights")
             self._job.description.layout.write(snapshot.weights, weights)
             self._state.install(self._training.version, snapshot.weights, None)
+            self._keeping.changed()
 
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
         """Runs a function in every worker process, between steps; returns what each returned."""
@@ -370,6 +355,7 @@ class DistributedSGD:
         """
         with self._idle():
             self._state.place(checkpoint.read(Path(path)), path)
+            self._keeping.restored()
 
     def set_strategy(self, strategy: str | StrategyConfig) -> None:
         """Goes on under another strategy, from the last committed step; the workers and their models stay.
@@ -385,6 +371,7 @@ class DistributedSGD:
         """
         with self._idle():
             self._state.reform(self._chosen(strategy, self.num_workers))
+            self._keeping.changed()
 
     def resize(self, workers: int | None = None, servers: int | None = None) -> None:
         """Goes on with another number of workers, or of servers, from the next step on; nothing is lost or repeated.
@@ -445,10 +432,22 @@ class DistributedSGD:
         return PlacementGroupFactory([{}, *[bundle] * require_count("num_workers", num_workers)])
 
     def shutdown(self) -> None:
-        """Ends all processes of this job, and Ray if it was started here; may be called twice."""
+        """Ends all processes of this job, and Ray if it was started here; may be called twice.
+
+        With `checkpoints`, what was trained since the last one is written before.
+
+        Raises:
+            CheckpointError: it could not be written; everything has ended all the same.
+        """
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
-            cluster.shutdown()
+            try:
+                self._keeping.close(error)
+            finally:
+                cluster.shutdown()
 
     def __enter__(self) -> DistributedSGD:
         return self
@@ -456,7 +455,7 @@ class DistributedSGD:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shutdown()
+        self._end(error)
 
     # -- inside --------------------------------------------------------------------------------
 

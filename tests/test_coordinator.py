@@ -302,7 +302,11 @@ def test_a_read_lies_between_two_commits() -> None:
     assert kinds(out) == [("server 0", "SNAPSHOT"), ("server 1", "SNAPSHOT")]
     for _, message in out:
         assert (message.version, message.sequence) == (1, 8)
-        assert message.meta == {"reader": ["client", 3], "what": "state"}
+        assert {name: message.values()[name] for name in ("reader", "what")} == {
+            "reader": ["client", 3],
+            "what": "state",
+        }
+        assert message.values()["state"]["history"]["committed"] == 1  # for another coordinator to go on from
 
 
 def test_installing_sets_the_version_and_reloads_everybody() -> None:
@@ -357,7 +361,7 @@ def test_counters_are_told_and_nonsense_refused() -> None:
     coordinator = started()
     complete(coordinator)
     counters = {"version": 1, "generation": 1, "step": 1, "committed": 1, "skipped": 0, "dropped": 0}
-    counters |= {"staleness": [(0, 2)]}
+    counters |= {"staleness": [(0, 2)], "following": 2, "returned": []}
     told = only(coordinator.handle(CLIENT, Message(Kind.STATS, sequence=3)), Kind.STATS)
     assert (told.sequence, told.meta) == (3, counters)
     with pytest.raises(ProtocolError, match="PUSH"):

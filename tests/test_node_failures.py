@@ -31,6 +31,7 @@ class Nodes:
     def __init__(self) -> None:
         self.place = Place()
         self.names: list[str] = []
+        self.started: list[subprocess.Popen[str]] = []
         self.switch = f"sp{self.place.mark[:6]}s"
         ip("netns", "add", self.switch)
         ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
@@ -61,6 +62,7 @@ class Nodes:
             f"--node-ip-address={self.address(index)}",
         ]
         process = self.place.start("ip", "netns", "exec", name, ray, "start", *own, *common)
+        self.started.append(process)
         until(process.stdout, "runtime started")
         self.place.environment["RAY_ADDRESS"] = f"{self.address(0)}:{PORT}"
 
@@ -82,6 +84,8 @@ class Nodes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=20)
+        for process in self.started:
+            process.communicate(timeout=20)
         shutil.rmtree(self.place.directory, ignore_errors=True)
 
 

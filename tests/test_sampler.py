@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from dataclasses import FrozenInstanceError, replace
 from itertools import islice, pairwise
 
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.sampler import SamplePlan, even_share, step_seed
+from steepest.ledger import Ledger
+from steepest.sampler import Remaining, SamplePlan, cut, even_share, step_seed, with_ended
 
 sizes = st.integers(1, 60)
 batches = st.integers(1, 70)
@@ -98,6 +100,126 @@ def test_a_restart_with_another_batch_still_visits_each_sample_once(
     for later in range(step, again.epoch_end(step)):
         seen += whole_step(again, later, 3)
     assert sorted(seen) == list(range(samples))
+
+
+# -- what was committed out of order -------------------------------------------------------------------
+
+
+def going_on(samples: int, batch: int, seed: int, step: int, rest: Remaining) -> SamplePlan:
+    return SamplePlan(samples, batch, seed, step, rest.epoch, rest.offset, left=rest.left)
+
+
+def still_to_come(rest: Remaining, samples: int) -> dict[int, list[int]]:
+    """Places in the permutations of the epochs up to that of `rest`."""
+    found: dict[int, list[int]] = {epoch: [] for epoch in range(rest.epoch + 1)}
+    for epoch, begin, end in (*rest.left, (rest.epoch, rest.offset, samples)):
+        found[epoch] += range(begin, end)
+    return found
+
+
+@given(sizes, seeds, st.data())
+def test_whatever_is_leased_returned_and_restarted_each_sample_comes_once_per_epoch(
+    samples: int, seed: int, data: st.DataObject
+) -> None:
+    rest, step = Remaining(), data.draw(st.integers(0, 3))
+    seen: Counter[tuple[int, int]] = Counter()
+    for _ in range(data.draw(st.integers(1, 4))):  # lives of the job, each of another size
+        shares, own, size = (data.draw(st.integers(1, 4)) for _ in range(3))
+        parts = shares * own
+        plan = going_on(samples, parts * size, seed, step, rest)
+        ledger, busy, committed = Ledger(step * shares), [], 0
+        for event in data.draw(st.lists(st.integers(0, 5), max_size=25)):
+            if event < 2 or not busy:
+                busy.append(ledger.take())
+                continue
+            lease = busy.pop(event % len(busy))
+            if event == 2:
+                ledger.give_back(lease)
+                continue
+            committed += 1
+            at, first = lease // shares, lease % shares * own
+            mine = [int(i) for part in range(first, first + own) for i in plan.share(at, part, parts)]
+            seen.update((plan.position(at).epoch, i) for i in mine)
+        for lease in busy:
+            ledger.give_back(lease)
+        rest = plan.remaining(ledger.following, ledger.returned, shares, parts)
+        step += committed // shares
+        expected = Counter({(epoch, i): 1 for epoch in range(rest.epoch + 1) for i in range(samples)})
+        for epoch, places in still_to_come(rest, samples).items():
+            expected.subtract((epoch, int(i)) for i in plan.permutation(epoch)[places])
+        assert seen == +expected
+        assert 0 <= rest.offset <= samples
+        assert list(rest.left) == sorted(rest.left)
+        assert all(part[0] <= rest.epoch and part[1] < part[2] for part in rest.left)
+
+
+lefts = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 59), st.integers(1, 9)), max_size=6)
+
+
+@given(batches, replica_counts, seeds, lefts, st.integers(0, 60))
+def test_what_is_left_over_is_dealt_out_first_and_never_two_epochs_in_a_step(
+    batch: int, replicas: int, seed: int, drawn: list[tuple[int, int, int]], offset: int
+) -> None:
+    samples = 60
+    kept = {(e, i) for e, begin, n in drawn for i in range(begin, min(begin + n, offset if e == 2 else samples))}
+    left = tuple(sorted((e, i, i + 1) for e, i in kept))
+    plan = SamplePlan(samples, batch, seed, 7, 2, offset, left=left)
+    step = 7
+    for epoch in range(4):
+        wanted = [i for e, i in sorted(kept) if e == epoch] if epoch < 3 else []
+        wanted += range(offset, samples) if epoch == 2 else range(samples) if epoch > 2 else ()
+        got = []
+        while step < plan.end_of(epoch):
+            at = plan.position(step)
+            assert at.epoch == epoch
+            assert plan.epoch_end(step) == plan.end_of(epoch)
+            assert at.size == batch or step == plan.end_of(epoch) - 1
+            got += whole_step(plan, step, replicas)
+            step += 1
+        assert got == plan.permutation(epoch)[wanted].tolist()
+        assert plan.end_of(epoch) == step
+
+
+@given(sizes, batches, replica_counts, seeds, st.integers(0, 30), st.integers(0, 30), st.integers(0, 100))
+def test_steps_of_leftovers_go_on_exactly_after_a_restart(
+    samples: int, batch: int, shares: int, seed: int, first: int, second: int, gap: int
+) -> None:
+    size = batch * shares
+    start = SamplePlan(samples, size, seed)
+    plan = going_on(samples, size, seed, 3, start.remaining(first + 1, [gap % (first + 1)], shares, shares))
+    again = going_on(samples, size, seed, second + 3, plan.remaining((second + 3) * shares, [], shares, shares))
+    for step in range(second + 3, second + 12):
+        assert whole_step(again, step, shares) == whole_step(plan, step, shares)
+
+
+@given(sizes, batches, seeds, st.integers(0, 100))
+def test_in_order_nothing_is_left_over(samples: int, batch: int, seed: int, step: int) -> None:
+    plan = SamplePlan(samples, batch, seed)
+    at = plan.position(step)
+    assert plan.remaining(step * 3, [], 3, 6) == Remaining(at.epoch, at.begin)
+
+
+def test_where_epochs_ended_is_remembered_over_changes_of_the_batch() -> None:
+    plan = SamplePlan(10, 4, seed=0)
+    ends = with_ended(plan, [], 7)
+    assert ends == [3, 6]
+    assert with_ended(plan, ends, 7) == ends
+    other = going_on(10, 2, 0, 7, plan.remaining(7, [], 1, 1))
+    assert with_ended(other, ends, 9) == [3, 6]
+    assert with_ended(other, ends, 10) == [3, 6, 10]
+    early = going_on(10, 4, 0, 2, plan.remaining(4, [2], 1, 1))  # the last step of epoch 0 is still to come
+    assert early.position(2) == SamplePlan(10, 4, 0).position(2)
+    assert with_ended(early, [], 2) == []
+    assert with_ended(early, [], 3) == [3]
+
+
+@pytest.mark.parametrize("begin", range(-1, 8))
+def test_a_cut_takes_the_samples_between(begin: int) -> None:
+    ranges = [(0, 2), (5, 6), (9, 13)]
+    flat = [i for first, last in ranges for i in range(first, last)]
+    for end in range(begin, 9):
+        found = [i for first, last in cut(ranges, begin, end) for i in range(first, last)]
+        assert found == flat[max(begin, 0) : max(end, 0)]
 
 
 def test_a_plan_can_be_asked_in_any_order() -> None:

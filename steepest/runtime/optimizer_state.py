@@ -40,7 +40,8 @@ class OptimizerState:
         if not isinstance(cluster.job.config, LocalStrategy):
             kept = enumerate(cluster.call_workers(tasks.left_out) if cluster.job.compresses else ())
             return cls(held, plain, {f"{_LEFT_OUT}{w}/{name}": v for w, state in kept for name, v in state.items()})
-        found = cluster.call_workers(tasks.inner_state)
+        step = cluster.client.position.version // cluster.job.versions_per_step
+        found = cluster.call_workers(tasks.inner_state, step)
         apart = {_OUTER + name: value for name, value in held.items()}
         for worker, (state, _) in enumerate(found):
             apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}

@@ -18,6 +18,7 @@ from steepest.runtime.launch import Cluster
 from steepest.runtime.optimizer_state import OptimizerState
 from steepest.runtime.training import Training
 from steepest.salvage import Salvage
+from steepest.sampler import Remaining, with_ended
 
 
 class JobState:
@@ -29,6 +30,7 @@ class JobState:
 
     def __init__(self, training: Training) -> None:
         self._training = training
+        self._ends: list[int] = []  # of epochs, under earlier plans too
 
     @property
     def _cluster(self) -> Cluster:
@@ -65,17 +67,32 @@ class JobState:
         states = self.buffers()
         return mean_states(states, [1.0] * len(states))
 
+    def remaining(self) -> Remaining:
+        """What of the samples is still to come, as the coordinator has it."""
+        (plan, _), job, client = self._cluster.plan, self._cluster.job, self._cluster.client
+        if plan is None:
+            return Remaining()
+        told = self._training.wait(self._cluster.on_router(client.counters), "the coordinator's counters")
+        return plan.remaining(told["following"], told["returned"], job.shares, job.parts)
+
+    def ends(self) -> list[int]:
+        """The first steps after epoch 0, 1, ..., for those that have ended."""
+        plan = self._cluster.plan[0]
+        if plan is not None:
+            self._ends = with_ended(plan, self._ends, self._training.step)
+        return self._ends
+
     def collect(self) -> checkpoint.Checkpoint:
         """Everything that a checkpoint holds."""
         snapshot = self.snapshot("state")
-        plan, seed = self._cluster.plan
-        step = snapshot.version // self._cluster.job.versions_per_step
-        position = plan.position(step) if plan is not None else None
+        step, rest = snapshot.version // self._cluster.job.versions_per_step, self.remaining()
         about = {
             "step": step,
-            "epoch": position.epoch if position else 0,
-            "offset": position.begin if position else 0,
-            "seed": seed,
+            "epoch": rest.epoch,
+            "offset": rest.offset,
+            "left": [list(part) for part in rest.left],
+            "ends": self.ends(),
+            "seed": self._cluster.plan[1],
         }
         states = self.buffers()
         owner = self._owner(mean_states(states, [1.0] * len(states)))
@@ -103,7 +120,11 @@ class JobState:
         layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
         averaged = {name: value for name, value in saved.weights.items() if name not in layout.index}
         self.install(about["step"] * cluster.job.versions_per_step, weights, records)
-        plan, seed = cluster.job.plan(about["step"], about["epoch"], about["offset"], about["seed"]), about["seed"]
+        rest = Remaining(about["epoch"], about["offset"], tuple((e, b, t) for e, b, t in about.get("left", ())))
+        plan, seed = cluster.job.plan(about["step"], rest, about["seed"]), about["seed"]
+        before = cluster.job.plan()  # older checkpoints do not tell when epochs ended
+        guessed = [] if before is None else [min(before.end_of(e), about["step"]) for e in range(rest.epoch)]
+        self._ends = list(about.get("ends", guessed))
         cluster.plan = (plan, seed)
         own = tasks.by_replica(replicas)
         cluster.call_workers(tasks.continue_from, plan, seed, own, averaged, cluster.job.replicas)
@@ -123,7 +144,8 @@ class JobState:
         cluster, layout = self._cluster, self._cluster.job.description.layout
         cluster.mend()  # who is missing could not let go of its roles
         snapshot = self.snapshot("state")
-        (plan, seed), step = cluster.plan, snapshot.version // cluster.job.versions_per_step
+        seed, step = cluster.plan[1], snapshot.version // cluster.job.versions_per_step
+        rest, self._ends = self.remaining(), self.ends()
         weights, state = layout.named(snapshot.weights), OptimizerState.collect(cluster, snapshot.records)
         buffers = self.mean_buffers() if added else {}
         cluster.reform(config, workers or cluster.job.num_workers, step, added or {})
@@ -131,9 +153,7 @@ class JobState:
         flat = layout.allocate()
         layout.write(flat, weights)
         self.install(step * cluster.job.versions_per_step, flat, state.place(cluster))
-        if plan is not None:
-            position = plan.position(step)
-            plan = cluster.job.plan(step, position.epoch, position.begin, seed)
+        plan = cluster.job.plan(step, rest, seed)
         cluster.plan = (plan, seed)
         cluster.call_workers(tasks.use_plan, plan, seed)
         if buffers and added:

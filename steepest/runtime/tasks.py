@@ -57,10 +57,10 @@ def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Te
     return states
 
 
-def inner_state(replicas: Replicas) -> tuple[dict[str, torch.Tensor], list[str]]:
+def inner_state(replicas: Replicas, step: int) -> tuple[dict[str, torch.Tensor], list[str]]:
     """What a worker's own optimizer remembers, see `LocalReplicas.inner_state`."""
     assert isinstance(replicas, LocalReplicas)
-    return replicas.inner_state()
+    return replicas.inner_state(step)
 
 
 def load_inner_state(
