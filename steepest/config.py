@@ -44,6 +44,19 @@ def check_clip_norm(value: object) -> None:
         raise ConfigurationError(f"clip_norm={value!r}: give a positive number, or None to leave gradients as they are")
 
 
+def require_range(name: str, value: object) -> tuple[int, int]:
+    """Bounds: (min, max), or one number for both.
+
+    Raises:
+        ConfigurationError: they are not counts from 1 on, or the wrong way round.
+    """
+    if not isinstance(value, tuple):
+        return require_count(name, value), require_count(name, value)
+    if len(value) != 2 or require_count(name, value[0]) > require_count(name, value[1]):
+        raise ConfigurationError(f"{name}={value!r}: give a number, or (min, max)")
+    return value[0], value[1]
+
+
 def require_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """One of a few values.
 

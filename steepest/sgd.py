@@ -24,6 +24,7 @@ from steepest.config import (
     StrategyConfig,
     as_strategy,
     require_count,
+    require_range,
 )
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.job import Job, ModelCreator
@@ -39,7 +40,7 @@ from steepest.runtime.launch import Cluster
 from steepest.runtime.placement import worker_bundle
 from steepest.runtime.process import WorkerView
 from steepest.runtime.recovery import Recovery
-from steepest.runtime.resizing import Resize
+from steepest.runtime.resizing import Range, Resize
 from steepest.runtime.state import JobState
 from steepest.runtime.training import Training
 from steepest.sampler import SamplePlan
@@ -56,7 +57,9 @@ class DistributedSGD:
     Args:
         model_creator: called as ``model_creator(worker_index, device_index)`` for each replica; returns a
             `Model`, such as `TorchModel`. Random state is seeded alike before each call.
-        num_workers: worker processes.
+        num_workers: worker processes; or (min, max) for as many as the cluster has room for, at the beginning and
+            later: `fit` and `step` take new ones in as nodes come, and go on without those that die when there is no
+            room for a successor for `settings.start_timeout` seconds. Below `min` they wait for one.
         devices_per_worker: replicas in each of them.
         gpu: each replica on a GPU of its own instead of the CPU.
         strategy: "ps", "allreduce", "local", "async", "ssp", "simple", or a strategy object with its settings.
@@ -83,7 +86,7 @@ class DistributedSGD:
     def __init__(
         self,
         model_creator: ModelCreator,
-        num_workers: int = 1,
+        num_workers: int | tuple[int, int] = 1,
         devices_per_worker: int = 1,
         gpu: bool = False,
         strategy: str | StrategyConfig = "ps",
@@ -99,18 +102,20 @@ class DistributedSGD:
             )
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
             raise ConfigurationError(f"checkpoints={checkpoints!r}: give steepest.Checkpoints(path), or None")
-        workers = require_count("num_workers", num_workers)
+        least, most = require_range("num_workers", num_workers)
         devices = require_count("devices_per_worker", devices_per_worker)
-        chosen = self._chosen(strategy, workers)
+        chosen = self._chosen(strategy, least)
         self._settings = settings or RunSettings()
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
         self._cluster: Cluster | None = Cluster(
-            model_creator, workers, devices, gpu, chosen, require_count("seed", seed, 0), self._settings,
+            model_creator, (least, most), devices, gpu, chosen, require_count("seed", seed, 0), self._settings,
             require_count("accumulate", accumulate),
         )  # fmt: skip
         self._training = Training(self._cluster, self._settings.step_timeout)
         self._state = JobState(self._training)
         self._cluster.recovery = Recovery(self._cluster, self._state)
+        if least < most:
+            self._training.range = Range(self._cluster, least, most, self._state)
         try:
             self._keeping = Keeping(checkpoints, self._training, self._state)
             self._keeping.resume()

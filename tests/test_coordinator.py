@@ -406,7 +406,7 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monke
     class Script:
         """A coordinator of which the next step is committed with each message, and given up with LEFT."""
 
-        version, limit = 0, 5
+        version, limit, logged = 0, 5, math.inf
 
         def handle(self, source: Peer, message: Message) -> list[tuple[Peer, Message]]:
             self.version += 1

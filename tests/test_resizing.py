@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from steepest import AllreduceStrategy, Callback, DistributedSGD, ParameterServerStrategy, RunSettings, StepResult
 from steepest.errors import ConfigurationError, ResourcesError
+from steepest.runtime.process import Process
+from steepest.runtime.resizing import Range
 from steepest.sampler import SamplePlan
 from tests.reference import Task, Weights, difference, samples, sgd, snapshot
 
@@ -101,6 +106,7 @@ def test_while_training_is_under_way(strategy: str) -> None:
         watch = At(3, grow)
         while trainer.num_workers == 1:
             trainer.fit(steps=600, callbacks=[watch], progress=False)
+        trainer.fit(steps=20, callbacks=[watch], progress=False)
         assert grown.is_set()
         steps = [result.step for result in watch.results]
         assert steps == list(range(1, len(steps) + 1))
@@ -120,7 +126,7 @@ def test_while_training_is_under_way(strategy: str) -> None:
 
 
 def test_what_cannot_be_is_refused_and_training_goes_on() -> None:
-    with DistributedSGD(TASK.creator(), num_workers=2, settings=RunSettings(start_timeout=1.0)) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=2, settings=RunSettings(start_timeout=4.0)) as trainer:
         trainer.step()
         with pytest.raises(ResourcesError, match="no room for 50 workers"):
             trainer.resize(workers=50)
@@ -132,3 +138,51 @@ def test_what_cannot_be_is_refused_and_training_goes_on() -> None:
             trainer.resize(servers=2)
         assert trainer.step().step == 2
         assert trainer.num_workers == 2
+
+
+def test_within_bounds_it_uses_what_the_cluster_has(ray_cluster: None) -> None:
+    """Two of eight CPUs are free, then one more; then a worker dies, whose place is taken by another."""
+    taken = [ray.util.placement_group([{"CPU": 1.0}]) for _ in range(6)]
+    ray.get([group.ready() for group in taken])
+    task = Task(optimizer=sgd(lr=0.01), data=samples(600), batch_size=1)
+    try:
+        with DistributedSGD(task.creator(), num_workers=(1, 3), settings=RunSettings(start_timeout=8.0)) as trainer:
+            assert trainer.num_workers == 2
+            first = pids(trainer)
+            trainer.fit(steps=20, progress=False)
+            ray.util.remove_placement_group(taken.pop())
+            runs = [(2, 20)]
+            while trainer.num_workers == 2:
+                watch = At(-1, None)
+                trainer.fit(steps=100, callbacks=[watch], progress=False)
+                sizes = [result.samples for result in watch.results]
+                runs += [(count, sizes.count(count)) for count in (2, 3) if count in sizes]
+            assert pids(trainer)[:2] == first
+            assert difference(trainer.weights(), serially(task, runs)) < 1e-9
+    finally:
+        for group in taken:
+            ray.util.remove_placement_group(group)
+
+
+def test_without_a_successor_it_goes_on_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task(optimizer=sgd(lr=0.01), data=samples(600), batch_size=1)
+    settings = RunSettings(start_timeout=5.0)
+    with DistributedSGD(task.creator(), num_workers=3, settings=settings) as trainer:
+        cluster = trainer._live()
+        trainer._training.range = Range(cluster, 1, 3, trainer._state)  # it began with all three
+        trainer.fit(steps=20, progress=False)
+        first = pids(trainer)
+        nowhere = ray.remote(Process).options(num_cpus=1000)
+        monkeypatch.setattr(cluster, "start_worker", lambda index: nowhere.remote("nowhere", b"", 1))
+        os.kill(first[1], signal.SIGKILL)
+        trainer.fit(steps=40, progress=False)
+        assert trainer.num_workers == 2
+        assert pids(trainer) == [first[0], first[2]]
+        assert trainer.stats().step == 60
+        assert difference(trainer.weights(), serially(task, [(3, 20), (2, 40)])) < 1e-9
+
+
+@pytest.mark.parametrize("wrong", [(0, 2), (3, 2), (1,), (1, 2, 3), (1, "2")])
+def test_wrong_bounds_are_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match="num_workers"):
+        DistributedSGD(TASK.creator(), num_workers=wrong)

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,7 +20,6 @@ from steepest.client import Client
 from steepest.comm.channel import Address
 from steepest.comm.message import COORDINATOR, Message, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
-from steepest.comm.shared import AVAILABLE
 from steepest.comm.wire import check_ways
 from steepest.config import RunSettings, StrategyConfig
 from steepest.errors import (
@@ -29,7 +28,6 @@ from steepest.errors import (
     ShutdownError,
     SteepestError,
 )
-from steepest.hosts import Hosts
 from steepest.job import (
     Description,
     Job,
@@ -41,12 +39,11 @@ from steepest.job import (
     make_strategy,
 )
 from steepest.runtime.calls import Callee, threads_for
-from steepest.runtime.placement import Room, ensure_ray, nodes_of, reserve, spread, worker_bundle
-from steepest.runtime.process import Place, Process, by_calls, connect, make_transport, ways_of
+from steepest.runtime.placement import Room, ensure_ray, fitting, nodes_of, reserve, spread, worker_bundle
+from steepest.runtime.process import Place, Process, by_calls, connect, hosts_of, make_transport, ways_of
 from steepest.runtime.successors import Successors
 from steepest.runtime.supervision import cause_of_death, fetch_last_lines, raise_remote, travelling
 from steepest.sampler import SamplePlan
-from steepest.strategies.protocol import Strategy
 
 if TYPE_CHECKING:
     from steepest.runtime.recovery import Recovery
@@ -85,7 +82,7 @@ class Cluster:
     def __init__(
         self,
         model_creator: ModelCreator,
-        num_workers: int,
+        bounds: tuple[int, int],
         devices_per_worker: int,
         gpu: bool,
         strategy: StrategyConfig,
@@ -111,6 +108,8 @@ class Cluster:
         self.recovery: Recovery | None = None
         try:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
+            least, most = bounds
+            num_workers = least if least == most else max(least, min(most, fitting(bundle)))
             self.add_room(reserve(num_workers, bundle, settings.start_timeout))
             check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.nodes)
             self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed, accumulate)
@@ -141,7 +140,7 @@ class Cluster:
         for i in range(num_workers):
             self.actors[worker_peer(i)] = self.start_worker(i)
         workers = list(self.actors.values())
-        self.actors |= self._servers(config, num_workers)
+        self.actors |= self.start_servers(config, num_workers)
         described: list[Description] = self.get(
             [w.build.remote(creator, i, devices, seed, cut) for i, w in enumerate(workers)],
             "build the model",
@@ -158,7 +157,7 @@ class Cluster:
             return 0
         return strategy.num_servers(len(set(self.nodes[:num_workers])), num_workers)
 
-    def _servers(self, config: StrategyConfig, num_workers: int, first: int = 0) -> dict[Peer, Any]:
+    def start_servers(self, config: StrategyConfig, num_workers: int, first: int = 0) -> dict[Peer, Any]:
         """Starts the processes that are servers only, from one on."""
         served = self._serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
@@ -181,7 +180,7 @@ class Cluster:
         alike = by_calls(config) or len(workers) == 1
         self.job = Job(
             description, config, len(workers), self._devices, num_servers, self._seed, self.settings.step_timeout,
-            self.settings.keep_log, None if alike else self._hosts(num_servers, strategy, config),
+            self.settings.keep_log, None if alike else hosts_of(self.places, num_servers, config),
             self._accumulate, self._schedule_offset, self.settings.max_failures > 0,
         )  # fmt: skip
         self.plan = (self.job.plan(), self._seed)
@@ -194,12 +193,15 @@ class Cluster:
         self._client_index = secrets.randbelow(1 << 31)
         self._wire(workers, servers, job, initial)
 
-    def reform(self, config: StrategyConfig, num_workers: int, step: int, added: Mapping[Peer, Any]) -> None:
+    def reform(
+        self, config: StrategyConfig, step: int, keep: Sequence[int], added: Mapping[Peer, Any], num_workers: int
+    ) -> None:
         """Gives all processes other roles, at version 0, which goes on at a step.
 
         Args:
             config: the strategy.
-            num_workers: how many there are from now on; the last ones go, if there were more.
+            keep: the workers that stay, in the order of the numbers that they get.
+            num_workers: how many there are from now on.
             added: new processes, of workers whose models are built, or in place of those that died.
 
         Raises:
@@ -209,11 +211,13 @@ class Cluster:
         check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self.nodes[:num_workers])
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
-        all_of_them = {**self.actors, **added}
-        workers = {p: actor for p, actor in all_of_them.items() if p.role == "worker" and p.index < num_workers}
+        before = {worker_peer(new): worker_peer(old) for new, old in enumerate(keep)}  # who was who
+        before |= {peer: peer for peer in self.actors if peer.role == "server"}
+        all_of_them = {**{new: self.actors[old] for new, old in before.items()}, **added}
+        workers = {p: actor for p, actor in all_of_them.items() if p.role == "worker"}
         serving = 0 if by_calls(config) else self._serving(config, num_workers)  # callers' threads are few elsewhere
         servers = {p: actor for p, actor in all_of_them.items() if p.role == "server" and p.index < serving}
-        started = self._servers(config, num_workers, len(servers))
+        started = self.start_servers(config, num_workers, len(servers))
         try:
             self.get([actor.place.remote() for actor in started.values()], "start")
         except BaseException:
@@ -221,31 +225,18 @@ class Cluster:
                 ray.kill(actor, no_restart=True)
             raise
         self.disconnect()
-        cut, before = make_strategy(config).cut, self.actors
+        cut, actors, watches, lives = make_strategy(config).cut, self.actors, self.watches, self.lives
         self.actors = {**workers, **servers, **started}
-        staying = [actor for peer, actor in self.actors.items() if peer in before and before[peer] is actor]
-        layouts = self.get([actor.release.remote(cut) for actor in staying], "let go of its roles")
-        for peer, actor in before.items():
-            if self.actors.get(peer) is not actor:
-                del self.watches[peer]
+        staying = {p: before[p] for p, actor in self.actors.items() if p in before and actors[before[p]] is actor}
+        releases = [self.actors[peer].release.remote(cut, peer.index) for peer in staying]
+        layouts = self.get(releases, "let go of its roles")
+        for peer, actor in actors.items():
+            if peer not in staying.values():
                 ray.kill(actor, no_restart=True)
+        self.watches = {new: watches[old] for new, old in staying.items()}
+        self.lives = Counter({p.index: lives[before[p].index] for p in workers if p in before})
         self._router = Router()
         self._take_up(config, replace(self.job.description, layout=layouts[0]), fresh=False)
-
-    def _hosts(self, num_servers: int, strategy: Strategy, config: StrategyConfig) -> Hosts:
-        """Which processes share a node; over TCP everywhere none does, as far as the others are concerned."""
-        nodes: dict[str, int] = {}
-
-        def number(peer: Peer) -> int:
-            node = str(peer) if ways_of(config) == "tcp" else self.places[peer].node
-            return nodes.setdefault(node, len(nodes))
-
-        workers = tuple(number(peer) for peer in self.places if peer.role == "worker")
-        servers = workers if strategy.in_workers else tuple(number(server_peer(i)) for i in range(num_servers))
-        gathers = AVAILABLE and ways_of(config) in ("wire", "shared")
-        if strategy.in_workers and len(nodes) == 1:
-            gathers = False  # each member updates its own weights, and nothing has to cross
-        return Hosts(workers, servers, gathers)
 
     def start_worker(self, index: int) -> Any:
         """Starts the process of a worker."""

@@ -135,6 +135,12 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float) -> Room:
     return room
 
 
+def fitting(bundle: dict[str, float]) -> int:
+    """How many workers the cluster could place now, more or less: resources are counted over all nodes."""
+    free = ray.available_resources()
+    return int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
+
+
 def ask_for_room(workers: int, bundle: dict[str, float]) -> Room:
     """Asks for room for so many workers at once, and does not wait for it.
 

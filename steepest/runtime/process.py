@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from steepest.comm.router import Router
 from steepest.comm.shared import AVAILABLE, allocate
 from steepest.comm.wire import WireTransport
 from steepest.config import SimpleStrategy, StrategyConfig
+from steepest.hosts import Hosts
 from steepest.job import (
     Description,
     Job,
@@ -32,6 +33,7 @@ from steepest.job import (
     host_relay,
     host_server,
     host_worker,
+    make_strategy,
 )
 from steepest.model import Cut, Model, ParameterLayout
 from steepest.replicas import Replicas
@@ -151,10 +153,15 @@ class Process:
 
         self._on_router(bind)
 
-    def release(self, cut: Cut) -> ParameterLayout | None:
-        """Lets go of all roles and connections, and keeps the models, if any, which will be cut into other chunks."""
+    def release(self, cut: Cut, index: int) -> ParameterLayout | None:
+        """Lets go of all roles and connections, and keeps the models, if any, which will be cut into other chunks.
+
+        Args:
+            index: of the worker that it will be, if it is one.
+        """
 
         def release_() -> ParameterLayout | None:
+            self._index = index
             self._router.clear()
             self._router.transport = self._transport = CallTransport(self._router.destination)
             self._worker = self._member = None
@@ -346,6 +353,22 @@ def ways_of(config: StrategyConfig) -> str:
 def by_calls(config: StrategyConfig) -> bool:
     """Whether a job's processes talk by actor calls, and not on the wire."""
     return ways_of(config) == "ray"
+
+
+def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyConfig) -> Hosts:
+    """Which processes share a node; over TCP everywhere none does, as far as the others are concerned."""
+    strategy, nodes = make_strategy(config), dict[str, int]()
+
+    def number(peer: Peer) -> int:
+        node = str(peer) if ways_of(config) == "tcp" else places[peer].node
+        return nodes.setdefault(node, len(nodes))
+
+    workers = tuple(number(peer) for peer in places if peer.role == "worker")
+    servers = workers if strategy.in_workers else tuple(number(server_peer(i)) for i in range(num_servers))
+    gathers = AVAILABLE and ways_of(config) in ("wire", "shared")
+    if strategy.in_workers and len(nodes) == 1:
+        gathers = False  # each member updates its own weights, and nothing has to cross
+    return Hosts(workers, servers, gathers)
 
 
 def make_transport(

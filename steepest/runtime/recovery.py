@@ -176,7 +176,8 @@ class Recovery:
                 if peer.role == "worker":
                     cluster.lives[peer.index] += 1
             plan = cluster.plan
-            cluster.reform(job.config, job.num_workers, found.version // job.versions_per_step, added)
+            step = found.version // job.versions_per_step
+            cluster.reform(job.config, step, range(job.num_workers), added, job.num_workers)
         except BaseException:
             for actor in added.values():
                 ray.kill(actor, no_restart=True)

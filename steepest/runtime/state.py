@@ -130,25 +130,33 @@ class JobState:
         cluster.call_workers(tasks.continue_from, plan, seed, own, averaged, cluster.job.replicas)
 
     def reform(
-        self, config: StrategyConfig, workers: int | None = None, added: Mapping[Peer, Any] | None = None
+        self,
+        config: StrategyConfig,
+        workers: int | None = None,
+        added: Mapping[Peer, Any] | None = None,
+        keep: Sequence[int] | None = None,
     ) -> None:
         """Goes on under another strategy, or with other workers, from the last committed step.
 
         Args:
             workers: how many; as many as now unless given.
             added: those of them that are new.
+            keep: those that stay, in their new order; by default the first.
 
         Raises:
             ConfigurationError: the processes could not talk here; nothing has changed.
         """
         cluster, layout = self._cluster, self._cluster.job.description.layout
-        cluster.mend()  # who is missing could not let go of its roles
+        if keep is None:
+            cluster.mend()  # who is missing could not let go of its roles
         snapshot = self.snapshot("state")
         seed, step = cluster.plan[1], snapshot.version // cluster.job.versions_per_step
         rest, self._ends = self.remaining(), self.ends()
         weights, state = layout.named(snapshot.weights), OptimizerState.collect(cluster, snapshot.records)
         buffers = self.mean_buffers() if added else {}
-        cluster.reform(config, workers or cluster.job.num_workers, step, added or {})
+        count = workers or cluster.job.num_workers
+        keep = range(min(count, cluster.job.num_workers)) if keep is None else keep
+        cluster.reform(config, step, keep, added or {}, count)
         layout = cluster.job.description.layout
         flat = layout.allocate()
         layout.write(flat, weights)
@@ -156,8 +164,8 @@ class JobState:
         plan = cluster.job.plan(step, rest, seed)
         cluster.plan = (plan, seed)
         cluster.call_workers(tasks.use_plan, plan, seed)
-        if buffers and added:
-            cluster.call_workers(tasks.load_buffers, buffers, workers=[peer.index for peer in added])
+        if buffers and (new := [peer.index for peer in added or () if peer.role == "worker"]):
+            cluster.call_workers(tasks.load_buffers, buffers, workers=new)
 
     def stopped(self) -> Salvage:
         """Stops the workers, and tells where all stand; the coordinator and all servers are there."""

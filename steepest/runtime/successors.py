@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,11 @@ class Successors:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # Ray's word reaches no stopped process
                 os.kill(place.pid, signal.SIGKILL)
         ray.kill(self._cluster.actors[peer], no_restart=True)
+
+    def give_up_on(self, workers: Collection[int]) -> None:
+        """Nobody will take the place of these."""
+        for index in workers:
+            ray.kill(self.starting.pop(index).actor, no_restart=True)
 
     def is_due(self) -> bool:
         """Whether it is time to look again at processes that are starting."""

@@ -40,6 +40,13 @@ class Change(Protocol):
         """It will not be made."""
 
 
+class Range(Protocol):
+    """Bounds within which a job's size follows what the cluster has."""
+
+    def look(self) -> Change | None:
+        """What should be changed, if anything."""
+
+
 class Training:
     """Steps of one job.
 
@@ -49,6 +56,7 @@ class Training:
 
     Attributes:
         cluster: its processes.
+        range: within which the number of workers changes by itself; None for never.
         running: whether workers are at work.
         samples, seconds, bytes_pushed, bytes_pulled: sums over all steps so far.
     """
@@ -62,6 +70,7 @@ class Training:
         self.cluster = cluster
         self._timeout = step_timeout
         self._change: Change | None = None
+        self.range: Range | None = None
         self._began = 0.0  # of the steps that are being taken
 
     @property
@@ -119,6 +128,8 @@ class Training:
                 taken += 1
                 self._count(outcome)
                 on_step(int(outcome.values()["step"]), outcome)
+            if self._is_change_ready():  # workers stand still
+                self._make_change()
         finally:
             self.running = False
             self.seconds += time.monotonic() - self._began
@@ -142,13 +153,14 @@ class Training:
             earlier.cancel()
 
     def _is_change_ready(self) -> bool:
-        if self._change is None:
-            return False
         try:
-            return self._change.ready()
+            if self._change is None and self.range is not None:
+                self._change = self.range.look()
+            return self._change is not None and self._change.ready()
         except SteepestError as error:
             log.warning("%s", error)
-            self._change.cancel()
+            if self._change is not None:
+                self._change.cancel()
             self._change = None
             return False
 
