@@ -17,11 +17,12 @@ demo: $(STAMP)
 	$(BIN)/steepest demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not ray and not cluster" --numprocesses=2
+	$(BIN)/python -m pytest -m "not ray and not cluster and not long" --numprocesses=2
 	$(BIN)/python -m pytest -m "ray and not cluster and not long"
 
 test-cluster: $(STAMP)
-	$(BIN)/python -m pytest -m "cluster or long"
+	$(BIN)/python -m pytest -m "long and not ray" --numprocesses=2
+	$(BIN)/python -m pytest -m "cluster or (long and ray)"
 
 coverage: $(STAMP)
 	$(BIN)/python -m pytest --cov --cov-report=term

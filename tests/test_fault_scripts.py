@@ -414,6 +414,7 @@ def schedule(rng: random.Random, name: str) -> Faults:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODES)
 @settings(max_examples=14, deadline=None, database=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))

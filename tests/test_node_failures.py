@@ -152,9 +152,12 @@ def run(nodes: Nodes, **about: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ParameterServerStrategy(num_servers=1)", "ParameterServerStrategy(replication=2)"]
+    ("disaster", "strategy"),
+    [
+        ("kill(place)", "ParameterServerStrategy(replication=2)"),
+        ("cut(place)", "ParameterServerStrategy(num_servers=1)"),
+    ],
 )
-@pytest.mark.parametrize("disaster", ["kill(place)", "cut(place)"])
 def test_a_node_dies_and_another_takes_its_place(nodes: Nodes, strategy: str, disaster: str) -> None:
     """Without copies it is one that has no server."""
     for _ in range(4):

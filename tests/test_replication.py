@@ -92,6 +92,7 @@ def salvaged(cluster: InProcessCluster, survivors: list[int]) -> Salvage | None:
     return assemble(cluster.job.description.layout, found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WAYS)
 @settings(max_examples=15, deadline=None, database=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))

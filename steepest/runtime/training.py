@@ -100,7 +100,9 @@ class Training:
                     self._ask(steps - taken, stats)
                 if self.cluster.recovery is not None:
                     self.cluster.recovery.remember()
-                outcome = self._next_outcome()
+                outcome = self._next_outcome(stopping=stop is not None)
+                if outcome is None:
+                    continue
                 recovery = self.cluster.recovery
                 if (lost := self._loss(outcome)) is not None and recovery is not None and recovery.possible:
                     before = self.cluster.client
@@ -184,7 +186,8 @@ class Training:
         self.bytes_pushed += meta["bytes_pushed"]
         self.bytes_pulled += meta["bytes_pulled"]
 
-    def _next_outcome(self) -> Message | PeerLostError:
+    def _next_outcome(self, *, stopping: bool) -> Message | PeerLostError | None:
+        """The next event; None when nothing comes, and a change is ready that is not being made yet."""
         deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
         while True:
             try:
@@ -202,6 +205,8 @@ class Training:
             except queue.Empty:
                 if (gone := self._mend(None)) is not None:
                     return gone
+                if not stopping and self._is_change_ready():
+                    return None
                 self.cluster.raise_if_dead()
                 if time.monotonic() > deadline:
                     raise DeadlineError(
