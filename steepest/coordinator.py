@@ -343,9 +343,8 @@ class Coordinator:
                 readers = [[worker, 0] for worker in behind]
                 return self._to_servers(Kind.DISCARD, meta={"pushes": [], "readers": readers}) + grants
             return grants
-        meta = {"stats": self._stats}
         return [
-            (worker_peer(worker), Message(Kind.GRANT, self.generation, version=self.limit, meta=meta))
+            (worker_peer(worker), Message(Kind.GRANT, self.generation, version=self.limit, meta={"stats": self._stats}))
             for worker in sorted(self.joined)
         ]
 
@@ -421,6 +420,7 @@ class Coordinator:
         self._history.add(self._entry(chosen, hyper, rate, skip, clip), staleness.values(), skipped=skip)
         reports = self._staging.take(chosen)
         self._part += [(reports[worker], late) for worker, late in staleness.items()]
+        self._history.time({worker: report.meta.get("timings", {}) for worker, report in reports.items()}, step)
         self.version += 1
         self._since = self._now if self.version < self.limit else math.inf
         meta: dict[str, Any] = {"pushes": [list(push.id) for push in chosen]}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 #: Entries of the log that one answer holds.
 LOG_PAGE = 2000
+#: A worker is a straggler when it computes so many times as long as the median of the others.
+SLOW = 2.0
 
 
 class History:
@@ -19,11 +21,14 @@ class History:
     Attributes:
         committed, skipped, dropped: updates, those of them that changed nothing, and pushes that became none.
         staleness: of the pushes that were committed: how many had which.
+        paces: seconds of computing that a push of each worker takes, a running mean.
     """
 
     def __init__(self, keep_log: bool = False) -> None:
         self.committed = self.skipped = self.dropped = 0
         self.staleness: Counter[int] = Counter()
+        self.paces: dict[int, float] = {}
+        self._slow_since: dict[int, int] = {}
         self._log: list[list[Any]] | None = [] if keep_log else None
 
     def add(self, entry: list[Any], staleness: Iterable[int], *, skipped: bool) -> None:
@@ -33,6 +38,21 @@ class History:
         self.staleness.update(staleness)
         if self._log is not None:
             self._log.append(entry)
+
+    def time(self, timings: Mapping[int, Mapping[str, float]], step: int) -> None:
+        """How long workers computed for their pushes of some step, where that is known."""
+        for worker, each in timings.items():
+            if (seconds := each.get("compute")) is not None:
+                self.paces[worker] = seconds + 0.8 * (self.paces.get(worker, seconds) - seconds)
+                self._compare(worker, step)
+
+    def _compare(self, worker: int, step: int) -> None:
+        pace = self.paces[worker]
+        others = sorted(other for index, other in self.paces.items() if index != worker)
+        if others and pace > SLOW * others[len(others) // 2]:
+            self._slow_since.setdefault(worker, step)
+        else:
+            self._slow_since.pop(worker, None)
 
     def go_on_from(self, told: dict[str, Any]) -> None:
         """Takes the counters over that `look` told of another one."""
@@ -48,7 +68,8 @@ class History:
         """Counters; or a page of the log, from an entry on."""
         if log_from is None:
             counts = {"committed": self.committed, "skipped": self.skipped, "dropped": self.dropped}
-            return {**counts, "staleness": sorted(self.staleness.items())}
+            paces, slow = sorted(self.paces.items()), sorted(self._slow_since.items())
+            return {**counts, "staleness": sorted(self.staleness.items()), "paces": paces, "slow": slow}
         if self._log is None:
             return {"log": None}
         return {"log": self._log[log_from : log_from + LOG_PAGE], "length": len(self._log)}

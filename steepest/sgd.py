@@ -31,7 +31,7 @@ from steepest.job import Job, ModelCreator
 from steepest.model import Model
 from steepest.observe.commits import CommitLog
 from steepest.observe.progress import Callback, ProgressBar
-from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult
+from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult, stragglers
 from steepest.replicas import Replicas, WorkerResult
 from steepest.runtime import tasks
 from steepest.runtime.fitting import fit
@@ -319,6 +319,8 @@ class DistributedSGD:
             workers=self.num_workers,
             servers=self.num_servers,
             replaced=cluster.replaced,
+            paces=(paces := dict(counters["paces"])),
+            stragglers=stragglers(paces, dict(counters["slow"])),
         )
 
     def log(self) -> CommitLog:

@@ -361,7 +361,7 @@ def test_counters_are_told_and_nonsense_refused() -> None:
     coordinator = started()
     complete(coordinator)
     counters = {"version": 1, "generation": 1, "step": 1, "committed": 1, "skipped": 0, "dropped": 0}
-    counters |= {"staleness": [(0, 2)], "following": 2, "returned": []}
+    counters |= {"staleness": [(0, 2)], "following": 2, "returned": [], "paces": [], "slow": []}
     told = only(coordinator.handle(CLIENT, Message(Kind.STATS, sequence=3)), Kind.STATS)
     assert (told.sequence, told.meta) == (3, counters)
     with pytest.raises(ProtocolError, match="PUSH"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,28 @@ class Staleness:
         return max(self.histogram, default=0)
 
 
+class Straggler(NamedTuple):
+    """A slow worker: which, how many times as long as the median of the others it takes, and since which step."""
+
+    worker: int
+    factor: float
+    since: int
+
+
+def stragglers(paces: Mapping[int, float], since: Mapping[int, int]) -> tuple[Straggler, ...]:
+    """Those that are said to be slow, and how much.
+
+    Example:
+        >>> stragglers({0: 0.1, 1: 0.5, 2: 0.1}, {1: 40})
+        (Straggler(worker=1, factor=5.0, since=41),)
+    """
+    found = []
+    for worker, step in since.items():
+        others = sorted(pace for other, pace in paces.items() if other != worker)
+        found.append(Straggler(worker, paces[worker] / others[len(others) // 2], step + 1))
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """Where a job stands.
@@ -115,7 +137,10 @@ class Stats:
         dropped: gradients that were too late (backup workers) or too stale; their samples were computed again.
         staleness: of all gradients that were applied.
         workers, servers: processes.
-        replaced: workers that died and have a successor.
+        replaced: processes that died and have a successor.
+        paces: by worker, seconds of computing that its share of a step takes, a running mean; empty until steps with
+            statistics were taken.
+        stragglers: workers that compute over twice as long as the median of the others.
     """
 
     step: int
@@ -133,6 +158,8 @@ class Stats:
     workers: int
     servers: int
     replaced: int = 0
+    paces: Mapping[int, float] = field(default_factory=dict)
+    stragglers: tuple[Straggler, ...] = ()
 
     @property
     def samples_per_second(self) -> float:
