@@ -1,4 +1,4 @@
-# make demo: install and train; make test: the tests; make test-cluster: those that take real processes for long, or clusters;
+# make demo: install and train; make test: the tests; make test-cluster: those that take long, or clusters;
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which workers are killed;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test and test-cluster.
 PYTHON ?= python3

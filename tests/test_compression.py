@@ -196,6 +196,7 @@ def test_names_stand_for_settings() -> None:
 # -- how much is learned --------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not (data_directory() or Path("/nowhere")).joinpath("mnist").is_dir(),
     reason="needs MNIST: set STEEPEST_DATA to a folder that has mnist/",
