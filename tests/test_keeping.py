@@ -148,7 +148,7 @@ def test_when_all_are_damaged_somebody_has_to_decide(tmp_path: Path) -> None:
 
 # -- over Ray -------------------------------------------------------------------------------------------
 
-ray_marks = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+ray_marks = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
 
 class Stop(Callback):
