@@ -152,7 +152,7 @@ def test_workers_on_other_nodes_are_refused_before_anything_is_started(monkeypat
 
     here = ray.get_runtime_context().get_node_id()
     monkeypatch.setattr(launch, "nodes_of", lambda room: {"f" * 56})
-    monkeypatch.setattr(launch.Cluster, "_actor", refuse)
+    monkeypatch.setattr(launch.Cluster, "start_process", refuse)
     strategy = ParameterServerStrategy(transport="shared")
     with pytest.raises(ConfigurationError, match=f"node {here[:12]} and node {'f' * 12} share no memory"):
         DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy)
