@@ -154,7 +154,7 @@ def run(nodes: Nodes, **about: object) -> None:
 @pytest.mark.parametrize(
     ("disaster", "strategy"),
     [
-        ("kill(place)", "ParameterServerStrategy(replication=2)"),
+        ("kill(place)", "ParameterServerStrategy(num_servers=1)"),
         ("cut(place)", "ParameterServerStrategy(num_servers=1)"),
     ],
 )
