@@ -192,6 +192,8 @@ class Recovery:
     def _start(self, dead: dict[Peer, str]) -> dict[Peer, Any]:
         """Processes in place of the dead, spare ones where there are any."""
         cluster = self._cluster
+        starting = cluster.successors.starting  # each holds the place that another would wait for
+        cluster.successors.give_up_on([index for index in starting if worker_peer(index) in dead])
         added = {}
         for peer in dead:
             if peer.role == "worker" and peer.index in cluster.successors.moved:

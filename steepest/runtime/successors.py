@@ -184,8 +184,9 @@ class Successors:
             if suspected and not silent:
                 ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
             cause = cause_of_death(cluster.watches[peer])
-            if suspected and (silent or cause is None):  # it may live, out of reach
-                self.kill(peer)
+            if suspected and (silent or cause is None):
+                if cause is None:  # it may live, out of reach
+                    self.kill(peer)
                 cause = str(said["why"])
             if cause is not None and index not in self.starting and index not in self.moved:
                 self._begin(index, cause)
