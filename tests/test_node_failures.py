@@ -156,6 +156,7 @@ def run(nodes: Nodes, **about: object) -> None:
     [
         ("kill(place)", "ParameterServerStrategy(num_servers=1)"),
         ("cut(place)", "ParameterServerStrategy(num_servers=1)"),
+        ("kill(place)", "ParameterServerStrategy(replication=2)"),
     ],
 )
 def test_a_node_dies_and_another_takes_its_place(nodes: Nodes, strategy: str, disaster: str) -> None:
