@@ -7,7 +7,6 @@ from steepest.config import (
     LocalStrategy,
     ParameterServerStrategy,
     PowerSGD,
-    RunSettings,
     SimpleStrategy,
     TopK,
 )
@@ -22,6 +21,7 @@ from steepest.optimizer import OptimizerSpec
 from steepest.parameter_server import ParameterServer
 from steepest.ring import ring_allreduce
 from steepest.runtime.ray_data import RayDataset
+from steepest.settings import RunSettings
 from steepest.sgd import DistributedSGD
 
 __all__ = [

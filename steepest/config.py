@@ -1,12 +1,10 @@
-"""Strategies and run settings: frozen, validated when made; the only reader of environment variables."""
+"""Strategies: frozen, validated when made."""
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from numbers import Integral
-from pathlib import Path
 
 from steepest.errors import ConfigurationError
 
@@ -31,6 +29,20 @@ def require_seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ConfigurationError(f"{name}={value!r}: give a positive number of seconds")
     return float(value)
+
+
+def check_copies(num_servers: int | None, replication: int) -> None:
+    """At least as many servers as copies, if their number is given.
+
+    Raises:
+        ConfigurationError: there are fewer, or either is no count.
+    """
+    require_count("replication", replication)
+    if num_servers is not None and require_count("num_servers", num_servers) < replication:
+        raise ConfigurationError(
+            f"replication={replication} with num_servers={num_servers}: each copy is on another server; "
+            "give more servers, or leave num_servers out"
+        )
 
 
 def check_clip_norm(value: object) -> None:
@@ -306,12 +318,7 @@ class ParameterServerStrategy(_OnTheWire):
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        require_count("replication", self.replication)
-        if self.num_servers is not None and require_count("num_servers", self.num_servers) < self.replication:
-            raise ConfigurationError(
-                f"replication={self.replication} with num_servers={self.num_servers}: each copy is on another server; "
-                "give more servers, or leave num_servers out"
-            )
+        check_copies(self.num_servers, self.replication)
         if self.staleness is not None:
             require_count("staleness", self.staleness, 0)
         require_count("backup_workers", self.backup_workers, 0)
@@ -365,6 +372,8 @@ class LocalStrategy(_OnTheWire):
         outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich 2019).
         outer_momentum, nesterov: its momentum; DiLoCo (Douillard et al. 2023) has 0.7, 0.9 and Nesterov's.
         num_servers: server processes; by default none, and each worker averages one slice, as in "allreduce".
+        replication: how many servers or workers hold each slice; with 2 any one may die. Only what its own optimizer
+            remembered is lost: its successor begins with the mean of the others'.
         clip_norm: the greatest norm of each worker's gradient of one batch, as for `ParameterServerStrategy`.
         hierarchical, chunk_bytes, nonfinite, transport, wire_dtype: as for `AllreduceStrategy`.
 
@@ -379,6 +388,7 @@ class LocalStrategy(_OnTheWire):
     outer_momentum: float = 0.0
     nesterov: bool = False
     num_servers: int | None = None
+    replication: int = 1
     hierarchical: bool = True
     chunk_bytes: int | None = None
     nonfinite: str = "refuse"
@@ -388,8 +398,7 @@ class LocalStrategy(_OnTheWire):
 
     def __post_init__(self) -> None:
         require_count("sync_every", self.sync_every)
-        if self.num_servers is not None:
-            require_count("num_servers", self.num_servers)
+        check_copies(self.num_servers, self.replication)
         for name in ("hierarchical", "nesterov"):
             require_choice(name, getattr(self, name), (False, True))
         if not _is_number(self.outer_lr) or self.outer_lr <= 0:
@@ -432,69 +441,3 @@ def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
             "AllreduceStrategy(...), LocalStrategy(...)"
         )
     return _BY_NAME[strategy]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """How processes are run; the defaults suit most.
-
-    Attributes:
-        cpus_per_worker: CPUs reserved for each worker, and torch threads in it.
-        start_timeout: seconds within which the cluster must place all processes and these must be up.
-        step_timeout: seconds after which a step that does not commit is given up with an error.
-        call_timeout: seconds after which `evaluate`, `warmup` and the `foreach_` functions are.
-        keep_log: have the coordinator remember every commit, for `DistributedSGD.log` and
-            `steepest.testing.replay`; about 200 bytes for each push.
-        keep_memory: have workers keep the memory that a step frees for the next one instead of giving it back to the
-            kernel (where the C library is glibc), which makes large models on the CPU up to twice as fast; a worker
-            then stays as large as its largest step was.
-
-        max_failures: how often each worker may die and be replaced. What it had not finished is done again by its
-            successor, with the same samples. Under "ps", "async" and "ssp", whose weights are not the workers'; 0
-            ends the step with an error instead, as everywhere else.
-        heartbeat: seconds after which a worker that gives no sign of life is killed and replaced, where it can be. A
-            process gives one whenever Python code may run in it; a long step without it is no silence.
-        spares: idle processes that are kept ready to take a dead worker's place, which takes them some tenths of a
-            second instead of the seconds that Python and torch need to start; each holds a few hundred MB. By default
-            one, as soon as the job has trained for 20 seconds. With GPUs there are none.
-        snapshot_every: updates after which the driver copies weights and optimizer state into its memory, while
-            training goes on. When a process dies that held what nobody else has, all go on from the last copy, and a
-            message says how many updates are lost. None for no copies: then it is an error. With `replication` of a
-            strategy nothing is lost; "local" and "simple" have neither.
-
-    Raises:
-        ConfigurationError: a value out of range.
-    """
-
-    cpus_per_worker: int = 1
-    start_timeout: float = 30.0
-    step_timeout: float = 300.0
-    call_timeout: float = 3600.0
-    keep_log: bool = False
-    keep_memory: bool = True
-    max_failures: int = 3
-    heartbeat: float = 3.0
-    spares: int | None = None
-    snapshot_every: int | None = None
-
-    def __post_init__(self) -> None:
-        require_count("cpus_per_worker", self.cpus_per_worker)
-        for name in ("start_timeout", "step_timeout", "call_timeout", "heartbeat"):
-            require_seconds(name, getattr(self, name))
-        require_choice("keep_log", self.keep_log, (False, True))
-        require_choice("keep_memory", self.keep_memory, (False, True))
-        require_count("max_failures", self.max_failures, 0)
-        for name, lowest in (("spares", 0), ("snapshot_every", 1)):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name), lowest)
-
-
-def cluster_address() -> str | None:
-    """The running Ray cluster named by RAY_ADDRESS, or None when it is not set."""
-    return os.environ.get("RAY_ADDRESS") or None
-
-
-def data_directory() -> Path | None:
-    """The folder of data sets named by STEEPEST_DATA, or None when it is not set."""
-    named = os.environ.get("STEEPEST_DATA")
-    return Path(named) if named else None

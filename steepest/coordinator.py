@@ -312,7 +312,7 @@ class Coordinator:
             self._leases.clear(self.joined, self.version)
             self._leases.ledger = Ledger(step * self._pushes)
         if state := message.values().get("state"):
-            following, *returned = state["ledger"]
+            following, *returned = state.get("ledger", [step * self._pushes])
             self._leases.ledger = Ledger(following, returned)
             self._history.go_on_from(state["history"])
         self._history.forget_log()

@@ -20,7 +20,6 @@ from steepest.comm.message import Message
 from steepest.config import (
     LocalStrategy,
     ParameterServerStrategy,
-    RunSettings,
     StrategyConfig,
     as_strategy,
     require_count,
@@ -44,6 +43,7 @@ from steepest.runtime.resizing import Range, Resize
 from steepest.runtime.state import JobState
 from steepest.runtime.training import Training
 from steepest.sampler import SamplePlan
+from steepest.settings import RunSettings
 
 T = TypeVar("T")
 
@@ -114,8 +114,7 @@ class DistributedSGD:
         self._training = Training(self._cluster, self._settings.step_timeout)
         self._state = JobState(self._training)
         self._cluster.recovery = Recovery(self._cluster, self._state)
-        if least < most:
-            self._training.range = Range(self._cluster, least, most, self._state)
+        self._training.range = Range(self._cluster, least, most, self._state)
         try:
             self._keeping = Keeping(checkpoints, self._training, self._state)
             self._keeping.resume()
@@ -321,6 +320,7 @@ class DistributedSGD:
             replaced=cluster.replaced,
             paces=(paces := dict(counters["paces"])),
             stragglers=stragglers(paces, dict(counters["slow"])),
+            events=tuple(cluster.events),
         )
 
     def log(self) -> CommitLog:

@@ -97,6 +97,24 @@ class Staleness:
         return max(self.histogram, default=0)
 
 
+class Event(NamedTuple):
+    """Something that happened to a job's processes: a mark on the time line.
+
+    Attributes:
+        time: seconds since the epoch, as `time.time` has it.
+        kind: "replaced" (a successor took the place of a worker), "left" (the others go on without it), "returned" (its
+            successor joined them), "recovered" (others took over what a process held), "moved" (away
+            from a node that will go), "resized".
+        step: committed by then.
+        line: as it was logged.
+    """
+
+    time: float
+    kind: str
+    step: int
+    line: str
+
+
 class Straggler(NamedTuple):
     """A slow worker: which, how many times as long as the median of the others it takes, and since which step."""
 
@@ -141,6 +159,7 @@ class Stats:
         paces: by worker, seconds of computing that its share of a step takes, a running mean; empty until steps with
             statistics were taken.
         stragglers: workers that compute over twice as long as the median of the others.
+        events: who died, left, returned and joined, and what it cost, oldest first.
     """
 
     step: int
@@ -160,6 +179,7 @@ class Stats:
     replaced: int = 0
     paces: Mapping[int, float] = field(default_factory=dict)
     stragglers: tuple[Straggler, ...] = ()
+    events: tuple[Event, ...] = ()
 
     @property
     def samples_per_second(self) -> float:

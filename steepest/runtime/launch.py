@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +21,7 @@ from steepest.comm.channel import Address
 from steepest.comm.message import COORDINATOR, Message, Peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.comm.wire import check_ways
-from steepest.config import RunSettings, StrategyConfig
+from steepest.config import StrategyConfig
 from steepest.errors import (
     DeadlineError,
     PeerLostError,
@@ -38,12 +38,14 @@ from steepest.job import (
     host_server,
     make_strategy,
 )
+from steepest.observe.results import Event
 from steepest.runtime.calls import Callee, threads_for
-from steepest.runtime.placement import Room, ensure_ray, fitting, nodes_of, reserve, spread, worker_bundle
+from steepest.runtime.placement import Seats, ensure_ray, fitting, reserve, spread, worker_bundle
 from steepest.runtime.process import Place, Process, by_calls, connect, hosts_of, make_transport, ways_of
 from steepest.runtime.successors import Successors
 from steepest.runtime.supervision import cause_of_death, fetch_last_lines, raise_remote, travelling
 from steepest.sampler import SamplePlan
+from steepest.settings import RunSettings
 
 if TYPE_CHECKING:
     from steepest.runtime.recovery import Recovery
@@ -73,6 +75,7 @@ class Cluster:
         plan: which samples belong to whom, and the seed, for workers that come later.
         actors, watches: Ray's handles of them, and calls that return when they end.
         lives: of each worker, the one that it is in.
+        events: what happened to processes.
         successors: replaces workers that died.
     """
 
@@ -95,8 +98,7 @@ class Cluster:
         self._deadline = time.monotonic() + settings.start_timeout * (1 + _UP_FACTOR)
         self.actors: dict[Peer, Any] = {}
         self.watches: dict[Peer, Any] = {}
-        self.rooms: list[Room] = []
-        self.nodes: list[str] = []  # of each place for a worker
+        self.seats = Seats()
         self._token = secrets.token_bytes(32)
         self._router = Router()
         self._schedule_offset = 0
@@ -104,23 +106,19 @@ class Cluster:
         self.places: dict[Peer, Place] = {}
         self.plan: tuple[SamplePlan | None, int] = (None, seed)
         self.lives: Counter[int] = Counter()
+        self.events: list[Event] = []
         self.successors = Successors(self)
         self.recovery: Recovery | None = None
         try:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
             least, most = bounds
             num_workers = least if least == most else max(least, min(most, fitting(bundle)))
-            self.add_room(reserve(num_workers, bundle, settings.start_timeout))
-            check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.nodes)
+            self.seats.add(reserve(num_workers, bundle, settings.start_timeout))
+            check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.seats.nodes())
             self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed, accumulate)
         except BaseException:
             self.shutdown()
             raise
-
-    def add_room(self, room: Room) -> None:
-        """More places for workers."""
-        self.rooms.append(room)
-        self.nodes += nodes_of(room)
 
     # -- starting ------------------------------------------------------------------------------
 
@@ -155,18 +153,19 @@ class Cluster:
         strategy = make_strategy(config)
         if strategy.in_workers or strategy.in_driver or num_workers == 1:
             return 0
-        return strategy.num_servers(len(set(self.nodes[:num_workers])), num_workers)
+        return strategy.num_servers(len(set(self.seats.nodes()[:num_workers])), num_workers)
 
     def start_servers(self, config: StrategyConfig, num_workers: int, first: int = 0) -> dict[Peer, Any]:
         """Starts the processes that are servers only, from one on."""
         served = self._serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
-        beside = list(enumerate(spread(self.nodes[:num_workers], served)))[first:]
+        beside = list(enumerate(spread(self.seats.nodes()[:num_workers], served)))[first:]
         return {server_peer(i): self.start_process(str(server_peer(i)), at, 0, 0, callers) for i, at in beside}
 
-    def start_server(self, index: int) -> Any:
-        """Starts the process of a server where one was."""
-        at = spread(self.nodes[: self.job.num_workers], self.job.num_servers)[index]
+    def start_server(self, index: int, seat: int | None = None) -> Any:
+        """Starts the process of a server where one was, or beside another place."""
+        at = spread(self.seats.nodes()[: self.job.num_workers], self.job.num_servers)[index]
+        at = at if seat is None else self.seats.order.index(seat)
         return self.start_process(str(server_peer(index)), at, 0, 0, 0)
 
     def _take_up(self, config: StrategyConfig, description: Description, *, fresh: bool) -> None:
@@ -174,7 +173,7 @@ class Cluster:
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         servers = [actor for peer, actor in self.actors.items() if peer.role == "server"]
         strategy = make_strategy(config)
-        num_servers = strategy.num_servers(len(set(self.nodes[: len(workers)])), len(workers))
+        num_servers = strategy.num_servers(len(set(self.seats.nodes()[: len(workers)])), len(workers))
         places = self.get([actor.place.remote() for actor in self.actors.values()], "start")
         self.places = dict(zip(self.actors, places, strict=True))
         alike = by_calls(config) or len(workers) == 1
@@ -194,26 +193,38 @@ class Cluster:
         self._wire(workers, servers, job, initial)
 
     def reform(
-        self, config: StrategyConfig, step: int, keep: Sequence[int], added: Mapping[Peer, Any], num_workers: int
+        self,
+        config: StrategyConfig,
+        step: int,
+        keep: Mapping[int, int],
+        added: Mapping[Peer, Any],
+        num_workers: int,
+        seats: Mapping[int, int] | None = None,
     ) -> None:
         """Gives all processes other roles, at version 0, which goes on at a step.
 
         Args:
             config: the strategy.
-            keep: the workers that stay, in the order of the numbers that they get.
-            num_workers: how many there are from now on.
+            keep: the workers that stay: their numbers by those that they get.
             added: new processes, of workers whose models are built, or in place of those that died.
+            num_workers: how many there are from now on.
+            seats: places of new ones; otherwise they have the first that are free.
 
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
         """
-        self.nodes = [node for room in self.rooms for node in nodes_of(room)]  # some may have moved
-        check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self.nodes[:num_workers])
+        self.seats.look()
+        kept = {new: self.seats.order[old] for new, old in keep.items()}
+        order = self.seats.arranged(num_workers, {**kept, **(seats or {})})
+        nodes = self.seats.nodes(order[:num_workers])
+        check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *nodes)
+        self.seats.order = order
+        self.successors.forget()
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
-        before = {worker_peer(new): worker_peer(old) for new, old in enumerate(keep)}  # who was who
+        before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # who was who
         before |= {peer: peer for peer in self.actors if peer.role == "server"}
-        all_of_them = {**{new: self.actors[old] for new, old in before.items()}, **added}
+        all_of_them = dict(sorted({**{new: self.actors[old] for new, old in before.items()}, **added}.items()))
         workers = {p: actor for p, actor in all_of_them.items() if p.role == "worker"}
         serving = 0 if by_calls(config) else self._serving(config, num_workers)  # callers' threads are few elsewhere
         servers = {p: actor for p, actor in all_of_them.items() if p.role == "server" and p.index < serving}
@@ -238,30 +249,23 @@ class Cluster:
         self._router = Router()
         self._take_up(config, replace(self.job.description, layout=layouts[0]), fresh=False)
 
-    def start_worker(self, index: int) -> Any:
-        """Starts the process of a worker."""
+    def start_worker(self, index: int, seat: int | None = None) -> Any:
+        """Starts the process of a worker, in its own place unless another one is given."""
         cpus, gpus = self.settings.cpus_per_worker, self._devices if self.gpu else 0
-        return self.start_process(str(worker_peer(index)), index, cpus, gpus, 1, cpus)
+        beside = index if seat is None else self.seats.order.index(seat)
+        return self.start_process(str(worker_peer(index)), beside, cpus, gpus, 1, cpus)
 
     def start_process(self, name: str, beside: int, cpus: int, gpus: int, callers: int, threads: int = 1) -> Any:
         """Starts a process beside a worker, with so many callers, and torch threads."""
-        room, place = self._place(beside)
         made = _actor_class().options(
             num_cpus=cpus,
             num_gpus=gpus,
             max_concurrency=_THREADS + threads_for(callers),
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=room.strategy(place),
+            scheduling_strategy=self.seats.strategy(beside),
         )
         return made.remote(f"steepest {name}", self._token, threads, self.settings.keep_memory)
-
-    def _place(self, worker: int) -> tuple[Room, int]:
-        for room in self.rooms:
-            if worker < len(room.bundles):
-                return room, worker
-            worker -= len(room.bundles)
-        return self.rooms[0], worker % len(self.rooms[0].bundles)
 
     def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any) -> None:
         """Opens every process and connects them; each channel is opened from the side of fewer servers."""
@@ -450,6 +454,12 @@ class Cluster:
             f"(weights(), save()); its last lines:\n{text}"
         )
 
+    def note(self, kind: str, line: str) -> None:
+        """Tells the user in one line what happened, and keeps it."""
+        step = self.client.position.version // self.job.versions_per_step
+        self.events.append(Event(time.time(), kind, step, line))
+        log.warning("%s", line)
+
     @property
     def replaced(self) -> int:
         """How many processes died and were replaced."""
@@ -473,9 +483,7 @@ class Cluster:
             for actor in self.actors.values():
                 ray.kill(actor, no_restart=True)
             self.actors.clear()
-            for room in self.rooms:
-                room.release()
-            self.rooms.clear()
+            self.seats.release()
             if self._began_ray:
                 ray.shutdown()
         self._began_ray = False

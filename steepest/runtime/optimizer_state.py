@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,6 +15,8 @@ from steepest.replicas import mean_states
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
 
+#: Calls a function with these arguments, and the replicas of some workers before them; returns what each returned.
+Call = Callable[..., list[Any]]
 _OWN, _OUTER, _LEFT_OUT = "local:", "outer:", "compression:"
 
 
@@ -34,22 +37,25 @@ class OptimizerState:
     apart: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def collect(cls, cluster: Cluster, records: Iterable[checkpoint.Record]) -> OptimizerState:
-        """From the servers' records and, with local SGD, the workers."""
+    def collect(
+        cls, cluster: Cluster, records: Iterable[checkpoint.Record], numbers: Iterable[int], step: int, call: Call
+    ) -> OptimizerState:
+        """From the servers' records and, with local SGD or compression, the workers.
+
+        Args:
+            numbers: that these workers will have.
+            step: committed.
+            call: calls a function of each one's replicas.
+        """
         held, plain = checkpoint.assemble(cluster.job.description.layout, records)
         if not isinstance(cluster.job.config, LocalStrategy):
-            kept = enumerate(cluster.call_workers(tasks.left_out) if cluster.job.compresses else ())
+            kept = zip(numbers, call(tasks.left_out), strict=True) if cluster.job.compresses else ()
             return cls(held, plain, {f"{_LEFT_OUT}{w}/{name}": v for w, state in kept for name, v in state.items()})
-        step = cluster.client.position.version // cluster.job.versions_per_step
-        found = cluster.call_workers(tasks.inner_state, step)
+        found = call(tasks.inner_state, step)
         apart = {_OUTER + name: value for name, value in held.items()}
-        for worker, (state, _) in enumerate(found):
+        for worker, (state, _) in zip(numbers, found, strict=True):
             apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}
-        begun = [state for state, _ in found if state]  # not by those that have had no samples yet
-        names = set.intersection(*map(set, begun)) if begun else set()
-        shared = [{name: state[name] for name in sorted(names)} for state in begun]
-        mean = mean_states(shared, [1.0] * len(begun)) if begun else {}
-        return cls(mean, sorted({name for _, plain in found for name in plain}), apart)
+        return cls(*mean_inner(found), apart)
 
     def place(self, cluster: Cluster) -> list[checkpoint.Record]:
         """Gives it to the workers, if it is theirs; returns what is the servers'.
@@ -86,6 +92,15 @@ class OptimizerState:
         """What a checkpoint has by replica: `apart`, and the rest."""
         apart = {key: value for key, value in replicas.items() if key.startswith((_OWN, _OUTER, _LEFT_OUT))}
         return apart, {key: value for key, value in replicas.items() if key not in apart}
+
+
+def mean_inner(found: Sequence[tuple[dict[str, torch.Tensor], list[str]]]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The mean of what workers' own optimizers remember, and which of it is plain numbers."""
+    begun = [state for state, _ in found if state]  # not by those that have had no samples yet
+    names = set.intersection(*map(set, begun)) if begun else set()
+    shared = [{name: state[name] for name in sorted(names)} for state in begun]
+    mean = mean_states(shared, [1.0] * len(begun)) if begun else {}
+    return mean, sorted({name for _, plain in found for name in plain})
 
 
 Own = dict[int, dict[str, torch.Tensor]]

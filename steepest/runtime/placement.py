@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -17,8 +17,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from steepest.config import cluster_address
 from steepest.errors import ResourcesError
+from steepest.settings import cluster_address
 
 
 def ensure_ray(num_cpus: int | None = None) -> bool:
@@ -159,6 +159,58 @@ def nodes_of(room: Room) -> tuple[str, ...]:
     """The node of each worker."""
     placed: dict[int, str] = placement_group_table(room.group)["bundles_to_node_id"]
     return tuple(placed[bundle] for bundle in room.bundles)
+
+
+class Seats:
+    """Who sits where: the reserved places of all rooms, each by a number that it keeps.
+
+    Attributes:
+        order: the places of workers, in the order of these, then those that are free.
+        retired: places that nobody uses any more; they stay reserved, so that nobody else of the job gets them.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.retired: list[int] = []
+        self._rooms: list[Room] = []
+        self._all: list[tuple[Room, int]] = []
+        self._nodes: list[str] = []
+
+    def add(self, room: Room) -> None:
+        """More places."""
+        self._rooms.append(room)
+        self.order += range(len(self._all), len(self._all) + len(room.bundles))
+        self._all += [(room, worker) for worker in range(len(room.bundles))]
+        self.look()
+
+    def look(self) -> None:
+        """Finds out on which nodes they are: some may have moved."""
+        self._nodes = [node for room in self._rooms for node in nodes_of(room)]
+
+    def nodes(self, order: Sequence[int] | None = None) -> list[str]:
+        """The nodes of places, by default of those of workers and free ones."""
+        return [self._nodes[place] for place in (self.order if order is None else order)]
+
+    def strategy(self, worker: int) -> PlacementGroupSchedulingStrategy:
+        """Where to schedule what lives beside a worker."""
+        room, place = self._all[self.order[worker % len(self.order)]]
+        return room.strategy(place)
+
+    def arranged(self, workers: int, seats: Mapping[int, int]) -> list[int]:
+        """Another order: of so many workers, of whom some have these places, and the others free ones in turn."""
+        free = [place for place in self.order if place not in seats.values()]
+        return [seats[i] if i in seats else free.pop(0) for i in range(workers)] + free
+
+    def retire(self, place: int) -> None:
+        """Nobody will use it."""
+        self.order.remove(place)
+        self.retired.append(place)
+
+    def release(self) -> None:
+        """Gives all back."""
+        for room in self._rooms:
+            room.release()
+        self._rooms, self._all, self.order = [], [], []
 
 
 def spread(nodes: Sequence[str], servers: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,6 +16,8 @@ from steepest.config import LocalStrategy, SimpleStrategy
 from steepest.job import check_agreement
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
+from steepest.runtime.optimizer_state import OptimizerState
+from steepest.runtime.process import by_calls
 from steepest.runtime.state import JobState
 from steepest.runtime.supervision import cause_of_death, has_answered, never_ran
 from steepest.salvage import Remains, Salvage, assemble
@@ -39,7 +41,6 @@ class Recovery:
         self.count = 0
         self._cluster = cluster
         self._state = state
-        self._deaths: Counter[Peer] = Counter()
         self._busy = False
         self._taking: Future[Snapshot] | None = None
         self._taken: Snapshot | None = None  # the last copy of everything
@@ -49,7 +50,7 @@ class Recovery:
     def remember(self) -> None:
         """Takes a copy of weights and optimizer state, if one is due, without waiting for it."""
         every, client = self._cluster.settings.snapshot_every, self._cluster.client
-        if every is None or isinstance(self._cluster.job.config, (LocalStrategy, SimpleStrategy)):
+        if every is None or isinstance(self._cluster.job.config, SimpleStrategy):
             return
         if self._taking is not None:
             if self._taking.done():
@@ -65,12 +66,13 @@ class Recovery:
 
     # -- deaths ------------------------------------------------------------------------------------
 
-    @property
-    def possible(self) -> bool:
+    def can_replace(self, process: Peer) -> bool:
         """Whether what a process held can be found again."""
         cluster = self._cluster
-        kept = cluster.job.replication > 1 or self._taken is not None or bool(cluster.successors.moved)
-        return cluster.settings.max_failures > 0 and kept
+        job = cluster.job
+        kept = job.replication > 1 or self._taken is not None
+        only_works = process.role == "worker" and not job.servers_in_workers
+        return cluster.settings.max_failures > 0 and (kept or only_works)
 
     def look(self) -> None:
         """Recovers if a process has died that only this can replace."""
@@ -78,20 +80,18 @@ class Recovery:
             self.recover(*loss)
 
     def loss(self) -> tuple[Peer, str] | None:
-        """Who has died that held chunks of which there are copies, and why."""
+        """Who has died that only this can replace, and why."""
         cluster = self._cluster
-        if self._busy or not self.possible:
+        if self._busy:
             return None
-        for index, (_, cause) in cluster.successors.moved.items():
-            return worker_peer(index), cause
-        role = self._role
-        found = [(p, cause_of_death(watch)) for p, watch in cluster.watches.items() if p.role == role]
-        return next(((peer, cause) for peer, cause in found if cause is not None), None)
-
-    @property
-    def _role(self) -> str:
-        """Of the processes that hold chunks."""
-        return "worker" if self._cluster.job.strategy.in_workers else "server"
+        for index, (_, why) in cluster.successors.moved.items():
+            return worker_peer(index), why
+        for peer, watch in cluster.watches.items():
+            if peer.role == "worker" and cluster.job.workers_are_replaced:
+                continue
+            if self.can_replace(peer) and (cause := cause_of_death(watch)) is not None:
+                return peer, cause
+        return None
 
     def recover(self, suspect: Peer, why: str) -> None:
         """Replaces every process that is dead; training goes on from the last committed update.
@@ -105,18 +105,18 @@ class Recovery:
         """
         cluster, began = self._cluster, time.monotonic()
         process = cluster.process_of(suspect)
-        if not self.possible or self._busy:
+        if not self.can_replace(process) or self._busy:
             cluster.lost(suspect, why)
         self._busy = True
         try:
             dead = self._find_dead(process, why)
-            self._count(dead)
+            left_out = self._count(dead)
             before = cluster.client.position.version
-            self._rebuild(dead)
+            added = self._start(dead, fewer=bool(left_out))
+            self._rebuild(dead, added)
             lost = max(before - cluster.client.position.version, 0)
         finally:
             self._busy = False
-        self.count += len(dead)
         self._taking = None  # its reader is gone
         what = (
             f"{lost} updates since the last copy are lost, and made again"
@@ -124,10 +124,16 @@ class Recovery:
             else "no update and no sample is lost"
         )
         who = ", ".join(f"{peer} ({cause})" for peer, cause in dead.items())
-        log.warning(
-            "%s died; copies of what they held took over at step %d, %s; %.1f s",
-            who, cluster.client.position.version // cluster.job.versions_per_step + 1, what, time.monotonic() - began,
-        )  # fmt: skip
+        step, workers = cluster.client.position.version // cluster.job.versions_per_step + 1, cluster.job.num_workers
+        took = f"{time.monotonic() - began:.1f} s"
+        if added is not None:
+            self.count += len(dead)
+            cluster.note("recovered", f"{who} died; others took over what they held at step {step}, {what}; {took}")
+            return
+        for seat in left_out:
+            cluster.seats.retire(seat)
+        then = "left out from now on" if left_out else "a successor joins when it is up"
+        cluster.note("left", f"{who} died; going on with {workers} workers from step {step} on, {then}; {what}; {took}")
 
     def _find_dead(self, suspect: Peer, why: str) -> dict[Peer, str]:
         """Everybody who is gone, or gives no sign of life, and why."""
@@ -146,61 +152,91 @@ class Recovery:
                 cluster.successors.kill(peer)
         return dead
 
-    def _count(self, dead: dict[Peer, str]) -> None:
-        allowed = self._cluster.settings.max_failures
+    def _count(self, dead: dict[Peer, str]) -> list[int]:
+        """Counts deaths; returns the places of workers that died too often and that the others can do without."""
+        cluster, allowed = self._cluster, self._cluster.settings.max_failures
+        left_out = []
         for peer, cause in dead.items():
-            self._deaths[peer] += 1
-            if self._deaths[peer] > allowed:
-                often = f"it was replaced {allowed} times, RunSettings(max_failures={allowed}) allows no more"
-                self._cluster.raise_lost(peer, f"{cause} ({often})")
+            seat = cluster.seats.order[peer.index] if peer.role == "worker" else -1 - peer.index
+            if cluster.successors.count_failure(seat) > allowed:
+                if not self._can_go_on(dead):
+                    often = f"it was replaced {allowed} times, RunSettings(max_failures={allowed}) allows no more"
+                    cluster.raise_lost(peer, f"{cause} ({often})")
+                left_out.append(seat)
+        return left_out
 
-    def _rebuild(self, dead: dict[Peer, str]) -> None:
+    def _can_go_on(self, dead: dict[Peer, str]) -> bool:
+        """Whether the others can do without these: workers that die together with a server are waited for."""
+        cluster = self._cluster
+        left = cluster.job.num_workers - len(dead)
+        if by_calls(cluster.job.config) and not cluster.job.strategy.in_driver:
+            return False  # its servers would start anew for it, which takes as long as a worker
+        return all(peer.role == "worker" for peer in dead) and left >= max(2, cluster.successors.least)
+
+    def _rebuild(self, dead: dict[Peer, str], added: dict[Peer, Any] | None) -> None:
         cluster, job = self._cluster, self._cluster.job
+        role = "worker" if job.strategy.in_workers else "server"  # of the processes that hold chunks
         cluster.extend_deadline()
-        added = self._start(dead)
         try:
-            found = None
-            if not any(peer.role == self._role for peer in dead):
+            found: Salvage | None = None
+            if not any(peer.role == role for peer in dead):
                 found = self._state.stopped()
             cluster.disconnect()
             alive = {peer: actor for peer, actor in cluster.actors.items() if peer not in dead}
             workers = {peer.index: actor for peer, actor in alive.items() if peer.role == "worker"}
             cluster.get([actor.give_up.remote() for actor in workers.values()], "stop")
-            found = found or self._salvage(alive, dead)
-            own = self._left_out(workers)
-            builds = [added[peer].build.remote(*self._build(peer)) for peer in added if peer.role == "worker"]
+            found = found or self._salvage({p.index: a for p, a in alive.items() if p.role == role}, dead)
+
+            def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+                calls = [actor.call.remote((0, -1), 0, function, *arguments) for actor in workers.values()]
+                return cluster.get(calls, "tell its state")
+
+            step = found.version // job.versions_per_step
+            if added is None:
+                keep = dict(enumerate(workers))
+                optimizer = OptimizerState.collect(cluster, found.records, keep, step, call)
+                self._state.form(job.config, found, optimizer, {}, len(keep), keep, {})
+                return
+            left_out = dict(zip(workers, call(tasks.left_out), strict=True)) if job.compresses else {}
+            left_out = {index: left_out.get(index, {}) for index in range(job.num_workers)} if left_out else {}
+            local = isinstance(job.config, LocalStrategy)
+            inner = dict(zip(workers, call(tasks.inner_state, step), strict=True)) if local else {}
+            builds = [
+                cluster.successors.build(actor, peer.index) for peer, actor in added.items() if peer.role == "worker"
+            ]
             for described in cluster.get(builds, "build the model again"):
                 check_agreement(job.description, described, "the job", "a successor")
-            buffers = cluster.get([a.call.remote((0, -1), 0, tasks.states) for a in workers.values()], "tell its state")
+            buffers = [state for part in call(tasks.states) for state in part]
             for peer in dead:
                 if peer.role == "worker":
                     cluster.lives[peer.index] += 1
             plan = cluster.plan
-            step = found.version // job.versions_per_step
-            cluster.reform(job.config, step, range(job.num_workers), added, job.num_workers)
+            cluster.reform(job.config, step, {i: i for i in range(job.num_workers)}, added, job.num_workers)
         except BaseException:
-            for actor in added.values():
+            for actor in (added or {}).values():
                 ray.kill(actor, no_restart=True)
             raise
         cluster.plan = plan
-        self._state.put_back(found, own, [state for part in buffers for state in part], list(added))
+        self._state.put_back(found, left_out, inner, buffers, list(added))
 
-    def _build(self, peer: Peer) -> tuple[Any, ...]:
-        job = self._cluster.job
-        return self._cluster.creator, peer.index, job.devices_per_worker, job.seed, job.strategy.cut
-
-    def _start(self, dead: dict[Peer, str]) -> dict[Peer, Any]:
-        """Processes in place of the dead, spare ones where there are any."""
-        cluster = self._cluster
-        starting = cluster.successors.starting  # each holds the place that another would wait for
-        cluster.successors.give_up_on([index for index in starting if worker_peer(index) in dead])
+    def _start(self, dead: dict[Peer, str], *, fewer: bool) -> dict[Peer, Any] | None:
+        """Processes in place of the dead, spare ones where there are any; None if the others go on meanwhile."""
+        cluster, successors = self._cluster, self._cluster.successors
+        starting = successors.starting  # each holds the place that another would wait for
+        successors.give_up_on([index for index in starting if worker_peer(index) in dead])
+        moved = {worker_peer(index) for index in successors.moved}
+        spares = {peer: successors.spare(cluster.places[peer].node) for peer in dead if peer not in moved}
+        waits = cluster.settings.patience > 0 or None not in spares.values()
+        if fewer or (not waits and not moved and self._can_go_on(dead)):
+            successors.follow({peer.index: (cause, spares.get(peer)) for peer, cause in dead.items()})
+            return None
         added = {}
         for peer in dead:
-            if peer.role == "worker" and peer.index in cluster.successors.moved:
-                added[peer] = cluster.successors.moved.pop(peer.index)[0]
+            if peer in moved:
+                added[peer] = successors.moved.pop(peer.index)[0]
                 continue
             start = cluster.start_worker if peer.role == "worker" else cluster.start_server
-            added[peer] = cluster.successors.spare(cluster.places[peer].node) or start(peer.index)
+            added[peer] = spares[peer] or start(peer.index)
         deadline = time.monotonic() + cluster.settings.start_timeout * 5
         for peer in added:
             while time.monotonic() < deadline:
@@ -211,10 +247,9 @@ class Recovery:
                 added[peer] = (cluster.start_worker if peer.role == "worker" else cluster.start_server)(peer.index)
         return added
 
-    def _salvage(self, alive: dict[Peer, Any], dead: dict[Peer, str]) -> Salvage:
-        """All servers' state at one version."""
+    def _salvage(self, holding: dict[int, Any], dead: dict[Peer, str]) -> Salvage:
+        """All servers' state at one version, from the processes that hold chunks."""
         cluster = self._cluster
-        holding = {peer.index: actor for peer, actor in alive.items() if peer.role == self._role}
         found = None
         if cluster.job.replication > 1 and holding:
             heard = cluster.get([actor.heard.remote() for actor in holding.values()], "say what it has heard")
@@ -228,11 +263,3 @@ class Recovery:
             peer, cause = next(iter(dead.items()))
             cluster.raise_lost(peer, f"{cause}; too many died together: of some chunks no copy is left")
         return found
-
-    def _left_out(self, workers: dict[int, Any]) -> dict[int, dict[str, Any]]:
-        """What compression has left out of each living worker's gradients."""
-        if not self._cluster.job.compresses:
-            return {}
-        calls = [actor.call.remote((0, -1), 0, tasks.left_out) for actor in workers.values()]
-        told = dict(zip(workers, self._cluster.get(calls, "tell its state"), strict=True))
-        return {index: told.get(index, {}) for index in range(self._cluster.job.num_workers)}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -13,12 +13,14 @@ from steepest.comm.message import Peer, worker_peer
 from steepest.config import StrategyConfig
 from steepest.errors import ResourcesError
 from steepest.job import check_agreement, make_strategy
+from steepest.runtime.draining import Move, draining
 from steepest.runtime.launch import Cluster
 from steepest.runtime.placement import Room, ask_for_room, fitting, worker_bundle
 from steepest.runtime.process import by_calls
 from steepest.runtime.state import JobState
+from steepest.runtime.successors import Start
+from steepest.runtime.supervision import has_answered, never_ran
 
-log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 _LONGEST_PAUSE = 60.0
 
@@ -43,22 +45,26 @@ class Resize:
         self._state = state
         self._began = time.monotonic()
         self._room: Room | None = None
+        self._seats = [seat for seat in cluster.seats.order[cluster.job.num_workers :] if not self._is_taken(seat)]
         self._added: dict[Peer, Any] = {}
         self._servers: dict[Peer, Any] = {}
         self._waiting: list[Any] = []  # calls that end when the workers are up, and the servers
         self._opening: list[Any] = []
-        if (missing := workers - len(cluster.nodes)) > 0:
+        if (missing := workers - cluster.job.num_workers - len(self._seats)) > 0:
             bundle = worker_bundle(cluster.job.devices_per_worker, cluster.gpu, cluster.settings.cpus_per_worker)
             self._room = ask_for_room(missing, bundle)
             self._waiting = [self._room.group.ready()]
         else:
             self._start()
 
+    def _is_taken(self, seat: int) -> bool:
+        return any(start.seat == seat for start in self._cluster.successors.returning)
+
     def _start(self) -> None:
         cluster, job = self._cluster, self._cluster.job
         cut = make_strategy(self._config).cut
-        for index in range(job.num_workers, self.workers):
-            self._added[worker_peer(index)] = actor = cluster.start_worker(index)
+        for index, seat in zip(range(job.num_workers, self.workers), self._seats, strict=False):
+            self._added[worker_peer(index)] = actor = cluster.start_worker(index, seat)
             self._waiting.append(actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, cut))
         if by_calls(self._config):
             return  # `Cluster.reform` starts all servers anew
@@ -84,7 +90,9 @@ class Resize:
                     )
                 return False
             self._waiting = []
-            self._cluster.add_room(self._room)
+            before = len(self._cluster.seats.order)
+            self._cluster.seats.add(self._room)
+            self._seats += self._cluster.seats.order[before:]
             self._room = None
             self._start()
         calls = [*self._waiting, *self._opening]
@@ -102,12 +110,14 @@ class Resize:
         cluster.extend_deadline()
         for peer, described in zip(self._added, cluster.get(self._waiting, "build the model"), strict=True):
             check_agreement(before.description, described, "the job", str(peer))
-        self._state.reform(self._config, self.workers, {**self._added, **self._servers})
-        log.warning(
-            "%d workers and %d servers instead of %d and %d from step %d on; training stopped for %.2f s",
-            cluster.job.num_workers, cluster.job.num_servers, before.num_workers, before.num_servers,
-            cluster.client.position.version // cluster.job.versions_per_step + 1, time.monotonic() - began,
-        )  # fmt: skip
+        seats = {peer.index: seat for peer, seat in zip(self._added, self._seats, strict=False)}
+        self._state.reform(self._config, self.workers, {**self._added, **self._servers}, seats=seats)
+        job, step = cluster.job, cluster.client.position.version // cluster.job.versions_per_step + 1
+        cluster.note(
+            "resized",
+            f"{job.num_workers} workers and {job.num_servers} servers instead of {before.num_workers} and "
+            f"{before.num_servers} from step {step} on; training stopped for {time.monotonic() - began:.2f} s",
+        )
 
     def cancel(self) -> None:
         """Ends what was started for it."""
@@ -116,19 +126,22 @@ class Resize:
         if self._room is not None:
             self._room.release()
 
+    def again(self) -> Resize:
+        """The same change of a job that another one was made of meanwhile."""
+        self.cancel()
+        return Resize(self._cluster, self.workers, self._config, self._state)
 
-class Shrink:
-    """Goes on without some workers, whose successors do not come; the others are numbered anew.
+
+class Without:
+    """Goes on without the workers that are gone; the others are numbered anew. Successors join when they are up.
 
     Args:
         cluster: the job's processes.
-        missing: indices of those that are gone.
         state: of the job.
     """
 
-    def __init__(self, cluster: Cluster, missing: Collection[int], state: JobState) -> None:
+    def __init__(self, cluster: Cluster, state: JobState) -> None:
         self._cluster = cluster
-        self._missing = missing
         self._state = state
 
     def ready(self) -> bool:
@@ -138,44 +151,154 @@ class Shrink:
     def cancel(self) -> None:
         """Nothing was started."""
 
+    def again(self) -> None:
+        """It is made at once."""
+
     def apply(self) -> None:
         """Makes it so, between two steps."""
-        cluster = self._cluster
-        keep = [index for index in range(cluster.job.num_workers) if index not in self._missing]
-        cluster.successors.give_up_on(self._missing)
-        self._state.reform(cluster.job.config, len(keep), keep=keep)
-        gone = ", ".join(str(worker_peer(index)) for index in self._missing)
-        log.warning("the cluster has no room for a successor of %s: going on with %d workers", gone, len(keep))
+        cluster, began = self._cluster, time.monotonic()
+        successors = cluster.successors
+        left_out = [cluster.seats.order[index] for index in successors.left_out]
+        gone = successors.let_go()
+        if not gone:
+            return  # their successors have joined meanwhile
+        who = [f"{worker_peer(i)} on {cluster.places[worker_peer(i)].host} died: {why}" for i, why in gone.items()]
+        alive = [index for index in range(cluster.job.num_workers) if index not in gone]
+        with successors.paused():
+            self._state.reform(cluster.job.config, len(alive), keep=dict(enumerate(alive)))
+        for seat in left_out:
+            cluster.seats.retire(seat)
+        step, took = cluster.client.position.version // cluster.job.versions_per_step + 1, time.monotonic() - began
+        then = "left out from now on" if left_out else "a successor joins when it is up"
+        cluster.note(
+            "left",
+            f"{', '.join(who)}; going on with {len(alive)} workers from step {step} on, {then}; no update and no "
+            f"sample is lost; training stopped for {took:.2f} s",
+        )
 
 
-class Range:
-    """As many workers as the cluster has room for, within bounds.
+class Return:
+    """Successors join a job that has gone on meanwhile without those in whose places they are.
 
     Args:
         cluster: the job's processes.
-        least, most: how many there may be.
+        starts: that are up; each gets the number that it was made for, where that can be.
+        state: of the job.
+    """
+
+    def __init__(self, cluster: Cluster, starts: Sequence[Start], state: JobState) -> None:
+        self._cluster = cluster
+        self._state = state
+        self._keep = list(range(cluster.job.num_workers))
+        self._starts: dict[int, Start] = {}  # by place among the others, -1 and below among those that stay
+        for number, start in enumerate(reversed(starts)):
+            self._keep.insert(min(start.index, len(self._keep)), -1 - number)
+            self._starts[-1 - number] = start
+        self._built = {
+            new: start.building[0] if new == start.index else cluster.successors.build(start.actor, new)
+            for new, start in ((new, self._starts[old]) for new, old in enumerate(self._keep) if old < 0)
+        }
+
+    def ready(self) -> bool:
+        """Whether they have their models."""
+        calls = list(self._built.values())
+        return len(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) == len(calls)
+
+    def cancel(self) -> None:
+        """They will be taken in another time."""
+
+    def again(self) -> None:
+        """They will be taken in another time."""
+
+    def apply(self) -> None:
+        """Makes it so, between two steps."""
+        cluster, began = self._cluster, time.monotonic()
+        if any(never_ran(call) for call in self._built.values()):
+            return  # it died: another one starts
+        cluster.extend_deadline()
+        described = cluster.get(list(self._built.values()), "build the model")
+        for new, description in zip(self._built, described, strict=True):
+            check_agreement(cluster.job.description, description, "the job", str(worker_peer(new)))
+        joining = {new: self._starts[self._keep[new]] for new in self._built}
+        self._state.reform(
+            cluster.job.config,
+            len(self._keep),
+            {worker_peer(new): start.actor for new, start in joining.items()},
+            {new: old for new, old in enumerate(self._keep) if old >= 0},
+            {new: start.seat for new, start in joining.items()},
+        )
+        successors = cluster.successors
+        successors.returning = [start for start in successors.returning if start not in joining.values()]
+        successors.count += len(joining)
+        step, took = cluster.client.position.version // cluster.job.versions_per_step + 1, time.monotonic() - began
+        who = ", ".join(f"{worker_peer(new)} (pid {cluster.places[worker_peer(new)].pid})" for new in joining)
+        cluster.note(
+            "returned",
+            f"{who} is there again, after {time.monotonic() - min(s.began for s in joining.values()):.1f} s: "
+            f"{len(self._keep)} workers from step {step} on; training stopped for {took:.2f} s",
+        )
+        successors.prepare_if_wanted()
+
+
+class Range:
+    """As many workers as the cluster has room for, within bounds; whoever is gone is done without for a while.
+
+    Args:
+        cluster: the job's processes.
+        least, most: how many there may be; for an exact number both are that.
         state: of the job.
     """
 
     def __init__(self, cluster: Cluster, least: int, most: int, state: JobState) -> None:
         self._cluster = cluster
-        self._least, self._most = least, most
+        self._most = most
+        self._exact = least == most
+        # one by itself would hold all weights alone
+        self._least = min(2, most) if self._exact else least
         self._state = state
         self._looked = time.monotonic()
         self._pause = _LOOK_SECONDS
+        self._heard = 0.0  # when it was asked which nodes will go
+        self._left: set[str] = set()
+        cluster.successors.least = self._least
 
-    def look(self) -> Resize | Shrink | None:
+    def loss(self) -> Without | None:
+        """Whether it is time to go on without those that are gone; to be asked often."""
+        cluster, now = self._cluster, time.monotonic()
+        successors, settings = cluster.successors, cluster.settings
+        workers = cluster.job.num_workers
+        left = workers - len(successors.starting) - len(successors.left_out)
+        if left < self._least or left == workers:
+            return None
+        if successors.left_out:
+            return Without(cluster, self._state)
+        cold = [now - start.began for start in successors.starting.values() if not start.spare]
+        held_up = cluster.job.strategy.rule.needs(workers) == workers and left > 1
+        patience = min(settings.patience if held_up else math.inf, math.inf if self._exact else settings.start_timeout)
+        return Without(cluster, self._state) if cold and max(cold) >= patience else None
+
+    def look(self) -> Resize | Return | Move | None:
         """What should be changed, if anything; to be asked often."""
         cluster, now = self._cluster, time.monotonic()
-        workers, patience = cluster.job.num_workers, cluster.settings.start_timeout
-        starting = cluster.successors.starting
-        if late := [index for index, start in starting.items() if now - start.began > patience]:
-            return Shrink(cluster, late, self._state) if workers - len(late) >= self._least else None
-        if now - self._looked < self._pause or workers >= self._most or starting:
+        successors, workers = cluster.successors, cluster.job.num_workers
+        if now - self._heard >= _LOOK_SECONDS:
+            self._heard = now
+            here = {place.node for place in cluster.places.values()}
+            going = {node: when for node, when in draining().items() if node in here and node not in self._left}
+            self._left |= going.keys()
+            if going:
+                return Move(cluster, going, self._least, self._state)
+        if successors.starting or workers >= self._most:
+            return None
+        successors.returning = [successors.again(start) or start for start in successors.returning]
+        if up := [start for start in successors.returning if has_answered(start.building[1])]:
+            return Return(cluster, up, self._state)
+        if now - self._looked < self._pause or len(cluster.seats.retired) > self._most:
             return None
         self._looked = now
         bundle = worker_bundle(cluster.job.devices_per_worker, cluster.gpu, cluster.settings.cpus_per_worker)
-        more = min(self._most - workers, fitting(bundle) + max(len(cluster.nodes) - workers, 0))
+        seats = len(cluster.seats.order) - len(successors.returning) - workers
+        more = min(self._most - workers - len(successors.returning), fitting(bundle) + max(seats, 0))
         if more < 1:
             return None
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)  # what is free may be in pieces: then it asks more rarely

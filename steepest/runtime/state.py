@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from steepest.errors import CheckpointError
 from steepest.replicas import mean_states
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
-from steepest.runtime.optimizer_state import OptimizerState
+from steepest.runtime.optimizer_state import OptimizerState, mean_inner
 from steepest.runtime.training import Training
 from steepest.salvage import Salvage
 from steepest.sampler import Remaining, with_ended
@@ -52,7 +52,7 @@ class JobState:
     ) -> None:
         """Makes these the weights, see `Client.install`."""
         self._cluster.mend()  # who is missing would be waited for
-        if state is None and self._cluster.recovery is not None:
+        if self._cluster.recovery is not None and "ledger" not in (state or {}):
             self._cluster.recovery.forget()  # the copy of other ones
         client = self._cluster.client
         future = self._cluster.on_router(lambda: client.install(version, weights, records, state or None))
@@ -96,7 +96,8 @@ class JobState:
         }
         states = self.buffers()
         owner = self._owner(mean_states(states, [1.0] * len(states)))
-        found = OptimizerState.collect(self._cluster, snapshot.records)
+        everybody = range(self._cluster.job.num_workers)
+        found = OptimizerState.collect(self._cluster, snapshot.records, everybody, step, self._cluster.call_workers)
         return checkpoint.gather(owner, snapshot.weights, (found.state, found.plain), states, about, found.apart)
 
     def place(self, saved: checkpoint.Checkpoint, where: object) -> None:
@@ -134,37 +135,78 @@ class JobState:
         config: StrategyConfig,
         workers: int | None = None,
         added: Mapping[Peer, Any] | None = None,
-        keep: Sequence[int] | None = None,
+        keep: Mapping[int, int] | None = None,
+        seats: Mapping[int, int] | None = None,
     ) -> None:
         """Goes on under another strategy, or with other workers, from the last committed step.
 
         Args:
             workers: how many; as many as now unless given.
             added: those of them that are new.
-            keep: those that stay, in their new order; by default the first.
+            keep: those that stay, their numbers by their new ones; by default the first.
+            seats: places of new ones, see `Cluster.reform`.
 
         Raises:
             ConfigurationError: the processes could not talk here; nothing has changed.
         """
-        cluster, layout = self._cluster, self._cluster.job.description.layout
+        cluster = self._cluster
         if keep is None:
             cluster.mend()  # who is missing could not let go of its roles
-        snapshot = self.snapshot("state")
-        seed, step = cluster.plan[1], snapshot.version // cluster.job.versions_per_step
-        rest, self._ends = self.remaining(), self.ends()
-        weights, state = layout.named(snapshot.weights), OptimizerState.collect(cluster, snapshot.records)
+        snapshot, job = self.snapshot("state"), cluster.job
+        told = self._training.wait(cluster.on_router(cluster.client.counters), "the coordinator's counters")
+        count = workers or job.num_workers
+        if keep is None:
+            keep = {index: index for index in range(min(count, job.num_workers))}
+        old = list(keep.values())
+
+        def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+            return cluster.call_workers(function, *arguments, workers=old)
+
+        step = snapshot.version // job.versions_per_step
+        optimizer = OptimizerState.collect(cluster, snapshot.records, keep, step, call)
         buffers = self.mean_buffers() if added else {}
-        count = workers or cluster.job.num_workers
-        keep = range(min(count, cluster.job.num_workers)) if keep is None else keep
-        cluster.reform(config, step, keep, added or {}, count)
+        ledger = [told["following"], *told["returned"]]
+        found = Salvage(snapshot.version, snapshot.weights, [], {"ledger": ledger, "history": told})
+        self.form(config, found, optimizer, buffers, count, keep, added or {}, seats)
+
+    def form(
+        self,
+        config: StrategyConfig,
+        found: Salvage,
+        optimizer: OptimizerState,
+        buffers: dict[str, torch.Tensor],
+        count: int,
+        keep: Mapping[int, int],
+        added: Mapping[Peer, Any],
+        seats: Mapping[int, int] | None = None,
+    ) -> None:
+        """Makes another job of the processes, which goes on from what was found.
+
+        Args:
+            found: weights, and the coordinator's state; of the optimizer there is `optimizer`.
+            buffers: of those that are added.
+            count: workers.
+            keep, added, seats: see `Cluster.reform`.
+        """
+        cluster, job = self._cluster, self._cluster.job
+        plan, seed = cluster.plan
+        step, rest = found.version // job.versions_per_step, Remaining()
+        if plan is not None:
+            together = job.strategy.rule.together  # the steps are the ledger
+            following, *returned = [step * job.shares] if together else found.state["ledger"]
+            rest = plan.remaining(following, returned, job.shares, job.parts)
+            self._ends = with_ended(plan, self._ends, step)
+        weights = job.description.layout.named(found.weights)
+        cluster.reform(config, step, keep, added, count, seats)
         layout = cluster.job.description.layout
         flat = layout.allocate()
         layout.write(flat, weights)
-        self.install(step * cluster.job.versions_per_step, flat, state.place(cluster))
+        state = {"history": found.state["history"]}  # the ledger begins anew, with the plan
+        self.install(step * cluster.job.versions_per_step, flat, optimizer.place(cluster), state)
         plan = cluster.job.plan(step, rest, seed)
         cluster.plan = (plan, seed)
         cluster.call_workers(tasks.use_plan, plan, seed)
-        if buffers and (new := [peer.index for peer in added or () if peer.role == "worker"]):
+        if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
             cluster.call_workers(tasks.load_buffers, buffers, workers=new)
 
     def stopped(self) -> Salvage:
@@ -178,6 +220,7 @@ class JobState:
         self,
         found: Salvage,
         left_out: dict[int, dict[str, torch.Tensor]],
+        inner: dict[int, tuple[dict[str, torch.Tensor], list[str]]],
         buffers: list[dict[str, torch.Tensor]],
         added: Sequence[Peer],
     ) -> None:
@@ -185,6 +228,7 @@ class JobState:
 
         Args:
             left_out: what compression has left out of each worker's gradients.
+            inner: with local SGD, what each of those that were there has of its optimizer's state.
             buffers: of the replicas that were there.
             added: processes that are new.
         """
@@ -193,6 +237,9 @@ class JobState:
         cluster.call_workers(tasks.use_plan, *cluster.plan)
         if left_out:
             cluster.call_workers(tasks.load_left_out, left_out, {})
+        if inner:
+            mean, plain = mean_inner(list(inner.values()))
+            cluster.call_workers(tasks.load_inner_state, {i: state for i, (state, _) in inner.items()}, mean, plain)
         if new := [peer.index for peer in added if peer.role == "worker"]:
             cluster.call_workers(tasks.load_buffers, mean_states(buffers, [1.0] * len(buffers)), workers=new)
 

@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from steepest.job import check_agreement
 from steepest.replicas import mean_states
 from steepest.runtime import tasks
 from steepest.runtime.process import Place
-from steepest.runtime.supervision import cause_of_death, never_ran
+from steepest.runtime.supervision import cause_of_death, has_answered, never_ran
 
 if TYPE_CHECKING:
     from steepest.runtime.launch import Cluster
@@ -31,11 +32,22 @@ _SPARE_AFTER_SECONDS = 20.0  # of training, before a spare process is worth its 
 
 
 @dataclass(frozen=True)
-class _Start:
-    """A process that starts in a dead worker's place: why, since when, and the calls that end when it is up."""
+class Start:
+    """A process that starts in a dead worker's place.
 
+    Attributes:
+        index, seat: of the worker, in whose place it starts.
+        cause: of the worker's death.
+        began: when.
+        spare: whether it was kept ready.
+        actor, building: itself, and the calls that end when it is up.
+    """
+
+    index: int
+    seat: int
     cause: str
     began: float
+    spare: bool
     actor: Any
     building: list[Any]
 
@@ -49,6 +61,9 @@ class Successors:
     Attributes:
         count: how many workers were replaced.
         starting: processes on their way to be workers, by index.
+        returning: those whose job has gone on without them meanwhile.
+        left_out: workers that died too often, and why; nobody takes their places.
+        least: how many workers can go on without the others.
         moved: those that have come up on another node than their predecessor, for a recovery; and why that died.
     """
 
@@ -57,7 +72,11 @@ class Successors:
         self._cluster = cluster
         self._spares: list[tuple[Any, Any]] = []  # actors, and the call that says where they are
         self._mending = False
-        self.starting: dict[int, _Start] = {}
+        self.starting: dict[int, Start] = {}
+        self.returning: list[Start] = []
+        self.left_out: dict[int, str] = {}
+        self.least = 1
+        self._failures: Counter[int] = Counter()  # by seat
         self.moved: dict[int, tuple[Any, str]] = {}
         self._tried = 0.0  # when it was last looked whether they are up
         self._pings: dict[Peer, tuple[Any, float]] = {}  # unanswered: the call, and since when
@@ -73,12 +92,18 @@ class Successors:
         wanted = settings.spares
         if wanted is None:
             wanted = 1 if trained >= _SPARE_AFTER_SECONDS else 0
-        if not self._cluster.job.workers_are_replaced or not settings.max_failures or self._cluster.gpu:
+        recovery = self._cluster.recovery
+        replaced = recovery is not None and recovery.can_replace(worker_peer(0))
+        if not replaced or self._cluster.gpu:
             return  # a GPU is Ray's to give, when it is needed
         for number in range(len(self._spares), wanted):
             actor = self._cluster.start_process("spare", number, 0, 0, 1, settings.cpus_per_worker)
             actor.prepare.remote(self._cluster.creator)
             self._spares.append((actor, actor.place.remote()))
+
+    def prepare_if_wanted(self) -> None:
+        """After a death there is a spare process unless none is wanted."""
+        self.prepare(_SPARE_AFTER_SECONDS if self._cluster.settings.spares is None else 0.0)
 
     def spare(self, node: str) -> Any | None:
         """A spare process on a node that is up, if there is one."""
@@ -98,12 +123,22 @@ class Successors:
                 return actor
         return None
 
+    def leave(self, nodes: Collection[str]) -> None:
+        """Ends spare processes on nodes that will go."""
+        for spare in list(self._spares):
+            actor, placing = spare
+            if has_answered(placing) and ray.get(placing).node in nodes:
+                self._spares.remove(spare)
+                ray.kill(actor, no_restart=True)
+
     def end(self) -> None:
         """Ends the spare processes, and those that are starting."""
-        for actor in [*(actor for actor, _ in self._spares), *(start.actor for start in self.starting.values())]:
+        starting = [*self.starting.values(), *self.returning]
+        for actor in [*(actor for actor, _ in self._spares), *(start.actor for start in starting)]:
             ray.kill(actor, no_restart=True)
         self._spares.clear()
         self.starting.clear()
+        self.returning.clear()
 
     # -- silence -------------------------------------------------------------------------------
 
@@ -116,9 +151,12 @@ class Successors:
         self.prepare(trained)
         cluster, now = self._cluster, time.monotonic()
         limit = cluster.settings.heartbeat
-        recoverable = cluster.recovery is not None and cluster.recovery.possible
-        replaced = cluster.job.workers_are_replaced
-        watched = [peer for peer in cluster.actors if recoverable or (peer.role == "worker" and replaced)]
+        recovery, replaced = cluster.recovery, cluster.job.workers_are_replaced
+        watched = [
+            peer
+            for peer in cluster.actors
+            if (peer.role == "worker" and replaced) or (recovery is not None and recovery.can_replace(peer))
+        ]
         if not watched or now - self._looked < limit / 6:
             return
         self._looked = now
@@ -156,6 +194,36 @@ class Successors:
         for index in workers:
             ray.kill(self.starting.pop(index).actor, no_restart=True)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nobody is replaced meanwhile."""
+        before, self._mending = self._mending, True
+        try:
+            yield
+        finally:
+            self._mending = before
+
+    def forget(self) -> None:
+        """Workers have other numbers: what was asked of them before says nothing."""
+        self._pings.clear()
+        self._silent.clear()
+
+    def let_go(self) -> dict[int, str]:
+        """Whose successors are starting joins later: the others go on without them; returns who, and why.
+
+        Those are among them that died without anybody's word so far.
+        """
+        asked = {
+            peer.index: actor.alive.remote() for peer, actor in self._cluster.actors.items() if peer.role == "worker"
+        }
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=self._cluster.settings.heartbeat)
+        self.mend(wait=False)
+        gone = {index: start.cause for index, start in self.starting.items()} | self.left_out
+        self.returning += [start for _, start in sorted(self.starting.items())]
+        self.starting.clear()
+        self.left_out = {}
+        return gone
+
     def is_due(self) -> bool:
         """Whether it is time to look again at processes that are starting."""
         return bool(self.starting) and time.monotonic() - self._tried >= _TRY_SECONDS
@@ -188,44 +256,72 @@ class Successors:
                 if cause is None:  # it may live, out of reach
                     self.kill(peer)
                 cause = str(said["why"])
-            if cause is not None and index not in self.starting and index not in self.moved:
-                self._begin(index, cause)
-        self._mending = True  # what follows calls the others
-        try:
+            known = index in self.starting or index in self.moved or index in self.left_out
+            if cause is not None and not known:
+                self._begin(index, cause, wait=wait)
+        with self.paused():  # what follows calls the others
             for index, start in list(self.starting.items()):
                 if wait:
                     start = self._wait_for(index, start)
                 if len(ray.wait(start.building, num_returns=2, timeout=0)[0]) == 2 and not self._again(index, start):
                     del self.starting[index]
                     self._join(index, start)
-        finally:
-            self._mending = False
 
-    def _begin(self, index: int, cause: str) -> None:
+    def _begin(self, index: int, cause: str, *, wait: bool) -> None:
         """Another process starts, to take the place of a worker that is dead."""
-        cluster, peer = self._cluster, worker_peer(index)
+        cluster, peer, seat = self._cluster, worker_peer(index), self._cluster.seats.order[index]
         allowed = cluster.settings.max_failures
-        if cluster.lives[index] >= allowed:
-            many = f"it had {cluster.lives[index]} successors, RunSettings(max_failures={allowed}) gives it no more"
-            cluster.raise_lost(peer, f"{cause} ({many})")
         self._pings.pop(peer, None)
-        actor = self.spare(cluster.places[peer].node) or cluster.start_worker(index)
-        self.starting[index] = self._start(index, cause, actor, time.monotonic())
+        if self.count_failure(seat) > allowed:
+            cause += f" (it had {allowed} successors, RunSettings(max_failures={allowed}) gives it no more)"
+            if wait or cluster.job.num_workers - len(self.starting) - len(self.left_out) <= self.least:
+                cluster.raise_lost(peer, cause)
+            self.left_out[index] = cause
+            return
+        spare = self.spare(cluster.places[peer].node)
+        actor = spare or cluster.start_worker(index)
+        self.starting[index] = self._start(index, seat, cause, actor, time.monotonic(), spare=spare is not None)
 
-    def _start(self, index: int, cause: str, actor: Any, began: float) -> _Start:
+    def _start(self, index: int, seat: int, cause: str, actor: Any, began: float, *, spare: bool = False) -> Start:
+        return Start(index, seat, cause, began, spare, actor, [self.build(actor, index), actor.place.remote()])
+
+    def follow(self, dead: Mapping[int, tuple[str, Any | None]]) -> None:
+        """Processes start in the places of workers that the others do without: by index why, and a spare one, if any.
+
+        None does in the place of one that died too often.
+        """
+        cluster, now = self._cluster, time.monotonic()
+        for index, (cause, spare) in sorted(dead.items()):
+            seat = cluster.seats.order[index]
+            if self._failures[seat] <= cluster.settings.max_failures:
+                actor = spare or cluster.start_worker(index)
+                self.returning.append(self._start(index, seat, cause, actor, now))
+
+    def count_failure(self, seat: int) -> int:
+        """How many processes have died in a place, with the one that just did."""
+        self._failures[seat] += 1
+        return self._failures[seat]
+
+    def build(self, actor: Any, index: int) -> Any:
+        """Has a process build the models of a worker; the call."""
         cluster, job = self._cluster, self._cluster.job
-        build = actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut)
-        return _Start(cause, began, actor, [build, actor.place.remote()])
+        return actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut)
 
-    def _again(self, index: int, start: _Start) -> bool:
+    def again(self, start: Start) -> Start | None:
         """Starts another process if that one never was: Ray takes a while to see that a node is dead."""
+        if not any(never_ran(call) for call in start.building):
+            return None
+        actor = self._cluster.start_worker(start.index, start.seat)
+        return self._start(start.index, start.seat, start.cause, actor, start.began)
+
+    def _again(self, index: int, start: Start) -> bool:
         late = time.monotonic() - start.began > self._cluster.settings.start_timeout * 5
-        if late or not never_ran(start.building[1]):
+        if late or (other := self.again(start)) is None:
             return False
-        self.starting[index] = self._start(index, start.cause, self._cluster.start_worker(index), start.began)
+        self.starting[index] = other
         return True
 
-    def _wait_for(self, index: int, start: _Start) -> _Start:
+    def _wait_for(self, index: int, start: Start) -> Start:
         """Returns when it is up, or the one that was started after it."""
         while True:
             left = start.began + self._cluster.settings.start_timeout * 5 - time.monotonic()
@@ -234,7 +330,7 @@ class Successors:
                 return start
             start = self.starting[index]
 
-    def _join(self, index: int, start: _Start) -> None:
+    def _join(self, index: int, start: Start) -> None:
         """The process that starts in the place of a worker takes part."""
         cluster, peer, actor, cause = self._cluster, worker_peer(index), start.actor, start.cause
         job, settings = cluster.job, cluster.settings
@@ -268,10 +364,10 @@ class Successors:
         cluster.get([each.join.remote(cluster.stored_job, cluster.listening) for each in joining], "join again")
         self.count += 1
         repeated = "the step is taken again" if job.strategy.rule.together else "the others went on"
-        log.warning(
-            "%s on %s (pid %d) died in step %d: %s; pid %d has taken its place after %.1f s; %s, no update and no "
-            "sample is lost",
-            peer, old.host, old.pid, cluster.client.position.version // job.versions_per_step + 1, cause, place.pid,
-            time.monotonic() - start.began, repeated,
-        )  # fmt: skip
-        self.prepare(_SPARE_AFTER_SECONDS if settings.spares is None else 0.0)
+        step, took = cluster.client.position.version // job.versions_per_step + 1, time.monotonic() - start.began
+        cluster.note(
+            "replaced",
+            f"{peer} on {old.host} (pid {old.pid}) died in step {step}: {cause}; pid {place.pid} has taken its place "
+            f"after {took:.1f} s; {repeated}, no update and no sample is lost",
+        )
+        self.prepare_if_wanted()

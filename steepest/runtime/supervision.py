@@ -88,6 +88,8 @@ def cause_of_death(watch: Any) -> str | None:
         ray.get(watch)
     except ray.exceptions.RayActorError as error:
         text = " ".join(str(error).split())
+        if "connection error code 2" in text:
+            return "its process is gone: killed by a signal, or for want of memory"
         for mark in ("The actor is dead because", "Worker exits", "Worker unexpectedly exits"):
             if mark in text:
                 return text[text.index(mark) :].partition(" Some common causes")[0][:300]

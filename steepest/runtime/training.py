@@ -14,6 +14,7 @@ from steepest.comm.message import Kind, Message, Peer
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
 from steepest.runtime.launch import Cluster
 from steepest.runtime.supervision import raise_step_error
+from steepest.sampler import SamplePlan
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -21,9 +22,10 @@ _LOOK_SECONDS = 1.0
 _SHORT_SECONDS = 0.02  # while a process starts that others wait for
 
 
-def _unknown(step: int) -> Message:
-    """A result of which nothing is known but that the step was committed."""
-    nothing: dict[str, Any] = {"samples": 0, "bytes_pushed": 0, "bytes_pulled": 0, "staleness": []}
+def _unknown(step: int, plan: SamplePlan | None) -> Message:
+    """A result of which nothing is known but that the step was committed, and how many samples it covered."""
+    samples = 0 if plan is None else plan.position(step - 1).size
+    nothing: dict[str, Any] = {"samples": samples, "bytes_pushed": 0, "bytes_pulled": 0, "staleness": []}
     return Message(Kind.RESULT, meta={"step": step, **nothing})
 
 
@@ -39,9 +41,15 @@ class Change(Protocol):
     def cancel(self) -> None:
         """It will not be made."""
 
+    def again(self) -> Change | None:
+        """What is to be made of it when another one comes first."""
+
 
 class Range(Protocol):
     """Bounds within which a job's size follows what the cluster has."""
+
+    def loss(self) -> Change | None:
+        """What must be changed at once, if anything."""
 
     def look(self) -> Change | None:
         """What should be changed, if anything."""
@@ -56,7 +64,7 @@ class Training:
 
     Attributes:
         cluster: its processes.
-        range: within which the number of workers changes by itself; None for never.
+        range: within which the number of workers changes by itself.
         running: whether workers are at work.
         samples, seconds, bytes_pushed, bytes_pulled: sums over all steps so far.
     """
@@ -70,6 +78,7 @@ class Training:
         self.cluster = cluster
         self._timeout = step_timeout
         self._change: Change | None = None
+        self._later: Change | None = None
         self.range: Range | None = None
         self._began = 0.0  # of the steps that are being taken
 
@@ -104,8 +113,9 @@ class Training:
                 if outcome is None:
                     continue
                 recovery = self.cluster.recovery
-                if (lost := self._loss(outcome)) is not None and recovery is not None and recovery.possible:
-                    before = self.cluster.client
+                lost = self._loss(outcome)
+                if lost is not None and recovery is not None and self._can_replace(lost[0]):
+                    before, (plan, _) = self.cluster.client, self.cluster.plan
                     recovery.recover(*lost)
                     while not before.outcomes.empty() and taken < steps - (goal - self.step):  # the last that it heard
                         late = before.outcomes.get()
@@ -117,7 +127,9 @@ class Training:
                     now = steps - (goal - self.step)
                     while taken < now:  # committed, and the word of it was lost
                         taken += 1
-                        on_step(goal - steps + taken, _unknown(goal - steps + taken))
+                        late = _unknown(goal - steps + taken, plan)
+                        self._count(late)
+                        on_step(goal - steps + taken, late)
                     taken = now  # it may have been set back
                     if taken < steps:
                         self._ask(steps - taken, stats)
@@ -156,7 +168,9 @@ class Training:
 
     def _is_change_ready(self) -> bool:
         try:
-            if self._change is None and self.range is not None:
+            if self.range is not None and (loss := self.range.loss()) is not None:
+                self._later, self._change = self._change or self._later, loss
+            elif self._change is None and self.range is not None:
                 self._change = self.range.look()
             return self._change is not None and self._change.ready()
         except SteepestError as error:
@@ -170,6 +184,9 @@ class Training:
         change, self._change = self._change, None
         if change is not None:
             change.apply()
+        if self._later is not None:
+            later, self._later = self._later, None
+            self._change = later.again()
 
     def _loss(self, outcome: Message | PeerLostError) -> tuple[Peer, str] | None:
         """Who is gone, and why, if that is what has come."""
@@ -179,6 +196,10 @@ class Training:
         if outcome.kind is Kind.FAILURE and meta["reason"] == "lost":
             return Peer(*meta["peer"]), str(meta["why"])
         return None
+
+    def _can_replace(self, peer: Peer) -> bool:
+        recovery = self.cluster.recovery
+        return recovery is not None and recovery.can_replace(self.cluster.process_of(peer))
 
     def _count(self, result: Message) -> None:
         meta = result.values()

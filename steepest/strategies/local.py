@@ -24,6 +24,7 @@ class Local(ServerStrategy):
         self.in_workers = config.num_servers is None
         self.hierarchical = config.hierarchical
         self.updates = config.sync_every
+        self.replication = config.replication
         self._count = config.num_servers
         self.clip_norm = None  # workers clip what each batch gives
         self._config = config

@@ -1,0 +1,203 @@
+"""Workers that die while others go on: three or more do not wait, and nothing is lost or repeated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from steepest import (
+    AllreduceStrategy,
+    Callback,
+    DistributedSGD,
+    LocalStrategy,
+    ParameterServerStrategy,
+    RunSettings,
+    StepResult,
+)
+from steepest.errors import ConfigurationError, PeerLostError
+from steepest.testing import InProcessCluster
+from tests.reference import Task, difference, samples, sgd
+from tests.test_resizing import pids, serially
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+
+TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(20_000), batch_size=1)
+
+
+class Watch(Callback):
+    """Keeps all results; calls functions after some of the steps."""
+
+    def __init__(self, *functions: tuple[int, Any]) -> None:
+        self.functions = dict(functions)
+        self.results: list[StepResult] = []
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        self.results.append(result)
+        for step in [step for step in self.functions if step <= result.step]:
+            self.functions.pop(step)()
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """How many workers took how many steps, one after the other."""
+        found = itertools.groupby(result.samples for result in self.results)
+        return [(workers, len(list(steps))) for workers, steps in found]
+
+
+def killer(*victims: int) -> Any:
+    """Kills processes."""
+
+    def kill() -> None:
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+
+    return kill
+
+
+def train_until(trainer: DistributedSGD, watch: Watch, kind: str) -> None:
+    """Trains until something has happened, and some steps more."""
+    while kind not in [event.kind for event in trainer.stats().events]:
+        trainer.fit(steps=50, callbacks=[watch], progress=False)
+    trainer.fit(steps=10, callbacks=[watch], progress=False)
+
+
+def check(trainer: DistributedSGD, watch: Watch) -> None:
+    """Every step was taken, and is what so many workers would have made of it in this process."""
+    assert [result.step for result in watch.results] == list(range(1, len(watch.results) + 1))
+    assert difference(trainer.weights(), serially(TASK, watch.sizes())) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["ps", ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2)])
+@pytest.mark.parametrize("dead", [[1], [0, 2]])
+def test_the_others_go_on_and_the_successor_gets_its_number(strategy: Any, dead: list[int]) -> None:
+    with DistributedSGD(TASK.creator(), num_workers=4, strategy=strategy) as trainer:
+        before = pids(trainer)
+        watch = Watch((20, killer(*(before[index] for index in dead))))
+        train_until(trainer, watch, "returned")
+        while trainer.num_workers < 4:
+            trainer.fit(steps=50, callbacks=[watch], progress=False)
+        after = pids(trainer)
+        assert [old == new for old, new in zip(before, after, strict=True)] == [i not in dead for i in range(4)]
+        assert len(set(after)) == 4
+        assert min(workers for workers, _ in watch.sizes()) == 4 - len(dead)
+        check(trainer, watch)
+        stats = trainer.stats()
+        assert stats.replaced == len(dead)
+        left = next(event for event in stats.events if event.kind == "left")
+        assert f"worker {dead[0]} on " in left.line
+        assert "no update and no sample is lost" in left.line
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AllreduceStrategy(replication=2, chunk_bytes=64),
+        AllreduceStrategy(sharded=False),
+        "simple",
+    ],
+)
+def test_the_others_go_on_under_any_strategy(strategy: Any) -> None:
+    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy) as trainer:
+        before = pids(trainer)
+        watch = Watch((20, killer(before[1])))
+        train_until(trainer, watch, "returned")
+        assert trainer.num_workers == 3
+        assert pids(trainer)[::2] == before[::2]
+        assert {workers for workers, _ in watch.sizes()} == {2, 3}
+        check(trainer, watch)
+        assert trainer.stats().replaced == 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy"), [(2, "simple"), (3, ParameterServerStrategy(transport="ray", num_servers=2))]
+)
+def test_those_whose_channels_are_ray_wait(workers: int, strategy: Any) -> None:
+    """Two do as ever; and where servers would have to start anew for the others, a successor is there as soon."""
+    straight = InProcessCluster(TASK.creator(), num_workers=workers)
+    straight.step(40)
+    with DistributedSGD(TASK.creator(), num_workers=workers, strategy=strategy) as trainer:
+        watch = Watch((20, killer(pids(trainer)[1])))
+        assert trainer.fit(steps=40, callbacks=[watch], progress=False).step == 40
+        assert difference(trainer.weights(), straight.weights()) < 1e-12
+        assert trainer.stats().replaced == 1
+
+
+@pytest.mark.parametrize("copies", [{"num_servers": 1}, {"replication": 2, "outer_momentum": 0.5, "outer_lr": 0.7}])
+def test_workers_that_train_by_themselves_go_on(copies: dict[str, Any]) -> None:
+    """The dead one's momentum is lost; every sample is in exactly one round of the epoch."""
+    x, _ = samples(400)
+    task = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=(x, x[:, :2]), batch_size=1)
+    strategy = LocalStrategy(sync_every=2, **copies)
+    with DistributedSGD(task.creator(), num_workers=3, strategy=strategy) as trainer:
+        before, before_loss = pids(trainer), trainer.evaluate(task.data).loss
+        watch = Watch((20, killer(before[1])))
+        train_until(trainer, watch, "returned")
+        assert pids(trainer)[::2] == before[::2]
+        assert [result.step for result in watch.results] == list(range(1, len(watch.results) + 1))
+        by_epoch = Counter[Any]()
+        for result in watch.results:
+            by_epoch[result.epoch] += result.samples
+        assert [by_epoch[epoch] for epoch in range(len(by_epoch) - 1)] == [400] * (len(by_epoch) - 1)
+        assert trainer.evaluate(task.data).loss < before_loss / 2
+
+
+def test_who_dies_while_others_are_awaited_is_done_without_too() -> None:
+    with DistributedSGD(TASK.creator(), num_workers=4) as trainer:
+        before = pids(trainer)
+        watch = Watch((10, killer(before[1])), (30, killer(before[2])), (31, lambda: trainer.resize(workers=5)))
+        while trainer.num_workers < 5:
+            trainer.fit(steps=50, callbacks=[watch], progress=False)
+        assert not watch.functions
+        after = pids(trainer)
+        assert {before[0], before[3]} < set(after)
+        assert len(set(after)) == 5
+        check(trainer, watch)
+
+
+def test_who_dies_again_and_again_is_left_out() -> None:
+    settings = RunSettings(max_failures=1, spares=0)
+    with DistributedSGD(TASK.creator(), num_workers=3, settings=settings) as trainer:
+        first = pids(trainer)
+        watch = Watch((10, killer(first[1])))
+        train_until(trainer, watch, "returned")
+        second = pids(trainer)
+        watch.functions[0] = killer(second[1])
+        train_until(trainer, watch, "resized")  # another worker, in another place
+        third = pids(trainer)
+        assert third[:2] == [first[0], first[2]]
+        assert trainer.num_workers == 3
+        lines = [event.line for event in trainer.stats().events if event.kind == "left"]
+        assert "left out from now on" in lines[1]
+        assert "max_failures=1" in lines[1]
+        check(trainer, watch)
+
+
+def test_two_wait_for_each_other_and_any_number_does_if_told_to() -> None:
+    for workers, settings in ((2, RunSettings()), (3, RunSettings(patience=math.inf))):
+        straight = InProcessCluster(TASK.creator(), num_workers=workers)
+        straight.step(60)
+        with DistributedSGD(TASK.creator(), num_workers=workers, settings=settings) as trainer:
+            watch = Watch((20, killer(pids(trainer)[1])))
+            trainer.fit(steps=60, callbacks=[watch], progress=False)
+            assert watch.sizes() == [(workers, 60)]
+            assert difference(trainer.weights(), straight.weights()) < 1e-12
+            assert [event.kind for event in trainer.stats().events] == ["replaced"]
+
+
+def test_of_two_the_one_who_dies_too_often_ends_training() -> None:
+    settings = RunSettings(max_failures=1, spares=0)
+    with DistributedSGD(TASK.creator(), num_workers=2, settings=settings) as trainer:
+        trainer.fit(steps=20, callbacks=[Watch((5, killer(pids(trainer)[1])))], progress=False)
+        with pytest.raises(PeerLostError, match="max_failures=1"):
+            trainer.fit(steps=20, callbacks=[Watch((25, killer(pids(trainer)[1])))], progress=False)
+        assert trainer.weights()
+
+
+@pytest.mark.parametrize("wrong", [-1, "1", None, math.nan])
+def test_a_wrong_patience_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match="patience"):
+        RunSettings(patience=wrong)
