@@ -10,7 +10,7 @@ import torch
 
 from steepest.client import Client
 from steepest.comm.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
-from steepest.comm.router import Router
+from steepest.comm.router import Role, Router
 from steepest.config import AllreduceStrategy, LocalStrategy, SimpleStrategy, StrategyConfig
 from steepest.coordinator import Coordinator
 from steepest.coordinator_role import CoordinatorRole
@@ -36,13 +36,18 @@ ModelCreator = Callable[[int, int], Model]
 
 @dataclass(frozen=True)
 class Description:
-    """What one worker's models turned out to be; all workers must agree."""
+    """What one worker's models turned out to be; all workers must agree.
+
+    Attributes:
+        attend: an attribute of models made for tests: told of each server and worker as it is put into a process.
+    """
 
     layout: ParameterLayout
     optimizer_spec: OptimizerSpec
     samples: int | None
     batch_size: int
     blocks: Blocks | None = None
+    attend: Callable[[Router, Peer, Role], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -210,8 +215,9 @@ def build_models(
         if cut != Cut():
             model.relayout(cut)
         models.append(model)
+    attend = getattr(models[0], "attend", None)
     described = [
-        Description(m.layout, m.optimizer_spec, m.data.size, m.batch_size, getattr(m.data, "blocks", None))
+        Description(m.layout, m.optimizer_spec, m.data.size, m.batch_size, getattr(m.data, "blocks", None), attend)
         for m in models
     ]
     for device, other in enumerate(described):
@@ -312,7 +318,7 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
         hosts=job.places,
         checked=job.strategy.nonfinite != "pass" or job.strategy.clip_norm is not None,
     )
-    router.host(peer, server)
+    _host(router, job, peer, server)
     return server
 
 
@@ -375,8 +381,14 @@ def host_worker(
         wait=early,
     )
     replicas.use_plan(job.plan(), job.seed)
-    router.host(peer, worker)
+    _host(router, job, peer, worker)
     return worker
+
+
+def _host(router: Router, job: Job, peer: Peer, role: Role) -> None:
+    router.host(peer, role)
+    if job.description.attend is not None:
+        job.description.attend(router, peer, role)
 
 
 def _refuse(weights: torch.Tensor) -> bool:

@@ -2,9 +2,10 @@
 
 from steepest.testing.cluster import InProcessCluster, server_peers
 from steepest.testing.collective import InProcessCollective
-from steepest.testing.faults import Fault, Moment, with_faults
+from steepest.testing.faults import Fault, Moment
 from steepest.testing.models import linear_model_creator
 from steepest.testing.network import InProcessTransport, Link, Network
+from steepest.testing.processes import with_faults
 from steepest.testing.replay import replay
 
 __all__ = [

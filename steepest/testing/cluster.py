@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from steepest.client import Snapshot, read_log
-from steepest.comm.message import Kind, Message, Peer, relay_peer, worker_peer
+from steepest.comm.message import Kind, Message, Peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
 from steepest.config import ParameterServerStrategy, StrategyConfig
 from steepest.errors import PeerLostError
@@ -132,6 +132,8 @@ class InProcessCluster:
             counts = {"worker": num_workers, "server": num_servers, "relay": num_servers, "coordinator": 1, "client": 1}
             self._script.check(counts)
             self.network.script = self._script
+            for server_role, peer in zip(self.servers, map(server_peer, range(num_servers)), strict=True):
+                self._script.watch(server_role, peer)
         for worker_role in self.workers:
             worker_role.join()
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
-import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from steepest.comm.message import Kind, Peer, worker_peer
+from steepest.comm.message import Kind, Peer
 from steepest.errors import ConfigurationError
 from steepest.job import ModelCreator
 from steepest.model import Arrive, Computed, Model
 
-#: When in a step: as the forward pass begins; as the first gradient is written; as the last one is, when the chunks
-#: without it have left; when everything has left and nothing is reported; as new weights come.
-Moment = Literal["forward", "backward", "push", "report", "pull"]
+#: When in a step of a worker: as the forward pass begins; as the first gradient is written; as the last one is, when
+#: the chunks without it have left; when everything has left and nothing is reported; as new weights come. Of a server:
+#: as a gradient comes ("push"); when half of its chunks are updated; as weights leave ("pull").
+Moment = Literal["forward", "backward", "push", "report", "pull", "apply"]
 
-_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "push", "report")  # moments that a model can tell of
+#: Moments that a model can tell of.
+COMPUTING: tuple[Moment, ...] = ("forward", "backward", "push", "report")
+_OF_SERVERS: tuple[Moment, ...] = ("push", "apply", "pull")
 #: The faults that are about messages.
 OF_MESSAGES = ("drop", "duplicate", "delay")
 
@@ -32,14 +31,16 @@ class Fault:
 
     Steps are the process' own: a worker counts the gradients that it begins to compute, from 0 in each life, those
     of steps that are taken again included (a share without samples is none); a server, and the coordinator, the
-    versions that it has committed. So a fault of a worker happens once in a life, and needs no clock.
+    versions that it has committed. So a fault of a worker happens once in a life, and needs no clock. "apply" of a
+    server's step s makes version s + 1.
 
     Attributes:
         what: which fault.
         role, index: of the process: "worker", "server", or "coordinator" for its messages. A process hosts all roles
             that it hosts: the coordinator is in that of server 0, and under ``"allreduce"`` servers are in workers'.
         step: in which of its steps.
-        at: when in the step; servers have "push" (as a gradient comes) and "pull" (as weights leave).
+        at: when in the step; servers have "push" (as a gradient comes), "apply" (when half of the chunks are updated)
+            and "pull" (as weights leave for workers).
         life: in which life of the process, None for every one: by default a successor is spared.
         peer: the other end, as ``("server", 0)``; None for all.
         kind: of the messages; None for all.
@@ -77,9 +78,9 @@ class Fault:
     def __post_init__(self) -> None:
         messages, server = self.what in OF_MESSAGES, self.role == "server"
         roles: tuple[str, ...] = ("worker", "server", "coordinator") if messages else ("worker", "server")
-        moments: tuple[Moment, ...] = ("push", "pull") if server else get_args(Moment)
+        moments: tuple[Moment, ...] = _OF_SERVERS if server else (*COMPUTING, "pull")
         if self.what == "raise":
-            roles, moments = ("worker",), _COMPUTING
+            roles, moments = ("worker",), COMPUTING
         for name, value, allowed, right in (
             ("role", self.role, f"one of {', '.join(roles)}", self.role in roles),
             ("index", self.index, "0 or more", self.index >= 0),
@@ -311,11 +312,20 @@ class Clock:
 
 
 class Watched:
-    """A model creator whose models are watched: with a clock for each life, made as its first model is."""
+    """A model creator whose models are watched: with a clock for each life, made as its first model is.
 
-    def __init__(self, creator: ModelCreator, make_clock: Callable[[int], Clock]) -> None:
+    Args:
+        creator: of the models.
+        make_clock: given a worker's index.
+        attend: what its models have as `attend`, see `steepest.job.Description`.
+    """
+
+    def __init__(
+        self, creator: ModelCreator, make_clock: Callable[[int], Clock], attend: Callable[..., None] | None = None
+    ) -> None:
         self._creator = creator
         self._make_clock = make_clock
+        self._attend = attend
         self.clocks: dict[int, Clock] = {}
 
     def __call__(self, worker: int, device: int) -> Model:
@@ -325,79 +335,6 @@ class Watched:
             self.clocks[worker] = self._make_clock(worker)
         if isinstance(model, Model):  # else whoever asked for it complains
             self.clocks[worker].watch(model)
+            if self._attend is not None:
+                model.attend = self._attend  # type: ignore[attr-defined]
         return model
-
-
-# -- inside real workers ---------------------------------------------------------------------------
-
-
-def with_faults(
-    model_creator: ModelCreator, faults: Iterable[Fault], lives: str | os.PathLike[str], *, batches: int = 1
-) -> ModelCreator:
-    """A model creator whose models misbehave as scripted, inside the worker's process wherever that runs.
-
-    Only what a process can do to itself: `Fault.raises`, `Fault.kill`, `Fault.hang` and `Fault.slow` of workers, at
-    "forward", "backward", "push" or "report". It is done by the model, from which the library's own code cannot tell
-    it; so there is nothing for servers, for messages, or for weights that come between two steps.
-
-    A process does not know which life of its worker it is; it counts by files in `lives`, one for each time that the
-    worker's models were made.
-
-    Args:
-        model_creator: of the models.
-        faults: in any order.
-        lives: a folder that all workers see (of a file system that hosts share), empty when the run begins.
-        batches: that each replica computes for a step: `accumulate`, or `sync_every`, or their product.
-
-    Raises:
-        ConfigurationError: a fault that no process can do to itself.
-    """
-    chosen = tuple(faults)
-    for fault in chosen:
-        possible = fault.role == "worker" and fault.what in ("raise", "kill", "hang", "slow") and fault.at in _COMPUTING
-        if not possible or fault.rounds < math.inf:
-            raise ConfigurationError(
-                f"{fault} cannot happen inside a real worker: give raises, kill, hang (without rounds) or slow of "
-                f"workers at {', '.join(_COMPUTING)}, or use InProcessCluster(faults=...)"
-            )
-    return Watched(model_creator, _RealClocks(chosen, Path(lives).absolute(), batches))
-
-
-@dataclass(frozen=True)
-class _RealClocks:
-    """Makes the clock of a worker in its process; travels there with the model creator."""
-
-    faults: tuple[Fault, ...]
-    lives: Path
-    batches: int
-
-    def __call__(self, worker: int) -> Clock:
-        own, life = worker_peer(worker), self._begin_life(worker)
-
-        def reached(step: int, moment: Moment, arrive: Arrive) -> None:
-            if moment == "forward":
-                clock.factor = max((f.factor for f in self.faults if f.slows(own, life, step)), default=1.0)
-            for fault in self.faults:
-                if fault.at == moment and fault.concerns(own, life, step):
-                    _suffer(fault)
-
-        clock = Clock(self.batches, reached)
-        return clock
-
-    def _begin_life(self, worker: int) -> int:
-        self.lives.mkdir(parents=True, exist_ok=True)
-        for life in itertools.count():
-            try:
-                (self.lives / f"worker-{worker}-life-{life}").touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            return life
-        raise AssertionError("lives have no end")
-
-
-def _suffer(fault: Fault) -> None:
-    """Does to this process what it is to suffer."""
-    if fault.what == "raise":
-        raise RuntimeError(f"scripted: {fault} at {fault.at}")
-    if fault.what != "slow":
-        os.kill(os.getpid(), signal.SIGKILL if fault.what == "kill" else signal.SIGSTOP)

@@ -306,7 +306,11 @@ class Network:
         busy = bool(order) or self._coming
         for transport in order:
             if self.rounds % transport.every == 0 and (self._random is None or self._random.random() < transport.speed):
-                transport.router.turn(0.0)
+                try:
+                    transport.router.turn(0.0)
+                except ShutdownError:  # it died in the middle of what it did
+                    if self.runs(transport.router):
+                        raise
         if self.round_seconds:
             self._pass(self.round_seconds)
         if busy or self.delivered > before:

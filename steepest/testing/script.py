@@ -11,6 +11,8 @@ from steepest.comm.message import Kind, Message, Peer, worker_peer
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.job import ModelCreator
 from steepest.model import Arrive
+from steepest.server import Server
+from steepest.testing.attending import watch_applying
 from steepest.testing.faults import OF_MESSAGES, Clock, Fault, Moment, Watched
 
 if TYPE_CHECKING:
@@ -79,6 +81,17 @@ class Script:
 
         return Clock(self._batches, reached)
 
+    def watch(self, server: Server, own: Peer) -> None:
+        """Has a server's faults happen in the middle of an update."""
+
+        def reached(step: int, moment: Moment, about: str) -> None:
+            for fault in self._due(own, step, moment):
+                self._act(own, fault)
+                if fault.what == "kill":
+                    raise ShutdownError("the process is gone")
+
+        watch_applying(server, reached)
+
     def __call__(self, link: Link, message: Message) -> list[tuple[Message, int]]:
         """What becomes of a message on its way to the end `link`; with the rounds that it takes more."""
         source, target = message.source, message.target
@@ -111,7 +124,9 @@ class Script:
             return [(target, "push")]
         if message.kind is not Kind.WEIGHTS:
             return []
-        found: list[tuple[Peer, Moment]] = [(source, "pull")] if source.role == "server" else []
+        found: list[tuple[Peer, Moment]] = []
+        if source.role == "server" and target.role != "client":
+            found.append((source, "pull"))
         if target.role == "worker" and not self.creator.clocks[target.index].computing:
             found.append((target, "pull"))
         return found
