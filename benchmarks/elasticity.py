@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import recovery_bodies as bodies
-from benchmarks.models import MLP, Workload, sgd
+from benchmarks.models import LEARNING_RATE, MLP, Workload
 from benchmarks.overhead import ratios
 from benchmarks.recovery_bodies import Kill, Recovery
 from steepest import (
@@ -115,11 +115,7 @@ def joins_text(pauses: Mapping[str, list[float]]) -> str:
 
 def large_model(worker: int, device: int, momentum: float = 0.0) -> TorchModel:
     def optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
-        return (
-            torch.optim.SGD(module.parameters(), lr=bodies.LEARNING_RATE, momentum=momentum)
-            if momentum
-            else sgd(module)
-        )
+        return torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=momentum)
 
     return TorchModel(
         LARGE.build(), loss=F.nll_loss, data=LARGE.data(), batch_size=LARGE.batch_size, optimizer=optimizer
