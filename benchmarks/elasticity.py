@@ -1,21 +1,37 @@
-"""Servers that are killed, a worker that joins, copies of everything: one turn of each for `benchmarks.recovery`."""
+"""Servers that are killed, a worker that joins, copies of everything, other sizes, checkpoints: turns of each.
+
+They are sections of `benchmarks.recovery`.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
+import re
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks import recovery_bodies as bodies
-from benchmarks.models import MLP, Workload, sgd
+from benchmarks.models import LEARNING_RATE, MLP, Workload
 from benchmarks.overhead import ratios
 from benchmarks.recovery_bodies import Kill, Recovery
-from steepest import Callback, DistributedSGD, ParameterServerStrategy, RunSettings, StepResult, TorchModel
+from steepest import (
+    Callback,
+    Checkpoints,
+    DistributedSGD,
+    ParameterServerStrategy,
+    RunSettings,
+    StepResult,
+    TorchModel,
+)
 from steepest.comm.message import server_peer
 
 JOIN_STEP = 60
@@ -97,9 +113,12 @@ def joins_text(pauses: Mapping[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
-def large_model(worker: int, device: int) -> TorchModel:
+def large_model(worker: int, device: int, momentum: float = 0.0) -> TorchModel:
+    def optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=momentum)
+
     return TorchModel(
-        LARGE.build(), loss=F.nll_loss, data=LARGE.data(), batch_size=LARGE.batch_size, optimizer=lambda m: sgd(m)
+        LARGE.build(), loss=F.nll_loss, data=LARGE.data(), batch_size=LARGE.batch_size, optimizer=optimizer
     )
 
 
@@ -136,3 +155,111 @@ def costs_text(seconds: Mapping[str, list[float]]) -> str:
             line += f"{ratio['median']:8.2f}  {ratio['min']:.2f}..{ratio['max']:.2f}"
         lines.append(line)
     return "\n".join(lines)
+
+
+EVERY = 50
+FIRST, LAST = 60, 160  # between them two checkpoints are due
+WITHOUT, KEPT = "ps, no checkpoints", f"ps, Checkpoints(every={EVERY})"
+
+
+class Watch(Callback):
+    """Notes when each step was heard of."""
+
+    def __init__(self) -> None:
+        self.heard: dict[int, float] = {}
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        self.heard[result.step] = time.perf_counter()
+
+
+def kept_seconds(workers: int, keeps: bool, creator: Any = large_model) -> dict[str, float]:
+    """The mean step from one to another, "step"; with checkpoints also the mean time for which training "paused".
+
+    The mean, because a pause is in few of the steps.
+    """
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as folder, told("steepest.runtime.keeping") as said:
+        checkpoints = Checkpoints(folder, every=EVERY, keep=1) if keeps else None
+        with DistributedSGD(creator, num_workers=workers, checkpoints=checkpoints) as trainer:
+            trainer.fit(steps=LAST + 5, callbacks=[watch], progress=False)
+    found = {"step": (watch.heard[LAST] - watch.heard[FIRST]) / (LAST - FIRST)}
+    for what in ("paused for", "written in"):
+        if times := seconds_in(said, what):
+            found[what] = statistics.mean(times)
+    return found
+
+
+def keeps(workers: int) -> dict[str, Callable[[], dict[str, float]]]:
+    return {name: functools.partial(kept_seconds, workers, name == KEPT) for name in (WITHOUT, KEPT)}
+
+
+def keeps_text(found: Mapping[str, list[dict[str, float]]]) -> str:
+    lines = ["", f"a step of 25 million parameters, means of {LAST - FIRST} steps, medians of rounds; over {WITHOUT}"]
+    for name, each in found.items():
+        steps = [one["step"] for one in each]
+        line = f"{name:24}{statistics.median(steps) * 1e3:8.1f} ms"
+        if name != WITHOUT:
+            ratio = ratios(steps, [one["step"] for one in found[WITHOUT]])
+            line += f"{ratio['median']:8.2f}  {ratio['min']:.2f}..{ratio['max']:.2f}"
+            for what in ("paused for", "written in"):
+                line += f"; {what} {statistics.median(one[what] for one in each):.3f} s"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def resize_seconds(workers: int, change: Mapping[str, int], creator: Any = None) -> float:
+    """For how long training stops when a job of one server, with momentum, changes its size."""
+    creator = creator or functools.partial(large_model, momentum=0.9)
+    strategy = ParameterServerStrategy(num_servers=1)
+    with DistributedSGD(creator, num_workers=workers, strategy=strategy) as trainer:
+        trainer.fit(steps=5, progress=False)
+        with told("steepest.runtime.resizing") as said:
+            trainer.resize(**change)
+        trainer.fit(steps=2, progress=False)
+    (stopped,) = seconds_in(said, "training stopped for")
+    return stopped
+
+
+def resizes(workers: int) -> dict[str, Callable[[], float]]:
+    return {
+        f"{workers} to {workers + 1} workers": functools.partial(resize_seconds, workers, {"workers": workers + 1}),
+        "1 to 2 servers": functools.partial(resize_seconds, workers, {"servers": 2}),
+    }
+
+
+def resizes_text(seconds: Mapping[str, list[float]]) -> str:
+    lines = ["", "25 million parameters with momentum: seconds for which training stops, medians"]
+    for name, each in seconds.items():
+        lines.append(f"{name:24}{statistics.median(each):8.2f}  {min(each):.2f}..{max(each):.2f}")
+    return "\n".join(lines)
+
+
+#: What is measured in each, and the text that is made of that.
+SECTIONS: dict[str, tuple[Callable[[int], dict[str, Callable[[], Any]]], Callable[[Mapping[str, Any]], str]]] = {
+    "joining": (joins, joins_text),
+    "replication": (costs, costs_text),
+    "checkpoints": (keeps, keeps_text),
+    "resizing": (resizes, resizes_text),
+}
+
+
+@contextmanager
+def told(logger: str) -> Iterator[list[str]]:
+    """What is logged there meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(logger)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def seconds_in(said: list[str], what: str) -> list[float]:
+    """The number after some words, of each message that has them."""
+    return [float(found.group(1)) for text in said if (found := re.search(rf"{what} ([\d.]+) s", text))]

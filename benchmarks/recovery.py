@@ -1,6 +1,6 @@
 """What a death costs: from the kill of a process to the next committed step, beside Ray Train.
 
-    python -m benchmarks.recovery                        # every section, about eleven minutes with MNIST
+    python -m benchmarks.recovery                        # every section, about twenty minutes with MNIST
     python -m benchmarks.recovery --only worker ray-train --rounds 5
     STEEPEST_DATA=/path python -m benchmarks.recovery --only straggler
 
@@ -16,6 +16,8 @@ Sections:
                 ``snapshot_every=20``
 ``joining``     a worker more while training is under way: for how long the others stop: `benchmarks.elasticity`
 ``replication`` a step of 25 million parameters with copies of everything, and with snapshots
+``checkpoints`` a step of 25 million parameters with `Checkpoints(every=50)` and without: `benchmarks.elasticity`
+``resizing``    for how long training stops when 25 million parameters with momentum get another worker, or server
 ``straggler``   one of four workers five times slower: seconds to 97 % on MNIST: `benchmarks.stragglers`
 
 The network is a perceptron of 4,810 parameters on scikit-learn's digits. Each gradient waits for 50 ms, so that a step
@@ -88,8 +90,8 @@ DEATHS: dict[str, Callable[[int], dict[str, Death]]] = {
     "server": elasticity.server_deaths,
     "ray-train": rivals_deaths,
 }
-STRAGGLER, JOINING, REPLICATION = "straggler", "joining", "replication"
-SECTIONS = [*DEATHS, STRAGGLER, JOINING, REPLICATION]
+STRAGGLER = "straggler"
+SECTIONS = [*DEATHS, STRAGGLER, *elasticity.SECTIONS]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -123,10 +125,9 @@ def measure(options: argparse.Namespace) -> None:
         if STRAGGLER in options.only:
             seconds = alternate(stragglers.turns(), options.rounds)
             print(straggler_text(seconds), flush=True)
-        if JOINING in options.only:
-            print(elasticity.joins_text(alternate(elasticity.joins(options.workers), options.rounds)), flush=True)
-        if REPLICATION in options.only:
-            print(elasticity.costs_text(alternate(elasticity.costs(options.workers), options.rounds)), flush=True)
+        for section, (turns, text) in elasticity.SECTIONS.items():
+            if section in options.only:
+                print(text(alternate(turns(options.workers), options.rounds)), flush=True)
     if options.json:
         recoveries = {name: [asdict(recovery) for recovery in each] for name, each in found.items()}
         report = {"machine": machine(), "workers": options.workers, "deaths": recoveries, STRAGGLER: seconds}

@@ -71,7 +71,8 @@ class Checkpoint:
         replicas: buffers by "replica/buffer".
         about: step, epoch, offset, seed, samples, optimizer, flags (which change what state it keeps), plain
             (state keys that are Python numbers), aliases; JSON-able. Also, but for older checkpoints, left (what is
-            left over, see `SamplePlan`) and ends (the first steps after epoch 0, 1, ...).
+            left over, see `SamplePlan`), begun (in which order it is, see there), updates (that the model's optimizer
+            has made for each weight, which its schedule counts) and ends (the first steps after epoch 0, 1, ...).
     """
 
     weights: dict[str, torch.Tensor]
@@ -127,7 +128,7 @@ def gather(
         weights: the flat vector.
         optimizer: its state by "parameter/key", and which of it is plain numbers.
         states: each replica's buffers.
-        place: step, epoch, offset, left, ends and seed.
+        place: step, epoch, offset, left, begun, updates, ends and seed.
         apart: what else belongs to some process, by keys of its own.
     """
     state, plain = optimizer

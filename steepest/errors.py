@@ -11,7 +11,7 @@ SteepestError
 ├── PeerLostError (ConnectionError)     a process died; names it, its node and its last log lines
 ├── ProtocolError                       a frame is malformed, truncated, oversized or out of place
 │   └── AuthenticationError             a peer did not prove the job's token
-├── CheckpointError                     a checkpoint is missing, damaged or belongs to another model
+├── CheckpointError                     a checkpoint is missing, damaged or of another model, or its place is taken
 └── ShutdownError                       the trainer was used after `shutdown()`
 """
 
@@ -65,7 +65,7 @@ class AuthenticationError(ProtocolError):
 
 
 class CheckpointError(SteepestError):
-    """A checkpoint is missing, damaged or belongs to another model."""
+    """A checkpoint is missing, damaged or belongs to another model; or another driver keeps its own in that place."""
 
 
 class ShutdownError(SteepestError):

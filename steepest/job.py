@@ -182,7 +182,8 @@ class Job:
             return None
         seed = self.seed if seed is None else seed
         blocks = self.description.blocks
-        return SamplePlan(samples, self.global_batch, seed, step, rest.epoch, rest.offset, blocks, rest.left)
+        begun = tuple(each for each in rest.begun if each[1] != blocks)
+        return SamplePlan(samples, self.global_batch, seed, step, rest.epoch, rest.offset, blocks, rest.left, begun)
 
 
 def make_strategy(config: StrategyConfig) -> Strategy:

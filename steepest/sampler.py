@@ -44,11 +44,15 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What of the samples is still to come: `SamplePlan`'s ``start_epoch``, ``start_offset`` and ``left``."""
+    """What of the samples is still to come: `SamplePlan`'s ``start_epoch``, ``start_offset``, ``left`` and ``begun``.
+
+    `begun` has all epochs of which a part is still to come and another is not.
+    """
 
     epoch: int = 0
     offset: int = 0
     left: tuple[tuple[int, int, int], ...] = ()
+    begun: tuple[tuple[int, Blocks | None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class SamplePlan:
             come in order, or the sizes of blocks that are shuffled too; samples are shuffled within their block.
         left: parts (epoch, begin, end) of the permutations of `start_epoch`, up to `start_offset`, and of
             epochs before it, that are still to be dealt out; disjoint, in order.
+        begun: (epoch, blocks) for epochs that keep the order in which they were begun, where `blocks` was another.
 
     Example:
         >>> plan = SamplePlan(samples=10, global_batch=4, seed=0)
@@ -86,6 +91,7 @@ class SamplePlan:
     start_offset: int = 0
     blocks: Blocks | None = None
     left: tuple[tuple[int, int, int], ...] = ()
+    begun: tuple[tuple[int, Blocks | None], ...] = ()
     _cache: dict[int, Indices] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -128,8 +134,11 @@ class SamplePlan:
             if len(self._cache) > 1:  # two are kept: loaders read ahead into the next epoch
                 del self._cache[next(iter(self._cache))]
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
-            self._cache[epoch] = _shuffled(generator, self.samples, self.blocks).astype(np.int64, copy=False)
+            self._cache[epoch] = _shuffled(generator, self.samples, self._blocks(epoch)).astype(np.int64, copy=False)
         return self._cache[epoch]
+
+    def _blocks(self, epoch: int) -> Blocks | None:
+        return dict(self.begun).get(epoch, self.blocks)
 
     def share(self, step: int, replica: int, replicas: int) -> Indices:
         """The samples of one replica in one step; shares differ by at most one sample."""
@@ -183,7 +192,8 @@ class SamplePlan:
                 epoch, offset = epoch - 1, self.samples  # nothing of the next epoch is committed
             else:
                 break
-        return Remaining(epoch, offset, tuple(left))
+        begun = {part[0] for part in left} | ({epoch} if 0 < offset < self.samples else set())
+        return Remaining(epoch, offset, tuple(left), tuple((e, self._blocks(e)) for e in sorted(begun)))
 
 
 def with_ended(plan: SamplePlan, ends: Sequence[int], step: int) -> list[int]:

@@ -33,6 +33,7 @@ from steepest.observe.progress import Callback, ProgressBar
 from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult, stragglers
 from steepest.replicas import Replicas, WorkerResult
 from steepest.runtime import tasks
+from steepest.runtime.claim import Claim
 from steepest.runtime.fitting import fit
 from steepest.runtime.keeping import Keeping
 from steepest.runtime.launch import Cluster
@@ -73,7 +74,8 @@ class DistributedSGD:
 
     Raises:
         ConfigurationError: an argument is wrong.
-        CheckpointError: kept checkpoints are of another model, optimizer or data set, or all are damaged.
+        CheckpointError: kept checkpoints are of another model, optimizer or data set, or all are damaged; or another
+            driver keeps its own in that directory now.
         ModelError, ModelRaisedError: the model is, or building it raised.
         ResourcesError: the cluster cannot place the workers within `settings.start_timeout` seconds.
 
@@ -107,20 +109,22 @@ class DistributedSGD:
         chosen = self._chosen(strategy, least)
         self._settings = settings or RunSettings()
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
-        self._cluster: Cluster | None = Cluster(
-            model_creator, (least, most), devices, gpu, chosen, require_count("seed", seed, 0), self._settings,
-            require_count("accumulate", accumulate),
-        )  # fmt: skip
-        self._training = Training(self._cluster, self._settings.step_timeout)
-        self._state = JobState(self._training)
-        self._cluster.recovery = Recovery(self._cluster, self._state)
-        self._training.range = Range(self._cluster, least, most, self._state)
-        try:
-            self._keeping = Keeping(checkpoints, self._training, self._state)
+        self._cluster: Cluster | None = None
+        with contextlib.ExitStack() as undo:
+            claim = Claim(checkpoints)
+            undo.callback(claim.release)
+            self._cluster = cluster = Cluster(
+                model_creator, (least, most), devices, gpu, chosen, require_count("seed", seed, 0), self._settings,
+                require_count("accumulate", accumulate),
+            )  # fmt: skip
+            undo.callback(cluster.shutdown)
+            self._training = Training(cluster, self._settings.step_timeout)
+            self._state = JobState(self._training)
+            cluster.recovery = Recovery(cluster, self._state)
+            self._training.range = Range(cluster, least, most, self._state)
+            self._keeping = Keeping(checkpoints, claim, self._training, self._state)
             self._keeping.resume()
-        except BaseException:
-            self._cluster.shutdown()
-            raise
+            undo.pop_all()
 
     @property
     def strategy(self) -> StrategyConfig:
@@ -489,11 +493,3 @@ class DistributedSGD:
     def _wait(self, future: Future[T], what: str) -> T:
         self._live()
         return self._training.wait(future, what)
-
-    def _version(self) -> int:
-        self._live()
-        return self._training.version
-
-    def _steps(self) -> int:
-        self._live()
-        return self._training.step

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import recovery, soak, soak_samples, stragglers
+from benchmarks import elasticity, recovery, soak, soak_samples, stragglers
 from benchmarks.recovery_bodies import Clock, Recovery, around, kill_worker, pause_in, shares
 from benchmarks.soak_samples import Holding, Place, holding, place, trends, trends_text
 from steepest.observe.commits import Commit, LoggedPush
+from steepest.testing import linear_model_creator
 
 
 def commit(version: int, *pushes: tuple[int, int, int]) -> Commit:
@@ -80,6 +82,28 @@ def test_the_table_shows_shares_that_were_lost_in_any_round() -> None:
     assert lines[4].split() == [recovery.RIVAL, "8.00", "8.00..8.00", "10.00", "41"]
 
 
+def test_a_ratio_of_checkpoints_is_of_the_same_round() -> None:
+    without = [{"step": 0.1}, {"step": 0.2}, {"step": 0.4}]
+    kept = [{"step": 0.11, "paused for": 0.1, "written in": 0.5}, *({"step": 0.3} | kept_for for kept_for in PAUSES)]
+    lines = elasticity.keeps_text({elasticity.WITHOUT: without, elasticity.KEPT: kept}).splitlines()
+    assert lines[2].split()[-2:] == ["200.0", "ms"]
+    assert lines[3].split()[3:7] == ["ms", "1.10", "0.75..1.50;", "paused"]
+    assert lines[3].endswith("paused for 0.200 s; written in 0.600 s")
+
+
+PAUSES = [{"paused for": 0.2, "written in": 0.6}, {"paused for": 0.3, "written in": 0.7}]
+
+
+def test_seconds_are_read_out_of_what_was_said() -> None:
+    with elasticity.told("steepest.some") as said:
+        logging.getLogger("steepest.some").info("%s: training paused for %.3f s, written in %.3f s", "here", 0.25, 1.5)
+        logging.getLogger("steepest.other").warning("training paused for 9 s")
+    logging.getLogger("steepest.some").warning("training paused for 9 s")
+    assert elasticity.seconds_in(said, "paused for") == [0.25]
+    assert elasticity.seconds_in(said, "written in") == [1.5]
+    assert elasticity.seconds_in(said, "stopped for") == []
+
+
 def test_what_grows_is_found() -> None:
     grows = trends("a", [Holding(300.0 + sample, 5, 10 + sample, 3) for sample in range(30)])
     assert [trend.what for trend in grows if trend.grows] == ["memory", "files"]
@@ -141,6 +165,15 @@ class TestOnRay:
         monkeypatch.setattr(stragglers, "LOOK_SECONDS", 0.0)
         seconds = stragglers.time_to(stragglers.MODES["async"], goal=0.9, seconds=0.001, load=two_classes)
         assert 0 < seconds < stragglers.LIMIT_SECONDS
+
+    def test_checkpoints_and_other_sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in {"EVERY": 4, "FIRST": 5, "LAST": 15}.items():
+            monkeypatch.setattr(elasticity, name, value)
+        found = elasticity.kept_seconds(2, True, linear_model_creator())
+        assert found.keys() == {"step", "paused for", "written in"}
+        assert elasticity.kept_seconds(2, False, linear_model_creator()).keys() == {"step"}
+        for change in ({"workers": 3}, {"servers": 2}):
+            assert elasticity.resize_seconds(2, change, linear_model_creator()) > 0
 
     def test_a_soak_of_three_bouts(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(soak, "ACCURACY", 0.2)

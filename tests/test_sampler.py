@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steepest.data import Blocks
 from steepest.ledger import Ledger
 from steepest.sampler import Remaining, SamplePlan, cut, even_share, step_seed, with_ended
 
@@ -105,8 +106,10 @@ def test_a_restart_with_another_batch_still_visits_each_sample_once(
 # -- what was committed out of order -------------------------------------------------------------------
 
 
-def going_on(samples: int, batch: int, seed: int, step: int, rest: Remaining) -> SamplePlan:
-    return SamplePlan(samples, batch, seed, step, rest.epoch, rest.offset, left=rest.left)
+def going_on(
+    samples: int, batch: int, seed: int, step: int, rest: Remaining, blocks: Blocks | None = None
+) -> SamplePlan:
+    return SamplePlan(samples, batch, seed, step, rest.epoch, rest.offset, blocks, rest.left, rest.begun)
 
 
 def still_to_come(rest: Remaining, samples: int) -> dict[int, list[int]]:
@@ -123,10 +126,11 @@ def test_whatever_is_leased_returned_and_restarted_each_sample_comes_once_per_ep
 ) -> None:
     rest, step = Remaining(), data.draw(st.integers(0, 3))
     seen: Counter[tuple[int, int]] = Counter()
-    for _ in range(data.draw(st.integers(1, 4))):  # lives of the job, each of another size
+    for _ in range(data.draw(st.integers(1, 4))):  # lives of the job, each of another size, with data cut anew
         shares, own, size = (data.draw(st.integers(1, 4)) for _ in range(3))
         parts = shares * own
-        plan = going_on(samples, parts * size, seed, step, rest)
+        blocks = data.draw(st.sampled_from([None, 1, 4, 100, (samples - samples // 3, samples // 3)]))
+        plan = going_on(samples, parts * size, seed, step, rest, blocks)
         ledger, busy, committed = Ledger(step * shares), [], 0
         for event in data.draw(st.lists(st.integers(0, 5), max_size=25)):
             if event < 2 or not busy:
@@ -151,6 +155,7 @@ def test_whatever_is_leased_returned_and_restarted_each_sample_comes_once_per_ep
         assert 0 <= rest.offset <= samples
         assert list(rest.left) == sorted(rest.left)
         assert all(part[0] <= rest.epoch and part[1] < part[2] for part in rest.left)
+        assert {epoch for epoch, _ in rest.begun} <= {rest.epoch, *(epoch for epoch, _, _ in rest.left)}
 
 
 lefts = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 59), st.integers(1, 9)), max_size=6)
@@ -196,7 +201,8 @@ def test_steps_of_leftovers_go_on_exactly_after_a_restart(
 def test_in_order_nothing_is_left_over(samples: int, batch: int, seed: int, step: int) -> None:
     plan = SamplePlan(samples, batch, seed)
     at = plan.position(step)
-    assert plan.remaining(step * 3, [], 3, 6) == Remaining(at.epoch, at.begin)
+    begun = ((at.epoch, None),) if at.begin else ()
+    assert plan.remaining(step * 3, [], 3, 6) == Remaining(at.epoch, at.begin, begun=begun)
 
 
 def test_where_epochs_ended_is_remembered_over_changes_of_the_batch() -> None:

@@ -17,6 +17,7 @@ from steepest import checkpoint
 from steepest.checkpoint import Checkpoints
 from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError, SteepestError
 from steepest.observe.results import StepResult
+from steepest.runtime.claim import Claim
 from steepest.runtime.state import JobState
 from steepest.runtime.training import Training
 from steepest.sampler import SamplePlan
@@ -33,16 +34,18 @@ class Keeping:
 
     Args:
         policy: what to keep; None for nothing.
+        claim: on its directory, to be released at the end.
         training, state: of the job.
 
     Attributes:
         last: the last step's result.
     """
 
-    def __init__(self, policy: Checkpoints | None, training: Training, state: JobState) -> None:
+    def __init__(self, policy: Checkpoints | None, claim: Claim, training: Training, state: JobState) -> None:
         self.last: StepResult | None = None
         self._ahead = 0  # steps that were done before this process began, and that `fit` was not asked for yet
         self._policy = policy
+        self._claim = claim
         self._training = training
         self._state = state
         self._shelf = Shelf(Path(policy.path), policy.keep) if policy is not None else None
@@ -165,6 +168,7 @@ class Keeping:
                 self._finish()
         finally:
             self._thread.shutdown()
+            self._claim.release()
 
     def _finish(self, ask: bool = True) -> None:
         self._settle()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from steepest.runtime.optimizer_state import OptimizerState, mean_inner
 from steepest.runtime.training import Training
 from steepest.salvage import Salvage
 from steepest.sampler import Remaining, with_ended
+
+log = logging.getLogger(__name__)
 
 
 class JobState:
@@ -90,7 +94,9 @@ class JobState:
             "step": step,
             "epoch": rest.epoch,
             "offset": rest.offset,
-            "left": [list(part) for part in rest.left],
+            "left": rest.left,
+            "begun": rest.begun,
+            "updates": self._cluster.job.updates_before(step),
             "ends": self.ends(),
             "seed": self._cluster.plan[1],
         }
@@ -114,21 +120,44 @@ class JobState:
         try:
             self._owner(self.buffers()[0]).check(saved)
             apart, replicas = OptimizerState.split(saved.replicas)
-            records = OptimizerState(saved.optimizer, about["plain"], apart).place(cluster)
+            state = OptimizerState(saved.optimizer, about["plain"], apart)
+            records = state.place(cluster)
         except CheckpointError as error:
             raise CheckpointError(f"the checkpoint at {where} is not of this job: {error}") from error
+        if self._move_schedule(about):
+            records = state.place(cluster)
         weights = layout.allocate()
         layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
         averaged = {name: value for name, value in saved.weights.items() if name not in layout.index}
         self.install(about["step"] * cluster.job.versions_per_step, weights, records)
-        rest = Remaining(about["epoch"], about["offset"], tuple((e, b, t) for e, b, t in about.get("left", ())))
+        left = tuple((e, b, t) for e, b, t in about.get("left", ()))
+        begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
+        rest = Remaining(about["epoch"], about["offset"], left, begun)
         plan, seed = cluster.job.plan(about["step"], rest, about["seed"]), about["seed"]
+        for epoch, blocks in () if plan is None else plan.begun:
+            log.warning(
+                "epoch %d ends in the order in which it was begun, with blocks of samples %.200s, later ones have "
+                "%.200s; until then a stream may be begun often", epoch, blocks, cluster.job.description.blocks,
+            )  # fmt: skip
         before = cluster.job.plan()  # older checkpoints do not tell when epochs ended
         guessed = [] if before is None else [min(before.end_of(e), about["step"]) for e in range(rest.epoch)]
         self._ends = list(about.get("ends", guessed))
         cluster.plan = (plan, seed)
         own = tasks.by_replica(replicas)
         cluster.call_workers(tasks.continue_from, plan, seed, own, averaged, cluster.job.replicas)
+
+    def _move_schedule(self, about: Mapping[str, Any]) -> bool:
+        """Has the learning rate's schedule stand where it stood, also if a step was several updates before.
+
+        Processes get their roles anew for that; returns whether they did. Older checkpoints do not tell.
+        """
+        cluster, step = self._cluster, about["step"]
+        ahead = about.get("updates", cluster.job.updates_before(step)) - cluster.job.updates_before(step)
+        if ahead:
+            cluster.mend()
+            cluster.job = job = replace(cluster.job, schedule_offset=cluster.job.schedule_offset + ahead)
+            cluster.reform(job.config, step, {i: i for i in range(job.num_workers)}, {}, job.num_workers)
+        return bool(ahead)
 
     def reform(
         self,

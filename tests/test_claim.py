@@ -1,0 +1,126 @@
+"""Two drivers do not keep checkpoints in one directory: the second is refused, until the first has ended or died."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steepest import Checkpoints, DistributedSGD
+from steepest.errors import CheckpointError
+from steepest.runtime.claim import LOCK, Claim
+from steepest.testing import linear_model_creator
+from tests.conftest import ROOT
+
+HOLDER = """
+import os, sys
+from steepest import Checkpoints
+from steepest.runtime.claim import Claim
+
+claim = Claim(Checkpoints(sys.argv[1]))
+forked = sys.argv[2] == "fork" and os.fork()
+if not forked:  # with a child it is the child that speaks, and lives on
+    print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holder(path: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the directory, until it is killed or its input ends."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path), how], env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_a_second_driver_is_refused_until_the_first_is_killed(tmp_path: Path, how: str) -> None:
+    path, policy = tmp_path / "deep" / "down", Checkpoints(tmp_path / "deep" / "down")
+    with holder(path, how) as process:
+        for _ in range(2):  # who was refused leaves no trace
+            with pytest.raises(CheckpointError) as caught:
+                Claim(policy)
+        said = str(caught.value)
+        assert f"{path}: process {process.pid} on {os.uname().nodename} keeps its own there" in said
+        assert "give this run another path" in said
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        claim = Claim(policy)  # at once
+        assert (path / LOCK).read_text() == f"process {os.getpid()} on {os.uname().nodename}"
+    claim.release()
+    claim.release()
+    Claim(policy).release()
+
+
+def test_a_trainer_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("steepest.sgd.Cluster", start)
+    with holder(tmp_path), pytest.raises(CheckpointError, match="give this run another path"):
+        DistributedSGD(linear_model_creator(), checkpoints=Checkpoints(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        DistributedSGD(linear_model_creator(), checkpoints=Checkpoints(tmp_path))
+    Claim(Checkpoints(tmp_path)).release()  # what could not start holds nothing
+
+
+@pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
+def test_without_locks_there_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    Claim(Checkpoints(tmp_path)).release()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"{tmp_path} is on a file system without locks" in record.getMessage()
+
+
+def test_a_directory_that_cannot_be_used_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        with pytest.raises(CheckpointError, match=f"{tmp_path}.*Input/output error"):
+            Claim(Checkpoints(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=f"cannot keep checkpoints in {tmp_path / 'file'}"):
+        Claim(Checkpoints(tmp_path / "file"))
+    Claim(None).release()
+
+
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_trainer_holds_its_directory_until_it_is_shut_down(tmp_path: Path) -> None:
+    def trainer() -> DistributedSGD:
+        return DistributedSGD(linear_model_creator(), checkpoints=Checkpoints(tmp_path))
+
+    first = trainer()
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+        trainer()
+    first.fit(steps=2, progress=False)
+    first.shutdown()
+    with trainer() as second:
+        assert second.stats().step == 2
