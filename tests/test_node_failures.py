@@ -216,19 +216,19 @@ def run(nodes: Nodes, **about: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("disaster", "strategy"),
+    ("disaster", "strategy", "replaced"),
     [
-        ("self.kill()", "ParameterServerStrategy(num_servers=1)"),
-        ("self.cut()", "ParameterServerStrategy(num_servers=1)"),
-        ("self.kill()", "ParameterServerStrategy(replication=2)"),
+        ("self.kill()", "ParameterServerStrategy(num_servers=1)", 1),
+        ("self.cut()", "ParameterServerStrategy(num_servers=1)", 1),
+        ("self.kill()", "ParameterServerStrategy(replication=2)", 2),  # and the server beside the worker
     ],
 )
-def test_a_node_dies_and_another_takes_its_place(nodes: Nodes, strategy: str, disaster: str) -> None:
+def test_a_node_dies_and_another_takes_its_place(nodes: Nodes, strategy: str, disaster: str, replaced: int) -> None:
     """Without copies it is one that has no server. A link that was cut is whole again while others go on."""
     nodes.impatient()
     nodes.add(4)
     heals = "sgd._live().replaced" if "cut" in disaster else False
-    run(nodes, strategy=strategy, disaster=disaster, heals=heals, moves=True, replaced=1)
+    run(nodes, strategy=strategy, disaster=disaster, heals=heals, moves=True, replaced=replaced)
 
 
 def test_a_link_is_cut_for_a_while(nodes: Nodes) -> None:
