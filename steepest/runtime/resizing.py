@@ -23,6 +23,7 @@ from steepest.runtime.supervision import has_answered, never_ran
 
 _LOOK_SECONDS = 1.0
 _LONGEST_PAUSE = 60.0
+_TOGETHER_SECONDS = 2.0  # that one who is up waits for others, so that all join in one pause
 
 
 class Resize:
@@ -260,6 +261,7 @@ class Range:
         self._pause = _LOOK_SECONDS
         self._heard = 0.0  # when it was asked which nodes will go
         self._left: set[str] = set()
+        self._up_since = math.inf  # when the first of those that return was up
         cluster.successors.least = self._least
 
     def loss(self) -> Without | None:
@@ -291,7 +293,9 @@ class Range:
         if successors.starting or workers >= self._most:
             return None
         successors.returning = [successors.again(start) or start for start in successors.returning]
-        if up := [start for start in successors.returning if has_answered(start.building[1])]:
+        up = [start for start in successors.returning if has_answered(start.building[1])]
+        self._up_since = min(self._up_since, now) if up else math.inf
+        if up and (len(up) == len(successors.returning) or now - self._up_since >= _TOGETHER_SECONDS):
             return Return(cluster, up, self._state)
         if now - self._looked < self._pause or len(cluster.seats.retired) > self._most:
             return None

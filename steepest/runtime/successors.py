@@ -222,7 +222,7 @@ class Successors:
         self.returning += [start for _, start in sorted(self.starting.items())]
         self.starting.clear()
         self.left_out = {}
-        return gone
+        return dict(sorted(gone.items()))
 
     def is_due(self) -> bool:
         """Whether it is time to look again at processes that are starting."""

@@ -1,0 +1,94 @@
+"""A node that will go, and says so before: what runs there has moved away by then."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_node_failures import Nodes
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
+    ),
+]
+
+PROGRAM = """
+    import subprocess
+    from steepest import Callback, ParameterServerStrategy, RunSettings
+    from steepest.comm.message import worker_peer
+
+    class Notice(Callback):
+        def __init__(self, node):
+            self.node = node
+
+        def on_step(self, sgd, result):
+            if result.step == 20:
+                command = [{ray!r}, "drain-node", "--address", {address!r}, "--node-id", self.node]
+                reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+                subprocess.Popen([*command, *reason, "--deadline-remaining-seconds", "60"])
+
+    if __name__ == "__main__":
+        NAMES, ADDRESSES = {names}
+        creator, settings = linear_model_creator(), RunSettings(start_timeout={patience}, heartbeat=2.0)
+        with DistributedSGD(creator, num_workers={workers}, strategy={strategy}, settings=settings) as sgd:
+            before = sgd.foreach_worker(lambda view: (view.host, view.pid))
+            last = worker_peer({workers} - 1)
+            notice = Notice(sgd._live().places[last].node)
+            while not sgd.stats().events:
+                sgd.fit(steps=50, callbacks=[notice], progress=False)
+            kinds = [event.kind for event in sgd.stats().events]
+            after = sgd.foreach_worker(lambda view: (view.host, view.pid))
+            gone = before[-1][0]
+            assert gone not in dict(after), (before, after)
+            assert after[: {workers} - 1] == before[:-1] and len(after) == {left}
+            assert gone not in [place.host for place in sgd._live().places.values()]
+            inside = ["ip", "netns", "pids", NAMES[ADDRESSES.index(gone)]]
+            for pid in subprocess.run(inside, capture_output=True, check=True).stdout.split():
+                os.kill(int(pid), 9)
+            sgd.fit(steps=50, progress=False)
+            print(before, after, sgd.stats().events, flush=True)
+            assert kinds == ["moved"] and sgd.stats().replaced == 0
+            steps, weights = sgd.stats().step, sgd.weights()
+        if {left} == {workers}:
+            again = InProcessCluster(creator, num_workers={workers})
+            again.step(steps)
+            for name, value in again.weights().items():
+                assert float((weights[name] - value).abs().max()) < 1e-12, name
+        print("all is well")
+"""
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "left"),
+    [("ParameterServerStrategy(num_servers=2)", 2, 2), ("'allreduce'", 3, 2)],
+)
+def test_what_runs_on_a_node_that_will_go_moves_away(nodes: Nodes, strategy: str, workers: int, left: int) -> None:
+    """To another node where there is one; else the others go on without it. Nothing is lost with the node."""
+    nodes.add(4)
+    names = (nodes.names, [nodes.address(index) for index in range(len(nodes.names))])
+    about: dict[str, object] = {
+        "strategy": strategy,
+        "workers": workers,
+        "left": left,
+        "patience": 30.0 if left == workers else 3.0,
+    }
+    about |= {"address": nodes.place.environment["RAY_ADDRESS"], "ray": str(Path(sys.executable).with_name("ray"))}
+    program = nodes.place.script(PROGRAM.format(names=names, **about))
+    output = nodes.place.run("ip", "netns", "exec", nodes.names[0], sys.executable, program)
+    assert "all is well" in output
