@@ -11,17 +11,17 @@ import signal
 import struct
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from steepest import Callback, DistributedSGD, RunSettings, StepResult, TorchModel
-from steepest.observe.commits import Commit
+from steepest.observe.commits import Commit, CommitLog
 
 KILL_STEP = 191
 STEPS_AFTER = 200
@@ -130,7 +130,7 @@ class Recovery:
         gap: the longest time without a commit from the last one before the kill on, in seconds.
         successor: seconds from the kill to the first commit with a gradient of the successor.
         meanwhile: commits between the victim's last gradient and its successor's first.
-        lost, twice: shares of the samples that are in no commit, and those that are in more than one.
+        lost, twice: samples of whole epochs that are in no commit, and those that are in more than one.
     """
 
     next_step: float
@@ -158,27 +158,50 @@ def pause_in(heard: Sequence[tuple[int, float]], killed: float) -> tuple[float, 
     return times[end] - killed, new - killed, max(0, reached + 1 - after[0][0])
 
 
-def shares(commits: Sequence[Commit], begin: int, end: int) -> tuple[int, int]:
-    """How many of the shares from `begin` to below `end` are in no commit, and how many in several, or not of these."""
-    taken = Counter(push.share for commit in commits for push in commit.pushes)
-    lost = len(set(range(begin, end)) - set(taken))
-    return lost, sum(count > 1 or not begin <= share < end for share, count in taken.items())
+class Seen:
+    """How often each sample of each epoch was in a commit.
+
+    Attributes:
+        lost, twice: samples of epochs that are over that were in none, and in more than one.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.lost = self.twice = 0
+        self._samples = samples
+        self._counts: dict[int, np.ndarray] = {}
+
+    def add(self, log: CommitLog) -> None:
+        """More commits."""
+        for epoch, begin, end in log.samples():
+            self._counts.setdefault(epoch, np.zeros(self._samples, np.uint8))[begin:end] += 1
+
+    def close(self, epoch: int) -> None:
+        """All epochs before this one are over."""
+        for number in [number for number in self._counts if number < epoch]:
+            counts = self._counts.pop(number)
+            self.lost += int((counts == 0).sum())
+            self.twice += int((counts > 1).sum())
 
 
-def around(commits: Sequence[Commit], times: Sequence[float], victim: int, killed: float) -> dict[str, Any]:
+def around(parts: Sequence[Sequence[Commit]], times: Sequence[float], victim: int, killed: float) -> dict[str, Any]:
     """The longest gap, when the successor was back and what was committed until then, from a whole log.
 
     Args:
+        parts: of the log: commits of each.
         times: of the commits, in order; earlier ones than these may come before.
     """
+    commits = [(number, commit) for number, part in enumerate(parts) for commit in part]
     times = times[len(times) - len(commits) :]
     start = max((i for i, when in enumerate(times) if when <= killed), default=0)
     gap = max(later - earlier for earlier, later in zip(times[start:], times[start + 1 :], strict=False))
-    lives = [max((p.incarnation for p in commit.pushes if p.worker == victim), default=-1) for commit in commits]
-    first = next((i for i, life in enumerate(lives) if life > 0), None)
+    lives = [
+        max(((part, push.incarnation) for push in commit.pushes if push.worker == victim), default=(-1, -1))
+        for part, commit in commits
+    ]
+    first = next((i for i, life in enumerate(lives) if life > (0, 0)), None)
     if first is None:
         return {"gap": gap}
-    last = max((i for i, life in enumerate(lives) if life == 0), default=-1)
+    last = max((i for i, life in enumerate(lives) if life == (0, 0)), default=-1)
     return {"gap": gap, "successor": times[first] - killed, "meanwhile": first - last - 1}
 
 
@@ -205,10 +228,12 @@ def kill_worker(
         with DistributedSGD(creator, num_workers=workers, strategy=strategy, settings=settings) as trainer:
             trainer.warmup()
             kill = Kill(step, trainer.foreach_worker(lambda view: view.pid)[victim])
-            trainer.fit(steps=step + steps_after, callbacks=[kill], progress=False)
+            last = trainer.fit(steps=step + steps_after, callbacks=[kill], progress=False)
             if trainer.stats().replaced != 1:
                 raise RuntimeError(f"{trainer.stats().replaced} workers were replaced, not one")
-            commits = trainer.log().commits
-        lost, twice = shares(commits, 0, (step + steps_after) * workers)
-        found = around(commits, clock.commits(), victim, kill.killed)
-        return Recovery(*pause_in(kill.heard, kill.killed), **found, lost=lost, twice=twice)
+            log = trainer.log()
+        seen = Seen(len(digits()[0][0]))
+        seen.add(log)
+        seen.close(last.epoch or 0)
+        found = around([part.commits for part in log.parts], clock.commits(), victim, kill.killed)
+        return Recovery(*pause_in(kill.heard, kill.killed), **found, lost=seen.lost, twice=seen.twice)

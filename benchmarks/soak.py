@@ -37,7 +37,7 @@ import ray
 import torch
 
 from benchmarks.overhead import positive
-from benchmarks.recovery_bodies import LEARNING_RATE, Kill, digits, paced_creator, shares
+from benchmarks.recovery_bodies import LEARNING_RATE, Kill, Seen, digits, paced_creator
 from benchmarks.soak_samples import LEAST_SAMPLES, Holding, Place, Trend, holding, place, trends, trends_text
 from steepest import DistributedSGD, RunSettings
 from steepest.models.torch import accuracy
@@ -109,16 +109,17 @@ def job(
         everywhere: takes the samples of what outlives the job.
     """
     train, test = digits()
-    found = Found(strategy)
+    found, seen = Found(strategy), Seen(len(train[0]))
     creator = paced_creator(train, _constant, STEP_SECONDS, {"accuracy": accuracy})
     settings = RunSettings(max_failures=1_000_000, keep_log=True)
     with DistributedSGD(creator, num_workers=workers, strategy=strategy, settings=settings) as trainer:
         began = time.monotonic()
         while time.monotonic() - began < seconds or found.bouts < LEAST_SAMPLES:
             spared = int(time.monotonic() - began > seconds / 4)
-            _bout(trainer, steps, chance, spared, found)
+            _bout(trainer, steps, chance, spared, found, seen)
             _look(trainer, found.samples, everywhere)
         found.seconds = time.monotonic() - began
+        found.lost, found.twice = seen.lost, seen.twice
         found.replaced = trainer.stats().replaced
         found.accuracy = trainer.evaluate(test).metrics["accuracy"]
     return found
@@ -128,17 +129,16 @@ def _constant(step: int) -> float:
     return LEARNING_RATE
 
 
-def _bout(trainer: DistributedSGD, steps: int, chance: random.Random, spared: int, found: Found) -> None:
+def _bout(trainer: DistributedSGD, steps: int, chance: random.Random, spared: int, found: Found, seen: Seen) -> None:
     """Some steps with one death among the workers from `spared` on, and the log of them."""
     pids = trainer.foreach_worker(lambda view: view.pid)
     when = trainer.stats().step + chance.randint(1, max(1, steps - 20))
     kill = Kill(when, chance.choice(pids[spared:]))
-    before = trainer.stats().step * trainer.num_workers
-    trainer.fit(steps=steps, callbacks=[kill], progress=False)
-    commits = trainer.log().commits
-    lost, twice = shares(commits, before, before + steps * trainer.num_workers)
-    found.bouts, found.commits = found.bouts + 1, found.commits + len(commits)
-    found.lost, found.twice = found.lost + lost, found.twice + twice
+    last = trainer.fit(steps=steps, callbacks=[kill], progress=False)
+    log = trainer.log()
+    found.bouts, found.commits = found.bouts + 1, found.commits + sum(len(part.commits) for part in log.parts)
+    seen.add(log)
+    seen.close((last.epoch or 0) - 1)  # asynchronous workers may be at the one before
     trainer.set_weights(trainer.weights())  # the log begins anew
 
 

@@ -417,15 +417,15 @@ class Coordinator:
         norm = self._staging.norm(chosen)
         clip = 1.0 if norm is None or self._clip_norm is None or skip else clip_factor(norm, self._clip_norm)
         self._norms.append(norm)
-        self._history.add(self._entry(chosen, hyper, rate, skip, clip), staleness.values(), skipped=skip)
+        self._history.add(entry := self._entry(chosen, hyper, rate, skip, clip), staleness.values(), skipped=skip)
         reports = self._staging.take(chosen)
         self._part += [(reports[worker], late) for worker, late in staleness.items()]
         self._history.time({worker: report.meta.get("timings", {}) for worker, report in reports.items()}, step)
         self.version += 1
         self._since = self._now if self.version < self.limit else math.inf
         meta: dict[str, Any] = {"pushes": [list(push.id) for push in chosen]}
-        if any(hyper):
-            meta["hyper"] = hyper
+        meta |= {"hyper": hyper} if any(hyper) else {}
+        meta |= {"entry": entry} if self._witnessed and self._history.keeps_log else {}
         if skip:
             meta["skip"] = True
         if clip != 1.0:

@@ -59,6 +59,11 @@ class History:
         self.committed, self.skipped, self.dropped = told["committed"], told["skipped"], told["dropped"]
         self.staleness = Counter(dict(told["staleness"]))
 
+    @property
+    def keeps_log(self) -> bool:
+        """Whether each commit is kept."""
+        return self._log is not None
+
     def forget_log(self) -> None:
         """Weights were set: what came before does not explain what follows."""
         if self._log is not None:

@@ -13,6 +13,7 @@ import torch
 from steepest.checkpoint import Record
 from steepest.comm.message import COORDINATOR, Message
 from steepest.model import ParameterLayout
+from steepest.observe.commits import Commit
 from steepest.server import Server
 from steepest.witness import missing
 
@@ -26,12 +27,14 @@ class Remains:
         weights: bytes of each chunk.
         records: the optimizer's state of these.
         state: what the coordinator said last of its ledger and history.
+        log: entries of the coordinator's log.
     """
 
     position: tuple[int, int]
     weights: dict[int, npt.NDArray[np.uint8]]
     records: list[Record]
     state: dict[str, Any]
+    log: list[list[Any]]
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,14 @@ class Salvage:
     Attributes:
         weights: the flat vector.
         state: of the coordinator: "ledger" (see `Leases.state`) and "history".
+        log: every commit until then, if they were kept and are known.
     """
 
     version: int
     weights: torch.Tensor
     records: list[Record]
     state: dict[str, Any]
+    log: list[Commit] | None = None
 
 
 def catch_up(server: Server, heard: Iterable[Sequence[Message]]) -> None:
@@ -66,7 +71,7 @@ def remains(servers: Sequence[Server]) -> Remains:
     records = [(index, about, value.clone()) for index, held in chunks.items() for about, value in held.state()]
     words = servers[0].witness.words
     state = words[-1].values()["state"] if words else {}
-    return Remains((servers[0].generation, servers[0].version), weights, records, state)
+    return Remains((servers[0].generation, servers[0].version), weights, records, state, servers[0].witness.log)
 
 
 def assemble(layout: ParameterLayout, found: Mapping[int, Remains]) -> Salvage | None:
@@ -81,4 +86,5 @@ def assemble(layout: ParameterLayout, found: Mapping[int, Remains]) -> Salvage |
             return None
         layout.chunk_view(weights, chunk.index).copy_(torch.from_numpy(holder.weights[chunk.index].copy()))
         records += [record for record in holder.records if record[0] == chunk.index]
-    return Salvage(newest.position[1], weights, records, newest.state)
+    log = [Commit.from_entry(entry) for entry in newest.log]
+    return Salvage(newest.position[1], weights, records, newest.state, log)

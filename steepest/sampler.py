@@ -158,6 +158,13 @@ class SamplePlan:
                     yield share
             step += 1
 
+    def places(self, share: int, shares: int, parts: int) -> list[tuple[int, int, int]]:
+        """The samples of a share: (epoch, begin, end) in the order of that epoch; see `remaining`."""
+        at, first = self.position(share // shares), share % shares * (parts // shares)
+        begin, _ = even_share(at.size, first, parts)
+        _, end = even_share(at.size, first + parts // shares - 1, parts)
+        return [(at.epoch, *found) for found in cut(at.ranges, begin, end)]
+
     def remaining(self, following: int, returned: Iterable[int], shares: int, parts: int) -> Remaining:
         """What is still to come when all shares below a number are committed, except some.
 
@@ -172,10 +179,7 @@ class SamplePlan:
         step = -(-following // shares)
         left: list[tuple[int, int, int]] = []
         for share in (*returned, *range(following, step * shares)):
-            at, first = self.position(share // shares), share % shares * (parts // shares)
-            begin, _ = even_share(at.size, first, parts)
-            _, end = even_share(at.size, first + parts // shares - 1, parts)
-            left += [(at.epoch, *found) for found in cut(at.ranges, begin, end)]
+            left += self.places(share, shares, parts)
         epoch, offset = self.start_epoch, self.samples
         since = step - self.start_step
         for number, ranges, steps in self._begun:

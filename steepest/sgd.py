@@ -15,7 +15,6 @@ import torch
 
 from steepest import checkpoint
 from steepest.checkpoint import Checkpoints
-from steepest.client import read_log
 from steepest.comm.message import Message
 from steepest.config import (
     LocalStrategy,
@@ -335,12 +334,8 @@ class DistributedSGD:
         Raises:
             ConfigurationError: without ``RunSettings(keep_log=True)``.
         """
-        client = self._live().client
-        commits = self._wait(self._on_router(lambda: read_log(client)), "the coordinator's log")
-        hosts, workers, devices = self._live().job.hosts, self.num_workers, self.devices_per_worker
-        return CommitLog(
-            tuple(commits), self.strategy, workers, devices, self._training.cluster.plan[1], hosts, self.accumulate
-        )
+        self._live()
+        return self._state.log()
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -371,8 +366,7 @@ class DistributedSGD:
     def set_strategy(self, strategy: str | StrategyConfig) -> None:
         """Goes on under another strategy, from the last committed step; the workers and their models stay.
 
-        Weights, optimizer state, buffers and the place in the data are carried over exactly. Counters of `stats` and
-        the `log` begin anew.
+        Weights, optimizer state, buffers and the place in the data are carried over exactly.
 
         Args:
             strategy: as `DistributedSGD` takes it.
@@ -389,7 +383,7 @@ class DistributedSGD:
 
         New processes start first. Between two steps it returns when that is done; while training is under way (called
         by a callback, or from another thread) it returns at once, training goes on until they are up, and then stops
-        for a moment. A step covers more samples with more workers. Counters of `stats` and the `log` begin anew.
+        for a moment. A step covers more samples with more workers.
 
         Args:
             workers: how many; as many as now unless given.
@@ -407,7 +401,9 @@ class DistributedSGD:
             config = dataclasses.replace(config, num_servers=require_count("servers", servers))
         if workers is not None:
             count = require_count("workers", workers)
-        change = Resize(cluster, count, self._chosen(config, count), self._state)
+        assert self._training.range is not None
+        wanted = None if workers is None else self._training.range.fix
+        change = Resize(cluster, count, self._chosen(config, count), self._state, wanted)
         if self._training.running:
             self._training.request(change)
             return

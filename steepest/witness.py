@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from steepest.comm.message import Kind, Message
 
@@ -13,15 +14,22 @@ _DECISIONS = (Kind.COMMIT, Kind.MEMBERS, Kind.DISCARD)
 
 
 class Witness:
-    """The coordinator's words to the servers, which all of them are told in one order; each has a number."""
+    """The coordinator's words to the servers, which all of them are told in one order; each has a number.
+
+    Attributes:
+        log: entries of the coordinator's log, if it keeps one; all of them.
+    """
 
     def __init__(self) -> None:
         self._words: deque[Message] = deque(maxlen=WORDS)
+        self.log: list[list[Any]] = []
 
     def hear(self, message: Message) -> None:
         """Remembers a decision."""
         if message.kind in _DECISIONS:
             self._words.append(message)
+            if (entry := message.values().get("entry")) is not None:
+                self.log.append(entry)
 
     @property
     def words(self) -> list[Message]:

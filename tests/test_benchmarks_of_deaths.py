@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from benchmarks import elasticity, recovery, soak, soak_samples, stragglers
-from benchmarks.recovery_bodies import Clock, Recovery, around, kill_worker, pause_in, shares
+from benchmarks.recovery_bodies import Clock, Recovery, Seen, around, kill_worker, pause_in
 from benchmarks.soak_samples import Holding, Place, holding, place, trends, trends_text
-from steepest.observe.commits import Commit, LoggedPush
+from steepest.config import as_strategy
+from steepest.observe.commits import Commit, CommitLog, LoggedPush
+from steepest.sampler import SamplePlan
 from steepest.testing import linear_model_creator
 
 
@@ -36,19 +38,26 @@ def test_the_pause_is_the_longest_silence_after_the_kill() -> None:
         pause_in(straight, 8.0)
 
 
-def test_shares_that_are_missing_or_repeated_are_counted() -> None:
-    whole = [commit(1, (0, 0, 4), (1, 0, 5)), commit(2, (0, 0, 6), (1, 0, 7))]
-    assert shares(whole, 4, 8) == (0, 0)
-    assert shares(whole, 4, 9) == (1, 0)
-    assert shares(whole, 4, 7) == (0, 1)
-    assert shares([*whole, commit(3, (0, 0, 5))], 4, 8) == (0, 1)
+def test_samples_that_are_missing_or_repeated_are_counted() -> None:
+    def found(*shares: int) -> tuple[int, int]:
+        commits = tuple(commit(n, (0, 0, share)) for n, share in enumerate(shares))
+        seen = Seen(8)
+        seen.add(CommitLog(commits, as_strategy("async"), 2, 1, 0, plan=SamplePlan(8, 4, 0), cuts=(2, 2)))
+        seen.close(1)
+        return seen.lost, seen.twice
+
+    assert found(0, 1, 2, 3) == found(3, 1, 0, 2, 4, 4) == (0, 0)
+    assert found(0, 1, 2) == (2, 0)
+    assert found(0, 1, 1, 2, 3) == (0, 2)
 
 
 def test_gaps_and_successors_are_found_in_the_log() -> None:
     commits = [commit(1, (1, 0, 0)), commit(2, (0, 0, 1)), commit(3, (0, 0, 2)), commit(4, (1, 1, 3))]
-    found = around(commits, [0.0, 1.0, 2.0, 5.0, 6.0], victim=1, killed=1.5)  # one more time, from before the log
+    found = around([commits], [0.0, 1.0, 2.0, 5.0, 6.0], victim=1, killed=1.5)  # one more time, from before the log
     assert found == {"gap": 3.0, "successor": 4.5, "meanwhile": 2}
-    assert around(commits[:3], [1.0, 2.0, 5.0], victim=1, killed=1.5) == {"gap": 3.0}
+    anew = [commits[:2], commits[2:3], [commit(4, (1, 0, 3))]]
+    assert around(anew, [0.0, 1.0, 2.0, 5.0, 6.0], victim=1, killed=1.5) == found
+    assert around([commits[:3]], [1.0, 2.0, 5.0], victim=1, killed=1.5) == {"gap": 3.0}
 
 
 def test_the_clock_travels_without_its_file(tmp_path: Path) -> None:

@@ -116,32 +116,29 @@ def test_a_worker_dies_with_some_of_its_new_weights(mode: str, tmp_path: Path) -
     survives(served(mode), Fault.kill("worker", 1, step=DIES, at="pull"), PULLED, tmp_path)
 
 
-@pytest.mark.parametrize("server", [0, 1])  # the coordinator lives beside the first
-@pytest.mark.parametrize("at", ["push", "apply", "pull"])
+@pytest.mark.parametrize(("at", "server"), [("push", 1), ("apply", 0), ("apply", 1), ("pull", 0)])  # coordinator: 0
 def test_a_server_dies_in_the_middle_of_an_update_and_a_copy_has_it(at: Moment, server: int, tmp_path: Path) -> None:
     survives(served(replication=2), Fault.kill("server", server, step=DIES, at=at), SERVED[at], tmp_path)
 
 
-@pytest.mark.parametrize(("at", "server"), [("push", 1), ("apply", 0), ("apply", 1), ("pull", 1)])
+@pytest.mark.parametrize(("at", "server"), [("apply", 0), ("pull", 1)])
 def test_a_server_dies_in_the_middle_of_an_update_and_all_go_back_to_a_snapshot(
     at: Moment, server: int, tmp_path: Path
 ) -> None:
     survives(served(), Fault.kill("server", server, step=DIES, at=at), SERVED[at], tmp_path, snapshot_every=3)
 
 
-@pytest.mark.parametrize("server", [0, 1])
-def test_a_server_of_an_asynchronous_run_dies_with_half_an_update_made(server: int, tmp_path: Path) -> None:
-    fault = Fault.kill("server", server, step=2 * DIES, at="apply")
+def test_a_server_of_an_asynchronous_run_dies_with_half_an_update_made(tmp_path: Path) -> None:
+    fault = Fault.kill("server", 0, step=2 * DIES, at="apply")
     survives(served("async", replication=2), fault, APPLIED, tmp_path)
 
 
-@pytest.mark.parametrize("at", ["forward", "backward", "push", "pull"])
+@pytest.mark.parametrize("at", ["backward", "pull"])
 def test_a_member_of_an_allreduce_dies_in_its_step(at: Moment, tmp_path: Path) -> None:
     strategy = AllreduceStrategy(replication=2, chunk_bytes=64)
     survives(strategy, Fault.kill("worker", 1, step=DIES, at=at), PULLED if at == "pull" else "", tmp_path)
 
 
-@pytest.mark.parametrize("member", [0, 1])
-def test_a_member_of_an_allreduce_dies_with_half_of_its_slice_updated(member: int, tmp_path: Path) -> None:
+def test_a_member_of_an_allreduce_dies_with_half_of_its_slice_updated(tmp_path: Path) -> None:
     strategy = AllreduceStrategy(replication=2, chunk_bytes=64)
-    survives(strategy, Fault.kill("server", member, step=DIES, at="apply"), APPLIED, tmp_path)
+    survives(strategy, Fault.kill("server", 1, step=DIES, at="apply"), APPLIED, tmp_path)

@@ -21,13 +21,15 @@ from steepest import (
     StepResult,
 )
 from steepest.errors import ConfigurationError, PeerLostError
-from steepest.testing import InProcessCluster
-from tests.reference import Task, difference, samples, sgd
+from steepest.testing import InProcessCluster, replay
+from tests.reference import Task, difference, same_bits, samples, sgd
 from tests.test_resizing import pids, serially
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(20_000), batch_size=1)
+
+LOGGED = RunSettings(keep_log=True)
 
 
 class Watch(Callback):
@@ -66,15 +68,20 @@ def train_until(trainer: DistributedSGD, watch: Watch, kind: str) -> None:
 
 
 def check(trainer: DistributedSGD, watch: Watch) -> None:
-    """Every step was taken, and is what so many workers would have made of it in this process."""
+    """Every step was taken, and is what so many workers would have made of it in this process; the log explains it."""
     assert [result.step for result in watch.results] == list(range(1, len(watch.results) + 1))
     assert difference(trainer.weights(), serially(TASK, watch.sizes())) < 1e-9
+    log = trainer.log()
+    assert [part.num_workers for part in log.parts] == [workers for workers, _ in watch.sizes()]
+    assert same_bits(replay(log, TASK.creator()), trainer.weights())
+    seen = Counter(sample for epoch, *place in log.samples() for sample in ((epoch, n) for n in range(*place)))
+    assert len(seen) == seen.total() == trainer.stats().samples == sum(result.samples for result in watch.results)
 
 
 @pytest.mark.parametrize("strategy", ["ps", ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2)])
 @pytest.mark.parametrize("dead", [[1], [0, 2]])
 def test_the_others_go_on_and_the_successor_gets_its_number(strategy: Any, dead: list[int]) -> None:
-    with DistributedSGD(TASK.creator(), num_workers=4, strategy=strategy) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=4, strategy=strategy, settings=LOGGED) as trainer:
         before = pids(trainer)
         watch = Watch((20, killer(*(before[index] for index in dead))))
         train_until(trainer, watch, "returned")
@@ -102,7 +109,7 @@ def test_the_others_go_on_and_the_successor_gets_its_number(strategy: Any, dead:
     ],
 )
 def test_the_others_go_on_under_any_strategy(strategy: Any) -> None:
-    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy, settings=LOGGED) as trainer:
         before = pids(trainer)
         watch = Watch((20, killer(before[1])))
         train_until(trainer, watch, "returned")
@@ -147,7 +154,7 @@ def test_workers_that_train_by_themselves_go_on(copies: dict[str, Any]) -> None:
 
 
 def test_who_dies_while_others_are_awaited_is_done_without_too() -> None:
-    with DistributedSGD(TASK.creator(), num_workers=4) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=4, settings=LOGGED) as trainer:
         before = pids(trainer)
         watch = Watch((10, killer(before[1])), (30, killer(before[2])), (31, lambda: trainer.resize(workers=5)))
         while trainer.num_workers < 5:
@@ -160,7 +167,7 @@ def test_who_dies_while_others_are_awaited_is_done_without_too() -> None:
 
 
 def test_who_dies_again_and_again_is_left_out() -> None:
-    settings = RunSettings(max_failures=1, spares=0)
+    settings = RunSettings(max_failures=1, spares=0, keep_log=True)
     with DistributedSGD(TASK.creator(), num_workers=3, settings=settings) as trainer:
         first = pids(trainer)
         watch = Watch((10, killer(first[1])))

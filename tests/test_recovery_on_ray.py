@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 from typing import Any
@@ -47,7 +48,8 @@ def test_a_server_that_dies_is_replaced_and_nothing_is_lost(server: int, caplog:
     "strategy", [AllreduceStrategy(replication=2, chunk_bytes=64), AllreduceStrategy(sharded=False)]
 )
 def test_a_member_of_an_allreduce_dies_and_another_takes_its_place(strategy: Any) -> None:
-    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy) as trainer:
+    settings = RunSettings(patience=math.inf)
+    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy, settings=settings) as trainer:
         trainer.fit(steps=5, progress=False)
         before = pids(trainer)
         trainer.fit(steps=20, callbacks=[Kill(12, [before[1]])], progress=False)

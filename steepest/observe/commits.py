@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from steepest.config import StrategyConfig
 from steepest.hosts import Hosts
+from steepest.sampler import SamplePlan
 
 
 class LoggedPush(NamedTuple):
@@ -62,10 +64,14 @@ class CommitLog:
     """Every commit since training began, or since weights were last set or restored.
 
     Attributes:
-        commits: in order.
+        commits: in order, since the job was last put together anew: by another size or strategy, or after a death.
         strategy, num_workers, devices_per_worker, seed: of the trainer.
         hosts: where its workers and servers ran, which says whose gradients were added up first; None for apart.
         accumulate: micro-batches of each of its replicas in a step.
+        start: the version before the first of these commits.
+        plan: which samples each share is; None for that of a run's beginning.
+        cuts: into how many shares each step is cut, and into how many batches.
+        earlier: the logs of what the job was before, oldest first, each without any of its own.
     """
 
     commits: tuple[Commit, ...]
@@ -75,3 +81,22 @@ class CommitLog:
     seed: int
     hosts: Hosts | None = None
     accumulate: int = 1
+    start: int = 0
+    plan: SamplePlan | None = None
+    cuts: tuple[int, int] = (0, 0)
+    earlier: tuple[CommitLog, ...] = ()
+
+    @property
+    def parts(self) -> tuple[CommitLog, ...]:
+        """All logs, this one last."""
+        return (*self.earlier, self)
+
+    def samples(self) -> Iterator[tuple[int, int, int]]:
+        """Which samples were committed: (epoch, begin, end) in the order of that epoch, for each contribution.
+
+        Without those of a stream, which has no epochs.
+        """
+        for part in self.parts:
+            if part.plan is not None:
+                for push in (push for commit in part.commits for push in commit.pushes):
+                    yield from part.plan.places(push.share, *part.cuts)

@@ -210,14 +210,14 @@ class Recovery:
             for peer in dead:
                 if peer.role == "worker":
                     cluster.lives[peer.index] += 1
-            plan = cluster.plan
+            plan, part = cluster.plan, self._state.part()
             cluster.reform(job.config, step, {i: i for i in range(job.num_workers)}, added, job.num_workers)
         except BaseException:
             for actor in (added or {}).values():
                 ray.kill(actor, no_restart=True)
             raise
         cluster.plan = plan
-        self._state.put_back(found, left_out, inner, buffers, list(added))
+        self._state.put_back(found, part, left_out, inner, buffers, list(added))
 
     def _start(self, dead: dict[Peer, str], *, fewer: bool) -> dict[Peer, Any] | None:
         """Processes in place of the dead, spare ones where there are any; None if the others go on meanwhile."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -34,13 +34,22 @@ class Resize:
         workers: how many there will be.
         config: the strategy, with as many servers as there will be.
         state: of the job.
+        wanted: told how many there are, when they are, if somebody wants exactly that many.
 
     Raises:
         ResourcesError: the job runs in a placement group of somebody else's, which has no more places.
     """
 
-    def __init__(self, cluster: Cluster, workers: int, config: StrategyConfig, state: JobState) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        workers: int,
+        config: StrategyConfig,
+        state: JobState,
+        wanted: Callable[[int], None] | None = None,
+    ) -> None:
         self.workers = workers
+        self._wanted = wanted
         self._cluster = cluster
         self._config = config
         self._state = state
@@ -113,6 +122,8 @@ class Resize:
             check_agreement(before.description, described, "the job", str(peer))
         seats = {peer.index: seat for peer, seat in zip(self._added, self._seats, strict=False)}
         self._state.reform(self._config, self.workers, {**self._added, **self._servers}, seats=seats)
+        if self._wanted is not None:
+            self._wanted(self.workers)
         job, step = cluster.job, cluster.client.position.version // cluster.job.versions_per_step + 1
         cluster.note(
             "resized",
@@ -127,10 +138,13 @@ class Resize:
         if self._room is not None:
             self._room.release()
 
-    def again(self) -> Resize:
-        """The same change of a job that another one was made of meanwhile."""
+    def again(self) -> Resize | None:
+        """The same change of a job that another one was made of meanwhile, if it was somebody's wish."""
         self.cancel()
-        return Resize(self._cluster, self.workers, self._config, self._state)
+        if self._wanted is None and self._config == self._cluster.job.config:
+            return None
+        workers = self._cluster.job.num_workers if self._wanted is None else self.workers
+        return Resize(self._cluster, workers, self._config, self._state, self._wanted)
 
 
 class Without:
@@ -263,6 +277,12 @@ class Range:
         self._left: set[str] = set()
         self._up_since = math.inf  # when the first of those that return was up
         cluster.successors.least = self._least
+
+    def fix(self, workers: int) -> None:
+        """From now on there are exactly that many, and nobody else is awaited."""
+        self._exact, self._most, self._least = True, workers, min(2, workers)
+        self._cluster.successors.least = self._least
+        self._cluster.successors.await_nobody()
 
     def loss(self) -> Without | None:
         """Whether it is time to go on without those that are gone; to be asked often."""

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from steepest import checkpoint
-from steepest.client import Snapshot
+from steepest.client import Snapshot, read_log
 from steepest.comm.message import Peer
 from steepest.config import StrategyConfig
-from steepest.errors import CheckpointError
+from steepest.errors import CheckpointError, ConfigurationError
+from steepest.observe.commits import Commit, CommitLog
 from steepest.replicas import mean_states
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
@@ -35,6 +36,9 @@ class JobState:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._ends: list[int] = []  # of epochs, under earlier plans too
+        self._logs: list[CommitLog] = []  # of what the job was before
+        self._start = 0  # the version with which the log begins
+        self._gap = False  # whether a part of it is lost
 
     @property
     def _cluster(self) -> Cluster:
@@ -47,6 +51,36 @@ class JobState:
         found: Snapshot = self._training.wait(future, "a snapshot of the weights")
         return found
 
+    def log(self) -> CommitLog:
+        """Every commit so far, see `DistributedSGD.log`."""
+        commits = self._commits()
+        if commits is None:
+            raise ConfigurationError("no log was kept: give RunSettings(keep_log=True)")
+        return replace(self.part(commits), earlier=tuple(self._logs))
+
+    def _commits(self) -> list[Commit] | None:
+        """The coordinator's log, if it keeps one."""
+        client = self._cluster.client
+        if not self._cluster.settings.keep_log:
+            return None
+        future = self._cluster.on_router(lambda: read_log(client))
+        commits: list[Commit] = self._training.wait(future, "the coordinator's log")
+        return commits
+
+    def part(self, commits: Sequence[Commit] = ()) -> CommitLog:
+        """The log of the job as it is, with these commits."""
+        job, (plan, seed) = self._cluster.job, self._cluster.plan
+        where = (job.config, job.num_workers, job.devices_per_worker, seed, job.hosts, job.accumulate)
+        return CommitLog(tuple(commits), *where, self._start, plan, (job.shares, job.parts))
+
+    def _close_log(self, found: Salvage, before: CommitLog, version: int) -> None:
+        """The job was put together anew: what is known of its log is kept, and another one begins at a version."""
+        if found.log is not None and not self._gap:
+            commits = tuple(commit for commit in found.log if commit.version <= found.version)
+            self._logs.append(replace(before, commits=commits))
+        self._gap |= found.log is None
+        self._start = version
+
     def install(
         self,
         version: int,
@@ -58,6 +92,8 @@ class JobState:
         self._cluster.mend()  # who is missing would be waited for
         if self._cluster.recovery is not None and "ledger" not in (state or {}):
             self._cluster.recovery.forget()  # the copy of other ones
+        if state is None:  # what came before does not explain it
+            self._logs, self._start, self._gap = [], 0, False
         client = self._cluster.client
         future = self._cluster.on_router(lambda: client.install(version, weights, records, state or None))
         self._training.wait(future, "servers to take new weights")
@@ -195,7 +231,7 @@ class JobState:
         optimizer = OptimizerState.collect(cluster, snapshot.records, keep, step, call)
         buffers = self.mean_buffers() if added else {}
         ledger = [told["following"], *told["returned"]]
-        found = Salvage(snapshot.version, snapshot.weights, [], {"ledger": ledger, "history": told})
+        found = Salvage(snapshot.version, snapshot.weights, [], {"ledger": ledger, "history": told}, self._commits())
         self.form(config, found, optimizer, buffers, count, keep, added or {}, seats)
 
     def form(
@@ -226,7 +262,9 @@ class JobState:
             rest = plan.remaining(following, returned, job.shares, job.parts)
             self._ends = with_ended(plan, self._ends, step)
         weights = job.description.layout.named(found.weights)
+        before = self.part()
         cluster.reform(config, step, keep, added, count, seats)
+        self._close_log(found, before, step * cluster.job.versions_per_step)
         layout = cluster.job.description.layout
         flat = layout.allocate()
         layout.write(flat, weights)
@@ -243,11 +281,12 @@ class JobState:
         client = self._cluster.client
         self._training.wait(self._cluster.on_router(client.revoke), "the coordinator to stop the workers")
         found = self.snapshot("state")
-        return Salvage(found.version, found.weights, found.records, found.state)
+        return Salvage(found.version, found.weights, found.records, found.state, self._commits())
 
     def put_back(
         self,
         found: Salvage,
+        before: CommitLog,
         left_out: dict[int, dict[str, torch.Tensor]],
         inner: dict[int, tuple[dict[str, torch.Tensor], list[str]]],
         buffers: list[dict[str, torch.Tensor]],
@@ -256,12 +295,14 @@ class JobState:
         """Gives a job that was put together again what was found.
 
         Args:
+            before: an empty log of the job that it was.
             left_out: what compression has left out of each worker's gradients.
             inner: with local SGD, what each of those that were there has of its optimizer's state.
             buffers: of the replicas that were there.
             added: processes that are new.
         """
         cluster = self._cluster
+        self._close_log(found, before, found.version)
         self.install(found.version, found.weights, found.records, found.state)
         cluster.call_workers(tasks.use_plan, *cluster.plan)
         if left_out:

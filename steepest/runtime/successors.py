@@ -194,6 +194,12 @@ class Successors:
         for index in workers:
             ray.kill(self.starting.pop(index).actor, no_restart=True)
 
+    def await_nobody(self) -> None:
+        """Those whose job has gone on without them do not join any more."""
+        for start in self.returning:
+            ray.kill(start.actor, no_restart=True)
+        self.returning.clear()
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Nobody is replaced meanwhile."""

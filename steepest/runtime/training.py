@@ -54,6 +54,9 @@ class Range(Protocol):
     def look(self) -> Change | None:
         """What should be changed, if anything."""
 
+    def fix(self, workers: int) -> None:
+        """From now on there are exactly that many."""
+
 
 class Training:
     """Steps of one job.
@@ -78,6 +81,7 @@ class Training:
         self.cluster = cluster
         self._timeout = step_timeout
         self._change: Change | None = None
+        self._urgent = False  # whether it may not be replaced by another
         self._later: Change | None = None
         self.range: Range | None = None
         self._began = 0.0  # of the steps that are being taken
@@ -162,14 +166,17 @@ class Training:
 
     def request(self, change: Change) -> None:
         """Has something changed between two steps of those that are being taken; from any thread."""
-        earlier, self._change = self._change, change
+        if self._urgent:  # that is made first
+            earlier, self._later = self._later, change
+        else:
+            earlier, self._change = self._change, change
         if earlier is not None:
             earlier.cancel()
 
     def _is_change_ready(self) -> bool:
         try:
-            if self.range is not None and (loss := self.range.loss()) is not None:
-                self._later, self._change = self._change or self._later, loss
+            if self.range is not None and not self._urgent and (loss := self.range.loss()) is not None:
+                self._later, self._change, self._urgent = self._change, loss, True
             elif self._change is None and self.range is not None:
                 self._change = self.range.look()
             return self._change is not None and self._change.ready()
@@ -181,11 +188,11 @@ class Training:
             return False
 
     def _make_change(self) -> None:
-        change, self._change = self._change, None
+        change, self._change, self._urgent = self._change, None, False
+        later, self._later = self._later, None
         if change is not None:
             change.apply()
-        if self._later is not None:
-            later, self._later = self._later, None
+        if later is not None:
             self._change = later.again()
 
     def _loss(self, outcome: Message | PeerLostError) -> tuple[Peer, str] | None:

@@ -217,8 +217,8 @@ class InProcessCluster:
         """Every commit, if it was asked to be kept."""
         found = self.wait(read_log(self.client), "the log")
         job = self.job
-        workers, devices = job.num_workers, job.devices_per_worker
-        return CommitLog(tuple(found), job.config, workers, devices, job.seed, job.hosts, job.accumulate)
+        where = (job.config, job.num_workers, job.devices_per_worker, job.seed, job.hosts, job.accumulate)
+        return CommitLog(tuple(found), *where, plan=job.plan(), cuts=(job.shares, job.parts))
 
     def snapshot(self, what: str = "weights") -> Snapshot:
         """The servers' weights, and optimizer state with "state"."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from steepest.checkpoint import assemble, disassemble
 from steepest.comm.message import Kind, Message, Peer, relay_peer, worker_peer
 from steepest.comm.precision import narrow_size, rounded
 from steepest.config import LocalStrategy
@@ -30,7 +32,8 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
         model_creator: as the run had it.
 
     Raises:
-        ConfigurationError: the log does not begin at the beginning, because weights were set or restored.
+        ConfigurationError: the log does not begin at the beginning, because weights were set or restored, or it goes on
+            with other workers under local SGD or compression, whose own state it does not tell.
 
     Example:
         >>> from steepest.testing import InProcessCluster, linear_model_creator, replay
@@ -40,7 +43,23 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
         >>> bool((weights["bias"] == cluster.weights()["bias"]).all())
         True
     """
-    if log.commits and log.commits[0].version != 1:
+    carried: _Carried | None = None
+    for part in log.parts:
+        carried = _replay(part, model_creator, carried)
+    assert carried is not None
+    return carried.weights
+
+
+class _Carried(NamedTuple):
+    """What goes over from one part of a log to the next: weights, and the optimizer's state with its plain numbers."""
+
+    weights: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+    plain: list[str]
+
+
+def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | None) -> _Carried:
+    if log.commits and (log.commits[0].version != log.start + 1 or (carried is None and log.start)):
         raise ConfigurationError(
             f"the log begins at version {log.commits[0].version - 1}, where weights were set or restored: a replay "
             "needs a run from its beginning"
@@ -52,6 +71,11 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     job = Job(
         description, log.strategy, log.num_workers, devices, servers, log.seed, 1.0, False, log.hosts, log.accumulate
     )
+    if carried is not None and (job.compresses or isinstance(log.strategy, LocalStrategy)):
+        raise ConfigurationError(
+            f"the run went on at version {log.start} with other processes, under a strategy in which workers have "
+            "a state of their own, which the log does not tell: only the part before can be replayed"
+        )
     cpu = [torch.device("cpu")] * devices
     workers = [build_replicas(job, 0, models, cpu)] * log.num_workers
     if isinstance(log.strategy, LocalStrategy):  # each worker has a state of its own
@@ -60,9 +84,11 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
             for i in range(log.num_workers)
         ]
     for replicas in workers:
-        replicas.use_plan(job.plan(), log.seed)
+        replicas.use_plan(log.plan or job.plan(), log.seed)
     weights = workers[0].weights.clone()
     layout = description.layout
+    if carried is not None:
+        layout.write(weights, carried.weights)
     server = Server(
         0,
         layout,
@@ -76,9 +102,12 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
         hosts=job.places,
         checked=strategy.nonfinite != "pass",
     )
+    server.version = log.start
+    for chunk, about, value in disassemble(layout, carried.state, carried.plain) if carried is not None else ():
+        server._chunks[chunk].load_state(about, value.clone())
     exchanges = _exchanges(job, server)
     last_use = {push.pulled: commit.version for commit in log.commits for push in commit.pushes}
-    history = {0: weights.clone()}
+    history = {log.start: weights.clone()}
     for commit in log.commits:
         for push in commit.pushes:
             replicas = workers[push.worker]
@@ -97,7 +126,8 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
         history[commit.version] = weights.clone()
         for version in [v for v in history if last_use.get(v, 0) <= commit.version]:
             del history[version]
-    return layout.named(weights)
+    records = [(index, about, value) for index, held in server._chunks.items() for about, value in held.state()]
+    return _Carried(layout.named(weights), *assemble(layout, records))
 
 
 def _exchanges(job: Job, server: Server) -> list[PushPull]:
