@@ -25,9 +25,9 @@ class RunSettings:
             kernel (where the C library is glibc), which makes large models on the CPU up to twice as fast; a worker
             then stays as large as its largest step was.
 
-        max_failures: how often each worker may die and be replaced. What it had not finished is done again by its
-            successor, with the same samples. Under "ps", "async" and "ssp", whose weights are not the workers'; 0
-            ends the step with an error instead, as everywhere else.
+        max_failures: how often each process may die and be replaced; a worker that dies more often is left out, if
+            enough are left. Workers can be replaced where the weights are not theirs, processes that hold weights where
+            there are copies, see `snapshot_every`. 0 ends the step with an error instead.
         heartbeat: seconds after which a worker that gives no sign of life is killed and replaced, where it can be. A
             process gives one whenever Python code may run in it; a long step without it is no silence.
         spares: idle processes that are kept ready to take a dead worker's place, which takes them some tenths of a
@@ -36,7 +36,7 @@ class RunSettings:
         snapshot_every: updates after which the driver copies weights and optimizer state into its memory, while
             training goes on. When a process dies that held what nobody else has, all go on from the last copy, and a
             message says how many updates are lost. None for no copies: then it is an error. With `replication` of a
-            strategy nothing is lost; "local" and "simple" have neither.
+            strategy nothing is lost.
         patience: seconds that the others wait in a step to which all contribute, when a worker has died and no spare
             process is ready, before they go on without it until its successor is there (but for a single one, which
             waits); infinity for a run in which every step has all workers, and the bits of one in which nobody died.

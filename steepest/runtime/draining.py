@@ -9,15 +9,29 @@ import ray
 from ray._private import state as ray_state  # as Ray Train and Serve ask; there is no public way
 
 from steepest.comm.message import Peer, worker_peer
+from steepest.errors import ResourcesError
 from steepest.job import check_agreement
 from steepest.runtime.launch import Cluster
 from steepest.runtime.placement import Room, ask_for_room, worker_bundle
 from steepest.runtime.state import JobState
+from steepest.runtime.supervision import never_ran
 
 
 def draining() -> dict[str, float]:
     """The nodes that will go, and when on the clock of `time.time`; 0 for some time."""
     return {node: stamp / 1000.0 for node, stamp in ray_state.state.get_draining_nodes().items()}
+
+
+def are_up(calls: list[Any], timeout: float, deadline: float) -> bool:
+    """Whether calls that end when processes are up have ended.
+
+    Raises:
+        ResourcesError: a process is gone, or the deadline (of `time.monotonic`) is over.
+    """
+    up = len(ray.wait(calls, num_returns=len(calls), timeout=timeout)[0]) == len(calls)
+    if (up and any(never_ran(call) for call in calls)) or (not up and time.monotonic() > deadline):
+        raise ResourcesError("a process for another size, or place, of the job did not come up: it goes on as before")
+    return up
 
 
 class Move:
@@ -68,7 +82,7 @@ class Move:
                 if self._fewer < self._least:
                     return False  # nothing can be done; it is heard of when the node is gone
             self._start()
-        return len(ray.wait(self._calls, num_returns=len(self._calls), timeout=0)[0]) == len(self._calls)
+        return are_up(self._calls, 0.0, self._began + 5 * self._cluster.settings.start_timeout)
 
     def _start(self) -> None:
         cluster, self._started = self._cluster, True

@@ -13,7 +13,7 @@ from steepest.comm.message import Peer, worker_peer
 from steepest.config import StrategyConfig
 from steepest.errors import ResourcesError
 from steepest.job import check_agreement, make_strategy
-from steepest.runtime.draining import Move, draining
+from steepest.runtime.draining import Move, are_up, draining
 from steepest.runtime.launch import Cluster
 from steepest.runtime.placement import Room, ask_for_room, fitting, worker_bundle
 from steepest.runtime.process import by_calls
@@ -86,7 +86,7 @@ class Resize:
         """Whether all new processes are up and have their models.
 
         Raises:
-            ResourcesError: there has been no room for them for `start_timeout` seconds.
+            ResourcesError: there has been no room for them for `start_timeout` seconds, or they did not come up.
             Whatever building a model raises. The job goes on as it was, after `cancel`.
         """
         settings = self._cluster.settings
@@ -105,8 +105,7 @@ class Resize:
             self._seats += self._cluster.seats.order[before:]
             self._room = None
             self._start()
-        calls = [*self._waiting, *self._opening]
-        return len(ray.wait(calls, num_returns=len(calls), timeout=timeout)[0]) == len(calls)
+        return are_up([*self._waiting, *self._opening], timeout, self._began + 5 * settings.start_timeout)
 
     def wait(self) -> None:
         """Returns when it is ready."""
