@@ -196,6 +196,17 @@ def test_two_wait_for_each_other_and_any_number_does_if_told_to() -> None:
             assert [event.kind for event in trainer.stats().events] == ["replaced"]
 
 
+def test_too_few_wait_for_those_who_die_together() -> None:
+    straight = InProcessCluster(TASK.creator(), num_workers=3)
+    straight.step(60)
+    with DistributedSGD(TASK.creator(), num_workers=3) as trainer:
+        watch = Watch((20, killer(*pids(trainer)[1:])))
+        trainer.fit(steps=60, callbacks=[watch], progress=False)
+        assert watch.sizes() == [(3, 60)]
+        assert difference(trainer.weights(), straight.weights()) < 1e-12
+        assert trainer.stats().replaced == 2
+
+
 def test_of_two_the_one_who_dies_too_often_ends_training() -> None:
     settings = RunSettings(max_failures=1, spares=0)
     with DistributedSGD(TASK.creator(), num_workers=2, settings=settings) as trainer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -140,6 +141,30 @@ def test_who_is_silent_is_replaced_by_a_spare_process(strategy: str, caplog: pyt
         assert same_bits(replay(log, TASK.creator()), trainer.weights())
         taken = [push.share for commit in log.commits for push in commit.pushes]
         assert sorted(taken) == list(range(len(taken)))
+
+
+def test_who_stands_still_for_a_moment_is_not_replaced() -> None:
+    straight = InProcessCluster(TASK.creator(), num_workers=2)
+    straight.step(600)
+    with DistributedSGD(TASK.creator(), num_workers=2, settings=RunSettings(heartbeat=20.0)) as trainer:
+        before = pids(trainer)
+        wake = threading.Timer(1.0, os.kill, (before[1], signal.SIGCONT))
+
+        class Stop(Callback):
+            awake = False
+
+            def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+                if result.step == 20:
+                    os.kill(before[1], signal.SIGSTOP)
+                    wake.start()
+                self.awake |= wake.finished.is_set()
+
+        stop = Stop()
+        trainer.fit(steps=600, callbacks=[stop], progress=False)
+        assert stop.awake, "nobody waited for it: this tests nothing"
+        assert pids(trainer) == before
+        assert difference(trainer.weights(), straight.weights()) < 1e-12
+        assert trainer.stats().events == ()
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("heartbeat", 0), ("heartbeat", "1"), ("spares", -1), ("spares", 0.5)])

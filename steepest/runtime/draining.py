@@ -69,7 +69,11 @@ class Move:
             self._start()
 
     def ready(self) -> bool:
-        """Whether all that is new is up, or there is no room for it and the others can do without."""
+        """Whether all that is new is up, or there is no room for it and the others can do without.
+
+        Raises:
+            ResourcesError: there is no room, and they cannot; or something did not come up.
+        """
         if not self._started:
             assert self._room is not None
             found, _ = ray.wait([self._room.group.ready()], timeout=0)
@@ -80,9 +84,13 @@ class Move:
                 self._room.release()
                 self._room = None
                 if self._fewer < self._least:
-                    return False  # nothing can be done; it is heard of when the node is gone
+                    raise ResourcesError(
+                        f"{', '.join(sorted(self.nodes))} will go, and there is no room elsewhere for "
+                        f"{len(self._workers)} workers, of which {self._least} at least must stay: add nodes"
+                    )
             self._start()
-        return are_up(self._calls, 0.0, self._began + 5 * self._cluster.settings.start_timeout)
+        up = are_up(self._calls, 0.0, self._began + 5 * self._cluster.settings.start_timeout)
+        return up and not self._cluster.successors.starting  # who is replaced just now could not let go of its roles
 
     def _start(self) -> None:
         cluster, self._started = self._cluster, True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +22,10 @@ from steepest.runtime.state import JobState
 from steepest.runtime.successors import Start
 from steepest.runtime.supervision import has_answered, never_ran
 
+log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
 _LONGEST_PAUSE = 60.0
+_TELL_SECONDS = 10.0
 _TOGETHER_SECONDS = 2.0  # that one who is up waits for others, so that all join in one pause
 
 
@@ -175,7 +178,7 @@ class Without:
         left_out = [cluster.seats.order[index] for index in successors.left_out]
         gone = successors.let_go()
         if not gone:
-            return  # their successors have joined meanwhile
+            return  # their successors have joined meanwhile, or too few are left
         who = [f"{worker_peer(i)} on {cluster.places[worker_peer(i)].host} died: {why}" for i, why in gone.items()]
         alive = [index for index in range(cluster.job.num_workers) if index not in gone]
         with successors.paused():
@@ -216,7 +219,8 @@ class Return:
     def ready(self) -> bool:
         """Whether they have their models."""
         calls = list(self._built.values())
-        return len(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) == len(calls)
+        up = len(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) == len(calls)
+        return up and not self._cluster.successors.starting  # who is replaced just now could not let go of its roles
 
     def cancel(self) -> None:
         """They will be taken in another time."""
@@ -274,6 +278,7 @@ class Range:
         self._pause = _LOOK_SECONDS
         self._heard = 0.0  # when it was asked which nodes will go
         self._left: set[str] = set()
+        self._told: set[tuple[int, float]] = set()  # of whose absence it was said that it is long
         self._up_since = math.inf  # when the first of those that return was up
         cluster.successors.least = self._least
 
@@ -288,6 +293,7 @@ class Range:
         cluster, now = self._cluster, time.monotonic()
         successors, settings = cluster.successors, cluster.settings
         workers = cluster.job.num_workers
+        self._tell_who_is_awaited(now)
         left = workers - len(successors.starting) - len(successors.left_out)
         if left < self._least or left == workers:
             return None
@@ -297,6 +303,17 @@ class Range:
         held_up = cluster.job.strategy.rule.needs(workers) == workers and left > 1
         patience = min(settings.patience if held_up else math.inf, math.inf if self._exact else settings.start_timeout)
         return Without(cluster, self._state) if cold and max(cold) >= patience else None
+
+    def _tell_who_is_awaited(self, now: float) -> None:
+        starting = self._cluster.successors.starting
+        self._told = {key for key in self._told if key[0] in starting}
+        for index, start in starting.items():
+            if now - start.began >= _TELL_SECONDS and (index, start.began) not in self._told:
+                self._told.add((index, start.began))
+                log.warning(
+                    "%s died %.0f s ago (%s), and its successor is not up yet: the cluster has no room for it, or it "
+                    "is slow to start", worker_peer(index), now - start.began, start.cause,
+                )  # fmt: skip
 
     def look(self) -> Resize | Return | Move | None:
         """What should be changed, if anything; to be asked often."""

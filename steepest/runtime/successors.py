@@ -217,7 +217,7 @@ class Successors:
     def let_go(self) -> dict[int, str]:
         """Whose successors are starting joins later: the others go on without them; returns who, and why.
 
-        Those are among them that died without anybody's word so far.
+        Those are among them that died without anybody's word so far. Nobody is let go when too few would be left.
         """
         asked = {
             peer.index: actor.alive.remote() for peer, actor in self._cluster.actors.items() if peer.role == "worker"
@@ -225,6 +225,8 @@ class Successors:
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=self._cluster.settings.heartbeat)
         self.mend(wait=False)
         gone = {index: start.cause for index, start in self.starting.items()} | self.left_out
+        if self._cluster.job.num_workers - len(gone) < self.least:
+            return {}
         self.returning += [start for _, start in sorted(self.starting.items())]
         self.starting.clear()
         self.left_out = {}
