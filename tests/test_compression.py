@@ -12,18 +12,11 @@ from torch import nn
 
 from examples.data import load_mnist
 from steepest.comm.message import Kind, Message
-from steepest.config import (
-    AllreduceStrategy,
-    Int8,
-    LocalStrategy,
-    ParameterServerStrategy,
-    PowerSGD,
-    TopK,
-    data_directory,
-)
+from steepest.config import AllreduceStrategy, Int8, LocalStrategy, ParameterServerStrategy, PowerSGD, TopK
 from steepest.errors import ConfigurationError
 from steepest.hosts import Hosts
 from steepest.packing import make_packing
+from steepest.settings import data_directory
 from steepest.testing import InProcessCluster
 from tests.modes import check, counters, make, trained, worker_weights
 from tests.reference import Task, difference, samples, sgd

@@ -18,12 +18,12 @@ from steepest.config import (
     AllreduceStrategy,
     LocalStrategy,
     ParameterServerStrategy,
-    RunSettings,
     SimpleStrategy,
     as_strategy,
     require_count,
 )
 from steepest.errors import ConfigurationError, SteepestError
+from steepest.settings import RunSettings
 
 CARRIERS = {"RemoteTraceback"}  # of text, attached as a cause; not raised on purpose
 
