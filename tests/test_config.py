@@ -212,7 +212,7 @@ def test_no_other_module_reads_the_environment() -> None:
         for path in package.rglob("*.py")
         if re.search(r"\bos\.(environ|getenv)\b|from os import .*(environ|getenv)", path.read_text())
     }
-    assert readers == {"config.py"}
+    assert readers == {"settings.py"}
 
 
 # -- errors ---------------------------------------------------------------------------------------
