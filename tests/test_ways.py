@@ -17,7 +17,7 @@ from steepest.comm import shared, wire
 from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.comm.shared import SHARED_FROM, allocate
 from steepest.errors import ConfigurationError
-from steepest.runtime import launch
+from steepest.runtime import launch, placement
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.reference import same_bits
 from tests.test_ray_places import Place, place  # noqa: F401 - a fixture
@@ -151,7 +151,7 @@ def test_workers_on_other_nodes_are_refused_before_anything_is_started(monkeypat
         raise AssertionError("a process is started")
 
     here = ray.get_runtime_context().get_node_id()
-    monkeypatch.setattr(launch, "nodes_of", lambda room: {"f" * 56})
+    monkeypatch.setattr(placement, "nodes_of", lambda room: ("f" * 56,) * len(room.bundles))
     monkeypatch.setattr(launch.Cluster, "start_process", refuse)
     strategy = ParameterServerStrategy(transport="shared")
     with pytest.raises(ConfigurationError, match=f"node {here[:12]} and node {'f' * 12} share no memory"):
