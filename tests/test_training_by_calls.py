@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 
-from steepest import DistributedSGD, ParameterServerStrategy
+from steepest import DistributedSGD, ParameterServerStrategy, RunSettings
 from steepest.comm.message import worker_peer
 from steepest.comm.wire import WireTransport
 from steepest.errors import PeerLostError
@@ -39,7 +39,7 @@ def test_training_is_the_same_as_on_the_wire(workers: int, servers: int, monkeyp
             sgd.fit(steps=5, progress=False)
             cluster = sgd._cluster
             assert cluster is not None
-            kinds = ray.get([actor.__ray_call__.remote(transport_of) for actor in cluster._actors.values()])
+            kinds = ray.get([actor.__ray_call__.remote(transport_of) for actor in cluster.actors.values()])
             found = sockets_of([place.pid for place in cluster.places.values()])
             assert len(kinds) == workers + (servers if workers > 1 else 0)
             assert set(kinds) == {"WireTransport" if transport == "wire" else "CallTransport"}
@@ -60,7 +60,8 @@ def test_training_is_the_same_as_on_the_wire(workers: int, servers: int, monkeyp
 
 def test_a_dead_worker_is_named() -> None:
     strategy = ParameterServerStrategy(transport="ray", num_servers=1)
-    with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy) as sgd:
+    settings = RunSettings(max_failures=0)
+    with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy, settings=settings) as sgd:
         sgd.fit(steps=1, progress=False)
         assert sgd._cluster is not None
         ray.kill(sgd._cluster.actors[worker_peer(1)])
