@@ -116,9 +116,12 @@ class Move:
         if self._room is not None:
             self._room.release()
 
-    def again(self) -> None:
-        """It is seen again that they will go."""
+    def again(self) -> Move | None:
+        """The same of a job that another change was made of meanwhile, if any of it is still there."""
         self.cancel()
+        if all(place.node not in self.nodes for place in self._cluster.places.values()):
+            return None
+        return Move(self._cluster, self.nodes, self._least, self._state)
 
     def apply(self) -> None:
         """Makes it so, between two steps."""
