@@ -94,6 +94,8 @@ class Client:
     def ask(self, steps: int, stats: bool) -> None:
         """Grants that many more steps; each ends as one entry of `outcomes`."""
         if self._gone is not None:
+            while not self.outcomes.empty():  # results of earlier steps, later than the word that somebody is gone
+                self.outcomes.get()
             self.outcomes.put(self._gone)
             return
         self._requests += 1

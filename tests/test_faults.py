@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.config import ParameterServerStrategy
 from steepest.errors import PeerLostError
 from steepest.models.torch import TorchModel
@@ -192,6 +192,19 @@ def test_a_lost_worker_is_named_and_the_last_commit_stands(worker: int) -> None:
         assert (about["reason"], about["peer"], about["step"]) == ("lost", ["worker", worker], 3)
         assert at(cluster, 3)
     assert cluster.client.outcomes.empty()
+
+
+def test_a_result_that_comes_after_the_word_of_a_loss_is_not_that_of_the_next_step() -> None:
+    cluster = make()
+    cluster.step(2)
+    client = cluster.client
+    client.lost(server_peer(0), "killed")
+    assert isinstance(client.outcomes.get(), PeerLostError)  # what was asked for ends with it
+    about = {"step": 3, "samples": 6}
+    client.handle(COORDINATOR, Message(Kind.RESULT, generation=client.position.generation, version=3, meta=about))
+    client.ask(1, True)
+    assert isinstance(client.outcomes.get(), PeerLostError)
+    assert client.outcomes.empty()
 
 
 @some
