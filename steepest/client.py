@@ -117,7 +117,10 @@ class Client:
         return self._unless_gone(future)
 
     def read(self, what: str) -> Future[Snapshot]:
-        """The weights (`what` is "weights") or optimizer state too ("state"), at one version over all servers."""
+        """The weights (`what` is "weights") or all state ("state"), at one version over all servers.
+
+        Or, once all of them are there, only which version that is, and the coordinator's state ("standing").
+        """
         self._requests += 1
         read = _Read(Future(), Snapshot(-1, self._layout.allocate()), set(range(self._servers)))
         self._reads[self._requests] = read
@@ -127,7 +130,7 @@ class Client:
     def install(
         self,
         version: int,
-        weights: torch.Tensor,
+        weights: torch.Tensor | None,
         records: list[Record] | None,
         state: dict[str, Any] | None = None,
     ) -> Future[Position]:
@@ -135,16 +138,27 @@ class Client:
 
         Args:
             version: from now on.
-            weights: flat.
+            weights: flat; None for those that servers have, and their optimizers' state.
             records: optimizer state; None to leave it, and the order of samples, as they are.
             state: of the coordinator, see `Salvage`; None to begin anew.
         """
         self._requests += 1
-        count = len(self._layout.chunks)
+        messages = [] if weights is None else self._puts(weights, records)
+        install = _Install(Future(), version, set(range(len(messages))), records is not None, state)
+        self._installs[self._requests] = install
+        for number, (server, message) in enumerate(messages):
+            message.version = number  # by which it is acknowledged
+            self._send(server_peer(server), message)
+        if not messages:
+            self._order(self._requests, install)
+        return self._unless_gone(install.future)
+
+    def _puts(self, weights: torch.Tensor, records: list[Record] | None) -> list[tuple[int, Message]]:
+        """What servers are sent of it, by server."""
         messages = []
-        for chunk in range(count):
+        for chunk, holders in enumerate(self._holders):
             view = self._layout.chunk_view(weights, chunk).clone()
-            for server in self._holders[chunk]:
+            for server in holders:
                 messages.append((server, Message(Kind.PUT, sequence=self._requests, chunk=chunk, payload=view)))
         if records is not None:
             for server in range(self._servers):  # its word that optimizer state is replaced, even by none
@@ -153,12 +167,7 @@ class Client:
                 copy = value.clone()
                 for server in self._holders[chunk]:
                     messages.append((server, state_message(self._requests, chunk, about, copy)))
-        install = _Install(Future(), version, set(range(len(messages))), records is not None, state)
-        self._installs[self._requests] = install
-        for number, (server, message) in enumerate(messages):
-            message.version = number  # by which it is acknowledged
-            self._send(server_peer(server), message)
-        return self._unless_gone(install.future)
+        return messages
 
     def declare_lost(self, worker: int, life: int, why: str) -> None:
         """Has a worker given up that is silent or cut off; a LEFT in `outcomes` says when it is."""
@@ -256,9 +265,12 @@ class Client:
             return  # a copy
         install.unacknowledged.discard(message.version)
         if not install.unacknowledged:
-            order = Message(Kind.INSTALL, sequence=message.sequence, version=install.version)
-            order.meta = {"anew": install.anew, "state": install.state}
-            self._send(COORDINATOR, order)
+            self._order(message.sequence, install)
+
+    def _order(self, sequence: int, install: _Install) -> None:
+        order = Message(Kind.INSTALL, sequence=sequence, version=install.version)
+        order.meta = {"anew": install.anew, "state": install.state}
+        self._send(COORDINATOR, order)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """A server or the coordinator is gone: whatever waits for it fails, now and later."""

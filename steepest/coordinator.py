@@ -296,7 +296,7 @@ class Coordinator:
         meta = {"reader": [source.role, source.index], "what": wanted.get("what", "weights")}
         if "chunks" in wanted:
             meta["chunks"] = wanted["chunks"]
-        if meta["what"] == "state":
+        if meta["what"] != "weights":
             meta["state"] = self._state()
         return self._to_servers(Kind.SNAPSHOT, sequence=message.sequence, meta=meta)
 

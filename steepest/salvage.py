@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from steepest.checkpoint import Record
 from steepest.comm.message import COORDINATOR, Message
-from steepest.model import ParameterLayout
 from steepest.observe.commits import Commit
 from steepest.server import Server
 from steepest.witness import missing
+
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -24,15 +23,13 @@ class Remains:
 
     Attributes:
         position: generation and version.
-        weights: bytes of each chunk.
-        records: the optimizer's state of these.
+        chunks: that they hold.
         state: what the coordinator said last of its ledger and history.
         log: entries of the coordinator's log.
     """
 
     position: tuple[int, int]
-    weights: dict[int, npt.NDArray[np.uint8]]
-    records: list[Record]
+    chunks: frozenset[int]
     state: dict[str, Any]
     log: list[list[Any]]
 
@@ -42,16 +39,19 @@ class Salvage:
     """A whole job's state at one version.
 
     Attributes:
-        weights: the flat vector.
         state: of the coordinator: "ledger" (see `Leases.state`) and "history".
         log: every commit until then, if they were kept and are known.
+        weights: the flat vector; None if chunks are where they were.
+        records: with weights, the optimizer's state.
+        holders: else the processes that have each chunk.
     """
 
     version: int
-    weights: torch.Tensor
-    records: list[Record]
     state: dict[str, Any]
     log: list[Commit] | None = None
+    weights: torch.Tensor | None = None
+    records: list[Record] = field(default_factory=list)
+    holders: Mapping[int, Sequence[Any]] | None = None
 
 
 def catch_up(server: Server, heard: Iterable[Sequence[Message]]) -> None:
@@ -66,25 +66,18 @@ def catch_up(server: Server, heard: Iterable[Sequence[Message]]) -> None:
 
 def remains(servers: Sequence[Server]) -> Remains:
     """What is left in a process."""
-    chunks = {index: held for server in servers for index, held in server._chunks.items()}
-    weights = {index: held.weights.numpy().copy() for index, held in chunks.items()}
-    records = [(index, about, value.clone()) for index, held in chunks.items() for about, value in held.state()]
+    chunks = frozenset(index for server in servers for index in server.chunks)
     words = servers[0].witness.words
     state = words[-1].values()["state"] if words else {}
-    return Remains((servers[0].generation, servers[0].version), weights, records, state, servers[0].witness.log)
+    return Remains((servers[0].generation, servers[0].version), chunks, state, servers[0].witness.log)
 
 
-def assemble(layout: ParameterLayout, found: Mapping[int, Remains]) -> Salvage | None:
-    """One state from what processes hold, by server; None if a chunk is lost."""
+def assemble(chunks: int, found: Mapping[T, Remains]) -> Salvage | None:
+    """One state from what processes hold; None if one of that many chunks is lost."""
     newest = max(found.values(), key=lambda part: part.position)
-    parts = [part for _, part in sorted(found.items()) if part.position == newest.position]
-    weights = layout.allocate()
-    records: list[Record] = []
-    for chunk in layout.chunks:
-        holder = next((part for part in parts if chunk.index in part.weights), None)
-        if holder is None:
-            return None
-        layout.chunk_view(weights, chunk.index).copy_(torch.from_numpy(holder.weights[chunk.index].copy()))
-        records += [record for record in holder.records if record[0] == chunk.index]
+    whole = {process: part.chunks for process, part in found.items() if part.position == newest.position}
+    holders = {chunk: [process for process, held in whole.items() if chunk in held] for chunk in range(chunks)}
+    if not all(holders.values()):
+        return None
     log = [Commit.from_entry(entry) for entry in newest.log]
-    return Salvage(newest.position[1], weights, records, newest.state, log)
+    return Salvage(newest.position[1], newest.state, log, holders=holders)

@@ -130,6 +130,18 @@ class Server:
         self._ended: dict[int, int] = {}  # by worker, the last of its lives that are over
         self._gone: set[Peer] = set()  # whoever put something and left; it may be installed all the same
 
+    @property
+    def chunks(self) -> dict[int, ServerChunk]:
+        """What it holds."""
+        return self._chunks
+
+    @property
+    def room(self) -> torch.Tensor:
+        """The flat vector in which its chunks lie, or the first of them."""
+        at = next((held.weights.data_ptr() for held in self._chunks.values() if held.chunk.nbytes), 0)
+        inside = (room for room in self._rooms if 0 <= at - room.data_ptr() < room.numel())
+        return next(inside, self._rooms[0])
+
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
@@ -468,7 +480,7 @@ class Server:
         reader = Peer(str(meta["reader"][0]), int(meta["reader"][1]))
         wanted = meta.get("chunks")
         asked = [held for index, held in self._chunks.items() if index in self._answers_for]
-        for held in asked:
+        for held in asked if meta["what"] != "standing" else ():
             if wanted is None or held.chunk.index in wanted:
                 self._send_weights(reader, held, message.sequence)
         if meta["what"] == "state":

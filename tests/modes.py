@@ -14,6 +14,7 @@ from torch import nn
 from steepest.comm.message import Kind, Message
 from steepest.config import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.observe.commits import CommitLog
+from steepest.salvage import Salvage
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, same_bits, samples, sgd
 
@@ -141,3 +142,15 @@ class Moody(nn.Module):
         if hidden.requires_grad:
             hidden.register_hook(self.mood)
         return self.last(hidden)
+
+
+def salvaged_weights(cluster: InProcessCluster, found: Salvage) -> dict[str, torch.Tensor]:
+    """What lies in the servers that a salvage names, by server index; all that have a chunk have the same of it."""
+    layout = cluster.job.description.layout
+    flat = layout.allocate()
+    assert found.holders is not None
+    for chunk, holders in found.holders.items():
+        first, *others = [cluster.servers[index].chunks[chunk].weights for index in holders]
+        assert all(torch.equal(first, other) for other in others)
+        layout.chunk_view(flat, chunk).copy_(first)
+    return layout.named(flat)

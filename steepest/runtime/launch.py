@@ -40,10 +40,11 @@ from steepest.job import (
 )
 from steepest.observe.results import Event
 from steepest.runtime.calls import Callee, threads_for
+from steepest.runtime.carrying import Holdings, carry, holdings
 from steepest.runtime.placement import Seats, ensure_ray, fitting, reserve, spread, worker_bundle
 from steepest.runtime.process import Place, Process, by_calls, connect, hosts_of, make_transport, ways_of
 from steepest.runtime.successors import Successors
-from steepest.runtime.supervision import cause_of_death, fetch_last_lines, raise_remote, travelling
+from steepest.runtime.supervision import cause_of_death, raise_lost, raise_remote, travelling
 from steepest.sampler import SamplePlan
 from steepest.settings import RunSettings
 
@@ -200,6 +201,7 @@ class Cluster:
         added: Mapping[Peer, Any],
         num_workers: int,
         seats: Mapping[int, int] | None = None,
+        held: Holdings | None = None,
     ) -> None:
         """Gives all processes other roles, at version 0, which goes on at a step.
 
@@ -209,6 +211,7 @@ class Cluster:
             added: new processes, of workers whose models are built, or in place of those that died.
             num_workers: how many there are from now on.
             seats: places of new ones; otherwise they have the first that are free.
+            held: where all chunks are, for those who will hold them; None if they get others.
 
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
@@ -239,15 +242,25 @@ class Cluster:
         cut, actors, watches, lives = make_strategy(config).cut, self.actors, self.watches, self.lives
         self.actors = {**workers, **servers, **started}
         staying = {p: before[p] for p, actor in self.actors.items() if p in before and actors[before[p]] is actor}
-        releases = [self.actors[peer].release.remote(cut, peer.index) for peer in staying]
-        layouts = self.get(releases, "let go of its roles")
-        for peer, actor in actors.items():
-            if peer not in staying.values():
+        leaving = [actor for peer, actor in actors.items() if peer not in staying.values()]
+        try:
+            holding = {actor for holders in (held or {}).values() for actor in holders}
+            keep_on = [actor.release.remote(cut, -1, True) for actor in leaving if actor in holding]
+            releases = [self.actors[peer].release.remote(cut, peer.index, held is not None) for peer in staying]
+            layout, *_ = self.get([*releases, *keep_on], "let go of its roles")
+            self.watches = {new: watches[old] for new, old in staying.items()}
+            self.lives = Counter({p.index: lives[before[p].index] for p in workers if p in before})
+            self._router = Router()
+            self._take_up(config, replace(self.job.description, layout=layout), fresh=False)
+            if held is not None:
+                carry(held, self.holdings(), self.get)
+        finally:
+            for actor in leaving:
                 ray.kill(actor, no_restart=True)
-        self.watches = {new: watches[old] for new, old in staying.items()}
-        self.lives = Counter({p.index: lives[before[p].index] for p in workers if p in before})
-        self._router = Router()
-        self._take_up(config, replace(self.job.description, layout=layouts[0]), fresh=False)
+
+    def holdings(self) -> Holdings:
+        """Which processes have each chunk."""
+        return holdings(self.job, lambda server: self.actors[self.process_of(server)])
 
     def start_worker(self, index: int, seat: int | None = None) -> Any:
         """Starts the process of a worker, in its own place unless another one is given."""
@@ -429,8 +442,7 @@ class Cluster:
 
     def lost(self, peer: Peer, why: str) -> NoReturn:
         """Raises PeerLostError for a peer whose channel closed, with what Ray knows of it."""
-        process = self.process_of(peer)
-        self.raise_if_dead(process, _CLOSE_SECONDS)
+        self.raise_if_dead(process := self.process_of(peer), _CLOSE_SECONDS)
         self.raise_lost(process, why)
 
     def process_of(self, peer: Peer) -> Peer:
@@ -442,17 +454,8 @@ class Cluster:
         return worker_peer(peer.index if worker_peer(peer.index) in self.actors and self.job.num_workers > 1 else 0)
 
     def raise_lost(self, peer: Peer, why: str) -> NoReturn:
-        """Raises PeerLostError for a process, with where it was and its last lines."""
-        place = self.places.get(peer)
-        where, lines = "", ["(nothing)"]
-        if place is not None:
-            where = f" on {place.host} (node {place.node[:12]}, pid {place.pid})"
-            lines = fetch_last_lines(place) or lines
-        text = "\n".join(f"    {line}" for line in lines)
-        raise PeerLostError(
-            f"{peer}{where} died: {why}; the weights of the last commit are still there unless it held them "
-            f"(weights(), save()); its last lines:\n{text}"
-        )
+        """See `supervision.raise_lost`."""
+        raise_lost(peer, self.places.get(peer), why)
 
     def note(self, kind: str, line: str) -> None:
         """Tells the user in one line what happened, and keeps it."""

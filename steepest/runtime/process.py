@@ -19,9 +19,10 @@ from steepest.comm.frame import Sink
 from steepest.comm.members import MemberCollective
 from steepest.comm.message import COORDINATOR, Message, Peer, member_peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
-from steepest.comm.shared import AVAILABLE, allocate
+from steepest.comm.shared import AVAILABLE
 from steepest.comm.wire import WireTransport
 from steepest.config import SimpleStrategy, StrategyConfig
+from steepest.handover import ChunkState, Kept
 from steepest.hosts import Hosts
 from steepest.job import (
     Description,
@@ -104,6 +105,7 @@ class Process:
         self._replicas: Replicas | None = None
         self._worker: Worker | None = None
         self._servers: list[Server] = []
+        self._kept = Kept()
         self._member: MemberCollective | None = None
         self._index = -1
         self._token = token
@@ -153,11 +155,12 @@ class Process:
 
         self._on_router(bind)
 
-    def release(self, cut: Cut, index: int) -> ParameterLayout | None:
+    def release(self, cut: Cut, index: int, keep: bool) -> ParameterLayout | None:
         """Lets go of all roles and connections, and keeps the models, if any, which will be cut into other chunks.
 
         Args:
             index: of the worker that it will be, if it is one.
+            keep: what its servers hold too, until `take_over`.
         """
 
         def release_() -> ParameterLayout | None:
@@ -165,6 +168,7 @@ class Process:
             self._router.clear()
             self._router.transport = self._transport = CallTransport(self._router.destination)
             self._worker = self._member = None
+            self._kept = Kept(self._servers if keep else ())
             self._servers = []
             for model in self._models:
                 model.relayout(cut)
@@ -204,7 +208,7 @@ class Process:
             if servers:
                 # A worker that hosts servers shares its weights with them: one copy, updated in place.
                 own = self._replicas if job.strategy.in_place else None
-                weights = own.weights if own is not None else allocate(job.description.layout.nbytes)
+                weights = own.weights if own is not None else self._kept.room(job.description.layout.nbytes)
                 if initial is not None:
                     for chunk in job.description.layout.chunks:
                         if not set(servers).isdisjoint(job.holders[chunk.index]):
@@ -231,6 +235,20 @@ class Process:
         if initial is not None:
             for model in self._replicas.models:
                 model.load_state(initial[1])
+
+    def give(self, chunks: Sequence[int]) -> dict[int, ChunkState]:
+        """What the servers that it let go of held of these chunks."""
+        given: dict[int, ChunkState] = self._on_router(lambda: self._kept.give(chunks))
+        return given
+
+    def take_over(self, *given: Mapping[int, ChunkState]) -> None:
+        """Its servers have what those had that it let go of, or other processes'."""
+
+        def take() -> None:
+            self._kept.hand_over(self._servers, {chunk: state for part in given for chunk, state in part.items()})
+            self._kept = Kept()
+
+        self._on_router(take)
 
     def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
         """Connects to other processes."""

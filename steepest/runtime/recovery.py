@@ -185,7 +185,7 @@ class Recovery:
             alive = {peer: actor for peer, actor in cluster.actors.items() if peer not in dead}
             workers = {peer.index: actor for peer, actor in alive.items() if peer.role == "worker"}
             cluster.get([actor.give_up.remote() for actor in workers.values()], "stop")
-            found = found or self._salvage({p.index: a for p, a in alive.items() if p.role == role}, dead)
+            found = found or self._salvage([actor for p, actor in alive.items() if p.role == role], dead)
 
             def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
                 calls = [actor.call.remote((0, -1), 0, function, *arguments) for actor in workers.values()]
@@ -211,7 +211,8 @@ class Recovery:
                 if peer.role == "worker":
                     cluster.lives[peer.index] += 1
             plan, part = cluster.plan, self._state.part()
-            cluster.reform(job.config, step, {i: i for i in range(job.num_workers)}, added, job.num_workers)
+            same = {i: i for i in range(job.num_workers)}
+            cluster.reform(job.config, step, same, added, job.num_workers, held=found.holders)
         except BaseException:
             for actor in (added or {}).values():
                 ray.kill(actor, no_restart=True)
@@ -247,18 +248,17 @@ class Recovery:
                 added[peer] = (cluster.start_worker if peer.role == "worker" else cluster.start_server)(peer.index)
         return added
 
-    def _salvage(self, holding: dict[int, Any], dead: dict[Peer, str]) -> Salvage:
-        """All servers' state at one version, from the processes that hold chunks."""
+    def _salvage(self, holding: list[Any], dead: dict[Peer, str]) -> Salvage:
+        """All servers' state at one version, in the processes that hold chunks; or the last copy of it."""
         cluster = self._cluster
         found = None
         if cluster.job.replication > 1 and holding:
-            heard = cluster.get([actor.heard.remote() for actor in holding.values()], "say what it has heard")
-            told = ray.put(heard)
-            parts: list[Remains] = cluster.get([a.remains.remote(told) for a in holding.values()], "tell its state")
-            found = assemble(cluster.job.description.layout, dict(zip(holding, parts, strict=True)))
+            told = ray.put(cluster.get([actor.heard.remote() for actor in holding], "say what it has heard"))
+            parts: list[Remains] = cluster.get([actor.remains.remote(told) for actor in holding], "catch up")
+            found = assemble(len(cluster.job.holders), dict(zip(holding, parts, strict=True)))
         if found is None and self._taken is not None:
             copy = self._taken
-            found = Salvage(copy.version, copy.weights, copy.records, copy.state)
+            found = Salvage(copy.version, copy.state, None, copy.weights, copy.records)
         if found is None:
             peer, cause = next(iter(dead.items()))
             cluster.raise_lost(peer, f"{cause}; too many died together: of some chunks no copy is left")

@@ -14,6 +14,7 @@ from steepest.client import Snapshot, read_log
 from steepest.comm.message import Peer
 from steepest.config import StrategyConfig
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.job import make_strategy
 from steepest.observe.commits import Commit, CommitLog
 from steepest.replicas import mean_states
 from steepest.runtime import tasks
@@ -84,7 +85,7 @@ class JobState:
     def install(
         self,
         version: int,
-        weights: torch.Tensor,
+        weights: torch.Tensor | None,
         records: list[checkpoint.Record] | None,
         state: dict[str, Any] | None = None,
     ) -> None:
@@ -217,7 +218,8 @@ class JobState:
         cluster = self._cluster
         if keep is None:
             cluster.mend()  # who is missing could not let go of its roles
-        snapshot, job = self.snapshot("state"), cluster.job
+        job, stays = cluster.job, self._stays(config)
+        snapshot = self.snapshot("standing" if stays else "state")
         told = self._training.wait(cluster.on_router(cluster.client.counters), "the coordinator's counters")
         count = workers or job.num_workers
         if keep is None:
@@ -231,7 +233,11 @@ class JobState:
         optimizer = OptimizerState.collect(cluster, snapshot.records, keep, step, call)
         buffers = self.mean_buffers() if added else {}
         ledger = [told["following"], *told["returned"]]
-        found = Salvage(snapshot.version, snapshot.weights, [], {"ledger": ledger, "history": told}, self._commits())
+        state = {"ledger": ledger, "history": told}
+        if stays:
+            found = Salvage(snapshot.version, state, self._commits(), holders=cluster.holdings())
+        else:
+            found = Salvage(snapshot.version, state, self._commits(), snapshot.weights)
         self.form(config, found, optimizer, buffers, count, keep, added or {}, seats)
 
     def form(
@@ -248,7 +254,7 @@ class JobState:
         """Makes another job of the processes, which goes on from what was found.
 
         Args:
-            found: weights, and the coordinator's state; of the optimizer there is `optimizer`.
+            found: weights, or where they are, and the coordinator's state; of the optimizer there is `optimizer`.
             buffers: of those that are added.
             count: workers.
             keep, added, seats: see `Cluster.reform`.
@@ -261,13 +267,14 @@ class JobState:
             following, *returned = [step * job.shares] if together else found.state["ledger"]
             rest = plan.remaining(following, returned, job.shares, job.parts)
             self._ends = with_ended(plan, self._ends, step)
-        weights = job.description.layout.named(found.weights)
+        weights = None if found.weights is None else job.description.layout.named(found.weights)
         before = self.part()
-        cluster.reform(config, step, keep, added, count, seats)
+        cluster.reform(config, step, keep, added, count, seats, found.holders)
         self._close_log(found, before, step * cluster.job.versions_per_step)
         layout = cluster.job.description.layout
-        flat = layout.allocate()
-        layout.write(flat, weights)
+        flat = None if weights is None else layout.allocate()
+        if flat is not None and weights is not None:
+            layout.write(flat, weights)
         state = {"history": found.state["history"]}  # the ledger begins anew, with the plan
         self.install(step * cluster.job.versions_per_step, flat, optimizer.place(cluster), state)
         plan = cluster.job.plan(step, rest, seed)
@@ -280,8 +287,17 @@ class JobState:
         """Stops the workers, and tells where all stand; the coordinator and all servers are there."""
         client = self._cluster.client
         self._training.wait(self._cluster.on_router(client.revoke), "the coordinator to stop the workers")
-        found = self.snapshot("state")
-        return Salvage(found.version, found.weights, found.records, found.state, self._commits())
+        cluster = self._cluster
+        stays = self._stays(cluster.job.config)
+        found = self.snapshot("standing" if stays else "state")
+        if stays:
+            return Salvage(found.version, found.state, self._commits(), holders=cluster.holdings())
+        return Salvage(found.version, found.state, self._commits(), found.weights, found.records)
+
+    def _stays(self, config: StrategyConfig) -> bool:
+        """Whether servers have what servers had: they are processes, and the model is cut as before."""
+        before, after = self._cluster.job.strategy, make_strategy(config)
+        return before.cut == after.cut and type(before) is type(after) and not (before.in_driver or after.in_driver)
 
     def put_back(
         self,

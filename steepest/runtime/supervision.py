@@ -17,6 +17,7 @@ from steepest.errors import (
     DeadlineError,
     ModelRaisedError,
     NonFiniteError,
+    PeerLostError,
     RemoteTraceback,
     SteepestError,
 )
@@ -97,6 +98,19 @@ def cause_of_death(watch: Any) -> str | None:
     except ray.exceptions.RayTaskError as error:
         return f"its router ended: {error.cause!r}"
     return "it was stopped"
+
+
+def raise_lost(peer: Peer, place: Place | None, why: str) -> NoReturn:
+    """Raises PeerLostError for a process, with where it was and its last lines."""
+    where, lines = "", ["(nothing)"]
+    if place is not None:
+        where = f" on {place.host} (node {place.node[:12]}, pid {place.pid})"
+        lines = fetch_last_lines(place) or lines
+    text = "\n".join(f"    {line}" for line in lines)
+    raise PeerLostError(
+        f"{peer}{where} died: {why}; the weights of the last commit are still there unless it held them "
+        f"(weights(), save()); its last lines:\n{text}"
+    )
 
 
 def has_answered(call: Any) -> bool:
