@@ -122,7 +122,8 @@ class Client:
         Or, once all of them are there, only which version that is, and the coordinator's state ("standing").
         """
         self._requests += 1
-        read = _Read(Future(), Snapshot(-1, self._layout.allocate()), set(range(self._servers)))
+        weights = torch.empty(0) if what == "standing" else self._layout.allocate()
+        read = _Read(Future(), Snapshot(-1, weights), set(range(self._servers)))
         self._reads[self._requests] = read
         self._send(COORDINATOR, Message(Kind.READ, sequence=self._requests, meta={"what": what}))
         return self._unless_gone(read.future)

@@ -249,14 +249,22 @@ def check_agreement(first: Description, other: Description, first_name: str, oth
         )
 
 
-def build_replicas(job: Job, worker: int, models: Sequence[Model], devices: Sequence[torch.device]) -> Replicas:
-    """A worker's models, bound to flat buffers on their devices."""
+def build_replicas(
+    job: Job, worker: int, models: Sequence[Model], devices: Sequence[torch.device], before: Replicas | None = None
+) -> Replicas:
+    """A worker's models, bound to flat buffers on their devices.
+
+    Args:
+        before: what they were bound to as part of an earlier job, which goes on being used where that can be.
+    """
+    first_index, leased = worker * job.devices_per_worker, not job.strategy.rule.together
+    replicas: Replicas
     if isinstance(job.config, LocalStrategy):
-        return LocalReplicas(
+        replicas = LocalReplicas(
             models,
             devices,
             job.description.optimizer_spec,
-            first_index=worker * job.devices_per_worker,
+            first_index=first_index,
             shares=job.shares,
             seed=job.seed,
             accumulate=job.accumulate,
@@ -264,15 +272,22 @@ def build_replicas(job: Job, worker: int, models: Sequence[Model], devices: Sequ
             updates_before=job.updates_before,
             clip_norm=job.config.clip_norm,
         )
-    return Replicas(
-        models,
-        devices,
-        first_index=worker * job.devices_per_worker,
-        shares=job.shares,
-        seed=job.seed,
-        accumulate=job.accumulate,
-        leased=not job.strategy.rule.together,
-    )
+    elif type(before) is Replicas and before.leased == leased and before.layout.chunks == models[0].layout.chunks:
+        before.renumber(first_index, job.shares)
+        return before
+    else:
+        replicas = Replicas(
+            models,
+            devices,
+            first_index=first_index,
+            shares=job.shares,
+            seed=job.seed,
+            accumulate=job.accumulate,
+            leased=leased,
+        )
+    if before is not None:
+        replicas.take_streams(before)
+    return replicas
 
 
 def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:

@@ -71,13 +71,13 @@ class Replicas:
     ) -> None:
         self.models = tuple(models)
         self.layout = models[0].layout
-        self.weights = self.layout.allocate()
+        self._memory = self.weights = self.layout.allocate()
         self._sum = allocate(self.layout.nbytes)  # servers of this host read it there
         self.first_index = first_index
         self.worker = first_index // len(models)
         self._shares = shares
         self._micros = accumulate * updates
-        self._leased = leased
+        self.leased = leased
         self._seed = seed
         self._devices = tuple(devices)
         scratch = self._sum if len(models) * accumulate == 1 else self.layout.allocate()
@@ -110,6 +110,16 @@ class Replicas:
         """Goes on with the data where others were that had the same models."""
         self._batches = other._batches
 
+    def renumber(self, first_index: int, shares: int) -> None:
+        """They are those of another worker, in a job of as many shares; weights are in memory of their own again.
+
+        For the arguments see the class.
+        """
+        self.first_index, self.worker, self._shares = first_index, first_index // len(self.models), shares
+        if self.weights.data_ptr() != self._memory.data_ptr():
+            self._memory.copy_(self.weights)
+            self._move(self._memory)
+
     def adopt(self, weights: torch.Tensor) -> bool:
         """Uses a vector that others fill, and share, instead of this worker's own; whether that can be.
 
@@ -123,12 +133,15 @@ class Replicas:
             return True
         if not make_writable(weights):
             return False
+        self._move(weights)
+        return True
+
+    def _move(self, weights: torch.Tensor) -> None:
         self.weights = weights
         for index, (device, (_, gradients)) in enumerate(zip(self._devices, self._own, strict=True)):
             if device.type == "cpu":
                 self._own[index] = (weights, gradients)
                 self.models[index].move(weights)
-        return True
 
     def forget_writes(self) -> None:
         """Undoes what the models themselves have written to weights that are shared."""
@@ -156,7 +169,7 @@ class Replicas:
             first, step = self._first_part(number, replica), number // self._shares
             plan, own = self._plan, self._micros
             shares = iter(()) if plan is None else plan.shares(step, first, self._parts, own)
-            kept = ((number, micro), self.models[replica].data.open(shares, prefetch=not self._leased))
+            kept = ((number, micro), self.models[replica].data.open(shares, prefetch=not self.leased))
         self._batches[replica] = None  # an iterator that raises is of no use any more
         batch = next(kept[1])
         # in the next step it is at the same place

@@ -148,10 +148,7 @@ class Process:
         def bind() -> None:
             kind = "cuda" if gpu else "cpu"
             devices = [torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))]
-            before = self._replicas
-            self._replicas = build_replicas(job, self._index, self._models, devices)
-            if before is not None:
-                self._replicas.take_streams(before)
+            self._replicas = build_replicas(job, self._index, self._models, devices, self._replicas)
 
         self._on_router(bind)
 
