@@ -157,7 +157,7 @@ class Process:
 
         Args:
             index: of the worker that it will be, if it is one.
-            keep: what its servers hold too, until `take_over`.
+            keep: what its servers hold too, until `forget`.
         """
 
         def release_() -> ParameterLayout | None:
@@ -240,12 +240,16 @@ class Process:
 
     def take_over(self, *given: Mapping[int, ChunkState]) -> None:
         """Its servers have what those had that it let go of, or other processes'."""
+        parts = {chunk: state for part in given for chunk, state in part.items()}
+        self._on_router(lambda: self._kept.hand_over(self._servers, parts))
 
-        def take() -> None:
-            self._kept.hand_over(self._servers, {chunk: state for part in given for chunk, state in part.items()})
+    def forget(self) -> None:
+        """All have what the servers held that it let go of."""
+
+        def forget_() -> None:
             self._kept = Kept()
 
-        self._on_router(take)
+        self._on_router(forget_)
 
     def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
         """Connects to other processes."""
