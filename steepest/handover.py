@@ -43,9 +43,9 @@ class Kept:
 
     def room(self, nbytes: int) -> torch.Tensor:
         """A flat vector for servers to come: that in which chunks lie already, if it has that size."""
-        if self._room is not None and self._room.numel() == nbytes:
-            return self._room
-        return allocate(nbytes)
+        if self._room is None or self._room.numel() != nbytes:
+            self._room = allocate(nbytes)
+        return self._room
 
     def give(self, chunks: Iterable[int]) -> dict[int, ChunkState]:
         """For servers in another process."""

@@ -22,7 +22,7 @@ from steepest.model import Cut, Model, ParameterLayout
 from steepest.optimizer import OptimizerSpec, Schedule
 from steepest.packing import Packing
 from steepest.relay import Relay
-from steepest.replicas import Replicas, seed_everything
+from steepest.replicas import Memory, Replicas, seed_everything
 from steepest.sampler import Remaining, SamplePlan
 from steepest.server import Server
 from steepest.strategies.allreduce import Allreduce
@@ -250,12 +250,18 @@ def check_agreement(first: Description, other: Description, first_name: str, oth
 
 
 def build_replicas(
-    job: Job, worker: int, models: Sequence[Model], devices: Sequence[torch.device], before: Replicas | None = None
+    job: Job,
+    worker: int,
+    models: Sequence[Model],
+    devices: Sequence[torch.device],
+    before: Replicas | None = None,
+    memory: Memory | None = None,
 ) -> Replicas:
     """A worker's models, bound to flat buffers on their devices.
 
     Args:
         before: what they were bound to as part of an earlier job, which goes on being used where that can be.
+        memory: for others.
     """
     first_index, leased = worker * job.devices_per_worker, not job.strategy.rule.together
     replicas: Replicas
@@ -271,6 +277,7 @@ def build_replicas(
             updates=job.strategy.updates,
             updates_before=job.updates_before,
             clip_norm=job.config.clip_norm,
+            memory=memory,
         )
     elif type(before) is Replicas and before.leased == leased and before.layout.chunks == models[0].layout.chunks:
         before.renumber(first_index, job.shares)
@@ -284,6 +291,7 @@ def build_replicas(
             seed=job.seed,
             accumulate=job.accumulate,
             leased=leased,
+            memory=memory,
         )
     if before is not None:
         replicas.take_streams(before)

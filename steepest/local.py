@@ -12,7 +12,7 @@ from steepest.checkpoint import Record, assemble, disassemble
 from steepest.model import Arrive, Model
 from steepest.optimizer import OptimizerSpec, Schedule
 from steepest.packing import sum_of_squares
-from steepest.replicas import Batches, ChunkReady, Replicas, WorkerResult, summarize_batches
+from steepest.replicas import Batches, ChunkReady, Memory, Replicas, WorkerResult, summarize_batches
 from steepest.server_chunk import ServerChunk
 from steepest.staging import clip_factor
 
@@ -42,9 +42,17 @@ class LocalReplicas(Replicas):
         updates: int,
         updates_before: Callable[[int], int],
         clip_norm: float | None,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__(
-            models, devices, first_index=first_index, shares=shares, seed=seed, accumulate=accumulate, updates=updates
+            models,
+            devices,
+            first_index=first_index,
+            shares=shares,
+            seed=seed,
+            accumulate=accumulate,
+            updates=updates,
+            memory=memory,
         )
         self._accumulate = accumulate
         self._updates = updates

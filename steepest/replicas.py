@@ -13,7 +13,7 @@ import torch
 
 from steepest.comm.shared import allocate, forget_writes, make_writable
 from steepest.errors import ModelError
-from steepest.model import Arrive, Computed, Model
+from steepest.model import Arrive, Computed, Model, ParameterLayout
 from steepest.packing import Packer
 from steepest.sampler import SamplePlan, even_share, step_seed
 
@@ -23,6 +23,9 @@ ChunkReady = Callable[[int, torch.Tensor, float, float, frozenset[int]], None]
 
 #: What batches gave, and the seconds for loading and computing them.
 Batches = tuple[list[Computed], float, float]
+
+#: Flat vectors for weights, and for gradients, which processes of the same host may read there.
+Memory = tuple[torch.Tensor, torch.Tensor]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -36,6 +39,11 @@ class WorkerResult:
     samples: int
     metrics: dict[str, float]
     timings: dict[str, float]
+
+
+def memory_for(layout: ParameterLayout) -> Memory:
+    """Memory for replicas to be: pages are taken now, which may take longer than copying what will be in them."""
+    return layout.allocate(), allocate(layout.nbytes).zero_()
 
 
 class Replicas:
@@ -55,6 +63,7 @@ class Replicas:
         accumulate: micro-batches that each replica computes one after the other for one gradient.
         updates: gradients of a step, see `steepest.local`.
         leased: whether shares come one by one, so that the next one is not known beforehand.
+        memory: for weights and gradients, see `memory_for`.
     """
 
     def __init__(
@@ -68,11 +77,12 @@ class Replicas:
         accumulate: int = 1,
         updates: int = 1,
         leased: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         self.models = tuple(models)
         self.layout = models[0].layout
-        self._memory = self.weights = self.layout.allocate()
-        self._sum = allocate(self.layout.nbytes)  # servers of this host read it there
+        self.weights, self._sum = memory or (self.layout.allocate(), allocate(self.layout.nbytes))
+        self._memory = self.weights
         self.first_index = first_index
         self.worker = first_index // len(models)
         self._shares = shares

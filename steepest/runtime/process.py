@@ -37,7 +37,7 @@ from steepest.job import (
     make_strategy,
 )
 from steepest.model import Cut, Model, ParameterLayout
-from steepest.replicas import Replicas
+from steepest.replicas import Memory, Replicas, memory_for
 from steepest.runtime.calls import Callee, CallTransport
 from steepest.runtime.parcels import Bytes, Parcel
 from steepest.salvage import Remains, catch_up, remains
@@ -103,6 +103,7 @@ class Process:
         )
         self._models: list[Model] = []
         self._replicas: Replicas | None = None
+        self._memory: Memory | None = None  # for them, until they are there
         self._worker: Worker | None = None
         self._servers: list[Server] = []
         self._kept = Kept()
@@ -124,6 +125,10 @@ class Process:
     def alive(self) -> None:
         """A sign of life, although the router may be in the middle of a long step."""
 
+    def reserve(self, nbytes: int) -> None:
+        """Takes memory for so large a model, for the servers that it will host."""
+        self._on_router(lambda: self._kept.room(nbytes).zero_())
+
     def prepare(self, model_creator: ModelCreator) -> None:
         """Imports what the models need, by receiving the function that makes them."""
 
@@ -137,6 +142,7 @@ class Process:
         def build() -> Description:
             self._index = worker
             self._models, description = build_models(model_creator, worker, devices, seed, cut)
+            self._memory = memory_for(description.layout)
             return description
 
         description: Description = self._on_router(build)
@@ -148,7 +154,8 @@ class Process:
         def bind() -> None:
             kind = "cuda" if gpu else "cpu"
             devices = [torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))]
-            self._replicas = build_replicas(job, self._index, self._models, devices, self._replicas)
+            memory, self._memory = self._memory, None
+            self._replicas = build_replicas(job, self._index, self._models, devices, self._replicas, memory)
 
         self._on_router(bind)
 

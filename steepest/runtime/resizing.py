@@ -83,7 +83,8 @@ class Resize:
             return  # `Cluster.reform` starts all servers anew
         have = sum(peer.role == "server" for peer in cluster.actors)
         self._servers = cluster.start_servers(self._config, self.workers, have)
-        self._opening = [actor.place.remote() for actor in self._servers.values()]
+        nbytes = job.description.layout.nbytes
+        self._opening = [actor.reserve.remote(nbytes) for actor in self._servers.values()]
 
     def ready(self, timeout: float = 0.0) -> bool:
         """Whether all new processes are up and have their models.
