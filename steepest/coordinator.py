@@ -180,7 +180,7 @@ class Coordinator:
         life = self._lives.get(worker, 0)
         if self._rule.together:
             asked = self.limit - self.version
-            out = self._begin_generation(reload=False)
+            out = self._begin_generation(reload=False, again=True)
             self.limit += asked
         else:
             lost, complete = self._staging.end(worker)
@@ -207,7 +207,7 @@ class Coordinator:
             return []
         self._begun = True
         asked = self.limit - self.version  # steps may be asked for before everybody is there
-        out = self._begin_generation(reload=True)
+        out = self._begin_generation(reload=True, again=True)
         self.limit += asked
         return out + self._go_on()
 
@@ -218,8 +218,8 @@ class Coordinator:
         joined = self._to_servers(Kind.DISCARD, meta={"pushes": [], "readers": [], "joined": worker})
         return [(worker_peer(worker), word), *joined, *self._go_on()]
 
-    def _begin_generation(self, *, reload: bool) -> Outgoing:
-        """Voids every staged push; with `reload`, servers send all weights to all workers."""
+    def _begin_generation(self, *, reload: bool, again: bool = False) -> Outgoing:
+        """Voids every staged push, which workers may make `again`; with `reload`, servers send them all weights."""
         self.generation += 1
         self.limit = self.version
         self._staging.clear()
@@ -227,7 +227,7 @@ class Coordinator:
         self._leases.clear(self.joined, self.version)
         reload = reload or not self._rule.together  # who was in the middle of a push may hold older weights
         install = self._to_install() if self.joined == self._members else []  # they wait for the others
-        meta = {"workers": sorted(self.joined), "reload": reload, "install": install}
+        meta = {"workers": sorted(self.joined), "reload": reload, "install": install, "again": again}
         out = self._to_servers(Kind.MEMBERS, meta=meta)
         for worker in sorted(self.joined):
             out.append((worker_peer(worker), Message(Kind.MEMBERS, self.generation, version=self.version, meta=meta)))

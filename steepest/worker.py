@@ -13,7 +13,7 @@ import torch
 
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send
 from steepest.errors import PeerLostError, ShutdownError, describe_error
-from steepest.replicas import Replicas
+from steepest.replicas import Replicas, WorkerResult
 from steepest.strategies.protocol import Exchange
 from steepest.weights import Key
 
@@ -33,6 +33,19 @@ class _Waiting:
     version: int
     run: Callable[[], None]
     fail: Callable[[Exception], None]
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """A gradient that was pushed: of which share, from which version, with what result, and what each push was.
+
+    Its chunks lie where the replicas' next gradient will.
+    """
+
+    share: int
+    version: int
+    result: WorkerResult
+    pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
 
 
 class Worker:
@@ -91,6 +104,7 @@ class Worker:
         self._floor = 0  # version at which the generation began: weights before it are out of date
         self._complete = (0, -1)
         self._pushed = (0, -1)  # generation and version of the last push
+        self._computed: _Computed | None = None  # the last gradient, as long as it may be asked for again
         self._granted = (0, -1)  # generation and version of the last lease
         self._calls: list[_Waiting] = []
         self._gone: PeerLostError | None = None  # without servers no newer version will come
@@ -153,6 +167,8 @@ class Worker:
                 self.generation = message.generation
                 self._limit = self._floor = message.version
                 self._lease = None
+                if not message.values().get("again"):  # weights may be others, or what the models do
+                    self._computed = None
                 if message.values()["reload"]:
                     self._baseline = message.generation
                     self.version = -1
@@ -274,7 +290,7 @@ class Worker:
         self._exchange.begin(self.generation, version, self._incarnation)
         self._flush()
         try:
-            result = self._replicas.compute(share, self._push, self._stats, self._arrive)
+            result = self._compute_once(share, version)
         except (_AbandonedError, ShutdownError):
             log.debug("worker %d: step at version %d abandoned", self._index, version)
             return
@@ -293,6 +309,24 @@ class Worker:
         report.total = result.weight
         self._send(COORDINATOR, report)
         self._pushed_at = time.perf_counter()
+
+    def _compute_once(self, share: int, version: int) -> WorkerResult:
+        """Pushes the gradient of a share; the one that is there if somebody else is why it is asked for again."""
+        done, self._computed = self._computed, None
+        if done is None or (done.share, done.version) != (share, version):
+            pushes: list[Any] = []
+
+            def push(*chunk: Any) -> None:
+                pushes.append(chunk)
+                self._push(*chunk)
+
+            done = _Computed(share, version, self._replicas.compute(share, push, self._stats, self._arrive), pushes)
+        else:
+            self._arrive(None)
+            for chunk in done.pushes:
+                self._push(*chunk)
+        self._computed = done
+        return done.result
 
     def _push(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
         self._exchange.ready(chunk, payload, unit, total, absent)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from steepest.comm.message import Kind, Message, worker_peer
+from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
 from tests.modes import EACH, MODES, check, counters, make, shares, trained, worker_weights
 from tests.reference import Task, same_bits, samples, sgd
@@ -22,7 +28,9 @@ some = settings(max_examples=12, deadline=None, database=None, derandomize=True)
 
 def doomed(name: str, deaths: list[tuple[int, Kind, int]], **options: Any) -> InProcessCluster:
     """A job in which workers die as they send their n-th message of a kind: (worker, kind, n), one after the other."""
-    cluster = make(name, TASK, replaces=True, **options)
+    creator = options.pop("creator", None)
+    task = TASK if creator is None else SimpleNamespace(creator=lambda: creator)
+    cluster = make(name, task, replaces=True, **options)
     counted: Counter[tuple[int, Kind]] = Counter()
     left = list(deaths)
 
@@ -76,6 +84,73 @@ def test_whoever_dies_whenever_the_log_explains_the_weights(name: str, seed: int
         assert same_bits(cluster.weights(), straight.weights())
     if name != "backup" and name != "async-drop":  # whose leases may lie ahead of what is committed
         assert len(set(shares(log))) == len(shares(log))
+
+
+class Endless:
+    """Batches without end or number; whoever computes a step twice is one ahead of its steps."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in count():
+            self.drawn += 1
+            yield tuple(column[number % 7 : number % 7 + 2] for column in samples(13))
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.REPORT])
+@pytest.mark.parametrize("n", [1, 4, 7])
+def test_survivors_push_the_gradient_again_that_they_have(n: int, kind: Kind) -> None:
+    """Nothing is drawn from a stream in vain, and no running mean is moved twice."""
+    streams: list[Endless] = []
+
+    def creator(worker: int, device: int) -> TorchModel:
+        streams.append(Endless())
+        task = replace(TASK, module=normalized, data=streams[-1])
+        return task.creator()(worker, device)
+
+    cluster = doomed("sync", [(1, kind, n)], creator=creator)
+    trained(cluster, 8)
+    assert [message.values()["worker"] for message in cluster.left] == [1]
+    for worker in (0, 2):
+        (tracked,) = [
+            int(value) for key, value in cluster.workers[worker]._replicas.models[0].state().items() if "tracked" in key
+        ]
+        assert (tracked, streams[worker].drawn) == (8, 8)
+
+
+def test_a_step_that_failed_of_itself_is_computed_again() -> None:
+    """Its weights may be others by then, or its model."""
+    cluster = doomed("sync", [])
+    trained(cluster, 2)
+    computed: Counter[int] = Counter()
+    for index, worker in enumerate(cluster.workers):
+        original = worker._replicas.compute
+
+        def counted(*arguments: Any, index: int = index, original: Any = original) -> Any:
+            computed[index] += 1
+            return original(*arguments)
+
+        worker._replicas.compute = counted  # type: ignore[method-assign]
+    pushes: list[Message] = []
+
+    def hold(message: Message) -> list[Message]:
+        if message.kind is Kind.PUSH and message.source == worker_peer(2):
+            pushes.append(message)
+            return []
+        return [message]
+
+    cluster.network.filter = hold
+    cluster.client.ask(1, True)
+    cluster.network.run_until(lambda: len(computed) == 3, "all gradients")
+    cluster.wait(cluster.client.revoke(), "the coordinator")
+    cluster.network.filter = lambda message: [message]
+    trained(cluster, 1)
+    assert computed == {0: 2, 1: 2, 2: 2}
 
 
 def test_two_that_die_together_are_both_replaced() -> None:
