@@ -82,7 +82,10 @@ def test_a_generation_begins_when_the_last_member_joins() -> None:
     out = coordinator.handle(worker_peer(0), Message(Kind.JOIN))
     begun = [(peer, m) for peer, m in out if m.kind is Kind.MEMBERS]
     assert [str(peer) for peer, _ in begun] == ["server 0", "server 1", "worker 0", "worker 1"]
-    assert all(m.generation == 1 and m.meta == {"workers": [0, 1], "reload": True, "install": [], "again": True} for _, m in begun)
+    assert all(
+        m.generation == 1 and m.meta == {"workers": [0, 1], "reload": True, "install": [], "again": True}
+        for _, m in begun
+    )
 
 
 def test_who_is_no_member_may_not_join() -> None:

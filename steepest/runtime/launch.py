@@ -169,7 +169,9 @@ class Cluster:
         at = at if seat is None else self.seats.order.index(seat)
         return self.start_process(str(server_peer(index)), at, 0, 0, 0)
 
-    def _take_up(self, config: StrategyConfig, description: Description, *, fresh: bool) -> None:
+    def _take_up(
+        self, config: StrategyConfig, description: Description, *, fresh: bool, held: Holdings | None = None
+    ) -> None:
         """Gives the processes that there are their roles."""
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         servers = [actor for peer, actor in self.actors.items() if peer.role == "server"]
@@ -191,7 +193,7 @@ class Cluster:
             if peer not in self.watches:
                 self.watches[peer] = actor.watch.remote()
         self._client_index = secrets.randbelow(1 << 31)
-        self._wire(workers, servers, job, initial)
+        self._wire(workers, servers, job, initial, held)
 
     def reform(
         self,
@@ -251,9 +253,7 @@ class Cluster:
             self.watches = {new: watches[old] for new, old in staying.items()}
             self.lives = Counter({p.index: lives[before[p].index] for p in workers if p in before})
             self._router = Router()
-            self._take_up(config, replace(self.job.description, layout=layout), fresh=False)
-            if held is not None:
-                carry(held, self.holdings(), self.get)
+            self._take_up(config, replace(self.job.description, layout=layout), fresh=False, held=held)
         finally:
             for actor in leaving:
                 ray.kill(actor, no_restart=True)
@@ -280,7 +280,7 @@ class Cluster:
         )
         return made.remote(f"steepest {name}", self._token, threads, self.settings.keep_memory)
 
-    def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any) -> None:
+    def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any, held: Holdings | None) -> None:
         """Opens every process and connects them; each channel is opened from the side of fewer servers."""
         in_driver = self.job.strategy.in_driver
         hosting = [] if in_driver else servers or workers
@@ -293,8 +293,9 @@ class Cluster:
         )
         timeout = self.settings.start_timeout
         others = [w for w in workers if w not in hosting]
-        opening = [w.open.remote(job, [], initial, self.lives[i]) for i, w in enumerate(others)]
-        opened += self.get(opening, "open the workers")
+        opened += self.get(
+            [w.open.remote(job, [], initial, self.lives[i]) for i, w in enumerate(others)], "open workers"
+        )
         ends: list[Address | Callee] = list(opened)
         if by_calls(self.job.config):
             ends = [Callee(end.peers, actor) for end, actor in zip(opened, [*hosting, *others], strict=True)]
@@ -316,6 +317,8 @@ class Cluster:
         for end in ends:
             self._router.attach(connect(transport, end, timeout, _PAUSE_SECONDS if in_driver else 0.0))
         self._router.start("steepest driver")
+        if held is not None:  # before servers send what they have to all who join
+            carry(held, self.holdings(), self.get)
         self.ends, self.listening = ends, opened[len(hosting) :] if others else opened
         self.get([w.join.remote(job, self.listening) for w in workers], "join", *map(worker_peer, range(len(workers))))
 
@@ -436,8 +439,7 @@ class Cluster:
         for peer in sorted(self.watches, key=lambda peer: peer != suspect):
             if peer.role == "worker" and peer.index in {*self.successors.starting, *self.successors.moved}:
                 continue  # it is being replaced
-            cause = cause_of_death(self.watches[peer])
-            if cause is not None:
+            if (cause := cause_of_death(self.watches[peer])) is not None:
                 self.raise_lost(peer, cause)
 
     def lost(self, peer: Peer, why: str) -> NoReturn:
