@@ -147,7 +147,7 @@ class Cluster:
         )
         for i, other in enumerate(described):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
-        self._take_up(config, described[0], fresh=True)
+        self._take_up(config, described[0], None, fresh=True)
 
     def _serving(self, config: StrategyConfig, num_workers: int) -> int:
         """How many processes are servers only."""
@@ -169,9 +169,7 @@ class Cluster:
         at = at if seat is None else self.seats.order.index(seat)
         return self.start_process(str(server_peer(index)), at, 0, 0, 0)
 
-    def _take_up(
-        self, config: StrategyConfig, description: Description, *, fresh: bool, held: Holdings | None = None
-    ) -> None:
+    def _take_up(self, config: StrategyConfig, description: Description, held: Holdings | None, *, fresh: bool) -> None:
         """Gives the processes that there are their roles."""
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         servers = [actor for peer, actor in self.actors.items() if peer.role == "server"]
@@ -253,7 +251,7 @@ class Cluster:
             self.watches = {new: watches[old] for new, old in staying.items()}
             self.lives = Counter({p.index: lives[before[p].index] for p in workers if p in before})
             self._router = Router()
-            self._take_up(config, replace(self.job.description, layout=layout), fresh=False, held=held)
+            self._take_up(config, replace(self.job.description, layout=layout), held, fresh=False)
         finally:
             for actor in leaving:
                 ray.kill(actor, no_restart=True)
@@ -293,9 +291,8 @@ class Cluster:
         )
         timeout = self.settings.start_timeout
         others = [w for w in workers if w not in hosting]
-        opened += self.get(
-            [w.open.remote(job, [], initial, self.lives[i]) for i, w in enumerate(others)], "open workers"
-        )
+        opening = [w.open.remote(job, [], initial, self.lives[i]) for i, w in enumerate(others)]
+        opened += self.get(opening, "open the workers")
         ends: list[Address | Callee] = list(opened)
         if by_calls(self.job.config):
             ends = [Callee(end.peers, actor) for end, actor in zip(opened, [*hosting, *others], strict=True)]
