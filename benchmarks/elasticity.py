@@ -24,6 +24,7 @@ from benchmarks.models import LEARNING_RATE, MLP, Workload
 from benchmarks.overhead import ratios
 from benchmarks.recovery_bodies import Kill, Recovery
 from steepest import (
+    AllreduceStrategy,
     Callback,
     Checkpoints,
     DistributedSGD,
@@ -33,6 +34,8 @@ from steepest import (
     TorchModel,
 )
 from steepest.comm.message import server_peer
+from steepest.config import StrategyConfig
+from steepest.runtime.supervision import has_answered
 
 JOIN_STEP = 60
 LARGE = Workload("mlp", MLP, (1024,), 64, 1024, 20)
@@ -220,17 +223,39 @@ def resize_seconds(workers: int, change: Mapping[str, int], creator: Any = None)
     return stopped
 
 
-def resizes(workers: int) -> dict[str, Callable[[], float]]:
+def death_seconds(strategy: StrategyConfig, spares: int, creator: Any = None) -> dict[str, float]:
+    """For how long training stops when one of three workers dies; without a spare process, and when another comes."""
+    creator = creator or functools.partial(large_model, momentum=0.9)
+    settings = RunSettings(spares=spares)
+    with DistributedSGD(creator, num_workers=3, strategy=strategy, settings=settings) as trainer:
+        trainer.fit(steps=2, progress=False)
+        while sum(has_answered(placing) for _, placing in trainer._live().successors._spares) < spares:
+            trainer.fit(steps=2, progress=False)
+        kill = Kill(trainer.step().step + 3, trainer.foreach_worker(lambda view: view.pid)[1])
+        while len(trainer.stats().events) < (1 if spares else 2):
+            trainer.fit(steps=5, callbacks=[kill], progress=False)
+        events = trainer.stats().events
+    return {event.kind: seconds_in([event.line], "training stopped for")[0] for event in events}
+
+
+def resizes(workers: int) -> dict[str, Callable[[], Any]]:
+    copies = AllreduceStrategy(replication=2)
     return {
         f"{workers} to {workers + 1} workers": functools.partial(resize_seconds, workers, {"workers": workers + 1}),
         "1 to 2 servers": functools.partial(resize_seconds, workers, {"servers": 2}),
+        "of 3, ps": functools.partial(death_seconds, ParameterServerStrategy(num_servers=1), 0),
+        "of 3, allreduce, copies": functools.partial(death_seconds, copies, 0),
+        "the same, a spare": functools.partial(death_seconds, copies, 1),
     }
 
 
-def resizes_text(seconds: Mapping[str, list[float]]) -> str:
+def resizes_text(seconds: Mapping[str, list[Any]]) -> str:
     lines = ["", "25 million parameters with momentum: seconds for which training stops, medians"]
     for name, each in seconds.items():
-        lines.append(f"{name:24}{statistics.median(each):8.2f}  {min(each):.2f}..{max(each):.2f}")
+        kinds = each[0] if isinstance(each[0], dict) else [""]
+        for kind in kinds:
+            found = [one[kind] if kind else one for one in each]
+            lines.append(f"{name:24} {kind:10}{statistics.median(found):8.2f}  {min(found):.2f}..{max(found):.2f}")
     return "\n".join(lines)
 
 

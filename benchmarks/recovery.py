@@ -17,7 +17,7 @@ Sections:
 ``joining``     a worker more while training is under way: for how long the others stop: `benchmarks.elasticity`
 ``replication`` a step of 25 million parameters with copies of everything, and with snapshots
 ``checkpoints`` a step of 25 million parameters with `Checkpoints(every=50)` and without: `benchmarks.elasticity`
-``resizing``    for how long training stops when 25 million parameters with momentum get another worker, or server
+``resizing``    for how long training stops when 25 million parameters with momentum grow, or lose a worker
 ``straggler``   one of four workers five times slower: seconds to 97 % on MNIST: `benchmarks.stragglers`
 
 The network is a perceptron of 4,810 parameters on scikit-learn's digits. Each gradient waits for 50 ms, so that a step

@@ -17,7 +17,7 @@ import torch
 from benchmarks import elasticity, recovery, soak, soak_samples, stragglers
 from benchmarks.recovery_bodies import Clock, Recovery, Seen, around, kill_worker, pause_in
 from benchmarks.soak_samples import Holding, Place, holding, place, trends, trends_text
-from steepest.config import as_strategy
+from steepest.config import ParameterServerStrategy, as_strategy
 from steepest.observe.commits import Commit, CommitLog, LoggedPush
 from steepest.sampler import SamplePlan
 from steepest.testing import linear_model_creator
@@ -183,6 +183,11 @@ class TestOnRay:
         assert elasticity.kept_seconds(2, False, linear_model_creator()).keys() == {"step"}
         for change in ({"workers": 3}, {"servers": 2}):
             assert elasticity.resize_seconds(2, change, linear_model_creator()) > 0
+        found = elasticity.death_seconds(ParameterServerStrategy(), 0, linear_model_creator())
+        assert found.keys() == {"left", "returned"}
+        text = elasticity.resizes_text({"1 to 2 servers": [0.25], "of 3, ps": [found]})
+        assert "0.25" in text
+        assert text.count("of 3, ps") == 2
 
     def test_a_soak_of_three_bouts(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr(soak, "ACCURACY", 0.2)

@@ -125,7 +125,7 @@ class Recovery:
         )
         who = ", ".join(f"{peer} ({cause})" for peer, cause in dead.items())
         step, workers = cluster.client.position.version // cluster.job.versions_per_step + 1, cluster.job.num_workers
-        took = f"{time.monotonic() - began:.1f} s"
+        took = f"training stopped for {time.monotonic() - began:.2f} s"
         if added is not None:
             self.count += len(dead)
             cluster.note("recovered", f"{who} died; others took over what they held at step {step}, {what}; {took}")
