@@ -65,6 +65,46 @@ PROGRAM = """
 """
 
 
+INTERRUPTED = """
+    import signal
+    import subprocess
+    from steepest import Callback, RunSettings
+    from steepest.comm.message import worker_peer
+
+    class Notice(Callback):
+        def on_step(self, sgd, result):
+            if result.step == 20:
+                command = [{ray!r}, "drain-node", "--address", {address!r}, "--node-id", node]
+                reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+                subprocess.Popen([*command, *reason, "--deadline-remaining-seconds", "120"])
+            change = sgd._training._change
+            if type(change).__name__ == "Move" and victim not in self.killed:
+                self.killed.append(victim)
+                os.kill(victim, signal.SIGKILL)
+
+    if __name__ == "__main__":
+        creator = linear_model_creator()
+        with DistributedSGD(creator, num_workers=3, strategy="ps", settings=RunSettings(spares=0, keep_log=True)) as sgd:
+            before = sgd.foreach_worker(lambda view: (view.host, view.pid))
+            node, victim = sgd._live().places[worker_peer(2)].node, before[0][1]
+            notice = Notice()
+            notice.killed = []
+            while {{"moved", "left", "returned"}} - {{event.kind for event in sgd.stats().events}}:
+                sgd.fit(steps=50, callbacks=[notice], progress=False)
+            assert notice.killed == [victim]
+            while sgd.num_workers < 3:
+                sgd.fit(steps=50, progress=False)
+            after = sgd.foreach_worker(lambda view: (view.host, view.pid))
+            assert before[2][0] not in dict(after) and before[1] in after and before[0] not in after, (before, after)
+            assert len(set(after)) == 3
+            from steepest.testing import replay
+            weights = sgd.weights()
+            again = replay(sgd.log(), creator)
+            assert all(bool((again[name] == value).all()) for name, value in weights.items())
+            print("all is well", [event.line for event in sgd.stats().events], flush=True)
+"""
+
+
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     made = Nodes()
@@ -92,3 +132,11 @@ def test_what_runs_on_a_node_that_will_go_moves_away(nodes: Nodes, strategy: str
     program = nodes.place.script(PROGRAM.format(names=names, **about))
     output = nodes.place.run("ip", "netns", "exec", nodes.names[0], sys.executable, program)
     assert "all is well" in output
+
+
+def test_a_death_meanwhile_does_not_make_it_forgotten(nodes: Nodes) -> None:
+    """The others go on without who died first, and leave the node afterwards."""
+    nodes.add(6)
+    about = {"address": nodes.place.environment["RAY_ADDRESS"], "ray": str(Path(sys.executable).with_name("ray"))}
+    program = nodes.place.script(INTERRUPTED.format(**about))
+    assert "all is well" in nodes.place.run("ip", "netns", "exec", nodes.names[0], sys.executable, program)

@@ -44,12 +44,16 @@ class Move:
         nodes: to leave, and when they go.
         least: how many workers can go on without the others.
         state: of the job.
+        why: what is said of the nodes.
     """
 
-    def __init__(self, cluster: Cluster, nodes: dict[str, float], least: int, state: JobState) -> None:
+    def __init__(
+        self, cluster: Cluster, nodes: dict[str, float], least: int, state: JobState, why: str = "will go"
+    ) -> None:
         self._cluster = cluster
         self._state = state
         self.nodes = nodes
+        self._why = why
         self._began = time.monotonic()
         self._leaving = {peer for peer, place in cluster.places.items() if place.node in nodes}
         self._workers = sorted(peer.index for peer in self._leaving if peer.role == "worker")
@@ -64,7 +68,7 @@ class Move:
         self._patience = min([cluster.settings.start_timeout, *(max(seconds, 0.0) / 3 for seconds in left)])
         if self._workers:
             bundle = worker_bundle(cluster.job.devices_per_worker, cluster.gpu, cluster.settings.cpus_per_worker)
-            self._room = ask_for_room(len(self._workers), bundle)
+            self._room = ask_for_room(len(self._workers), bundle, {*nodes, *cluster.seats.failing})
         else:
             self._start()
 
@@ -85,7 +89,7 @@ class Move:
                 self._room = None
                 if self._fewer < self._least:
                     raise ResourcesError(
-                        f"{', '.join(sorted(self.nodes))} will go, and there is no room elsewhere for "
+                        f"{', '.join(sorted(self.nodes))} {self._why}, and there is no room elsewhere for "
                         f"{len(self._workers)} workers, of which {self._least} at least must stay: add nodes"
                     )
             self._start()
@@ -121,7 +125,7 @@ class Move:
         self.cancel()
         if all(place.node not in self.nodes for place in self._cluster.places.values()):
             return None
-        return Move(self._cluster, self.nodes, self._least, self._state)
+        return Move(self._cluster, self.nodes, self._least, self._state, self._why)
 
     def apply(self) -> None:
         """Makes it so, between two steps."""
@@ -143,6 +147,6 @@ class Move:
         who = ", ".join(map(str, sorted(self._leaving)))
         cluster.note(
             "moved",
-            f"{', '.join(hosts)} will go: {who} moved away; {workers} workers from step {step} on; "
+            f"{', '.join(hosts)} {self._why}: {who} moved away; {workers} workers from step {step} on; "
             f"training stopped for {time.monotonic() - began:.2f} s",
         )

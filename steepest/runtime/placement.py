@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -19,6 +20,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from steepest.errors import ResourcesError
 from steepest.settings import cluster_address
+
+_NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
+_FAILED_PLACES = 2  # on a node that is no good
 
 
 def ensure_ray(num_cpus: int | None = None) -> bool:
@@ -141,8 +145,11 @@ def fitting(bundle: dict[str, float]) -> int:
     return int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
 
 
-def ask_for_room(workers: int, bundle: dict[str, float]) -> Room:
+def ask_for_room(workers: int, bundle: dict[str, float], without: Collection[str] = ()) -> Room:
     """Asks for room for so many workers at once, and does not wait for it.
+
+    Args:
+        without: nodes that are no good.
 
     Raises:
         ResourcesError: inside of a placement group, which has what it has.
@@ -152,7 +159,9 @@ def ask_for_room(workers: int, bundle: dict[str, float]) -> Room:
             f"{workers} more workers do not fit into the placement group that this runs in: give it more bundles "
             "with tune.with_resources(trainable, DistributedSGD.resources(...))"
         )
-    return Room(placement_group([bundle] * workers, strategy="PACK"), True, tuple(range(workers)))
+    selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
+    chosen = {"bundle_label_selector": [selector] * workers} if without else {}
+    return Room(placement_group([bundle] * workers, strategy="PACK", **chosen), True, tuple(range(workers)))
 
 
 def nodes_of(room: Room) -> tuple[str, ...]:
@@ -175,6 +184,7 @@ class Seats:
         self._rooms: list[Room] = []
         self._all: list[tuple[Room, int]] = []
         self._nodes: list[str] = []
+        self._failed: Counter[str] = Counter()  # by node: places in which processes died too often
 
     def add(self, room: Room) -> None:
         """More places."""
@@ -205,6 +215,21 @@ class Seats:
         """Nobody will use it."""
         self.order.remove(place)
         self.retired.append(place)
+
+    def leave_out(self, places: Sequence[int]) -> str:
+        """Retires places in which processes died too often; says what becomes of that."""
+        failing = self.failing
+        for place in places:
+            self._failed[self._nodes[place]] += 1
+            self.retire(place)
+        with_node = ", and so is the node" if self.failing != failing else ""
+        return f"left out from now on{with_node}" if places else "a successor joins when it is up"
+
+    @property
+    def failing(self) -> set[str]:
+        """Nodes on which nobody is placed any more, since that was so in two places there; never all."""
+        found = {node for node, count in self._failed.items() if count >= _FAILED_PLACES}
+        return found if found and {node["NodeID"] for node in ray.nodes() if node["Alive"]} > found else set()
 
     def release(self) -> None:
         """Gives all back."""

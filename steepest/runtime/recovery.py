@@ -130,9 +130,7 @@ class Recovery:
             self.count += len(dead)
             cluster.note("recovered", f"{who} died; others took over what they held at step {step}, {what}; {took}")
             return
-        for seat in left_out:
-            cluster.seats.retire(seat)
-        then = "left out from now on" if left_out else "a successor joins when it is up"
+        then = cluster.seats.leave_out(left_out)
         cluster.note("left", f"{who} died; going on with {workers} workers from step {step} on, {then}; {what}; {took}")
 
     def _find_dead(self, suspect: Peer, why: str) -> dict[Peer, str]:

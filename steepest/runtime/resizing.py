@@ -65,7 +65,7 @@ class Resize:
         self._opening: list[Any] = []
         if (missing := workers - cluster.job.num_workers - len(self._seats)) > 0:
             bundle = worker_bundle(cluster.job.devices_per_worker, cluster.gpu, cluster.settings.cpus_per_worker)
-            self._room = ask_for_room(missing, bundle)
+            self._room = ask_for_room(missing, bundle, cluster.seats.failing)
             self._waiting = [self._room.group.ready()]
         else:
             self._start()
@@ -184,10 +184,8 @@ class Without:
         alive = [index for index in range(cluster.job.num_workers) if index not in gone]
         with successors.paused():
             self._state.reform(cluster.job.config, len(alive), keep=dict(enumerate(alive)))
-        for seat in left_out:
-            cluster.seats.retire(seat)
+        then = cluster.seats.leave_out(left_out)
         step, took = cluster.client.position.version // cluster.job.versions_per_step + 1, time.monotonic() - began
-        then = "left out from now on" if left_out else "a successor joins when it is up"
         cluster.note(
             "left",
             f"{', '.join(who)}; going on with {len(alive)} workers from step {step} on, {then}; no update and no "
@@ -323,10 +321,12 @@ class Range:
         if now - self._heard >= _LOOK_SECONDS:
             self._heard = now
             here = {place.node for place in cluster.places.values()}
-            going = {node: when for node, when in draining().items() if node in here and node not in self._left}
-            self._left |= going.keys()
-            if going:
-                return Move(cluster, going, self._least, self._state)
+            failing = dict.fromkeys(cluster.seats.failing, 0.0)
+            for nodes, why in ((draining(), "will go"), (failing, "failed again and again")):
+                going = {node: when for node, when in nodes.items() if node in here and node not in self._left}
+                self._left |= going.keys()
+                if going:
+                    return Move(cluster, going, self._least, self._state, why)
         if successors.starting or workers >= self._most:
             return None
         successors.returning = [successors.again(start) or start for start in successors.returning]
