@@ -84,7 +84,8 @@ INTERRUPTED = """
 
     if __name__ == "__main__":
         creator = linear_model_creator()
-        with DistributedSGD(creator, num_workers=3, strategy="ps", settings=RunSettings(spares=0, keep_log=True)) as sgd:
+        settings = RunSettings(spares=0, keep_log=True)
+        with DistributedSGD(creator, num_workers=3, strategy="ps", settings=settings) as sgd:
             before = sgd.foreach_worker(lambda view: (view.host, view.pid))
             node, victim = sgd._live().places[worker_peer(2)].node, before[0][1]
             notice = Notice()
