@@ -40,6 +40,8 @@ def test_a_server_that_dies_is_replaced_and_nothing_is_lost(server: int, caplog:
         assert trainer.fit(steps=10, progress=False).step == 50
         assert difference(trainer.weights(), TASK.train(2, 50)) < 1e-12
         assert trainer.stats().replaced == 2
+        assert [event.kind for event in trainer.stats().events] == ["left", "resized"] * 2  # nobody waited
+        assert (trainer.num_servers, trainer.strategy) == (2, TWICE)
         assert trainer.stats().step == 50
         assert pids(trainer) == before
 

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -136,8 +136,7 @@ class Cluster:
         creator = self.creator = travelling(model_creator)
         cut = make_strategy(config).cut
         self.gpu, self._devices, self._seed, self._accumulate = gpu, devices, seed, accumulate
-        for i in range(num_workers):
-            self.actors[worker_peer(i)] = self.start_worker(i)
+        self.actors |= {worker_peer(i): self.start_worker(i) for i in range(num_workers)}
         workers = list(self.actors.values())
         self.actors |= self.start_servers(config, num_workers)
         described: list[Description] = self.get(
@@ -160,7 +159,8 @@ class Cluster:
         """Starts the processes that are servers only, from one on."""
         served = self._serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
-        beside = list(enumerate(spread(self.seats.nodes()[:num_workers], served)))[first:]
+        there = [self.places[peer].node for peer in map(server_peer, range(first)) if peer in self.places]
+        beside = zip(range(first, served), spread(self.seats.nodes()[:num_workers], served, there), strict=False)
         return {server_peer(i): self.start_process(str(server_peer(i)), at, 0, 0, callers) for i, at in beside}
 
     def start_server(self, index: int, seat: int | None = None) -> Any:
@@ -202,6 +202,7 @@ class Cluster:
         num_workers: int,
         seats: Mapping[int, int] | None = None,
         held: Holdings | None = None,
+        gone: Collection[Peer] = (),
     ) -> None:
         """Gives all processes other roles, at version 0, which goes on at a step.
 
@@ -212,6 +213,7 @@ class Cluster:
             num_workers: how many there are from now on.
             seats: places of new ones; otherwise they have the first that are free.
             held: where all chunks are, for those who will hold them; None if they get others.
+            gone: servers in whose places there is nobody, unless somebody is added; the next ones move up.
 
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
@@ -219,14 +221,14 @@ class Cluster:
         self.seats.look()
         kept = {new: self.seats.order[old] for new, old in keep.items()}
         order = self.seats.arranged(num_workers, {**kept, **(seats or {})})
-        nodes = self.seats.nodes(order[:num_workers])
-        check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *nodes)
+        check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self.seats.nodes(order[:num_workers]))
         self.seats.order = order
         self.successors.forget()
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
         before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # who was who
-        before |= {peer: peer for peer in self.actors if peer.role == "server"}
+        there = sorted(p for p in self.actors if p.role == "server" and (p not in gone or p in added))
+        before |= {server_peer(index): peer for index, peer in enumerate(there)}
         all_of_them = dict(sorted({**{new: self.actors[old] for new, old in before.items()}, **added}.items()))
         workers = {p: actor for p, actor in all_of_them.items() if p.role == "worker"}
         serving = 0 if by_calls(config) else self._serving(config, num_workers)  # callers' threads are few elsewhere
@@ -244,7 +246,7 @@ class Cluster:
         staying = {p: before[p] for p, actor in self.actors.items() if p in before and actors[before[p]] is actor}
         leaving = [actor for peer, actor in actors.items() if peer not in staying.values()]
         try:
-            holding = {actor for holders in (held or {}).values() for actor in holders}
+            holding = set().union(*(held or {}).values())
             keep_on = [actor.release.remote(cut, -1, True) for actor in leaving if actor in holding]
             releases = [self.actors[peer].release.remote(cut, peer.index, held is not None) for peer in staying]
             layout, *_ = self.get([*releases, *keep_on], "let go of its roles")
@@ -282,9 +284,8 @@ class Cluster:
         """Opens every process and connects them; each channel is opened from the side of fewer servers."""
         in_driver = self.job.strategy.in_driver
         hosting = [] if in_driver else servers or workers
-        dealt: list[list[int]] = [[i] for i in range(self.job.num_servers)]
-        if len(hosting) == 1:
-            dealt = [list(range(self.job.num_servers))]
+        count = self.job.num_servers
+        dealt = [list(range(count))] if len(hosting) == 1 else [[i] for i in range(count)]
         opened: list[Address] = self.get(
             [actor.open.remote(job, held, initial) for actor, held in zip(hosting, dealt, strict=not in_driver)],
             "open the servers",

@@ -238,15 +238,25 @@ class Seats:
         self._rooms, self._all, self.order = [], [], []
 
 
-def spread(nodes: Sequence[str], servers: int) -> list[int]:
+def spread(nodes: Sequence[str], servers: int, there: Sequence[str] = ()) -> list[int]:
     """For each server the worker beside which it is placed: nodes take turns.
+
+    Args:
+        nodes: of the workers.
+        servers: how many there will be.
+        there: the nodes of those that are there already, of which nothing is returned.
 
     Example:
         >>> spread(["a", "a", "b"], 3)
         [0, 2, 0]
+        >>> spread(["a", "a", "b"], 3, ["b", "a"])
+        [0]
     """
     firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
-    return [firsts[server % len(firsts)] for server in range(servers)]
+    beside = [firsts[server % len(firsts)] for server in range(servers)]
+    for node in there[:servers]:
+        beside.remove(next((at for at in beside if nodes[at] == node), beside[0]))
+    return beside
 
 
 def _summary(resources: dict[str, float]) -> str:

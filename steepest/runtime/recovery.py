@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from steepest.client import Snapshot
 from steepest.comm.message import Peer, worker_peer
-from steepest.config import LocalStrategy, SimpleStrategy
+from steepest.config import LocalStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
 from steepest.job import check_agreement
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
@@ -44,6 +45,7 @@ class Recovery:
         self._busy = False
         self._taking: Future[Snapshot] | None = None
         self._taken: Snapshot | None = None  # the last copy of everything
+        self._fewer: tuple[StrategyConfig, StrategyConfig] | None = None  # with the servers that are left, and with all
 
     # -- copies in the driver --------------------------------------------------------------------
 
@@ -124,14 +126,22 @@ class Recovery:
             else "no update and no sample is lost"
         )
         who = ", ".join(f"{peer} ({cause})" for peer, cause in dead.items())
-        step, workers = cluster.client.position.version // cluster.job.versions_per_step + 1, cluster.job.num_workers
+        step, job = cluster.client.position.version // cluster.job.versions_per_step + 1, cluster.job
         took = f"training stopped for {time.monotonic() - began:.2f} s"
         if added is not None:
             self.count += len(dead)
+        if added:
             cluster.note("recovered", f"{who} died; others took over what they held at step {step}, {what}; {took}")
             return
+        left = f"{job.num_workers} workers" if added is None else f"{job.num_servers} servers, which took over"
         then = cluster.seats.leave_out(left_out)
-        cluster.note("left", f"{who} died; going on with {workers} workers from step {step} on, {then}; {what}; {took}")
+        cluster.note("left", f"{who} died; going on with {left}, from step {step} on; {then}; {what}; {took}")
+
+    def missing(self) -> StrategyConfig | None:
+        """The strategy with all its servers, while the job goes on with fewer."""
+        if self._fewer is not None and self._cluster.job.config != self._fewer[0]:
+            self._fewer = None  # they are there, or somebody wants something else
+        return None if self._fewer is None else self._fewer[1]
 
     def _find_dead(self, suspect: Peer, why: str) -> dict[Peer, str]:
         """Everybody who is gone, or gives no sign of life, and why."""
@@ -210,7 +220,8 @@ class Recovery:
                     cluster.lives[peer.index] += 1
             plan, part = cluster.plan, self._state.part()
             same = {i: i for i in range(job.num_workers)}
-            cluster.reform(job.config, step, same, added, job.num_workers, held=found.holders)
+            config = job.config if added or self._fewer is None else self._fewer[0]
+            cluster.reform(config, step, same, added, job.num_workers, held=found.holders, gone=dead)
         except BaseException:
             for actor in (added or {}).values():
                 ray.kill(actor, no_restart=True)
@@ -219,7 +230,10 @@ class Recovery:
         self._state.put_back(found, part, left_out, inner, buffers, list(added))
 
     def _start(self, dead: dict[Peer, str], *, fewer: bool) -> dict[Peer, Any] | None:
-        """Processes in place of the dead, spare ones where there are any; None if the others go on meanwhile."""
+        """Processes in place of the dead, spare ones where there are any.
+
+        None if the other workers go on meanwhile; nobody if the other servers do.
+        """
         cluster, successors = self._cluster, self._cluster.successors
         starting = successors.starting  # each holds the place that another would wait for
         successors.give_up_on([index for index in starting if worker_peer(index) in dead])
@@ -229,7 +243,9 @@ class Recovery:
         if fewer or (not waits and not moved and self._can_go_on(dead)):
             successors.follow({peer.index: (cause, spares.get(peer)) for peer, cause in dead.items()})
             return None
-        added = {}
+        added: dict[Peer, Any] = {}
+        if not waits and not any(spares.values()) and self._does_with_fewer_servers(dead):
+            return added
         for peer in dead:
             if peer in moved:
                 added[peer] = successors.moved.pop(peer.index)[0]
@@ -245,6 +261,18 @@ class Recovery:
                     break
                 added[peer] = (cluster.start_worker if peer.role == "worker" else cluster.start_server)(peer.index)
         return added
+
+    def _does_with_fewer_servers(self, dead: dict[Peer, str]) -> bool:
+        """Whether the other servers do until there are more, which then is the strategy."""
+        config = self._cluster.job.config
+        left = self._cluster.job.num_servers - len(dead)
+        if by_calls(config) or left < 1 or any(peer.role != "server" for peer in dead):
+            return False
+        if not isinstance(config, (ParameterServerStrategy, LocalStrategy)):
+            return False
+        fewer = replace(config, num_servers=left, replication=min(config.replication, left))
+        self._fewer = fewer, self.missing() or config
+        return True
 
     def _salvage(self, holding: list[Any], dead: dict[Peer, str]) -> Salvage:
         """All servers' state at one version, in the processes that hold chunks; or the last copy of it."""

@@ -327,6 +327,9 @@ class Range:
                 self._left |= going.keys()
                 if going:
                     return Move(cluster, going, self._least, self._state, why)
+        recovery = cluster.recovery
+        if recovery is not None and (whole := recovery.missing()) is not None:
+            return Resize(cluster, workers, whole, self._state)
         if successors.starting or workers >= self._most:
             return None
         successors.returning = [successors.again(start) or start for start in successors.returning]

@@ -148,6 +148,7 @@ class Training:
                 on_step(int(outcome.values()["step"]), outcome)
             if self._is_change_ready():  # workers stand still
                 self._make_change()
+            self._complete()
         finally:
             self.running = False
             self.seconds += time.monotonic() - self._began
@@ -194,6 +195,15 @@ class Training:
             change.apply()
         if later is not None:
             self._change = later.again()
+
+    def _complete(self) -> None:
+        """What is lost of copies is there again before anybody trains no more; it was done without meanwhile."""
+        recovery, deadline = self.cluster.recovery, time.monotonic() + 5 * self.cluster.settings.start_timeout
+        while recovery is not None and recovery.missing() is not None and time.monotonic() < deadline:
+            if self._is_change_ready():
+                self._make_change()
+            else:
+                time.sleep(_SHORT_SECONDS)
 
     def _loss(self, outcome: Message | PeerLostError) -> tuple[Peer, str] | None:
         """Who is gone, and why, if that is what has come."""
