@@ -13,6 +13,7 @@ from torch import nn
 
 from steepest.comm.message import Kind, Message
 from steepest.config import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
+from steepest.handover import ChunkState, Kept
 from steepest.observe.commits import CommitLog
 from steepest.salvage import Salvage
 from steepest.testing import InProcessCluster, replay
@@ -154,3 +155,16 @@ def salvaged_weights(cluster: InProcessCluster, found: Salvage) -> dict[str, tor
         assert all(torch.equal(first, other) for other in others)
         layout.chunk_view(flat, chunk).copy_(first)
     return layout.named(flat)
+
+
+def hand_over(before: InProcessCluster, after: InProcessCluster) -> None:
+    """Chunks of one job for another; a server lives in the process of that of its index before, if there was one."""
+    kept = [Kept([server]) for server in before.servers]
+    for index, server in enumerate(after.servers):
+        own = kept[index] if index < len(kept) else Kept()
+        given: dict[int, ChunkState] = {}
+        for chunk in server.chunks:
+            holders = before.job.holders[chunk]
+            if index not in holders:
+                given |= kept[holders[0]].give([chunk])
+        own.hand_over([server], given)

@@ -106,7 +106,7 @@ def test_files_stay_small_and_the_core_within_its_budget() -> None:
         adapter = path.parent.name == "models" or path.name in ("torch_collective.py", "ray_data.py")
         tool = path.parent.name == "testing" or path.name == "demo.py"
         code += 0 if adapter or tool else _code_lines(text)
-    assert code <= 11100
+    assert code <= 11350
 
 
 def _code_lines(text: str) -> int:

@@ -11,7 +11,7 @@ import torch
 from steepest.comm.message import worker_peer
 from steepest.handover import Kept
 from steepest.testing import InProcessCluster
-from tests.modes import make, mode, trained, worker_weights
+from tests.modes import hand_over, make, mode, trained, worker_weights
 from tests.reference import Task, same_bits, samples, sgd
 
 OPTIMIZERS = {
@@ -25,20 +25,6 @@ def successor(before: InProcessCluster, name: str, task: Task, workers: int, ser
     after = make(name, task, workers, servers=servers)
     assert after.job.description.layout.chunks == before.job.description.layout.chunks
     return after
-
-
-def hand_over(before: InProcessCluster, after: InProcessCluster) -> None:
-    """A server lives in the process of the one of its index before it, and the others in new ones."""
-    kept = [Kept([server]) for server in before.servers]
-    for index, server in enumerate(after.servers):
-        own = kept[index] if index < len(kept) else Kept()
-        given = {}
-        for chunk in server.chunks:
-            first = before.job.holders[chunk][0]
-            if index >= len(kept) or index not in before.job.holders[chunk]:
-                given |= kept[first].give([chunk])
-        own.hand_over([server], given)
-    install(before, after)
 
 
 def install(before: InProcessCluster, after: InProcessCluster, *, everything: bool = False) -> None:
@@ -75,6 +61,7 @@ def test_to_the_bit_what_the_driver_would_have_put_there(
     carried = successor(before, name, task, workers[1], servers[1])
     assert not same_bits(carried.weights(), weights)
     hand_over(before, carried)
+    install(before, carried)
     assert same_bits(carried.weights(), weights)
     for other in (put, carried):
         trained(other, 4)

@@ -13,7 +13,7 @@ from steepest.checkpoint import assemble, disassemble
 from steepest.comm.message import Kind, Message
 from steepest.sampler import Remaining, SamplePlan
 from steepest.testing import InProcessCluster
-from tests.modes import MODES, counters, make, trained
+from tests.modes import MODES, counters, hand_over, make, trained
 from tests.reference import Task, same_bits, samples, sgd
 
 SAMPLES = 23
@@ -28,8 +28,10 @@ class Life:
         seen: how often each (epoch, place in its permutation) was committed, in this life and those before.
     """
 
-    def __init__(self, name: str, workers: int, seed: int | None = None, before: Life | None = None) -> None:
-        self.cluster = make(name, TASK, workers, shuffle=seed, replaces=True)
+    def __init__(
+        self, name: str, workers: int, seed: int | None = None, before: Life | None = None, servers: int = 2
+    ) -> None:
+        self.cluster = make(name, TASK, workers, servers=servers, shuffle=seed, replaces=True)
         self.seen: Counter[tuple[int, int]] = Counter()
         plan = self.cluster.job.plan()
         assert plan is not None
@@ -47,10 +49,14 @@ class Life:
         """As `JobState` does it."""
         told, snapshot = counters(before.cluster), before.cluster.snapshot("state")
         cluster, layout = self.cluster, before.cluster.job.description.layout
-        state, plain = assemble(layout, snapshot.records)
-        weights = cluster.job.description.layout.allocate()
-        cluster.job.description.layout.write(weights, layout.named(snapshot.weights))
-        records = disassemble(cluster.job.description.layout, state, plain)
+        weights, records = None, []
+        if cluster.job.strategy.cut == before.cluster.job.strategy.cut:
+            hand_over(before.cluster, cluster)
+        else:
+            state, plain = assemble(layout, snapshot.records)
+            weights = cluster.job.description.layout.allocate()
+            cluster.job.description.layout.write(weights, layout.named(snapshot.weights))
+            records = disassemble(cluster.job.description.layout, state, plain)
         version = told["step"] * cluster.job.versions_per_step
         cluster.wait(cluster.client.install(version, weights, records), "the installation")
         plan = cluster.job.plan(told["step"], before.remaining)
@@ -109,6 +115,26 @@ def test_each_sample_comes_once_whatever_follows_in_whichever_mode(name: str, se
         life.train(rng.randint(1, 5))
         life.check()
         life = Life(rng.choice([name, *MODES]), rng.randint(2, 4), seed + number, life)
+        life.check()
+    life.train(8)
+    life.check()
+
+
+@pytest.mark.parametrize("name", MODES)
+@some
+@given(seed=st.integers(0, 2**32))
+def test_whatever_sizes_a_job_has_while_workers_die(name: str, seed: int) -> None:
+    """As when the others go on without somebody, and take a successor in, and servers come and go."""
+    rng = random.Random(seed)
+    life = Life(name, rng.randint(2, 4), seed)
+    for number in range(4):
+        if life.cluster.job.workers_are_replaced:
+            deaths(life.cluster, rng)
+        life.train(rng.randint(1, 4))
+        life.check()
+        weights = life.cluster.weights()
+        life = Life(name, rng.randint(2, 4), seed + number, life, servers=rng.randint(1, 3))
+        assert same_bits(life.cluster.weights(), weights)
         life.check()
     life.train(8)
     life.check()

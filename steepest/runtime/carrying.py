@@ -43,4 +43,5 @@ def carry(before: Holdings, after: Holdings, get: Callable[[list[Any], str], lis
     for (giver, process), chunks in gifts.items():
         given[process].append(giver.give.remote(chunks))
     get([process.take_over.remote(*gifts) for process, gifts in given.items()], "take over what others held")
-    get([process.forget.remote() for process in given], "forget what it held")
+    everybody = {process for processes in before.values() for process in processes}.union(given)
+    get([process.forget.remote() for process in everybody], "forget what it held")

@@ -328,9 +328,11 @@ class Range:
                 if going:
                     return Move(cluster, going, self._least, self._state, why)
         recovery = cluster.recovery
+        if successors.starting:
+            return None
         if recovery is not None and (whole := recovery.missing()) is not None:
             return Resize(cluster, workers, whole, self._state)
-        if successors.starting or workers >= self._most:
+        if workers >= self._most:
             return None
         successors.returning = [successors.again(start) or start for start in successors.returning]
         up = [start for start in successors.returning if has_answered(start.building[1])]
