@@ -212,7 +212,8 @@ class Worker:
             self._fail_calls(self._gone)
 
     def _fail_calls(self, error: PeerLostError) -> None:
-        calls, self._calls = self._calls, []
+        calls = [call for call in self._calls if call.version >= 0]  # the others need nobody's weights
+        self._calls = [call for call in self._calls if call.version < 0]
         for call in calls:
             call.fail(error)
 

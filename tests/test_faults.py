@@ -194,6 +194,27 @@ def test_a_lost_worker_is_named_and_the_last_commit_stands(worker: int) -> None:
     assert cluster.client.outcomes.empty()
 
 
+def test_who_gives_up_in_the_middle_of_a_step_says_so_whoever_is_lost_then() -> None:
+    ended: list[Any] = []
+
+    def lose(gradient: torch.Tensor) -> torch.Tensor:
+        worker = cluster.workers[1]
+        ended.append(worker.at_version(0, 3, lambda replicas: None))
+        ended.append(worker.give_up())
+        worker.lost(server_peer(1), "killed")
+        assert ended[0].exception() is not None  # which waits for weights
+        assert not ended[1].done()
+        return gradient
+
+    trouble: dict[int, Trouble] = {}
+    cluster = make(trouble)
+    cluster.step(2)
+    trouble[1] = lose
+    cluster.client.ask(1, True)
+    cluster.network.run_until(lambda: bool(ended) and ended[1].done(), "the end of the step")
+    ended[1].result()
+
+
 def test_a_result_that_comes_after_the_word_of_a_loss_is_not_that_of_the_next_step() -> None:
     cluster = make()
     cluster.step(2)
