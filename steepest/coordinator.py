@@ -219,7 +219,7 @@ class Coordinator:
         return [(worker_peer(worker), word), *joined, *self._go_on()]
 
     def _begin_generation(self, *, reload: bool, again: bool = False) -> Outgoing:
-        """Voids every staged push, which workers may make `again`; with `reload`, servers send them all weights."""
+        """Voids every staged push; servers send all weights (`reload`); gradients of these stay good (`again`)."""
         self.generation += 1
         self.limit = self.version
         self._staging.clear()
@@ -227,7 +227,7 @@ class Coordinator:
         self._leases.clear(self.joined, self.version)
         reload = reload or not self._rule.together  # who was in the middle of a push may hold older weights
         install = self._to_install() if self.joined == self._members else []  # they wait for the others
-        meta = {"workers": sorted(self.joined), "reload": reload, "install": install, "again": again}
+        meta = {"workers": sorted(self.joined), "reload": reload, "install": install, "again": again and not install}
         out = self._to_servers(Kind.MEMBERS, meta=meta)
         for worker in sorted(self.joined):
             out.append((worker_peer(worker), Message(Kind.MEMBERS, self.generation, version=self.version, meta=meta)))

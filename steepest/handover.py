@@ -65,12 +65,12 @@ class Kept:
         for server in servers:
             for index, held in server.chunks.items():
                 if (own := self._chunks.get(index)) is not None:
-                    weights, records = own.weights, own.state()
+                    records = own.state()
+                    if own.weights.data_ptr() != held.weights.data_ptr():
+                        held.weights.copy_(own.weights)
                 else:
-                    weights = torch.from_numpy(given[index].weights.copy())
                     records = [(about, _tensor(about, payload)) for about, payload in given[index].records]
-                if weights.data_ptr() != held.weights.data_ptr():
-                    held.weights.copy_(weights)
+                    held.weights.numpy()[:] = given[index].weights
                 held.clear_state()
                 for about, value in records:
                     held.load_state(about, value)

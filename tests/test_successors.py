@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +19,7 @@ from torch import nn
 from steepest.comm.message import Kind, Message, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
-from tests.modes import EACH, MODES, check, counters, make, shares, trained, worker_weights
+from tests.modes import EACH, MODES, check, counters, make, settle, shares, trained, worker_weights
 from tests.reference import Task, same_bits, samples, sgd
 
 WAYS = ["sync", "backup", *EACH]  # whose servers are processes of their own
@@ -121,6 +122,32 @@ def test_survivors_push_the_gradient_again_that_they_have(n: int, kind: Kind) ->
             int(value) for key, value in cluster.workers[worker]._replicas.models[0].state().items() if "tracked" in key
         ]
         assert (tracked, streams[worker].drawn) == (8, 8)
+
+
+def test_who_has_a_gradient_of_weights_that_were_replaced_meanwhile_computes_it_anew() -> None:
+    def other_weights(cluster: InProcessCluster) -> Any:
+        snapshot = cluster.snapshot("weights")
+        snapshot.weights.view(torch.float64).mul_(0.5)
+        return cluster.client.install(snapshot.version, snapshot.weights, None)
+
+    cluster = doomed("sync", [(1, Kind.PUSH, 5)])
+    cluster.on_left = lambda worker: None  # nobody comes for now
+    cluster.client.ask(9, True)
+    cluster.network.run_until(lambda: bool(cluster.coordinator._members - cluster.coordinator.joined), "its death")
+    settle(cluster)
+    version = cluster.coordinator.version
+    installed = other_weights(cluster)
+    settle(cluster)
+    cluster.replace(1)
+    cluster.wait(installed, "the installation")
+    while not cluster.client.outcomes.empty():
+        cluster.client.outcomes.get()
+    trained(cluster, 3)
+    straight = make("sync", TASK)
+    trained(straight, version)
+    straight.wait(other_weights(straight), "the installation")
+    trained(straight, 3)
+    assert same_bits(cluster.weights(), straight.weights())
 
 
 def test_a_step_that_failed_of_itself_is_computed_again() -> None:
