@@ -40,6 +40,7 @@ class RunSettings:
         patience: seconds that the others wait in a step to which all contribute, when a worker has died and no spare
             process is ready, before they go on without it until its successor is there (but for a single one, which
             waits); infinity for a run in which every step has all workers, and the bits of one in which nobody died.
+            With any, servers wait for another one in place of one that died, instead of doing without it meanwhile.
 
     Raises:
         ConfigurationError: a value out of range.
