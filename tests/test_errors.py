@@ -311,6 +311,7 @@ def test_a_worker_that_hangs() -> None:
             sgd.step()
 
 
+@pytest.mark.long
 def test_a_worker_that_does_not_arrive() -> None:
     make = creator()
 

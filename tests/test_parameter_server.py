@@ -354,6 +354,7 @@ def test_a_server_that_is_killed_is_named_at_once(transport: str) -> None:
             ray.get(look.remote([server]))
 
 
+@pytest.mark.long
 @TRANSPORTS
 def test_a_server_that_is_stopped_ends_in_a_deadline_and_goes_on_later(transport: str) -> None:
     size = 3_000_000  # more than sockets hold

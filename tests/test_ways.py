@@ -128,6 +128,7 @@ def creator(worker_index: int, device_index: int) -> TorchModel:
 
 
 @pytest.mark.ray
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("ways", ["shared", "unix", "tcp"])
 def test_training_gives_the_same_bits_whichever_way(ways: str) -> None:
