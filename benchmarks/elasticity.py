@@ -52,7 +52,7 @@ def server_deaths(workers: int) -> dict[str, Callable[[], Recovery]]:
     return {
         "server 0, copies": functools.partial(kill_server, copies, 0, workers, spare),
         "server 1, copies": functools.partial(kill_server, copies, 1, workers, spare),
-        "server 1, copies, no spare": functools.partial(kill_server, copies, 1, workers, RunSettings(spares=0)),
+        "server 1, no spare": functools.partial(kill_server, copies, 1, workers, RunSettings(spares=0)),
         "server 0, snapshots": functools.partial(kill_server, "ps", 0, workers, snapshots),
     }
 
