@@ -287,7 +287,7 @@ class Cluster:
         count = self.job.num_servers
         dealt = [list(range(count))] if len(hosting) == 1 else [[i] for i in range(count)]
         opened: list[Address] = self.get(
-            [actor.open.remote(job, held, initial) for actor, held in zip(hosting, dealt, strict=not in_driver)],
+            [actor.open.remote(job, numbers, initial) for actor, numbers in zip(hosting, dealt, strict=not in_driver)],
             "open the servers",
         )
         timeout = self.settings.start_timeout
