@@ -13,7 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; Ray's processes
 import pytest
 import torch
 
-from tests.forked_workers import forked
+from tests.forked_workers import fork_workers
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
@@ -44,8 +44,8 @@ def ray_cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys(path for path in found if path)))
         patch.delenv("RAY_ADDRESS", raising=False)
-        with forked():
-            ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        fork_workers()
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         try:
             yield
         finally:

@@ -1,9 +1,9 @@
 """Ray's worker processes as forks of one that has imported torch: a job of the tests starts in tenths of a second.
 
-Within `forked`, raylets start this file where they would start Ray's `setup_worker.py`, with the same arguments. The
-first of a raylet's workers to run it leaves a template behind, which imports what workers use and ends with the raylet.
-Each worker hands the template its arguments, environment and output, and ends; a fork of the template then does what
-Ray's own `default_worker.py` does. Workers with a runtime environment of their own start as Ray starts them.
+After `fork_workers()`, raylets start this file where they would start Ray's `setup_worker.py`, with the same arguments.
+The first of a raylet's workers to run it leaves a template behind, which imports what workers use and ends with the
+raylet. Each worker hands the template its arguments, environment and output, and ends; a fork of the template then does
+what Ray's own `default_worker.py` does. Workers with a runtime environment of their own start as Ray starts them.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 
 ENVIRONMENT = "--serialized-runtime-env-context="
 MODULES = ("torch", "ray.actor", "steepest.runtime.process", "steepest.models.torch", "steepest.testing", "pytest")
 
 
-@contextlib.contextmanager
-def forked() -> Iterator[None]:
-    """Have raylets that start in the block fork their workers, as long as they live. Does nothing but on Linux."""
+#: arguments of the interpreter that make it Ray's command line, with such raylets
+RAY = (
+    "-c",
+    "from ray.scripts.scripts import main; from tests.forked_workers import fork_workers; fork_workers(); main()",
+)
+
+
+def fork_workers() -> None:
+    """Have raylets that this process starts from now on fork their workers. Does nothing but on Linux."""
     from ray._private import ray_constants
 
-    usual = ray_constants.SETUP_WORKER_FILENAME
     if sys.platform == "linux":
         ray_constants.SETUP_WORKER_FILENAME = os.path.abspath(__file__)
-    try:
-        yield
-    finally:
-        ray_constants.SETUP_WORKER_FILENAME = usual
 
 
 def start(arguments: list[str]) -> None:

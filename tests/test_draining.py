@@ -70,6 +70,7 @@ INTERRUPTED = """
     import subprocess
     from steepest import Callback, RunSettings
     from steepest.comm.message import worker_peer
+    from steepest.runtime.draining import Move
 
     class Notice(Callback):
         def on_step(self, sgd, result):
@@ -77,8 +78,7 @@ INTERRUPTED = """
                 command = [{ray!r}, "drain-node", "--address", {address!r}, "--node-id", node]
                 reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
                 subprocess.Popen([*command, *reason, "--deadline-remaining-seconds", "120"])
-            change = sgd._training._change
-            if type(change).__name__ == "Move" and victim not in self.killed:
+            if isinstance(sgd._training._change, Move) and victim not in self.killed:
                 self.killed.append(victim)
                 os.kill(victim, signal.SIGKILL)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -175,8 +174,11 @@ def test_replicas_that_disagree(workers: int, devices: int, other: str) -> None:
 
 # -- a step that fails ------------------------------------------------------------------------------
 
+PS = ParameterServerStrategy(num_servers=2, chunk_bytes=32)
+ALLREDUCE = AllreduceStrategy(chunk_bytes=32)
 
-@pytest.fixture(scope="module", params=[ParameterServerStrategy(num_servers=2, chunk_bytes=32), SimpleStrategy()])
+
+@pytest.fixture(scope="module", params=[PS, SimpleStrategy()], ids=["ps", "simple"])
 def shared(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[DistributedSGD]:
     with DistributedSGD(creator(), num_workers=2, strategy=request.param) as sgd:
         yield sgd
@@ -217,9 +219,8 @@ def test_a_function_that_raises_on_the_workers(shared: DistributedSGD) -> None:
     assert shared.step().step == at + 1
 
 
+@pytest.mark.parametrize("shared", [PS], ids=["ps"], indirect=True)  # under simple no process listens
 def test_strangers_at_the_door_are_refused_and_counted(shared: DistributedSGD) -> None:
-    if shared.num_servers == 1:
-        pytest.skip("with the strategy simple nobody listens")
     import ray
 
     server = shared._live().actors[Peer("server", 0)]
@@ -267,10 +268,6 @@ def test_a_worker_that_is_killed(strategy: str) -> None:
         sgd.weights()
 
 
-PS = ParameterServerStrategy(num_servers=2, chunk_bytes=32)
-ALLREDUCE = AllreduceStrategy(chunk_bytes=32)
-
-
 @pytest.mark.parametrize(
     ("strategy", "workers", "victim"),
     [(PS, 1, Peer("worker", 0)), (PS, 2, Peer("server", 1)), (ALLREDUCE, 2, Peer("worker", 1))],
@@ -293,16 +290,21 @@ def test_a_process_with_a_server_that_is_killed(
         with pytest.raises(PeerLostError, match=rf"^{victim} on .*pid {pid}\) died: .* is gone"):
             sgd.weights()
         monkeypatch.undo()
-        with contextlib.suppress(PeerLostError):  # workers that hold all of the last commit can still evaluate it
-            assert sgd.evaluate(samples(4)).samples == 4
+        try:
+            found = sgd.evaluate(samples(4))
+        except PeerLostError as error:
+            assert str(victim) in str(error)
+        else:  # workers that hold all of the last commit can still evaluate it
+            assert workers > 1
+            assert found.samples == 4
 
 
 def test_a_worker_that_hangs() -> None:
-    with DistributedSGD(creator(), num_workers=2, settings=RunSettings(step_timeout=4, call_timeout=4)) as sgd:
+    with DistributedSGD(creator(), num_workers=2, settings=RunSettings(step_timeout=2, call_timeout=2)) as sgd:
         sgd.step()
         before = sgd.weights()
         set_fault(sgd, 1, "hang")
-        with pytest.raises(DeadlineError, match=r"step 2 was not committed within 4 s: still waiting for worker 1;"):
+        with pytest.raises(DeadlineError, match=r"step 2 was not committed within 2 s: still waiting for worker 1;"):
             sgd.step()
         assert same_bits(sgd.weights(), before)
         with pytest.raises(DeadlineError, match="worker 1"):

@@ -60,15 +60,14 @@ def check_report(printed: str, source: str, iterations: int, last: float) -> int
 @needs_mnist
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(("mode", "updates"), [("sync", 100), ("async", 200)])
+@pytest.mark.parametrize(("mode", "updates", "stalest"), [("sync", 100, 0), ("async", 200, 199)])
 def test_mnist_is_learned(
-    examples: dict[str, Any], capsys: pytest.CaptureFixture[str], mode: str, updates: int
+    examples: dict[str, Any], capsys: pytest.CaptureFixture[str], mode: str, updates: int, stalest: int
 ) -> None:
     accuracy = examples["mnist_parameter_server"].main(["--mode", mode, "--iterations", "100"])
     assert accuracy > 0.65  # sync 75%, async 83%
     printed = capsys.readouterr().out
-    greatest = check_report(printed, "MNIST in ", 100, accuracy)
-    assert mode != "sync" or greatest == 0
+    assert check_report(printed, "MNIST in ", 100, accuracy) <= stalest
     assert f"\n{updates} updates, " in printed
 
 

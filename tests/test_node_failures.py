@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_workers import RAY
 from tests.test_nodes import ip, until
 from tests.test_ray_places import SECONDS, Place
 
@@ -71,7 +72,6 @@ class Nodes:
         ip("-n", name, "addr", "add", f"{self.address(index)}/24", "dev", "spn")
         ip("-n", name, "link", "set", "spn", "up")
         ip("-n", self.switch, "link", "set", f"port{index}", "master", "bridge", "up")
-        ray = str(Path(sys.executable).with_name("ray"))
         own = ["--head", f"--port={PORT}", "--include-dashboard=false"] if index == 0 else []
         own = own or [f"--address={self.address(0)}:{PORT}"]
         common = [
@@ -82,7 +82,7 @@ class Nodes:
         ]
         # its files to itself: nodes that start together would give their sockets the same names
         common += [f"--node-ip-address={self.address(index)}", f"--temp-dir={self.place.directory}/{index}"]
-        process = self.place.start("ip", "netns", "exec", name, ray, "start", *own, *common)
+        process = self.place.start("ip", "netns", "exec", name, sys.executable, *RAY, "start", *own, *common)
         self.started.append(process)
         return process
 

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.forked_workers import RAY
 from tests.test_ray_places import SECONDS, Place
 
 pytestmark = [
@@ -56,13 +56,12 @@ def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
             ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
             ip("-n", space, "link", "set", device, "up")
         place.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.mark * 2}
-        ray = str(Path(sys.executable).with_name("ray"))
         common = ["--num-cpus=2", "--block", "--disable-usage-stats"]
         head = [f"--node-ip-address={ADDRESSES[0]}", "--head", f"--port={PORT}", "--include-dashboard=false"]
         other = [f"--node-ip-address={ADDRESSES[1]}", f"--address={ADDRESSES[0]}:{PORT}"]
         started = []
         for space, arguments in zip(spaces, (head, other), strict=True):
-            process = place.start("ip", "netns", "exec", space, ray, "start", *arguments, *common)
+            process = place.start("ip", "netns", "exec", space, sys.executable, *RAY, "start", *arguments, *common)
             started.append(process)
             until(process.stdout, "runtime started")
         place.environment["RAY_ADDRESS"] = f"{ADDRESSES[0]}:{PORT}"

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_workers import RAY
+
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
@@ -49,6 +51,7 @@ def check(weights):
     assert all(bool((weights[name] == value).all()) for name, value in again.weights().items())
 
 """
+FORK = "from tests.forked_workers import fork_workers; fork_workers()\n"
 
 
 class Place:
@@ -80,10 +83,10 @@ class Place:
         assert process.returncode == 0, output
         return output
 
-    def script(self, body: str) -> str:
-        """Writes a Python program; returns its path."""
+    def script(self, body: str, *, forked: bool = True) -> str:
+        """Writes a Python program; returns its path. Workers of the clusters that it starts may be forks."""
         path = self.directory / "program.py"
-        path.write_text(HEAD + textwrap.dedent(body))
+        path.write_text(HEAD + (FORK if forked else "") + textwrap.dedent(body))
         return str(path)
 
     def python(self, body: str) -> str:
@@ -136,7 +139,8 @@ def test_without_ray_one_is_started_and_ended(place: Place) -> None:
         if __name__ == "__main__":
             check(train())
             assert not ray.is_initialized()
-        """
+        """,
+        forked=False,
     )
     assert "Traceback" not in place.run(sys.executable, "-W", "error", program)
 
@@ -189,8 +193,7 @@ def test_inside_a_tune_trial(place: Place) -> None:
 
 
 def test_on_a_running_cluster_named_by_ray_address(place: Place) -> None:
-    ray_command = str(Path(sys.executable).parent / "ray")
-    head = (ray_command, "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block")
+    head = (sys.executable, *RAY, "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block")
     with place.start(*head) as cluster:
         try:
             assert cluster.stdout is not None
