@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 import steepest
 
@@ -27,11 +28,19 @@ def test_examples_in_docstrings_run(name: str) -> None:
     assert result.failed == 0
 
 
-def run_block(block: str, folder: Path) -> str:
-    """What a page's example prints when it runs as it stands."""
+@pytest.fixture
+def address(ray_cluster: None) -> str:
+    """Where the tests' cluster is found; tests/test_ray_places.py has programs that start their own."""
+    found = ray.get_runtime_context().gcs_address
+    assert isinstance(found, str)
+    return found
+
+
+def run_block(block: str, folder: Path, address: str = "") -> str:
+    """What a page's example prints when it runs as it stands; on that cluster, if it uses Ray."""
     script = folder / "example.py"
     script.write_text(block)
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = os.environ | {"RAY_ADDRESS": address}
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=folder,
@@ -50,27 +59,28 @@ def blocks_of(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(("number", "said"), [(0, "EvaluationResult(loss="), (1, "20.0 20.0")])
-def test_the_readmes_examples_run_as_they_stand(tmp_path: Path, number: int, said: str) -> None:
+def test_the_readmes_examples_run_as_they_stand(tmp_path: Path, address: str, number: int, said: str) -> None:
     pytest.importorskip("sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'")
     blocks = blocks_of("README.md")
     assert len(blocks) == 2
     assert len(blocks[number].splitlines()) <= 20
-    assert said in run_block(blocks[number], tmp_path)
+    assert said in run_block(blocks[number], tmp_path, address)
     assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 0)
 
 
-def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(tmp_path: Path) -> None:
+@pytest.mark.ray
+def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(tmp_path: Path, address: str) -> None:
     (block,) = blocks_of("docs/collectives.md")
     assert len(block.splitlines()) < 60
-    assert "after: 0.000" in run_block(block, tmp_path)
+    assert "after: 0.000" in run_block(block, tmp_path, address)
 
 
 @pytest.mark.ray
-@pytest.mark.long
 @pytest.mark.parametrize(("number", "said"), [(0, "epochs: 4 steps: 120 loss: 0.000"), (1, "rows: 400")])
-def test_the_examples_of_training_data_run_as_they_stand(tmp_path: Path, number: int, said: str) -> None:
-    assert said in run_block(blocks_of("docs/data.md")[number], tmp_path)
+def test_the_examples_of_training_data_run_as_they_stand(tmp_path: Path, address: str, number: int, said: str) -> None:
+    assert said in run_block(blocks_of("docs/data.md")[number], tmp_path, address)
 
 
 def test_the_example_of_scripted_faults_runs_as_it_stands(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -291,12 +292,11 @@ def test_a_process_with_a_server_that_is_killed(
             sgd.weights()
         monkeypatch.undo()
         try:
-            found = sgd.evaluate(samples(4))
+            said = f"{sgd.evaluate(samples(4)).samples} samples"
         except PeerLostError as error:
-            assert str(victim) in str(error)
-        else:  # workers that hold all of the last commit can still evaluate it
-            assert workers > 1
-            assert found.samples == 4
+            said = str(error)
+        alive = victim.role == "server"  # workers that hold all of the last commit can still evaluate it
+        assert re.match(rf"{victim} on |4 samples" if alive else rf"{victim} on ", said)
 
 
 def test_a_worker_that_hangs() -> None:
@@ -322,8 +322,8 @@ def test_a_worker_that_does_not_arrive() -> None:
             threading.Event().wait(60)
         return make(worker_index, device_index)
 
-    with pytest.raises(DeadlineError, match=r"^worker 1 of 2 processes did not build the model within 15 s"):
-        DistributedSGD(create, num_workers=2, settings=RunSettings(start_timeout=3.0))
+    with pytest.raises(DeadlineError, match=r"^worker 1 of 2 processes did not build the model within 5 s"):
+        DistributedSGD(create, num_workers=2, settings=RunSettings(start_timeout=1.0))
 
 
 def test_a_schedule_that_ends_too_early() -> None:
