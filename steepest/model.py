@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -17,6 +18,7 @@ from steepest.optimizer import OptimizerSpec
 MIN_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 4 << 20
 _ALIGNMENT = 64
+_PAGE = mmap.PAGESIZE  # what a process writes to memory that it shares hides a whole page from it, see `comm.shared`
 _DIVISIBLE = 12  # so that each of 2, 3, 4 or 6 servers holds as much as the others
 
 
@@ -115,7 +117,8 @@ class ParameterLayout:
     """The flat view over named parameters.
 
     Parameters lie in backward order (last layers first) so that the first chunks are complete first
-    while the backward pass goes on; grouped by dtype, trainable ones before frozen ones.
+    while the backward pass goes on; grouped by dtype, trainable ones before frozen ones. Each group begins on a page
+    of memory, and so does each chunk, unless smaller ones were asked for.
 
     Example:
         >>> import torch
@@ -167,20 +170,17 @@ class ParameterLayout:
         chunks: list[Chunk] = []
         offset = 0
         for (frozen, dtype), group in sorted(kinds.items(), key=lambda item: item[0][0]):
-            placed: list[tuple[int, Entry]] = []
-            for entry in group:
-                placed.append((len(entries), Entry(**{**_fields(entry), "offset": offset})))
-                entries.append(placed[-1][1])
-                offset += entry.nbytes
-            begin = placed[0][1].offset
-            borders = _even_cuts(begin, offset, target, dtype.itemsize, 1 if chunk_bytes else _DIVISIBLE)
-            if not split_tensors:
-                borders = _tensor_cuts([entry for _, entry in placed], offset, target)
-            for start, stop in pairwise(borders):
+            begin = _aligned(offset, _PAGE if any(entry.nbytes for entry in group) else _ALIGNMENT)
+            placed, borders = _place(group, begin, len(entries), target, whole=not split_tensors)
+            entries += [entry for _, entry in placed]
+            offset = placed[-1][1].offset + placed[-1][1].nbytes
+            if split_tensors:
+                cuts = _even_cuts(begin, offset, target, dtype.itemsize, 1 if chunk_bytes else _DIVISIBLE)
+                borders = list(pairwise(cuts))
+            for start, stop in borders:
                 slices = _slices(placed, start, stop, dtype.itemsize)
                 chunks.append(Chunk(len(chunks), dtype, not frozen, start, stop, slices))
-            offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
-        return cls(tuple(entries), tuple(chunks), offset)
+        return cls(tuple(entries), tuple(chunks), _aligned(offset, _ALIGNMENT))
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -195,6 +195,11 @@ class ParameterLayout:
             for piece in chunk.slices:
                 found[piece.entry].append(chunk.index)
         return tuple(tuple(chunks) for chunks in found)
+
+    @cached_property
+    def on_pages(self) -> bool:
+        """Whether no page of memory holds parts of two chunks."""
+        return all(chunk.start % _PAGE == 0 for chunk in self.chunks)
 
     def allocate(self) -> torch.Tensor:
         """A zeroed flat buffer: uint8, `nbytes` long."""
@@ -264,8 +269,34 @@ class ParameterLayout:
         return None if self.chunks == other.chunks else "the same parameters cut into other chunks"
 
 
-def _fields(entry: Entry) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in ("name", "shape", "dtype", "trainable", "aliases")}
+def _aligned(offset: int, unit: int) -> int:
+    return -(-offset // unit) * unit
+
+
+def _place(
+    group: Sequence[Entry], begin: int, first: int, target: int, *, whole: bool
+) -> tuple[list[tuple[int, Entry]], list[tuple[int, int]]]:
+    """Entries one after the other, with their indices; and chunks of at least `target` bytes of `whole` ones.
+
+    Where tensors stay whole, a chunk that is not small begins on a page.
+    """
+    placed: list[tuple[int, Entry]] = []
+    borders: list[tuple[int, int]] = []
+    left = sum(entry.nbytes for entry in group)
+    offset = start = begin
+    for index, entry in enumerate(group, start=first):
+        placed.append((index, replace(entry, offset=offset)))
+        offset += entry.nbytes
+        left -= entry.nbytes
+        if whole and offset > start and (offset - start >= target or not left):
+            borders.append((start, offset))
+            offset = start = _aligned(offset, _PAGE) if left and _unit(target, 1) == _PAGE else offset
+    return placed, borders
+
+
+def _unit(target: int, itemsize: int) -> int:
+    """What borders of chunks of some size are multiples of."""
+    return next((unit for unit in (_PAGE, _ALIGNMENT) if target >= 4 * unit), itemsize)
 
 
 def _even_cuts(start: int, stop: int, target: int, itemsize: int, multiple: int) -> list[int]:
@@ -273,24 +304,12 @@ def _even_cuts(start: int, stop: int, target: int, itemsize: int, multiple: int)
     size = stop - start
     if size == 0:
         return []
-    unit = _ALIGNMENT if target >= 4 * _ALIGNMENT else itemsize
+    unit = _unit(target, itemsize)
     pieces = -(-size // max(target // unit * unit, unit))
     if 3 * pieces >= multiple:
         pieces = -(-pieces // multiple) * multiple
     cuts = {start + -(-(size * i) // (pieces * unit)) * unit for i in range(1, pieces)}  # upwards: none exceeds
     return [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
-
-
-def _tensor_cuts(entries: Sequence[Entry], stop: int, target: int) -> list[int]:
-    """Borders between whole tensors, each piece at least `target` bytes where possible."""
-    borders = [entries[0].offset]
-    if stop == borders[0]:
-        return []
-    for entry in entries:
-        end = entry.offset + entry.nbytes
-        if end - borders[-1] >= target and end < stop:
-            borders.append(end)
-    return [*borders, stop]
 
 
 def _slices(placed: Sequence[tuple[int, Entry]], start: int, stop: int, itemsize: int) -> tuple[Slice, ...]:

@@ -141,7 +141,7 @@ class Replicas:
         """
         if weights.data_ptr() == self.weights.data_ptr():
             return True
-        if not make_writable(weights):
+        if not make_writable(weights, whole_pages=self.layout.on_pages):
             return False
         self._move(weights)
         return True

@@ -109,36 +109,46 @@ def _holding(segments: Mapping[int, Segment], memory: torch.Tensor) -> Segment |
     return None
 
 
-def make_writable(memory: torch.Tensor) -> bool:
+def make_writable(memory: torch.Tensor, *, whole_pages: bool = True) -> bool:
     """Lets this process write to memory that it has borrowed; whether it can.
 
     What it writes is seen by nobody else, but hides the page (4 kB) that it lies in from what its owner writes
     there, until `forget_writes`.
+
+    Args:
+        whole_pages: whether no page holds parts that the owner writes to at different times.
     """
     if (segment := _holding(_borrowed, memory)) is None:
         return True  # of this process
-    if not os.access(_PAGEMAP, os.R_OK):
+    if not whole_pages or not os.access(_PAGEMAP, os.R_OK):
         return False
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     return not _libc.mprotect(ctypes.c_void_p(segment.address), ctypes.c_size_t(len(segment)), protection)
 
 
-def forget_writes(memory: torch.Tensor) -> int:
-    """Gives up what this process has written to borrowed memory; returns the number of pages that it had written to.
+def forget_writes(memory: torch.Tensor) -> list[int]:
+    """Gives up what this process has written to borrowed memory.
 
     Takes about a millisecond for each 100 MB.
+
+    Returns:
+        Of each page in which something has changed by that, how far in the memory the first changed byte is.
     """
     if (segment := _holding(_borrowed, memory)) is None:
-        return 0
+        return []
     pages = -(-len(segment) // mmap.PAGESIZE)
     with open(_PAGEMAP, "rb", buffering=0) as file:
         entries = np.frombuffer(os.pread(file.fileno(), pages * 8, segment.address // mmap.PAGESIZE * 8), dtype="<u8")
     written = np.flatnonzero((entries & _PRESENT != 0) & (entries & _SHARED_PAGE == 0))
-    for page in written:
-        address = ctypes.c_void_p(segment.address + int(page) * mmap.PAGESIZE)
-        if _libc.madvise(address, ctypes.c_size_t(mmap.PAGESIZE), mmap.MADV_DONTNEED):
+    seen, changed = np.frombuffer(segment, dtype=np.uint8), []
+    for page in written.tolist():
+        part = seen[page * mmap.PAGESIZE : (page + 1) * mmap.PAGESIZE]
+        before, address = part.copy(), segment.address + page * mmap.PAGESIZE
+        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), "madvise")
-    return len(written)
+        if (differs := np.flatnonzero(before != part)).size:
+            changed.append(address + int(differs[0]) - memory.data_ptr())
+    return changed
 
 
 class Lending:
