@@ -12,13 +12,13 @@ import torch
 
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send, worker_peer
 from steepest.comm.precision import narrow, narrow_size
-from steepest.comm.shared import allocate
 from steepest.errors import ProtocolError
 from steepest.hosts import Hosts
 from steepest.model import ParameterLayout
 from steepest.optimizer import OptimizerSpec
 from steepest.packing import Packing
 from steepest.records import checked_state_size, state_message, state_tensor
+from steepest.rooms import Rooms
 from steepest.rules import PushId
 from steepest.server_chunk import Push, ServerChunk
 from steepest.staging import Done
@@ -97,8 +97,8 @@ class Server:
         self._packing, self._pull_dtype = wire_formats
         self._hosts = hosts or Hosts.apart(0, index + 1)
         self._host = self._hosts.servers[index]
-        self._rooms = [weights]  # flat vectors; each chunk's weights lie in one of them, its older ones in others
-        self._narrow_rooms: list[torch.Tensor] = []  # the same, half as large, of what workers pull narrow
+        self._rooms = Rooms(layout.nbytes, in_use, weights)
+        self._narrow_rooms = Rooms(layout.nbytes // 2, in_use)  # of what workers pull narrow
         self._narrowed: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}  # by chunk: of which version, its bytes
         self._together = together
         self._checked = checked
@@ -138,9 +138,13 @@ class Server:
     @property
     def room(self) -> torch.Tensor:
         """The flat vector in which its chunks lie, or the first of them."""
-        at = next((held.weights.data_ptr() for held in self._chunks.values() if held.chunk.nbytes), 0)
-        inside = (room for room in self._rooms if 0 <= at - room.data_ptr() < room.numel())
-        return next(inside, self._rooms[0])
+        lying = next((held.weights for held in self._chunks.values() if held.chunk.nbytes), torch.empty(0))
+        return self._rooms.of(lying)
+
+    @property
+    def rooms_held(self) -> int:
+        """Flat vectors that take memory: one, and those that readers need, or needed not long ago."""
+        return self._rooms.held + self._narrow_rooms.held
 
     # -- Role ----------------------------------------------------------------------------------
 
@@ -343,6 +347,8 @@ class Server:
                 self._done.add(push)
         if self._copies and self._index == 1:  # in another process than the coordinator
             self._send(COORDINATOR, Message(Kind.LOGGED, self.generation, version=self.version))
+        if self._rooms.look():
+            self._give_rooms_back()
         self._stage_early()
 
     def _make_way(self, held: ServerChunk) -> torch.Tensor | None:
@@ -352,15 +358,19 @@ class Server:
             return None
         if not self._in_use(held.weights):
             return None
-        return self._free_room(self._rooms, held.chunk.start, held.chunk.stop, self._layout.nbytes)
+        return self._rooms.free(held.chunk.start, held.chunk.stop)
 
-    def _free_room(self, rooms: list[torch.Tensor], start: int, stop: int, nbytes: int) -> torch.Tensor:
-        """These bytes of the first flat vector in which nobody is reading them."""
-        for room in rooms:
-            if not self._in_use(room[start:stop]):
-                return room[start:stop]
-        rooms.append(allocate(nbytes))
-        return rooms[-1][start:stop]
+    def _give_rooms_back(self) -> None:
+        """Frees memory that no reader has needed for a while."""
+        chunks = [held.chunk for held in self._chunks.values()]
+        for held in self._chunks.values():
+            if (room := self._rooms.moved(held.weights, held.chunk.start, held.chunk.stop)) is not None:
+                room.copy_(held.weights)
+                held.move(room)
+        self._rooms.shrink([held.weights for held in self._chunks.values()], [(c.start, c.stop) for c in chunks])
+        self._narrowed.clear()
+        sizes = [(c, narrow_size(c.dtype, c.nbytes, self._pull_dtype)) for c in chunks]
+        self._narrow_rooms.shrink([], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size])
 
     def _discard(self, message: Message) -> None:
         """These pushes will never be committed; whoever made them goes on with the weights as they are."""
@@ -405,7 +415,7 @@ class Server:
         version, narrowed = self._narrowed.get(chunk.index, ((-1, -1), held.weights))
         if version != (self.generation, self.version):
             begin = chunk.start // 2
-            narrowed = self._free_room(self._narrow_rooms, begin, begin + size, self._layout.nbytes // 2)
+            narrowed = self._narrow_rooms.free(begin, begin + size)
             if not narrow(held.weights, wire, narrowed):
                 narrowed = held.weights
             self._narrowed[chunk.index] = ((self.generation, self.version), narrowed)

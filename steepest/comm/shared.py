@@ -109,6 +109,22 @@ def _holding(segments: Mapping[int, Segment], memory: torch.Tensor) -> Segment |
     return None
 
 
+def give_pages_back(memory: torch.Tensor) -> bool:
+    """Lets the kernel have the pages of memory from `allocate`, everybody's: it holds zeros and takes none until used.
+
+    Returns:
+        Whether they could be given back: it is all of a segment of this process.
+    """
+    segment = segment_of(memory)
+    if segment is None or memory.numel() != len(segment):
+        return False
+    try:
+        segment.madvise(mmap.MADV_REMOVE)
+    except OSError:  # this kernel does not do it for such memory
+        return False
+    return True
+
+
 def make_writable(memory: torch.Tensor, *, whole_pages: bool = True) -> bool:
     """Lets this process write to memory that it has borrowed; whether it can.
 

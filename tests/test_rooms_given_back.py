@@ -1,0 +1,156 @@
+"""Memory for weights that somebody reads is given back when nobody has for a while."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.comm.shared import AVAILABLE, SHARED_FROM, allocate, give_pages_back, segment_of
+from steepest.config import ParameterServerStrategy
+from steepest.model import ParameterLayout
+from steepest.rooms import Rooms
+from steepest.server import Server
+from steepest.testing import InProcessCluster, linear_model_creator
+
+COMMITS = 16
+shared = pytest.mark.skipif(not AVAILABLE, reason="this platform lends no memory")
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steepest.rooms.COMMITS", COMMITS)
+
+
+def pages(memory: torch.Tensor) -> int:
+    """Bytes that shared memory takes, in whichever process."""
+    segment = segment_of(memory)
+    assert segment is not None
+    return os.fstat(segment.descriptor).st_blocks * 512
+
+
+class Reading:
+    """One server of two chunks that adds what one worker pushes, and readers that take their time."""
+
+    def __init__(self, elements: int) -> None:
+        self.layout = ParameterLayout.plan([("w", (elements,), torch.float32, True)], chunk_bytes=elements * 2)
+        self.read: set[int] = set()  # by address
+        self.server = Server(
+            0, self.layout, [[0]] * len(self.layout.chunks), None, allocate(self.layout.nbytes),
+            lambda peer, message: None, lambda view: view.data_ptr() in self.read, together=False,
+        )  # fmt: skip
+        self.commits = 0
+        self.server.handle(COORDINATOR, Message(Kind.MEMBERS, 1, version=0, meta={"workers": [0], "reload": False}))
+
+    def commit(self, times: int = 1) -> None:
+        """Adds one to every weight."""
+        for _ in range(times):
+            self.commits += 1
+            for chunk in self.layout.chunks:
+                ones = torch.ones(chunk.nbytes // 4).view(torch.uint8)
+                push = Message(Kind.PUSH, 1, 0, self.commits, self.commits - 1, chunk=chunk.index, payload=ones)
+                push.weight = push.total = 1.0
+                self.server.handle(worker_peer(0), push)
+            commit = Message(Kind.COMMIT, 1, version=self.commits)
+            commit.meta, commit.weight = {"pushes": [[0, 0, self.commits]], "readers": []}, 1.0
+            self.server.handle(COORDINATOR, commit)
+            values = torch.cat([held.weights.view(torch.float32) for held in self.server.chunks.values()])
+            assert torch.equal(values, torch.full_like(values, self.commits))
+
+    def lend(self) -> None:
+        """Somebody reads all weights from now on."""
+        self.read |= {held.weights.data_ptr() for held in self.server.chunks.values()}
+
+
+@pytest.mark.parametrize("elements", [64, SHARED_FROM], ids=["plain memory", "shared memory"])
+def test_rooms_are_given_back_when_readers_are_gone(elements: int) -> None:
+    job = Reading(elements)
+    for rooms in (1, 2, 3, 4):
+        assert job.server.rooms_held == rooms
+        job.lend()
+        job.commit()
+    assert job.server.rooms_held == 5
+    job.commit(COMMITS - 5)  # in place, in the last room
+    assert job.server.rooms_held == 5
+    job.read.clear()
+    job.commit(2 * COMMITS)
+    assert job.server.rooms_held == 1
+    job.lend()
+    job.commit()
+    assert job.server.rooms_held == 2  # and it can be had again
+
+
+def test_what_is_read_stays_as_long_as_it_is() -> None:
+    job = Reading(64)
+    job.lend()
+    old = [held.weights for held in job.server.chunks.values()]
+    for _ in range(3 * COMMITS):
+        job.commit()
+        assert job.server.rooms_held == 2
+        assert all((view.view(torch.float32) == 0).all() for view in old)
+    job.read.clear()
+    job.commit(2 * COMMITS)
+    assert job.server.rooms_held == 1
+
+
+def test_what_is_needed_now_and_then_is_not_made_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an asynchronous job, whose readers come and go."""
+    made = []
+    monkeypatch.setattr("steepest.rooms.allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
+    job = Reading(64)
+    for step in range(5 * COMMITS):
+        if step % 3 == 0:
+            job.read.clear()
+        job.lend()
+        job.commit()
+    assert len(made) <= 3
+    assert job.server.rooms_held == len(made) + 1
+
+
+@shared
+def test_a_room_that_is_given_back_takes_no_memory() -> None:
+    read: set[int] = set()
+    rooms = Rooms(SHARED_FROM * 4, lambda view: view.data_ptr() in read, allocate(SHARED_FROM * 4))
+    read.add(rooms.free(0, 100).data_ptr())
+    second = rooms.free(0, SHARED_FROM * 4)
+    second.fill_(7)
+    assert pages(second) == SHARED_FROM * 4
+    read.clear()
+    rooms.shrink([], [(0, 100)])  # it was needed since the last time
+    assert pages(second) == SHARED_FROM * 4
+    rooms.shrink([], [(0, 100)])
+    assert (pages(second), rooms.held) == (0, 1)
+    rooms.shrink([], [(0, 100)])
+    read.add(rooms.free(0, 100).data_ptr())
+    assert rooms.free(0, 100).data_ptr() == second.data_ptr()  # readers have it mapped already
+    assert (second == 0).all()
+
+
+@shared
+def test_only_whole_segments_of_this_process_can_be_given_back() -> None:
+    memory = allocate(SHARED_FROM)
+    memory.fill_(1)
+    assert not give_pages_back(torch.ones(SHARED_FROM, dtype=torch.uint8))
+    assert not give_pages_back(memory[:100])
+    assert (memory == 1).all()
+    assert give_pages_back(memory)
+    assert (memory == 0).all()
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bf16"])
+def test_a_job_goes_on_as_before(wire_dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever rooms are looked at: the same bits."""
+
+    def train() -> InProcessCluster:
+        strategy = ParameterServerStrategy(mode="async", num_servers=2, wire_dtype=wire_dtype)
+        cluster = InProcessCluster(linear_model_creator(), num_workers=3, strategy=strategy, shuffle=4)
+        cluster.step(40)
+        return cluster
+
+    expected = train()
+    monkeypatch.setattr("steepest.rooms.COMMITS", 3)
+    found = train()
+    assert all(torch.equal(value, expected.weights()[name]) for name, value in found.weights().items())
+    assert sum(s.rooms_held for s in found.servers) <= sum(s.rooms_held for s in expected.servers)
