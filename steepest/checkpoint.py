@@ -1,7 +1,7 @@
 """Checkpoints: safetensors files and a JSON manifest, replaced atomically; nothing is unpickled.
 
-A checkpoint is a directory. `manifest.json` names the other files and their SHA-256; it is written last
-and replaced in one step, so that a directory always holds one whole checkpoint.
+A checkpoint is a directory. `manifest.json` names the other files and their SHA-256, and ends with its own; it is
+written last and replaced in one step, so that a directory always holds one whole checkpoint.
 
     weights-*.safetensors    parameters and buffers by the user's own names; loads into the plain module
     optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however they were split
@@ -11,8 +11,6 @@ and replaced in one step, so that a directory always holds one whole checkpoint.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,16 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from steepest.config import require_count
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
 from steepest.model import ParameterLayout
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-_ABOUT = {"files", "step", "epoch", "offset", "samples", "seed", "optimizer", "flags", "plain", "aliases"}
+from steepest.tensor_file import Progress, no_progress, read_tensors, write_tensors
 
 #: Optimizer state of one slice: which chunk, what it is, its values.
 Record = tuple[int, dict[str, Any], torch.Tensor]
@@ -205,34 +199,36 @@ def _elementwise(value: torch.Tensor, start: int, stop: int, shape: tuple[int, .
     return tuple(value.shape) in ((stop - start,), shape) and value.numel() == stop - start
 
 
-def write(path: Path, checkpoint: Checkpoint) -> None:
+def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) -> None:
     """Writes a checkpoint; what was at `path` before stays whole until this one is.
+
+    Args:
+        progress: told which file is worked on.
 
     Raises:
         CheckpointError: the path is a file, or cannot be written.
     """
     stamp = f"{checkpoint.about['step']}-{secrets.token_hex(4)}"
-    files: dict[str, dict[str, str]] = {}
+    files: dict[str, dict[str, Any]] = {}
     try:
+        progress(path)
         path.mkdir(parents=True, exist_ok=True)
-        for kind in ("weights", "optimizer", "replicas"):
+        for kind in KINDS:
             name = f"{kind}-{stamp}.safetensors"
-            tensors: dict[str, torch.Tensor] = getattr(checkpoint, kind)
-            save_file({key: value.contiguous() for key, value in tensors.items()}, path / name)
-            _sync(path / name)
-            files[kind] = {"name": name, "sha256": _digest(path / name)}
-        manifest = {"format": FORMAT, "files": files, **checkpoint.about}
+            files[kind] = {"name": name, **write_tensors(path / name, getattr(checkpoint, kind), progress)}
         unfinished = path / f".{MANIFEST}-{stamp}"
-        unfinished.write_text(json.dumps(manifest, indent=1) + "\n")
+        progress(unfinished)
+        unfinished.write_bytes(encode_manifest(files, checkpoint.about))
         _sync(unfinished)
         os.replace(unfinished, path / MANIFEST)
         _sync(path)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {path}: {error}") from error
     kept = {entry["name"] for entry in files.values()}
     mine = [old for old in path.glob("*.safetensors") if old.name.split("-")[0] in files]
     for old in (*mine, *path.glob(f".{MANIFEST}-*")):  # of the last checkpoint, or of a crash
         if old.name not in kept:
+            progress(old)
             with contextlib.suppress(OSError):  # an older file more does no harm
                 old.unlink()
 
@@ -244,38 +240,19 @@ def read(path: Path) -> Checkpoint:
         CheckpointError: missing, of another format, incomplete or damaged.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        files, about = decode_manifest((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}: there is no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, CheckpointError) as error:
         raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST}: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"the checkpoint at {path} is not of format {FORMAT}: it was written by another version")
-    if missing := _ABOUT - manifest.keys():
-        raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST} lacks {', '.join(sorted(missing))}")
     tensors: dict[str, dict[str, torch.Tensor]] = {}
-    files = manifest.pop("files")
-    for kind in ("weights", "optimizer", "replicas"):
+    for kind in KINDS:
+        name = files[kind]["name"]
         try:
-            name, digest = str(files[kind]["name"]), files[kind]["sha256"]
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST} names no file of {kind}") from error
-        file = path / Path(name).name
-        try:
-            if _digest(file) != digest:
-                raise CheckpointError(f"damaged checkpoint at {path}: {file.name} does not have its checksum")
-            tensors[kind] = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"damaged checkpoint at {path}: {file.name}: {error}") from error
-    return Checkpoint(tensors["weights"], tensors["optimizer"], tensors["replicas"], manifest)
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()
+            tensors[kind] = read_tensors(path / name, files[kind])
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"damaged checkpoint at {path}: {name}: {error}") from error
+    return Checkpoint(tensors["weights"], tensors["optimizer"], tensors["replicas"], about)
 
 
 def _sync(path: Path) -> None:

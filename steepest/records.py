@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from steepest.comm.message import Kind, Message
+from steepest.dtypes import as_bytes
 from steepest.errors import ProtocolError
 
 
 def state_message(sequence: int, chunk: int, about: dict[str, Any], value: torch.Tensor) -> Message:
     """One record of optimizer state as a message."""
     meta = {**about, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-    payload = value.contiguous().view(-1).view(torch.uint8) if value.numel() else None
+    payload = as_bytes(value) if value.numel() else None
     return Message(Kind.STATE, sequence=sequence, chunk=chunk, meta=meta, payload=payload)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from steepest.comm.shared import allocate, forget_writes, make_writable
+from steepest.dtypes import Tensors, merged
 from steepest.errors import ModelError
 from steepest.model import Arrive, Computed, Model, ParameterLayout
 from steepest.packing import Packer
@@ -355,19 +356,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-def mean_states(states: Sequence[dict[str, torch.Tensor]], weights: Sequence[float]) -> dict[str, torch.Tensor]:
-    """One state from those of several replicas: floats averaged by weight, integers at their maximum."""
-    total = sum(weights)
-    merged = {}
-    for name, first in states[0].items():
-        if first.is_floating_point() and total > 0 and len(states) > 1:
-            mean = sum(
-                (s[name].double() * (w / total) for s, w in zip(states, weights, strict=True)),
-                torch.zeros(()),
-            )
-            merged[name] = mean.to(first.dtype)
-        elif first.is_floating_point() or len(states) == 1:
-            merged[name] = first.clone()
-        else:
-            merged[name] = torch.stack([state[name] for state in states]).amax(dim=0)
-    return merged
+def mean_states(states: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> Tensors:
+    """One state from those of several replicas, see `dtypes.merged`."""
+    return Tensors((name, merged([state[name] for state in states], weights)) for name in states[0])

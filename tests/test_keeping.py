@@ -300,10 +300,10 @@ class TestOverRay:
 
         original = checkpoint.write
 
-        def write(path: Path, saved: checkpoint.Checkpoint) -> None:
+        def write(path: Path, saved: checkpoint.Checkpoint, *rest: Any) -> None:
             assert go.wait(60)
             assert threading.current_thread() is not threading.main_thread()
-            original(path, saved)
+            original(path, saved, *rest)
             written.append(saved.about["step"])
 
         monkeypatch.setattr(checkpoint, "write", write)
@@ -317,10 +317,10 @@ class TestOverRay:
     ) -> None:
         original, failing = checkpoint.write, [10, 25]
 
-        def write(path: Path, saved: checkpoint.Checkpoint) -> None:
+        def write(path: Path, saved: checkpoint.Checkpoint, *rest: Any) -> None:
             if saved.about["step"] in failing:
                 raise CheckpointError("the disk is full")
-            original(path, saved)
+            original(path, saved, *rest)
 
         monkeypatch.setattr(checkpoint, "write", write)
         with trainer(tmp_path) as sgd:

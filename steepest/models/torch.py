@@ -271,7 +271,7 @@ class TorchModel:
         """CPU copies of the module's persistent buffers, by name; tied ones under each name."""
         kept = self.module.state_dict(keep_vars=True)
         return {
-            name: b.detach().cpu().clone()
+            name: b.detach().cpu().resolve_conj().resolve_neg().clone()
             for name, b in self.module.named_buffers(remove_duplicate=False)
             if name in kept
         }

@@ -16,6 +16,7 @@ from pathlib import Path
 from steepest import checkpoint
 from steepest.checkpoint import Checkpoints
 from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError, SteepestError
+from steepest.manifest import MANIFEST
 from steepest.observe.results import StepResult
 from steepest.runtime.claim import Claim
 from steepest.runtime.state import JobState
@@ -290,7 +291,7 @@ class Shelf:
     def _delete(path: Path) -> None:
         """Its manifest first: what is half deleted is not taken for a checkpoint."""
         try:
-            (path / checkpoint.MANIFEST).unlink(missing_ok=True)
+            (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
         except OSError as error:
             log.warning("an old checkpoint stays, half deleted: %s", error)
@@ -301,7 +302,7 @@ def _number(path: Path) -> int:
 
 
 def _is_finished(path: Path) -> bool:
-    return (path / checkpoint.MANIFEST).exists()
+    return (path / MANIFEST).exists()
 
 
 def _is_doubtful(error: BaseException | None) -> bool:

@@ -22,6 +22,7 @@ from steepest.comm.router import Router
 from steepest.comm.shared import AVAILABLE
 from steepest.comm.wire import WireTransport
 from steepest.config import SimpleStrategy, StrategyConfig
+from steepest.dtypes import Tensors
 from steepest.handover import ChunkState, Kept
 from steepest.hosts import Hosts
 from steepest.job import (
@@ -181,17 +182,17 @@ class Process:
         layout: ParameterLayout | None = self._on_router(release_)
         return layout
 
-    def initial(self) -> tuple[Bytes, dict[str, torch.Tensor]]:
+    def initial(self) -> tuple[Bytes, Tensors]:
         """The flat weights and the first replica's state, as made."""
         assert self._replicas is not None
         replicas = self._replicas
-        return replicas.weights.numpy(), replicas.models[0].state()
+        return replicas.weights.numpy(), Tensors(replicas.models[0].state())
 
     def open(
         self,
         job: Job,
         servers: Sequence[int],
-        initial: tuple[Bytes, dict[str, torch.Tensor]] | None,
+        initial: tuple[Bytes, Tensors] | None,
         incarnation: int = 0,
     ) -> Address:
         """Hosts servers (the coordinator beside the first) and this process' worker, whose life it is.
@@ -232,7 +233,7 @@ class Process:
         address: Address = self._on_router(open_)
         return address
 
-    def _open_worker(self, job: Job, initial: tuple[Bytes, dict[str, torch.Tensor]] | None, incarnation: int) -> None:
+    def _open_worker(self, job: Job, initial: tuple[Bytes, Tensors] | None, incarnation: int) -> None:
         if self._replicas is None:
             return
         self._worker = host_worker(self._router, job, self._index, self._replicas, incarnation=incarnation)
@@ -267,7 +268,7 @@ class Process:
 
         self._on_router(connect_)
 
-    def take_state(self, plan: SamplePlan | None, seed: int, state: dict[str, torch.Tensor] | None) -> None:
+    def take_state(self, plan: SamplePlan | None, seed: int, state: Tensors | None) -> None:
         """Goes on with the samples where the others are, and with their buffers, if there are others."""
 
         def take() -> None:

@@ -14,6 +14,7 @@ import ray
 from steepest.client import Snapshot
 from steepest.comm.message import Peer, worker_peer
 from steepest.config import LocalStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.dtypes import Tensors
 from steepest.job import check_agreement
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
@@ -203,7 +204,7 @@ class Recovery:
             if added is None:
                 keep = dict(enumerate(workers))
                 optimizer = OptimizerState.collect(cluster, found.records, keep, step, call)
-                self._state.form(job.config, found, optimizer, {}, len(keep), keep, {})
+                self._state.form(job.config, found, optimizer, Tensors(), len(keep), keep, {})
                 return
             left_out = dict(zip(workers, call(tasks.left_out), strict=True)) if job.compresses else {}
             left_out = {index: left_out.get(index, {}) for index in range(job.num_workers)} if left_out else {}

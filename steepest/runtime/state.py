@@ -13,6 +13,7 @@ from steepest import checkpoint
 from steepest.client import Snapshot, read_log
 from steepest.comm.message import Peer
 from steepest.config import StrategyConfig
+from steepest.dtypes import Tensors
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.job import make_strategy
 from steepest.observe.commits import Commit, CommitLog
@@ -99,11 +100,11 @@ class JobState:
         future = self._cluster.on_router(lambda: client.install(version, weights, records, state or None))
         self._training.wait(future, "servers to take new weights")
 
-    def buffers(self) -> list[dict[str, torch.Tensor]]:
+    def buffers(self) -> list[Tensors]:
         """Each replica's own."""
         return [state for part in self._cluster.call_workers(tasks.states) for state in part]
 
-    def mean_buffers(self) -> dict[str, torch.Tensor]:
+    def mean_buffers(self) -> Tensors:
         """Their mean over all replicas, which see equally many samples."""
         states = self.buffers()
         return mean_states(states, [1.0] * len(states))
@@ -165,7 +166,7 @@ class JobState:
             records = state.place(cluster)
         weights = layout.allocate()
         layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
-        averaged = {name: value for name, value in saved.weights.items() if name not in layout.index}
+        averaged = Tensors((name, value) for name, value in saved.weights.items() if name not in layout.index)
         self.install(about["step"] * cluster.job.versions_per_step, weights, records)
         left = tuple((e, b, t) for e, b, t in about.get("left", ()))
         begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
@@ -231,7 +232,7 @@ class JobState:
 
         step = snapshot.version // job.versions_per_step
         optimizer = OptimizerState.collect(cluster, snapshot.records, keep, step, call)
-        buffers = self.mean_buffers() if added else {}
+        buffers = self.mean_buffers() if added else Tensors()
         ledger = [told["following"], *told["returned"]]
         state = {"ledger": ledger, "history": told}
         if stays:
@@ -245,7 +246,7 @@ class JobState:
         config: StrategyConfig,
         found: Salvage,
         optimizer: OptimizerState,
-        buffers: dict[str, torch.Tensor],
+        buffers: Tensors,
         count: int,
         keep: Mapping[int, int],
         added: Mapping[Peer, Any],
@@ -305,7 +306,7 @@ class JobState:
         before: CommitLog,
         left_out: dict[int, dict[str, torch.Tensor]],
         inner: dict[int, tuple[dict[str, torch.Tensor], list[str]]],
-        buffers: list[dict[str, torch.Tensor]],
+        buffers: Sequence[Tensors],
         added: Sequence[Peer],
     ) -> None:
         """Gives a job that was put together again what was found.

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from steepest.dtypes import Tensors
 from steepest.local import LocalReplicas
 from steepest.model import Model
 from steepest.replicas import Replicas, WorkerResult
@@ -15,12 +16,12 @@ from steepest.sampler import SamplePlan
 T = TypeVar("T")
 
 
-def states(replicas: Replicas) -> list[dict[str, torch.Tensor]]:
+def states(replicas: Replicas) -> list[Tensors]:
     """Each replica's buffers."""
-    return [model.state() for model in replicas.models]
+    return [Tensors(model.state()) for model in replicas.models]
 
 
-def load_buffers(replicas: Replicas, state: dict[str, torch.Tensor]) -> None:
+def load_buffers(replicas: Replicas, state: Tensors) -> None:
     """Sets the buffers of every replica."""
     for model in replicas.models:
         model.load_state(state)
@@ -36,9 +37,7 @@ def on_first_model(replicas: Replicas, fn: Callable[[Model], T]) -> T:
     return fn(replicas.models[0])
 
 
-def evaluate(
-    replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: dict[str, torch.Tensor]
-) -> WorkerResult:
+def evaluate(replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors) -> WorkerResult:
     """A worker's part of an evaluation, with buffers averaged over all replicas in place of its own."""
     own = replicas.models[0].state()
     replicas.models[0].load_state(state)
@@ -48,12 +47,12 @@ def evaluate(
         replicas.models[0].load_state(own)
 
 
-def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, Tensors]:
     """Buffers by replica, from a checkpoint's "replica/buffer"."""
-    states: dict[int, dict[str, torch.Tensor]] = {}
+    states: dict[int, Tensors] = {}
     for key, value in flat.items():
         replica, _, name = key.partition("/")
-        states.setdefault(int(replica), {})[name] = value
+        states.setdefault(int(replica), Tensors())[name] = value
     return states
 
 
@@ -92,8 +91,8 @@ def continue_from(
     replicas: Replicas,
     plan: Any,
     seed: int,
-    states: dict[int, dict[str, torch.Tensor]],
-    averaged: dict[str, torch.Tensor],
+    states: dict[int, Tensors],
+    averaged: Tensors,
     total: int,
 ) -> None:
     """Takes a checkpoint's place in the data and buffers: its own, or the mean when there were others."""

@@ -1,0 +1,59 @@
+"""Tensors of any dtype: merged over replicas, and pickled.
+
+torch computes with some of its dtypes only (it has no maximum of uint16), and what it pickles of others cannot be
+unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Tensors(dict[str, torch.Tensor]):
+    """Tensors by name that can be pickled whatever their dtypes, as their bytes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts = [(name, value.dtype, tuple(value.shape), as_bytes(value)) for name, value in self.items()]
+        return _restored, (parts,)
+
+
+def _restored(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...], torch.Tensor]]) -> Tensors:
+    return Tensors((name, raw.view(dtype).view(shape)) for name, dtype, shape, raw in parts)
+
+
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements in order as a flat uint8 tensor; shares their memory if they lie in order."""
+    flat = value.resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element has any stride
+
+
+def merged(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Merge what several replicas have of one tensor.
+
+    Args:
+        values: on the CPU, of one shape and dtype.
+        weights: of each in the mean.
+
+    Returns:
+        The weighted mean of floating-point and complex numbers, computed in double precision; the maximum of integers;
+        of bool whether any is true. The first, if weights are all zero or torch cannot convert the dtype (packed bits).
+    """
+    first, total = values[0], sum(weights)
+    if first.is_complex():
+        return torch.view_as_complex(merged([torch.view_as_real(value.resolve_conj()) for value in values], weights))
+    if len(values) == 1 or (first.is_floating_point() and total <= 0):
+        return first.clone()
+    try:
+        if first.is_floating_point():
+            mean = torch.zeros(first.shape, dtype=torch.float64)
+            for value, weight in zip(values, weights, strict=True):
+                mean += value.double() * (weight / total)
+            return mean.to(first.dtype)
+        greatest = np.stack([value.numpy() for value in values]).max(axis=0, keepdims=True)
+        return torch.from_numpy(greatest).view(first.shape)
+    except (NotImplementedError, TypeError):
+        return first.clone()
