@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from steepest.config import require_count
+from steepest.config import require_count, require_seconds
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
 from steepest.model import ParameterLayout
@@ -39,6 +39,8 @@ class Checkpoints:
             `DistributedSGD.restore` reads as any other.
         every: steps from one to the next; the last state of each `fit` is written too.
         keep: how many whole ones stay there; older ones are deleted once a newer one is whole.
+        write_timeout: seconds without any progress after which a write counts as hung: training goes on without that
+            checkpoint, with a warning that names the file, and later ones are tried when the disk is back.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -47,12 +49,14 @@ class Checkpoints:
     path: str | Path
     every: int = 100
     keep: int = 3
+    write_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)) or not str(self.path):
             raise ConfigurationError(f"path={self.path!r}: give the directory in which checkpoints are to be kept")
         require_count("every", self.every)
         require_count("keep", self.keep)
+        require_seconds("write_timeout", self.write_timeout)
 
 
 @dataclass(frozen=True)

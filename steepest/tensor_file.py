@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,7 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
 _BLOCK = 4 << 20
+_SYNC = 256 << 20  # bytes after which it is waited for the disk, which says that it got on
 
 #: Told which file is worked on, before it is and after each block of it.
 Progress = Callable[[Path], None]
@@ -60,7 +61,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], progress: Pro
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
+    digest, unsynced = hashlib.sha256(), 0
     with open(path, "wb") as file:
         prologue = memoryview(len(text).to_bytes(8, "little") + text)
         for part in (prologue, *(as_bytes(stored[name]).numpy().data for name in order)):
@@ -68,9 +69,12 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], progress: Pro
                 block = part[begin : begin + _BLOCK]
                 digest.update(block)
                 file.write(block)
+                unsynced += len(block)
+                if unsynced >= _SYNC:
+                    _sync(file)
+                    unsynced = 0
                 progress(path)
-        file.flush()
-        os.fsync(file.fileno())
+        _sync(file)
     progress(path)
     return {"sha256": digest.hexdigest(), "dtypes": dtypes}
 
@@ -92,6 +96,11 @@ def read_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, torch.Tensor
         return _from_stored(load_file(path), about["dtypes"])
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that the installed safetensors does not know
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _to_stored(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

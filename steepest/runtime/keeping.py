@@ -8,8 +8,7 @@ import re
 import shutil
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +20,9 @@ from steepest.observe.results import StepResult
 from steepest.runtime.claim import Claim
 from steepest.runtime.state import JobState
 from steepest.runtime.training import Training
+from steepest.runtime.writing import Writer
 from steepest.sampler import SamplePlan
+from steepest.tensor_file import Progress, no_progress
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{6,})-step-\d+")
@@ -37,12 +38,20 @@ class Keeping:
         policy: what to keep; None for nothing.
         claim: on its directory, to be released at the end.
         training, state: of the job.
+        clock: by which a write that gets nowhere is noticed.
 
     Attributes:
         last: the last step's result.
     """
 
-    def __init__(self, policy: Checkpoints | None, claim: Claim, training: Training, state: JobState) -> None:
+    def __init__(
+        self,
+        policy: Checkpoints | None,
+        claim: Claim,
+        training: Training,
+        state: JobState,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.last: StepResult | None = None
         self._ahead = 0  # steps that were done before this process began, and that `fit` was not asked for yet
         self._policy = policy
@@ -50,8 +59,7 @@ class Keeping:
         self._training = training
         self._state = state
         self._shelf = Shelf(Path(policy.path), policy.keep) if policy is not None else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="steepest-keeping")  # started by its first work
-        self._writing: Future[None] | None = None
+        self._writer = Writer(Path(policy.path), policy.write_timeout, clock) if policy is not None else None
         self._written: tuple[int, int] | None = self._place  # what is on disk, or need not be
         self._doubtful = False
 
@@ -168,14 +176,16 @@ class Keeping:
             else:
                 self._finish()
         finally:
-            self._thread.shutdown()
-            self._claim.release()
+            if self._writer is not None:
+                self._writer.end(self._claim.release)  # what hangs may yet write there
+            else:
+                self._claim.release()
 
     def _finish(self, ask: bool = True) -> None:
-        self._settle()
+        self._settle_or_raise()
         if self._shelf is not None and ask and self._place != self._written:
             self._keep()
-            self._settle()
+            self._settle_or_raise()
 
     def _finish_quietly(self, ask: bool = True) -> None:
         """There is another error already."""
@@ -185,8 +195,11 @@ class Keeping:
             log.error("the last state is not kept: %s", error)
 
     def _keep(self) -> None:
-        began = time.monotonic()
-        self._settle()
+        assert self._writer is not None
+        began, step = time.monotonic(), self._training.step
+        if not self._settled():
+            log.warning("the checkpoint of step %d is not kept, training goes on: %s", step, self._writer.where())
+            return
         try:
             saved = self._state.collect()
         except PeerLostError as error:  # if it can have a successor, that is asked
@@ -194,29 +207,34 @@ class Keeping:
             saved = self._state.collect()
         told = None if self.last is None else asdict(self.last)
         saved = replace(saved, about={**saved.about, "result": told})
-        self._written = self._place
-        self._writing = self._thread.submit(self._write, saved, time.monotonic() - began)
+        self._written, paused = self._place, time.monotonic() - began
+        self._writer.start(lambda progress: self._write(saved, paused, progress))
 
-    def _write(self, saved: checkpoint.Checkpoint, paused: float) -> None:
+    def _write(self, saved: checkpoint.Checkpoint, paused: float, progress: Progress) -> None:
         """On a thread of its own."""
         assert self._shelf is not None
         step, began = saved.about["step"], time.monotonic()
         try:
-            path = self._shelf.put(saved)
+            path = self._shelf.put(saved, progress)
         except BaseException as error:
             log.error("the checkpoint of step %d is not kept: %s", step, error)
             raise
         log.info("%s: training paused for %.3f s, written in %.3f s", path, paused, time.monotonic() - began)
 
-    def _settle(self) -> None:
-        """Waits for what is being written; raises what came of it."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            try:
-                writing.result()
-            except BaseException:
+    def _settled(self) -> bool:
+        """Waits for what is being written; raises what came of it; whether it is done, and does not hang."""
+        settled = False
+        try:
+            settled = self._writer is None or self._writer.settled()
+        finally:
+            if not settled:
                 self._written = None
-                raise
+        return settled
+
+    def _settle_or_raise(self) -> None:
+        if not self._settled():
+            assert self._writer is not None
+            raise CheckpointError(f"the last state is not kept: {self._writer.where()}")
 
 
 class Shelf:
@@ -263,17 +281,21 @@ class Shelf:
             )
         return None
 
-    def put(self, saved: checkpoint.Checkpoint) -> Path:
+    def put(self, saved: checkpoint.Checkpoint, progress: Progress = no_progress) -> Path:
         """Writes another one and, when it is whole, deletes those that are too many; returns its path.
+
+        Args:
+            progress: told which file is worked on.
 
         Raises:
             CheckpointError: it cannot be written; all others stay.
         """
         path = self._path
+        progress(path)
         try:
             number = max((_number(path) for path in self.paths()), default=0) + 1
             path = self._path / f"{number:06d}-step-{saved.about['step']}"
-            checkpoint.write(path, saved)
+            checkpoint.write(path, saved, progress)
         except BaseException as error:
             if path != self._path:
                 shutil.rmtree(path, ignore_errors=True)
@@ -284,6 +306,7 @@ class Shelf:
         oldest = _number(whole[-self._keep :][0])
         for old in self.paths():
             if _number(old) < oldest or not _is_finished(old):
+                progress(old)
                 self._delete(old)
         return path
 
