@@ -39,6 +39,7 @@ class Description:
     """What one worker's models turned out to be; all workers must agree.
 
     Attributes:
+        threads: of torch, in the process that has them.
         attend: an attribute of models made for tests: told of each server and worker as it is put into a process.
     """
 
@@ -47,6 +48,7 @@ class Description:
     samples: int | None
     batch_size: int
     blocks: Blocks | None = None
+    threads: int = 1
     attend: Callable[[Router, Peer, Role], None] | None = None
 
 
@@ -217,8 +219,11 @@ def build_models(
             model.relayout(cut)
         models.append(model)
     attend = getattr(models[0], "attend", None)
+    threads = torch.get_num_threads()
     described = [
-        Description(m.layout, m.optimizer_spec, m.data.size, m.batch_size, getattr(m.data, "blocks", None), attend)
+        Description(
+            m.layout, m.optimizer_spec, m.data.size, m.batch_size, getattr(m.data, "blocks", None), threads, attend
+        )
         for m in models
     ]
     for device, other in enumerate(described):

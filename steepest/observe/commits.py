@@ -71,6 +71,7 @@ class CommitLog:
         start: the version before the first of these commits.
         plan: which samples each share is; None for that of a run's beginning.
         cuts: into how many shares each step is cut, and into how many batches.
+        threads: torch threads of each worker, and of each server; None where they are not known.
         earlier: the logs of what the job was before, oldest first, each without any of its own.
     """
 
@@ -84,6 +85,7 @@ class CommitLog:
     start: int = 0
     plan: SamplePlan | None = None
     cuts: tuple[int, int] = (0, 0)
+    threads: tuple[int, int] | None = None
     earlier: tuple[CommitLog, ...] = ()
 
     @property

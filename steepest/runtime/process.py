@@ -208,6 +208,8 @@ class Process:
                 peers = (*peers, COORDINATOR)
             if self._replicas is not None:
                 peers = (*peers, worker_peer(self._index), member_peer(self._index))
+            else:
+                torch.set_num_threads(1)  # also where it was started as a spare worker
             self._transport = make_transport(job, self._token, peers, self._place.node, self._router.destination)
             self._router.transport = self._transport
             if servers:

@@ -73,7 +73,9 @@ class JobState:
         """The log of the job as it is, with these commits."""
         job, (plan, seed) = self._cluster.job, self._cluster.plan
         where = (job.config, job.num_workers, job.devices_per_worker, seed, job.hosts, job.accumulate)
-        return CommitLog(tuple(commits), *where, self._start, plan, (job.shares, job.parts))
+        workers = job.description.threads
+        servers = workers if job.servers_in_workers else torch.get_num_threads() if job.strategy.in_driver else 1
+        return CommitLog(tuple(commits), *where, self._start, plan, (job.shares, job.parts), (workers, servers))
 
     def _close_log(self, found: Salvage, before: CommitLog, version: int) -> None:
         """The job was put together anew: what is known of its log is kept, and another one begins at a version."""

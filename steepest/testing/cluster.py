@@ -218,7 +218,8 @@ class InProcessCluster:
         found = self.wait(read_log(self.client), "the log")
         job = self.job
         where = (job.config, job.num_workers, job.devices_per_worker, job.seed, job.hosts, job.accumulate)
-        return CommitLog(tuple(found), *where, plan=job.plan(), cuts=(job.shares, job.parts))
+        threads = (job.description.threads,) * 2
+        return CommitLog(tuple(found), *where, plan=job.plan(), cuts=(job.shares, job.parts), threads=threads)
 
     def snapshot(self, what: str = "weights") -> Snapshot:
         """The servers' weights, and optimizer state with "state"."""

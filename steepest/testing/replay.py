@@ -25,7 +25,8 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
 
     Each gradient is computed anew: from the weights of the version that its worker had pulled, over the
     samples and with the random state that it had; so this takes as long as all workers together did. Of
-    past versions only those still needed are kept.
+    past versions only those still needed are kept. Computes with as many torch threads as the run did, which change
+    the order in which numbers are added up; the caller's are set again at the end.
 
     Args:
         log: from `DistributedSGD.log()`, with ``RunSettings(keep_log=True)``.
@@ -44,8 +45,12 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
         True
     """
     carried: _Carried | None = None
-    for part in log.parts:
-        carried = _replay(part, model_creator, carried)
+    before = torch.get_num_threads()
+    try:
+        for part in log.parts:
+            carried = _replay(part, model_creator, carried)
+    finally:
+        torch.set_num_threads(before)
     assert carried is not None
     return carried.weights
 
@@ -105,14 +110,16 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
     server.version = log.start
     for chunk, about, value in disassemble(layout, carried.state, carried.plain) if carried is not None else ():
         server._chunks[chunk].load_state(about, value.clone())
-    exchanges = _exchanges(job, server)
+    senders = _Senders(job, server)
+    compute, apply = (partial(torch.set_num_threads, count) for count in log.threads or [torch.get_num_threads()] * 2)
     last_use = {push.pulled: commit.version for commit in log.commits for push in commit.pushes}
     history = {log.start: weights.clone()}
     for commit in log.commits:
+        compute()
         for push in commit.pushes:
             replicas = workers[push.worker]
             _pull(history[push.pulled], replicas, push.worker, job)
-            exchange = exchanges[push.worker]
+            exchange = senders.exchange(push.worker, push.incarnation)
             exchange.begin(0, push.pulled, push.incarnation)
             exchange.sequence = push.sequence
             replicas.compute(push.share, exchange.ready, False)
@@ -122,6 +129,7 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
         order.meta["clip"] = commit.clip
         if commit.hyperparameters is not None:
             order.meta["hyper"] = commit.hyperparameters
+        apply()
         server.handle(worker_peer(0), order)
         history[commit.version] = weights.clone()
         for version in [v for v in history if last_use.get(v, 0) <= commit.version]:
@@ -130,43 +138,48 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
     return _Carried(layout.named(weights), *assemble(layout, records))
 
 
-def _exchanges(job: Job, server: Server) -> list[PushPull]:
+class _Senders:
     """Every worker's end: what it pushes reaches the one server in the form in which it reached its own."""
-    layout, places = job.description.layout, job.places
 
-    def arrive(source: Peer, target: Peer, message: Message) -> None:
-        if target.role == "server" and target.index != job.owners[message.chunk]:
+    def __init__(self, job: Job, server: Server) -> None:
+        self._job = job
+        self._server = server
+        self._exchanges: dict[int, tuple[int, PushPull]] = {}  # by worker: its incarnation, and its end
+        self._relays = {
+            index: Relay(
+                index,
+                job.description.layout,
+                job.owners,
+                workers,
+                job.description.layout.allocate(),
+                partial(self._arrive, relay_peer(index)),
+                wire_formats=job.wire_formats,
+                checked=job.strategy.nonfinite != "pass",
+            )
+            for index, workers in job.places.relays.items()
+        }
+
+    def exchange(self, worker: int, incarnation: int) -> PushPull:
+        """A worker's end; a successor begins with one of its own, since what compression left out died with the other.
+
+        Args:
+            incarnation: which life of the worker.
+        """
+        life, exchange = self._exchanges.get(worker, (-1, None))
+        if exchange is None or life != incarnation:
+            job, layout = self._job, self._job.description.layout
+            send = partial(self._arrive, worker_peer(worker))
+            exchange = PushPull(worker, layout, job.holders, layout.allocate(), send, job.places, job.wire_formats)
+            self._exchanges[worker] = incarnation, exchange
+        return exchange
+
+    def _arrive(self, source: Peer, target: Peer, message: Message) -> None:
+        if target.role == "server" and target.index != self._job.owners[message.chunk]:
             return  # copies get the same
         message.source, message.target = source, target
         if message.payload is not None:
             message.payload = message.payload.clone()  # it is overwritten by the next push
-        (relays[target.index] if target.role == "relay" else server).handle(source, message)
-
-    relays = {
-        index: Relay(
-            index,
-            layout,
-            job.owners,
-            workers,
-            layout.allocate(),
-            partial(arrive, relay_peer(index)),
-            wire_formats=job.wire_formats,
-            checked=job.strategy.nonfinite != "pass",
-        )
-        for index, workers in places.relays.items()
-    }
-    return [
-        PushPull(
-            worker,
-            layout,
-            job.holders,
-            layout.allocate(),
-            partial(arrive, worker_peer(worker)),
-            places,
-            job.wire_formats,
-        )
-        for worker in range(job.num_workers)
-    ]
+        (self._relays[target.index] if target.role == "relay" else self._server).handle(source, message)
 
 
 def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> None:

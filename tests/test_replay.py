@@ -1,0 +1,117 @@
+"""What a replay must know beside the updates: successors that compress anew, and how many threads computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from steepest.comm.message import Kind, Message
+from steepest.config import Compression, Int8, PowerSGD, TopK
+from steepest.testing import InProcessCluster, replay
+from tests.modes import make, trained
+from tests.reference import Task, same_bits, samples, sgd
+
+CHOICES = {"int8": Int8(16), "topk": TopK(0.1), "powersgd": PowerSGD(2)}
+DEATHS = st.tuples(st.integers(0, 2), st.sampled_from([Kind.PUSH, Kind.REPORT]), st.integers(1, 12))
+
+
+def wide() -> nn.Module:
+    """Large enough for all three to be smaller than float32."""
+    return nn.Sequential(nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 2))
+
+
+WIDE = Task(wide, sgd(momentum=0.9), samples(23, dtype=torch.float32))
+
+
+def doomed(name: str, choice: Compression, deaths: list[tuple[int, Kind, int]], shuffle: int) -> InProcessCluster:
+    """A compressed job in which workers die as they send their n-th message of a kind, one after the other."""
+    packed = {"wire_dtype": choice, "chunk_bytes": 1 << 20}
+    cluster = make(name, WIDE, settings=packed, replaces=True, shuffle=shuffle)
+    counted: Counter[tuple[int, Kind]] = Counter()
+    left = list(deaths)
+
+    def die(message: Message) -> list[Message]:
+        if message.source is not None and message.source.role == "worker" and left:
+            counted[message.source.index, message.kind] += 1
+            worker, kind, n = left[0]
+            if (message.source.index, message.kind) == (worker, kind) and counted[worker, kind] >= n:
+                left.pop(0)
+                counted.clear()
+                cluster.kill(worker)
+                return []
+        return [message]
+
+    cluster.network.filter = die
+    return cluster
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["sync", "async", "ssp-2"])
+@settings(max_examples=8, deadline=None)
+@given(deaths=st.lists(DEATHS, min_size=1, max_size=3), shuffle=st.integers(0, 2**32))
+def test_a_compressed_run_is_replayed_to_the_bit_whoever_dies(
+    name: str, choice: str, deaths: list[tuple[int, Kind, int]], shuffle: int
+) -> None:
+    cluster = doomed(name, CHOICES[choice], deaths, shuffle)
+    trained(cluster, 12)
+    assert same_bits(replay(cluster.log(), WIDE.creator()), cluster.weights())
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Puts the number of torch threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Sum(nn.Module):
+    """Its gradient is a sum over many numbers, which threads divide among themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.ones(()))
+        self.register_buffer("values", torch.rand(1_000_003, generator=torch.Generator().manual_seed(1)) - 0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.rate * torch.dot(self.values, self.values)).expand(len(x), 1)
+
+
+SUM = Task(Sum, sgd(lr=1e-7), samples(8, dtype=torch.float32), lambda output, target: output.mean())
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_replay_computes_with_as_many_threads_as_the_run_and_gives_the_callers_back() -> None:
+    weights = {}
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        cluster = make("sync", SUM, workers=2)
+        trained(cluster, 3)
+        weights[count] = cluster.weights()
+        torch.set_num_threads(3 - count)
+        assert same_bits(replay(cluster.log(), SUM.creator()), weights[count])
+        assert torch.get_num_threads() == 3 - count
+    assert not same_bits(weights[1], weights[2]), "this model does not tell how many threads computed"
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_callers_threads_come_back_when_a_replay_fails() -> None:
+    torch.set_num_threads(2)
+    cluster = make("sync", SUM, workers=2)
+    trained(cluster, 1)
+    log = cluster.log()
+    torch.set_num_threads(1)
+    with pytest.raises(RuntimeError, match="no such model"):
+        replay(log, broken)
+    assert torch.get_num_threads() == 1
+
+
+def broken(worker: int, device: int) -> nn.Module:
+    torch.set_num_threads(2)
+    raise RuntimeError("no such model")
