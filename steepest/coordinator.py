@@ -410,7 +410,7 @@ class Coordinator:
         step = self.version // self._per_step
         try:
             hyper = self._hyperparameters(step)
-        except Exception as error:  # noqa: BLE001 - the user's schedule; sent to the driver with its traceback
+        except BaseException as error:  # noqa: BLE001 - the user's schedule; sent to the driver with its traceback
             return self._fail({"reason": "schedule", **describe_error(error)})
         staleness = {push.worker: self.version - push.pulled for push in chosen}
         rate = 1.0 / max(1, *staleness.values()) if self._scale_rate else 1.0

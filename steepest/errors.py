@@ -2,7 +2,7 @@
 
 SteepestError
 ├── ConfigurationError (ValueError)     an argument is wrong; nothing was started
-│   └── ModelError                      a model breaks the protocol, or replicas disagree
+│   └── ModelError                      a model breaks the protocol, or replicas disagree; a step is not committed
 ├── ResourcesError                      the cluster cannot place what was asked
 ├── StepError                           a step was not committed; weights are those of the last commit
 │   ├── ModelRaisedError                the user's model raised (its traceback is the cause)
@@ -18,6 +18,7 @@ SteepestError
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 
 
 class SteepestError(Exception):
@@ -29,7 +30,10 @@ class ConfigurationError(SteepestError, ValueError):
 
 
 class ModelError(ConfigurationError):
-    """A model breaks the `Model` protocol, or two replicas of it disagree."""
+    """A model breaks the `Model` protocol, or two replicas of it disagree.
+
+    In a step, which then is not committed: weights and optimizer state are those of the last commit.
+    """
 
 
 class ResourcesError(SteepestError):
@@ -72,10 +76,65 @@ class ShutdownError(SteepestError):
     """The trainer was used after `shutdown()`."""
 
 
+_MESSAGE_LIMIT, _TRACEBACK_LIMIT = 4_000, 20_000  # characters
+
+
 def describe_error(error: BaseException) -> dict[str, str]:
-    """An exception of the user's code as text that fits a message: "error" in a line, and its "traceback"."""
-    text = "".join(traceback.format_exception(error))
-    return {"error": f"{type(error).__name__}: {error}"[:2000], "traceback": text[-20000:]}
+    """Describe an exception as text that fits a message, whatever its class is and whatever it holds.
+
+    Returns:
+        "error", its class and message; its "traceback"; and "kind", the class of this module that it is of, if it is
+        of any.
+    """
+    kinds = (base.__name__ for base in type(error).__mro__ if base.__module__ == __name__)
+    told = {
+        "error": _shortened(f"{type(error).__name__}: {_message_of(error)}", _MESSAGE_LIMIT),
+        "traceback": _shortened("".join(traceback.format_exception(error)), _TRACEBACK_LIMIT),
+    }
+    kind = next(kinds, None)
+    return told if kind is None else told | {"kind": kind}
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as failure:  # noqa: BLE001 - the user's own `__str__`, which may do anything
+        return f"(its __str__ raised {type(failure).__name__})"
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Leave out the middle: a traceback begins with the frames, and ends with the exception."""
+    if len(text) > limit:
+        text = f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
+    return text.encode("utf-8", "backslashreplace").decode()  # it may hold halves of surrogate pairs
+
+
+def described_error(told: Mapping[str, str], prefix: str = "") -> SteepestError | None:
+    """Return the exception of this module that `describe_error` described; None for one of another class.
+
+    Its message is the original's after a prefix, its cause a `RemoteTraceback`.
+    """
+    kind = globals().get(told.get("kind", ""))
+    if not (isinstance(kind, type) and issubclass(kind, SteepestError)):
+        return None
+    found = kind(prefix + told["error"].partition(": ")[2])
+    found.__cause__ = RemoteTraceback(told["traceback"])
+    return found
+
+
+class RemoteError(Exception):
+    """An exception of another process as text, which travels although the exception itself may not.
+
+    Attributes:
+        told: as `describe_error` returns it.
+    """
+
+    def __init__(self, told: dict[str, str]) -> None:
+        super().__init__(told)
+        self.told = told
+
+    def __str__(self) -> str:
+        return self.told["error"]
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an error of its own

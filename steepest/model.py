@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import torch
 from steepest.data import Source
 from steepest.errors import ConfigurationError, ModelError
 from steepest.optimizer import OptimizerSpec
+from steepest.scalars import as_number, describe
 
 MIN_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 4 << 20
@@ -329,13 +331,55 @@ class Computed:
         loss: mean over the batch.
         weight: what the batch weighs; the number of samples unless the model says otherwise.
         samples: number of samples.
-        metrics: means over the batch.
+        metrics: means over the batch, each a number as `steepest.scalars.as_number` takes it.
     """
 
     loss: float
     weight: float
     samples: int
-    metrics: dict[str, float]
+    metrics: Mapping[str, Any]
+
+
+def checked_metrics(metrics: Any) -> dict[str, float]:
+    """Return metrics as plain floats, NaN and infinity as they are.
+
+    Args:
+        metrics: by name, each a number as `steepest.scalars.as_number` takes it.
+
+    Raises:
+        ModelError: they are anything else; names the metric and its type.
+    """
+    if not isinstance(metrics, Mapping):
+        raise ModelError(f"metrics are {describe(metrics)}: return a dict of numbers by name")
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise ModelError(f"a metric is named {name!r:.200}, {describe(name)}: name each by a string")
+        if (number := as_number(value)) is None:
+            raise ModelError(
+                f"metric {name!r} is {describe(value)}: return a real number, a NumPy scalar or a tensor without "
+                "dimensions"
+            )
+        found[name] = number
+    return found
+
+
+def checked(computed: Any) -> Computed:
+    """Return what a model says that it computed as plain numbers.
+
+    Raises:
+        ModelError: it is no `Computed`, or one of its numbers is none.
+    """
+    if not isinstance(computed, Computed):
+        raise ModelError(f"the model computed {describe(computed)}: return a steepest.model.Computed")
+    loss, weight, samples = map(as_number, (computed.loss, computed.weight, computed.samples))
+    if loss is None:
+        raise ModelError(f"the loss is {describe(computed.loss)}: return the batch's mean as a number")
+    if weight is None or not 0 <= weight < math.inf:
+        raise ModelError(f"the loss weighs {computed.weight!r:.200}: return a weight of zero or more")
+    if samples is None or not 0 <= samples < math.inf or samples != int(samples):
+        raise ModelError(f"the batch has {computed.samples!r:.200} samples: return how many it has")
+    return Computed(loss, weight, int(samples), checked_metrics(computed.metrics))
 
 
 @runtime_checkable

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -184,6 +185,11 @@ class Schedule:
         for base, group in zip(self._base, self._optimizer.param_groups, strict=True):
             now = {key: _plain(group[key]) for key in base}
             changed.append({key: value for key, value in now.items() if value != base[key]})
+        for key, value in ((key, value) for group in changed for key, value in group.items()):
+            if not _is_plain(value):
+                raise ConfigurationError(
+                    f"{type(self._scheduler).__name__} set {key!r} to {value!r:.200} in step {step}: let it set numbers"
+                )
         return changed
 
     def _begin(self) -> None:
@@ -202,10 +208,17 @@ class Schedule:
 
 
 def _plain(value: Any) -> Any:
-    """A hyperparameter as plain Python: tensors become numbers, lists tuples."""
-    if isinstance(value, torch.Tensor):
+    """A hyperparameter as plain Python: tensors and NumPy scalars become numbers, lists tuples."""
+    if isinstance(value, (torch.Tensor, np.generic)):
         return value.item()
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a hyperparameter can be sent to servers."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _is_elementwise(spec: OptimizerSpec) -> bool:

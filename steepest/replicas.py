@@ -14,7 +14,7 @@ import torch
 from steepest.comm.shared import allocate, forget_writes, make_writable
 from steepest.dtypes import Tensors, merged
 from steepest.errors import ModelError
-from steepest.model import Arrive, Computed, Model, ParameterLayout
+from steepest.model import Arrive, Computed, Model, ParameterLayout, checked
 from steepest.packing import Packer
 from steepest.sampler import SamplePlan, even_share, step_seed
 
@@ -182,7 +182,12 @@ class Replicas:
             shares = iter(()) if plan is None else plan.shares(step, first, self._parts, own)
             kept = ((number, micro), self.models[replica].data.open(shares, prefetch=not self.leased))
         self._batches[replica] = None  # an iterator that raises is of no use any more
-        batch = next(kept[1])
+        try:
+            batch = next(kept[1])
+        except StopIteration:
+            raise ModelError(
+                "the source of the training data ended: its open() must yield a batch for each share"
+            ) from None
         # in the next step it is at the same place
         following = (number, micro + 1) if micro + 1 < count else (number + self._shares, 0)
         self._batches[replica] = (following, kept[1])
@@ -240,7 +245,7 @@ class Replicas:
             if self._devices[replica].type != "cpu":
                 arrive(None)  # then they have been copied to the device
             collector.begin(self._own[replica][1])
-            results.append(self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive))
+            results.append(checked(self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)))
             arrive(None)
             collector.end()
             loading += loaded - began
@@ -267,7 +272,7 @@ class Replicas:
             raise ModelError("evaluate() needs data of known length: give arrays or a map-style dataset")
         begin, end = even_share(source.size, part, parts)
         shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
-        results = [model.evaluate(batch) for batch in source.open(shares)]
+        results = [checked(model.evaluate(batch)) for batch in source.open(shares)]
         return WorkerResult(*_mean(results), {"evaluate": time.perf_counter() - began})
 
 
@@ -297,7 +302,18 @@ class _Collector:
         self._missing = list(self._replicas._sizes)
 
     def end(self) -> None:
-        """All of the batch is computed."""
+        """All of the batch is computed.
+
+        Raises:
+            ModelError: `ready` was not called for every trainable parameter.
+        """
+        for index in self._replicas._trainable:
+            if self._missing[index] > 0:
+                names = ", ".join(repr(self._layout.entries[s.entry].name) for s in self._layout.chunks[index].slices)
+                raise ModelError(
+                    f"compute_gradients returned before it had called ready for each of {names:.500}: call it once for "
+                    "every trainable parameter"
+                )
         self._unit = self._unit or self._weight
         self._total += self._weight
 

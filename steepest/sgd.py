@@ -41,6 +41,7 @@ from steepest.runtime.process import WorkerView
 from steepest.runtime.recovery import Recovery
 from steepest.runtime.resizing import Range, Resize
 from steepest.runtime.state import JobState
+from steepest.runtime.supervision import name_of
 from steepest.runtime.training import Training
 from steepest.sampler import SamplePlan
 from steepest.settings import RunSettings
@@ -233,7 +234,9 @@ class DistributedSGD:
             cluster = self._live()
             state = self._state.mean_buffers()
             parts = self.num_workers
-            results: list[WorkerResult] = cluster.call_workers(tasks.evaluate, data, batch_size, parts, state)
+            results: list[WorkerResult] = cluster.call_workers(
+                tasks.evaluate, data, batch_size, parts, state, what="evaluate"
+            )
             weight = sum(result.weight for result in results)
             if not weight:
                 raise ConfigurationError("evaluate() was given no samples")
@@ -281,23 +284,27 @@ class DistributedSGD:
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
         """Runs a function in every worker process, between steps; returns what each returned."""
         with self._idle():
-            return self._live().call_workers(fn, view=True)
+            parts = self._live().call_workers(fn, view=True, what=f"run the function {name_of(fn)}")
+            return [result for (result,) in parts]
 
     def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
         """Runs a function on every replica of the model, in its process, between steps."""
         with self._idle():
-            return [r for part in self._live().call_workers(tasks.on_models, fn) for r in part]
+            parts = self._live().call_workers(tasks.on_models, fn, what=f"run the function {name_of(fn)}")
+            return [result for part in parts for result in part]
 
     def for_model(self, fn: Callable[[Model], T]) -> T:
         """Runs a function on the first replica only."""
         with self._idle():
-            found: T = self._live().call_workers(tasks.on_first_model, fn, workers=[0])[0]
-            return found
+            what = f"run the function {name_of(fn)}"
+            ((found,),) = self._live().call_workers(tasks.on_first_model, fn, workers=[0], what=what)
+            result: T = found
+            return result
 
     def warmup(self) -> None:
         """Computes one gradient on every replica and throws it away, so that the first step is not the slowest."""
         with self._idle():
-            self._live().call_workers(Replicas.warmup)
+            self._live().call_workers(Replicas.warmup, what="compute a gradient")
 
     def stats(self) -> Stats:
         """Counters of the job so far."""

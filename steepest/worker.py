@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -95,6 +96,7 @@ class Worker:
         self._arriving: Key | None = None  # the weights of the step that is being taken, until all are here
         self._deferred: list[tuple[Peer, Message]] = []  # what came in the middle of a step
         self._superseded = False  # by a new generation, in the middle of a step
+        self._defect: BaseException | None = None  # what this process' own work raised in the middle of the model's
         self._reported = 0  # bytes of weights that the coordinator was told of
         self._waiting = 0.0  # seconds, in the middle of a step
         self._limit = -1
@@ -281,7 +283,8 @@ class Worker:
         while not self._exchange.has(entry, self._arriving):
             if self._superseded or self._gone is not None:
                 raise _AbandonedError("the step was given up before its weights had come")
-            self._wait()
+            with self._own_work():
+                self._wait()
         self._waiting += time.perf_counter() - began
         if entry is None:
             self._arriving = None
@@ -292,12 +295,12 @@ class Worker:
         self._flush()
         try:
             result = self._compute_once(share, version)
-        except (_AbandonedError, ShutdownError):
-            log.debug("worker %d: step at version %d abandoned", self._index, version)
-            return
-        except Exception as error:  # noqa: BLE001 - the user's code; sent to the driver with its traceback
-            self._fail(version, error)
-            return
+        except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit(); the driver is told
+            if self._defect is None:
+                self._fail(version, error)
+                return
+        if self._defect is not None:
+            raise self._defect
         sequence = self._exchange.end()
         meta: dict[str, Any] = {"samples": result.samples, "bytes": self._exchange.bytes_pushed}
         meta["pulled"] = self._exchange.bytes_pulled - self._reported
@@ -330,9 +333,26 @@ class Worker:
         return done.result
 
     def _push(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
-        self._exchange.ready(chunk, payload, unit, total, absent)
-        self._pump()
+        with self._own_work():
+            self._exchange.ready(chunk, payload, unit, total, absent)
+            self._pump()
 
-    def _fail(self, version: int, error: Exception) -> None:
+    @contextlib.contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """Work of this process in the middle of the model's code: what it raises is no error of the model's."""
+        try:
+            yield
+        except _AbandonedError:
+            raise
+        except ShutdownError as error:
+            raise _AbandonedError("the process is shut down") from error
+        except BaseException as error:
+            self._defect = error
+            raise _AbandonedError("the process cannot go on") from error
+
+    def _fail(self, version: int, error: BaseException) -> None:
+        if isinstance(error, _AbandonedError):
+            log.debug("worker %d: step at version %d abandoned", self._index, version)
+            return
         meta: dict[str, Any] = dict(describe_error(error))
         self._send(COORDINATOR, Message(Kind.FAILED, self.generation, self._incarnation, version=version, meta=meta))

@@ -14,10 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from steepest.data import Source, as_source
 from steepest.errors import ConfigurationError, ModelError
-from steepest.model import Arrive, Computed, Cut, ParameterLayout, Ready
+from steepest.model import Arrive, Computed, Cut, ParameterLayout, Ready, checked_metrics
 from steepest.models.gates import Gates
 from steepest.optimizer import OptimizerSpec
 from steepest.plain_torch import without_compiler
+from steepest.scalars import as_number, describe
 
 LossFunction = Callable[..., "torch.Tensor | tuple[torch.Tensor, float]"]
 Metric = Callable[[Any, Any], "float | torch.Tensor"]
@@ -143,10 +144,14 @@ class TorchModel:
         self._output = self.module(*inputs)
         return self._loss(self._output, target)
 
-    def metrics(self, batch: Any) -> dict[str, float]:
-        """Means over a batch, by name; called after `loss` on the same batch, without gradients."""
+    def metrics(self, batch: Any) -> Mapping[str, Any]:
+        """Means over a batch, by name; called after `loss` on the same batch, without gradients.
+
+        Each is a number: Python's, a NumPy scalar, or a tensor without dimensions. NaN and infinity are reported as
+        they are.
+        """
         *_, target = batch
-        return {name: float(metric(self._output, target)) for name, metric in self._metrics.items()}
+        return {name: metric(self._output, target) for name, metric in self._metrics.items()}
 
     # -- Model ---------------------------------------------------------------------------------
 
@@ -239,10 +244,10 @@ class TorchModel:
         for index in sorted(missing):
             missing[index].zero_()
             ready(index, self._weight, False)
-        found = {}
+        found: dict[str, float] = {}
         if metrics:
             with torch.no_grad():
-                found = self.metrics(batch)
+                found = checked_metrics(self.metrics(batch))
         self._output = None
         return Computed(loss.item(), self._weight, samples, found)
 
@@ -256,7 +261,7 @@ class TorchModel:
             with self._mixed():
                 result = self.loss(batch)
             loss, samples, weight = self._weigh(batch, result)
-            metrics = self.metrics(batch)
+            metrics = checked_metrics(self.metrics(batch))
         finally:
             self._output = None
             for module, training in modes:
@@ -311,13 +316,16 @@ class TorchModel:
         if isinstance(result, tuple) and len(result) != 2:
             raise ModelError(f"the loss is a tuple of {len(result)}: return it alone, or (loss, weight)")
         loss, weight = result if isinstance(result, tuple) else (result, float(samples))
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ModelError(f"the loss is {what}: return the batch's mean as a scalar tensor")
-        weight = float(weight)
-        if not 0 <= weight < float("inf"):
-            raise ModelError(f"the loss weighs {weight}: return a weight of zero or more")
-        return loss, samples, weight
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
+            raise ModelError(
+                f"the loss is {describe(loss)}: return the batch's mean as a tensor with one real number, which knows "
+                "its gradient"
+            )
+        number = as_number(weight)
+        if number is None or not 0 <= number < math.inf:
+            given = describe(weight) if number is None else number
+            raise ModelError(f"the loss weighs {given}: return a weight of zero or more")
+        return loss, samples, number
 
     def _to_device(self, batch: Any) -> Any:
         if isinstance(batch, torch.Tensor):

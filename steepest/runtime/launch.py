@@ -23,6 +23,7 @@ from steepest.comm.router import Router
 from steepest.comm.wire import check_ways
 from steepest.config import StrategyConfig
 from steepest.errors import (
+    ConfigurationError,
     DeadlineError,
     PeerLostError,
     ShutdownError,
@@ -41,10 +42,19 @@ from steepest.job import (
 from steepest.observe.results import Event
 from steepest.runtime.calls import Callee, threads_for
 from steepest.runtime.carrying import Holdings, carry, holdings
+from steepest.runtime.deaths import Deaths
 from steepest.runtime.placement import Seats, ensure_ray, fitting, reserve, spread, worker_bundle
 from steepest.runtime.process import Place, Process, by_calls, connect, hosts_of, make_transport, ways_of
 from steepest.runtime.successors import Successors
-from steepest.runtime.supervision import cause_of_death, raise_lost, raise_remote, travelling
+from steepest.runtime.supervision import (
+    has_raised,
+    last_line,
+    name_of,
+    raise_lost,
+    raise_remote,
+    raise_unsendable,
+    travelling,
+)
 from steepest.sampler import SamplePlan
 from steepest.settings import RunSettings
 
@@ -77,6 +87,7 @@ class Cluster:
         actors, watches: Ray's handles of them, and calls that return when they end.
         lives: of each worker, the one that it is in.
         events: what happened to processes.
+        deaths: who is dead, and why.
         successors: replaces workers that died.
     """
 
@@ -108,6 +119,7 @@ class Cluster:
         self.plan: tuple[SamplePlan | None, int] = (None, seed)
         self.lives: Counter[int] = Counter()
         self.events: list[Event] = []
+        self.deaths = Deaths(self)
         self.successors = Successors(self)
         self.recovery: Recovery | None = None
         try:
@@ -133,7 +145,7 @@ class Cluster:
         seed: int,
         accumulate: int,
     ) -> None:
-        creator = self.creator = travelling(model_creator)
+        creator = self.creator = travelling("model_creator", model_creator)
         cut = make_strategy(config).cut
         self.gpu, self._devices, self._seed, self._accumulate = gpu, devices, seed, accumulate
         self.actors |= {worker_peer(i): self.start_worker(i) for i in range(num_workers)}
@@ -349,7 +361,11 @@ class Cluster:
                 f"{self.settings.start_timeout * (1 + _UP_FACTOR):g} s: raise RunSettings(start_timeout=...)"
             ) from None
         except ray.exceptions.RayTaskError as error:
-            raise_remote(error, f"a worker could not {what}")
+            who = next((str(peer) for ref, peer in zip(refs, peers, strict=False) if has_raised(ref)), "a process")
+            try:
+                raise_remote(error, who, what)
+            except ShutdownError as ended:  # its router, not this trainer
+                raise PeerLostError(f"{who} ended before it could {what}") from ended
         except ray.exceptions.RayActorError as error:
             raise PeerLostError(f"a process died before it could {what}: {' '.join(str(error).split())}") from error
         return results
@@ -372,6 +388,7 @@ class Cluster:
         *arguments: Any,
         workers: list[int] | None = None,
         view: bool = False,
+        what: str = "do its part",
     ) -> list[Any]:
         """Runs a function on workers as soon as they hold the last committed weights.
 
@@ -379,24 +396,30 @@ class Cluster:
             arguments: the same for all; objects are put into Ray's store once.
             workers: which; all by default.
             view: give the function a `WorkerView` instead of the replicas.
+            what: a worker is asked to do, for errors.
 
         Raises:
-            What the function raises; PeerLostError, DeadlineError.
+            ModelRaisedError: the function raised; its traceback is the cause. Our own errors are raised as they are.
+            ConfigurationError: the function, an argument or a result cannot travel.
+            PeerLostError, DeadlineError
         """
         self.mend()
         position = (self.client.position.generation, self.client.position.version)
-        stored = [ray.put(argument) for argument in arguments]
+        stored = [travelling(f"what a worker needs to {what}", argument) for argument in arguments]
         chosen = range(self.job.num_workers) if workers is None else workers
         actors = [self.actors[worker_peer(i)] for i in chosen]
         number = next(self._numbers)
-        refs = [(a.view_call if view else a.call).remote(position, number, function, *stored) for a in actors]
-        waiting = dict(zip(refs, chosen, strict=True))
+        try:
+            refs = [(a.view_call if view else a.call).remote(position, number, function, *stored) for a in actors]
+        except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
+            raise_unsendable(f"the function {name_of(function)}", error)
+        waiting, results = dict(zip(refs, chosen, strict=True)), {}
         deadline = time.monotonic() + self.settings.call_timeout
         try:
             while waiting:
                 done, _ = ray.wait(list(waiting), timeout=min(_LOOK_SECONDS, self.settings.call_timeout))
-                for ref in done:
-                    ray.get(ref)  # raises what it raised, without waiting for the others
+                for ref in done:  # raises what it raised, without waiting for the others
+                    results[waiting[ref]] = self._result(ref, waiting[ref], what)
                     del waiting[ref]
                 if not done:
                     self.raise_if_dead()
@@ -405,18 +428,31 @@ class Cluster:
                         raise DeadlineError(
                             f"{silent} did not answer within {self.settings.call_timeout:g} s at version {position[1]}"
                         )
-            results: list[Any] = ray.get(refs)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, PeerLostError):
-                self.raise_if_dead(wait=_CLOSE_SECONDS)  # the better explanation
-            raise_remote(error, "a worker could not run the function")
-        except ray.exceptions.RayActorError:
-            self.raise_if_dead(wait=_CLOSE_SECONDS)
-            raise
         finally:
             for i in waiting.values():
                 actors[list(chosen).index(i)].abandon.remote(number, "another worker failed, or the driver gave up")
-        return results
+        return [results[i] for i in chosen]
+
+    def _result(self, ref: Any, worker: int, what: str) -> Any:
+        """What a call of a worker returned."""
+        peer = worker_peer(worker)
+        who = f"{peer} on {self.places[peer].host}"
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            try:
+                raise_remote(error, who, what)
+            except (PeerLostError, ShutdownError):
+                self.raise_if_dead(wait=_CLOSE_SECONDS)  # the better explanation
+                raise
+        except ray.exceptions.RayActorError:
+            self.raise_if_dead(wait=_CLOSE_SECONDS)
+            raise
+        except ray.exceptions.RaySystemError as error:
+            raise ConfigurationError(
+                f"the driver cannot read what {who} returned when asked to {what}: {last_line(error)}: return what can "
+                "be pickled, of modules that the driver has too"
+            ) from error
 
     def counters(self) -> dict[Peer, dict[str, int]]:
         """Counters of all processes that answer."""
@@ -437,7 +473,7 @@ class Cluster:
         for peer in sorted(self.watches, key=lambda peer: peer != suspect):
             if peer.role == "worker" and peer.index in {*self.successors.starting, *self.successors.moved}:
                 continue  # it is being replaced
-            if (cause := cause_of_death(self.watches[peer])) is not None:
+            if (cause := self.deaths.cause(peer)) is not None:
                 self.raise_lost(peer, cause)
 
     def lost(self, peer: Peer, why: str) -> NoReturn:
@@ -455,7 +491,7 @@ class Cluster:
 
     def raise_lost(self, peer: Peer, why: str) -> NoReturn:
         """See `supervision.raise_lost`."""
-        raise_lost(peer, self.places.get(peer), why)
+        raise_lost(peer, self.places.get(peer), why, self.deaths.traceback(peer))
 
     def note(self, kind: str, line: str) -> None:
         """Tells the user in one line what happened, and keeps it."""

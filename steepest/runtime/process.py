@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -23,6 +23,7 @@ from steepest.comm.shared import AVAILABLE
 from steepest.comm.wire import WireTransport
 from steepest.config import SimpleStrategy, StrategyConfig
 from steepest.dtypes import Tensors
+from steepest.errors import RemoteError, describe_error
 from steepest.handover import ChunkState, Kept
 from steepest.hosts import Hosts
 from steepest.job import (
@@ -46,6 +47,7 @@ from steepest.sampler import SamplePlan
 from steepest.server import Server
 from steepest.worker import Worker
 
+T = TypeVar("T")
 _RESULT_SECONDS = 0.02  # the driver hears of short steps together
 _NO_COLLECTIVE = (
     'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
@@ -121,7 +123,8 @@ class Process:
         self._on_router(lambda: torch.set_num_threads(threads))
 
     def _on_router(self, function: Callable[[], Any]) -> Any:
-        return self._router.call(function).result()
+        with _as_text():
+            return self._router.call(function).result()
 
     def alive(self) -> None:
         """A sign of life, although the router may be in the middle of a long step."""
@@ -307,7 +310,8 @@ class Process:
     def give_up(self) -> None:
         """Returns when this process' worker, which takes no step any more, has ended the one that it is at."""
         if (worker := self._worker) is not None:
-            self._on_router(worker.give_up).result()
+            with _as_text():
+                self._on_router(worker.give_up).result()
 
     def heard(self) -> list[Message]:
         """What the coordinator said of late."""
@@ -332,7 +336,8 @@ class Process:
 
     def watch(self) -> None:
         """Returns when the process is stopped; raises what ended its router otherwise."""
-        self._router.finished.result()
+        if (error := self._router.finished.exception()) is not None:
+            raise RemoteError(describe_error(error))
 
     def call(self, position: tuple[int, int], number: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a function on the replicas once they hold the weights of (generation, version).
@@ -347,17 +352,19 @@ class Process:
             with member.call(number) if member is not None else contextlib.nullcontext():
                 return function(replicas, *arguments)
 
-        future: Future[Any] = self._on_router(lambda: worker.at_version(*position, run))
-        return future.result()
+        with _as_text():
+            future: Future[Any] = self._on_router(lambda: worker.at_version(*position, run))
+            return future.result()
 
-    def view_call(self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]) -> Any:
-        """Runs a user's function on this worker."""
+    def view_call(self, position: tuple[int, int], number: int, function: Callable[[WorkerView], T]) -> list[T]:
+        """Runs a user's function on this worker; returns its result in a list, since Ray unrolls a bare generator."""
         place = self._place
 
-        def run(replicas: Replicas) -> Any:
-            return function(WorkerView(self._index, place.host, place.pid, replicas.models))
+        def run(replicas: Replicas) -> list[T]:
+            return [function(WorkerView(self._index, place.host, place.pid, replicas.models))]
 
-        return self.call(position, number, run)
+        found: list[T] = self.call(position, number, run)
+        return found
 
     def abandon(self, number: int, reason: str) -> None:
         """Ends what a call awaits of other workers, because one of them failed."""
@@ -372,6 +379,17 @@ class Process:
     def stop(self) -> None:
         """Closes every channel and ends the thread."""
         self._router.stop()
+
+
+@contextlib.contextmanager
+def _as_text() -> Iterator[None]:
+    """Has what is raised travel as text: users' exceptions may not be pickled, and SystemExit would end the actor."""
+    try:
+        yield
+    except RemoteError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - raised again by the driver
+        raise RemoteError(describe_error(error)) from None
 
 
 def ways_of(config: StrategyConfig) -> str:

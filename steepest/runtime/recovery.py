@@ -21,7 +21,7 @@ from steepest.runtime.launch import Cluster
 from steepest.runtime.optimizer_state import OptimizerState
 from steepest.runtime.process import by_calls
 from steepest.runtime.state import JobState
-from steepest.runtime.supervision import cause_of_death, has_answered, never_ran
+from steepest.runtime.supervision import has_answered, never_ran
 from steepest.salvage import Remains, Salvage, assemble
 
 log = logging.getLogger(__name__)
@@ -89,10 +89,10 @@ class Recovery:
             return None
         for index, (_, why) in cluster.successors.moved.items():
             return worker_peer(index), why
-        for peer, watch in cluster.watches.items():
+        for peer in cluster.watches:
             if peer.role == "worker" and cluster.job.workers_are_replaced:
                 continue
-            if self.can_replace(peer) and (cause := cause_of_death(watch)) is not None:
+            if self.can_replace(peer) and (cause := cluster.deaths.cause(peer)) is not None:
                 return peer, cause
         return None
 
@@ -148,17 +148,15 @@ class Recovery:
         """Everybody who is gone, or gives no sign of life, and why."""
         cluster = self._cluster
         ray.wait([cluster.watches[suspect]], timeout=min(cluster.settings.heartbeat, _NOTICE_SECONDS))
-        dead = {peer: cause for peer, watch in cluster.watches.items() if (cause := cause_of_death(watch)) is not None}
+        dead = {peer: cause for peer in cluster.watches if (cause := cluster.deaths.cause(peer)) is not None}
         asked = {peer: actor.alive.remote() for peer, actor in cluster.actors.items() if peer not in dead}
         wait = max(cluster.settings.heartbeat, _NOTICE_SECONDS)
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait)
         for peer, ref in asked.items():
             if not has_answered(ref):
-                dead[peer] = cause_of_death(cluster.watches[peer]) or f"no sign of life for {wait:g} s"
-        dead.setdefault(suspect, why)
-        for peer in dead:
-            if cause_of_death(cluster.watches[peer]) is None:  # it may live, out of reach
-                cluster.successors.kill(peer)
+                dead[peer] = cluster.deaths.declare(peer, f"no sign of life for {wait:g} s")
+        if suspect not in dead:
+            dead[suspect] = cluster.deaths.declare(suspect, why)
         return dead
 
     def _count(self, dead: dict[Peer, str]) -> list[int]:
@@ -167,7 +165,7 @@ class Recovery:
         left_out = []
         for peer, cause in dead.items():
             seat = cluster.seats.order[peer.index] if peer.role == "worker" else -1 - peer.index
-            if cluster.successors.count_failure(seat) > allowed:
+            if cluster.successors.count_failure(peer, seat, cause) > allowed:
                 if not self._can_go_on(dead):
                     often = f"it was replaced {allowed} times, RunSettings(max_failures={allowed}) allows no more"
                     cluster.raise_lost(peer, f"{cause} ({often})")

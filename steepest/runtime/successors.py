@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -19,7 +17,7 @@ from steepest.job import check_agreement
 from steepest.replicas import mean_states
 from steepest.runtime import tasks
 from steepest.runtime.process import Place
-from steepest.runtime.supervision import cause_of_death, has_answered, never_ran
+from steepest.runtime.supervision import has_answered, never_ran
 
 if TYPE_CHECKING:
     from steepest.runtime.launch import Cluster
@@ -168,7 +166,7 @@ class Successors:
             if now - since >= limit and peer in watched and cluster.places[peer] not in self._given_up:
                 self._give_up(peer, f"no sign of life for {now - since:.1f} s")
         for peer in watched:
-            if peer not in self._pings and cause_of_death(cluster.watches[peer]) is None:
+            if peer not in self._pings and cluster.deaths.cause(peer) is None:
                 self._pings[peer] = (cluster.actors[peer].alive.remote(), now)
 
     def _give_up(self, peer: Peer, why: str) -> None:
@@ -179,15 +177,7 @@ class Successors:
             cluster.on_router(lambda: cluster.client.declare_lost(peer.index, life, why))
         else:  # the process of a server
             cluster.on_router(lambda: cluster.client.lost(server_peer(peer.index), why))
-        self.kill(peer)
-
-    def kill(self, peer: Peer) -> None:
-        """Nothing that it still says may count; it may be stopped, or out of reach."""
-        place = self._cluster.places[peer]
-        if place.node == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # Ray's word reaches no stopped process
-                os.kill(place.pid, signal.SIGKILL)
-        ray.kill(self._cluster.actors[peer], no_restart=True)
+        cluster.deaths.declare(peer, why)
 
     def give_up_on(self, workers: Collection[int]) -> None:
         """Nobody will take the place of these."""
@@ -259,11 +249,9 @@ class Successors:
             silent = self._silent.get(index) == cluster.lives[index]
             if suspected and not silent:
                 ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
-            cause = cause_of_death(cluster.watches[peer])
+            cause = cluster.deaths.cause(peer)
             if suspected and (silent or cause is None):
-                if cause is None:  # it may live, out of reach
-                    self.kill(peer)
-                cause = str(said["why"])
+                cluster.deaths.declare(peer, cause := str(said["why"]))
             known = index in self.starting or index in self.moved or index in self.left_out
             if cause is not None and not known:
                 self._begin(index, cause, wait=wait)
@@ -280,7 +268,7 @@ class Successors:
         cluster, peer, seat = self._cluster, worker_peer(index), self._cluster.seats.order[index]
         allowed = cluster.settings.max_failures
         self._pings.pop(peer, None)
-        if self.count_failure(seat) > allowed:
+        if self.count_failure(peer, seat, cause) > allowed:
             cause += f" (it had {allowed} successors, RunSettings(max_failures={allowed}) gives it no more)"
             if wait or cluster.job.num_workers - len(self.starting) - len(self.left_out) <= self.least:
                 cluster.raise_lost(peer, cause)
@@ -305,8 +293,14 @@ class Successors:
                 actor = spare or cluster.start_worker(index)
                 self.returning.append(self._start(index, seat, cause, actor, now))
 
-    def count_failure(self, seat: int) -> int:
-        """How many processes have died in a place, with the one that just did."""
+    def count_failure(self, peer: Peer, seat: int, cause: str) -> int:
+        """How many processes have died in a place, with the one that just did.
+
+        Raises:
+            PeerLostError: it ended by an error of its own, and so did the one before it there at the same version.
+        """
+        if self._cluster.deaths.is_repeated(peer, seat):
+            self._cluster.raise_lost(peer, f"{cause} (as the one before it, with no version committed in between)")
         self._failures[seat] += 1
         return self._failures[seat]
 
@@ -354,7 +348,7 @@ class Successors:
                 cluster.lives[index] -= 1
                 cluster.actors[peer] = before
                 return
-            alive = [i for i in range(job.num_workers) if cause_of_death(cluster.watches[worker_peer(i)]) is None]
+            alive = [i for i in range(job.num_workers) if cluster.deaths.cause(worker_peer(i)) is None]
             alive = [i for i in alive if self._silent.get(i) != cluster.lives[i]]
             states = [state for part in cluster.call_workers(tasks.states, workers=alive) for state in part]
             mean = mean_states(states, [1.0] * len(states)) if states else None

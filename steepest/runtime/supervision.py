@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -15,13 +14,14 @@ from steepest.comm.message import Peer
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
+    ModelError,
     ModelRaisedError,
     NonFiniteError,
     PeerLostError,
+    RemoteError,
     RemoteTraceback,
-    SteepestError,
+    described_error,
 )
-from steepest.job import ModelCreator
 from steepest.runtime.process import Place
 
 _LINES = 12
@@ -32,10 +32,13 @@ def raise_step_error(meta: dict[str, Any], places: Mapping[Peer, Place]) -> NoRe
     step = meta["step"] + 1
     if meta["reason"] == "raised":
         place = places.get(Peer("worker", meta["worker"]))
-        where = f" on {place.host}" if place else ""
+        where = f"worker {meta['worker']}{f' on {place.host}' if place else ''}"
+        own = described_error(meta, f"{where}, step {step}: ")
+        if isinstance(own, ModelError):
+            raise own
         raise ModelRaisedError(
-            f"worker {meta['worker']}{where}: the model raised in step {step}: {meta['error']}; nothing of the step "
-            "was applied: mend the model or its data and step again"
+            f"{where}: the model or its data raised in step {step}: {meta['error']}; nothing of the step was applied: "
+            "mend them and step again"
         ) from RemoteTraceback(meta["traceback"])
     if meta["reason"] == "schedule":
         raise ModelRaisedError(
@@ -67,7 +70,7 @@ def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
     return lines[-count:]
 
 
-def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
+def fetchlast_lines(place: Place, timeout: float = 5.0) -> list[str]:
     """`last_lines` of a process, read on its own node."""
     if ray.get_runtime_context().get_node_id() == place.node:
         return last_lines(place.logs)
@@ -80,37 +83,21 @@ def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
     return lines
 
 
-def cause_of_death(watch: Any) -> str | None:
-    """What Ray knows about an actor's end; None while it lives."""
-    ready, _ = ray.wait([watch], timeout=0)
-    if not ready:
-        return None
-    try:
-        ray.get(watch)
-    except ray.exceptions.RayActorError as error:
-        text = " ".join(str(error).split())
-        if "connection error code 2" in text:
-            return "its process is gone: killed by a signal, or for want of memory"
-        for mark in ("The actor is dead because", "Worker exits", "Worker unexpectedly exits"):
-            if mark in text:
-                return text[text.index(mark) :].partition(" Some common causes")[0][:300]
-        return text[:300]
-    except ray.exceptions.RayTaskError as error:
-        return f"its router ended: {error.cause!r}"
-    return "it was stopped"
+def raise_lost(peer: Peer, place: Place | None, why: str, traceback: str = "") -> NoReturn:
+    """Raises PeerLostError for a process, with where it was and its last lines.
 
-
-def raise_lost(peer: Peer, place: Place | None, why: str) -> NoReturn:
-    """Raises PeerLostError for a process, with where it was and its last lines."""
+    Args:
+        traceback: of the error that ended it, if one of its own did; it becomes the cause.
+    """
     where, lines = "", ["(nothing)"]
     if place is not None:
         where = f" on {place.host} (node {place.node[:12]}, pid {place.pid})"
-        lines = fetch_last_lines(place) or lines
+        lines = fetchlast_lines(place) or lines
     text = "\n".join(f"    {line}" for line in lines)
     raise PeerLostError(
         f"{peer}{where} died: {why}; the weights of the last commit are still there unless it held them "
         f"(weights(), save()); its last lines:\n{text}"
-    )
+    ) from (RemoteTraceback(traceback) if traceback else None)
 
 
 def has_answered(call: Any) -> bool:
@@ -122,6 +109,19 @@ def has_answered(call: Any) -> bool:
     except ray.exceptions.RayError:
         return False
     return True
+
+
+def has_raised(call: Any) -> bool:
+    """Whether a call of an actor has ended by an exception."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
 
 
 def never_ran(call: Any) -> bool:
@@ -137,20 +137,60 @@ def never_ran(call: Any) -> bool:
     return False
 
 
-def raise_remote(error: ray.exceptions.RayTaskError, what: str) -> NoReturn:
-    """Raises what a remote call raised: our own errors as they are, the user's as ModelRaisedError."""
+def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoReturn:
+    """Raises what a remote call raised: our own errors as they are, with who it was; others as ModelRaisedError.
+
+    Args:
+        who: the process.
+        what: it was asked to do.
+    """
     cause = error.cause
-    trace = RemoteTraceback(str(error))
-    if isinstance(cause, SteepestError):
-        raise cause from trace
-    raise ModelRaisedError(f"{what}: {type(cause).__name__}: {cause}") from trace
-
-
-def travelling(model_creator: ModelCreator) -> Any:
-    """The user's function in Ray's store."""
-    try:
-        return ray.put(model_creator)
-    except (TypeError, pickle.PicklingError) as error:
+    if isinstance(cause, RemoteError):
+        raise_told(cause.told, who, what)
+    if isinstance(cause, ray.exceptions.RaySystemError):
         raise ConfigurationError(
-            f"model_creator cannot be sent to the workers: {error.__cause__ or error}; make that inside it"
-        ) from None
+            f"{who} cannot read what it was sent to {what}: {last_line(error)}: send what can be pickled, of modules "
+            "that the workers have too"
+        ) from RemoteTraceback(str(error))
+    raise ConfigurationError(
+        f"{who} could not send what came of it when asked to {what}: {type(cause).__name__}: {cause}; return what can "
+        "be pickled: numbers, text, tensors, arrays, and containers of these"
+    ) from RemoteTraceback(str(error))
+
+
+def raise_told(told: Mapping[str, str], who: str, what: str) -> NoReturn:
+    """The same of an error that is told as text, see `steepest.errors.describe_error`."""
+    if (own := described_error(told, f"{who}: ")) is not None:
+        raise own
+    raise ModelRaisedError(f"{who} could not {what}: {told['error']}") from RemoteTraceback(told["traceback"])
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of what an exception says."""
+    return str(error).rstrip().splitlines()[-1]
+
+
+def name_of(function: Any) -> str:
+    """What a user calls a function, for errors."""
+    return repr(getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2])
+
+
+def travelling(what: str, value: Any) -> Any:
+    """Something of the user's in Ray's store.
+
+    Raises:
+        ConfigurationError: it cannot be sent.
+    """
+    try:
+        return ray.put(value)
+    except ray.exceptions.RayError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
+        raise_unsendable(what, error)
+
+
+def raise_unsendable(what: str, error: Exception) -> NoReturn:
+    """Raises ConfigurationError for something of the user's that cannot be pickled."""
+    raise ConfigurationError(
+        f"{what} cannot be sent to the workers: {error.__cause__ or error}; make on the workers what cannot be sent"
+    ) from None

@@ -32,9 +32,9 @@ def on_models(replicas: Replicas, fn: Callable[[Model], T]) -> list[T]:
     return [fn(model) for model in replicas.models]
 
 
-def on_first_model(replicas: Replicas, fn: Callable[[Model], T]) -> T:
-    """A user's function on the first replica."""
-    return fn(replicas.models[0])
+def on_first_model(replicas: Replicas, fn: Callable[[Model], T]) -> list[T]:
+    """A user's function on the first replica; its result in a list, since Ray unrolls a bare generator."""
+    return [fn(replicas.models[0])]
 
 
 def evaluate(replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors) -> WorkerResult:
