@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 import torch
 
+from steepest.comm import opening as opening_module
 from steepest.comm import wire
 from steepest.comm.channel import Address
 from steepest.comm.frame import encode
@@ -25,6 +26,7 @@ TOKEN = b"correct horse battery staple"
 WORKER = worker_peer(2)
 GREETING = b"steepest/1\n"
 NONCE = bytes(range(32))
+HELLO = 2 + 5 + 5  # bytes: how many roles are its own, one of its own, one that it means
 MIRROR = b"M" * 32  # stands for what the other end sent: its nonce, its proof
 FAMILIES = {"tcp": socket.AF_INET, "unix": socket.AF_UNIX}
 LIMIT = 15.0  # seconds until a test gives up
@@ -241,7 +243,7 @@ def receive(sock: socket.socket, size: int) -> bytes:
 
 def opening(theirs: bytes) -> bytes:
     """What a connecting worker 0 says to a listener with that nonce; the proof written down again."""
-    hello = struct.pack("<Bi", 2, 0)
+    hello = struct.pack("<HBi", 1, 2, 0)
     proof = hmac.digest(TOKEN, b"\0".join((b"connect", theirs, NONCE, hello)), "sha256")
     return GREETING + NONCE + struct.pack("<I", len(hello)) + hello + proof
 
@@ -285,7 +287,7 @@ def test_a_truncated_or_damaged_frame_after_the_handshake_is_refused(ending, end
 
 @pytest.mark.parametrize("said", [b"", GREETING + NONCE[:9]], ids=["silent", "half"])
 def test_silent_connections_are_dropped_at_the_deadline(said, server, family, monkeypatch):
-    monkeypatch.setattr(wire, "_HANDSHAKE_SECONDS", 0.0)
+    monkeypatch.setattr(opening_module, "OPENING_SECONDS", 0.0)
     with dial(server.address, family) as silent:
         silent.sendall(said)
         until(lambda: server.transport.refused == 1, server)
@@ -333,7 +335,7 @@ def test_a_listener_that_is_an_impostor_or_goes_away_is_told_apart(said, error, 
     def script(sock, future) -> None:
         sock.sendall(said.removesuffix(MIRROR))
         if said.endswith(MIRROR):
-            sock.sendall(receive(sock, 43 + 4 + 5 + 32)[43:])
+            sock.sendall(receive(sock, 43 + 4 + HELLO + 32)[43:])
         sock.shutdown(socket.SHUT_WR)
         future.exception(LIMIT)
 

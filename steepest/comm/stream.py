@@ -17,7 +17,7 @@ from steepest.comm.frame import FrameReader, buffer_of, encode
 from steepest.comm.message import Message, Peer
 
 if TYPE_CHECKING:
-    from steepest.comm.wire import Handshake, WireTransport
+    from steepest.comm.wire import WireTransport
 
 _BUFFERS_PER_CALL = 64
 _WORTH_WAKING = 1 << 21
@@ -46,7 +46,6 @@ class WireChannel:
         self._to_pass: list[shared.Segment] = []  # whose descriptors go with the next bytes; kept until then
         borrow = self._borrow if local else None
         self._reader = FrameReader(self._receive if local else sock.recv_into, transport.sink, borrow)
-        self.handshake: Handshake | None = None
 
     def send(self, message: Message) -> None:
         """Queues a message; small ones leave together, before the transport waits. Dropped when it is closed."""

@@ -2,8 +2,8 @@
 
 One thread serves all sockets of a process with `selectors`; nothing blocks but `poll`. Payloads leave
 from the tensors' memory (`sendmsg`) and arrive in it (`recv_into`). A connection opens with a mutual
-proof that both ends know the job's token (HMAC-SHA256 over two fresh nonces); until then not a byte of
-it is understood as a frame.
+proof that both ends know the job's token (`steepest.comm.opening`); until then not a byte of it is
+understood as a frame, and it is no channel.
 
 Which sockets, and whether payloads are lent in shared memory, may be narrowed by `ways`:
 
@@ -23,56 +23,33 @@ takes what is lent to it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
+import errno
 import logging
 import os
 import secrets
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Callable
 
 import torch
 
 from steepest.comm.channel import Address, Event
-from steepest.comm.frame import ROLES, Sink
+from steepest.comm.frame import Sink
 from steepest.comm.message import Message, Peer
+from steepest.comm.opening import BusyError, Openings, names_of, prove
 from steepest.comm.shared import AVAILABLE, SHARED_FROM, Lending
 from steepest.comm.stream import WireChannel
 from steepest.errors import AuthenticationError, ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 
 log = logging.getLogger(__name__)
 
-_GREETING = b"steepest/1\n"
-_NONCE = 32
-_PROOF = 32
-_HELLO_LIMIT = 4096
-_REFUSED = struct.pack("<I", 0xFFFFFFFF)  # in place of the answer's size: the proof is wrong
-_HANDSHAKE_SECONDS = 10.0
 _SOCKET_BUFFER = 4 << 20
+_BACKLOG = 512
+_PATIENCE_SECONDS = 0.25
+_PAUSE_SECONDS = 0.005  # before a place is asked for again
 _BRISK_SECONDS = 0.0006  # what a short wait is; waking a process that sleeps costs a good part of it
 _BRISK_AFTER = 16  # short waits in a row; where processes compute, there is a long one in every step
-
-
-def _proof(token: bytes, side: bytes, first: bytes, second: bytes, hello: bytes) -> bytes:
-    return hmac.new(token, b"\0".join((side, first, second, hello)), hashlib.sha256).digest()
-
-
-def _pack_peers(peers: tuple[Peer, ...]) -> bytes:
-    return b"".join(struct.pack("<Bi", ROLES.index(peer.role), peer.index) for peer in peers)
-
-
-def _unpack_peers(data: bytes) -> tuple[Peer, ...]:
-    try:
-        return tuple(Peer(ROLES[role], index) for role, index in struct.iter_unpack("<Bi", data))
-    except (struct.error, IndexError):
-        raise ProtocolError("handshake names unknown roles") from None
-
-
-def _names(peers: tuple[Peer, ...]) -> str:
-    return " + ".join(str(peer) for peer in peers) or "a peer"
 
 
 def check_ways(ways: str, *nodes: str) -> None:
@@ -102,15 +79,6 @@ def _has_unix() -> bool:
     return os.path.exists("/proc/net/unix")
 
 
-class Handshake:
-    """The accepting end's side of the opening; the connecting end does it blocking, in `connect`."""
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.nonce = secrets.token_bytes(_NONCE)
-        self.received = bytearray()
-
-
 class WireTransport:
     """A `Transport` over sockets.
 
@@ -120,12 +88,21 @@ class WireTransport:
         node: a name equal for processes that may meet on a Unix-domain socket.
         sink: where arriving payloads go.
         ways: "wire", "shared", "unix" or "tcp"; see above.
+        clock: for what strangers may take; in seconds, monotonic.
 
     Raises:
         ConfigurationError: this platform does not have what `ways` needs.
     """
 
-    def __init__(self, token: bytes, peers: tuple[Peer, ...], node: str, sink: Sink, ways: str = "wire") -> None:
+    def __init__(
+        self,
+        token: bytes,
+        peers: tuple[Peer, ...],
+        node: str,
+        sink: Sink,
+        ways: str = "wire",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if len(token) < 16:
             raise AuthenticationError("the job's token is shorter than 16 bytes")
         check_ways(ways)
@@ -134,7 +111,7 @@ class WireTransport:
         self.sink = sink
         self.node = node
         self.peers = peers
-        self.refused = 0
+        self._broke_off = 0  # peers that broke the protocol
         self.bytes_sent = 0
         self._token = token
         self._selector = selectors.DefaultSelector()
@@ -143,7 +120,7 @@ class WireTransport:
         self._events: list[Event] = []
         self._gathering: list[WireChannel] = []
         self.lending = Lending()
-        self._opening: dict[WireChannel, Handshake] = {}  # oldest first
+        self._openings = Openings(token, peers, self._selector, self._welcome, clock)
         self._wake_in, self._wake_out = socket.socketpair()
         for sock in (self._wake_in, self._wake_out):
             sock.setblocking(False)
@@ -151,134 +128,93 @@ class WireTransport:
         self._short = 0  # waits that were short, one after another
         self._closed = False
 
+    @property
+    def refused(self) -> int:
+        """Connections that were refused: of strangers, and of peers that broke the protocol."""
+        return self._broke_off + self._openings.refusals.count
+
     # -- opening -------------------------------------------------------------------------------
 
     def listen(self, host: str) -> Address:
-        """Listens on a free TCP port of that address and on a Unix-domain socket, as far as `ways` has them."""
+        """Listens on a free TCP port of an IPv4 or IPv6 address and on a Unix-domain socket, as far as `ways` has them.
+
+        Raises:
+            ConfigurationError: the address is none of this host.
+        """
         listeners, port, unix_name = [], 0, ""
         if self.ways != "shared":
-            listeners.append(socket.create_server((host, 0), backlog=128))
+            listeners.append(_listen_tcp(host))
             port = listeners[0].getsockname()[1]
         if self.ways != "tcp" and _has_unix():
             unix_name = f"\0steepest-{os.getpid()}-{secrets.token_hex(8)}"
             listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listeners[-1].bind(unix_name)
-            listeners[-1].listen(128)
+            listeners[-1].listen(_BACKLOG)
         for sock in listeners:
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ, self._accepter(sock))
+            self._openings.listen(sock)
         self._listeners += listeners
         return Address(self.node, host, port, unix_name, self.peers)
 
     def connect(self, address: Address, timeout: float = 10.0) -> WireChannel:
         """Connects to a listening process, over a Unix-domain socket when it is on the same node.
 
+        Where that cannot be reached (containers of one node with networks of their own), TCP takes its place unless
+        `ways` forces one, and nothing is lent.
+
         Raises:
             PeerLostError: nobody listens there, or not for long.
             AuthenticationError: the two ends do not know the same token.
-            ProtocolError: it is not a steepest process of this version.
+            ProtocolError: it is not a steepest process of this version, or not the one that the address names.
             DeadlineError: no answer within `timeout` seconds.
             ConfigurationError: it is on another node, which `ways` excludes.
         """
         check_ways(self.ways, self.node, address.node)
-        where = f"{_names(address.peers)} at {address.host}" + (f":{address.port}" if address.port else "")
-        local = bool(address.unix) and address.node == self.node and self.ways != "tcp"
-        sock = socket.socket(socket.AF_UNIX if local else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            deadline = time.monotonic() + timeout
-            sock.settimeout(timeout)
-            sock.connect(address.unix if local else (address.host, address.port))
-            peers = self._prove(sock, deadline)
-        except TimeoutError:
-            sock.close()
-            raise DeadlineError(f"{where} did not answer the handshake within {timeout:g} s") from None
-        except OSError as error:
-            sock.close()
-            raise PeerLostError(f"cannot connect to {where}: {error}") from error
-        except ProtocolError:
-            sock.close()
-            raise
-        return self._adopt(sock, where, peers)
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        where = f"{names_of(address.peers)} at {host}" + (f":{address.port}" if address.port else "")
+        deadline = time.monotonic() + timeout
+        while True:
+            sock = None
+            try:
+                sock = self._dial(address, deadline)
+                return self._adopt(sock, where, prove(sock, self._token, self.peers, address.peers, deadline))
+            except BusyError:
+                _close(sock)
+                time.sleep(_PAUSE_SECONDS * (1 + secrets.randbelow(4)))
+            except TimeoutError:
+                _close(sock)
+                raise DeadlineError(f"{where} did not answer the handshake within {timeout:g} s") from None
+            except OSError as error:
+                _close(sock)
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    time.sleep(_PAUSE_SECONDS)  # that says nothing about the other end
+                    continue
+                raise PeerLostError(f"cannot connect to {where}: {error}") from error
+            except ProtocolError:
+                _close(sock)
+                raise
 
-    def _prove(self, sock: socket.socket, deadline: float) -> tuple[Peer, ...]:
-        theirs = _receive_exactly(sock, len(_GREETING) + _NONCE, deadline)
-        if not theirs.startswith(_GREETING):
-            raise ProtocolError("the other end is not a steepest process of this version")
-        first, second = theirs[len(_GREETING) :], secrets.token_bytes(_NONCE)
-        hello = _pack_peers(self.peers)
-        proof = _proof(self._token, b"connect", first, second, hello)
-        sock.sendall(_GREETING + second + struct.pack("<I", len(hello)) + hello + proof)
-        prefix = _receive_exactly(sock, len(_REFUSED), deadline)
-        if prefix == _REFUSED:
-            raise AuthenticationError("the other end refuses this process: the two have different tokens")
-        size = struct.unpack("<I", prefix)[0]
-        if size > _HELLO_LIMIT:
-            raise ProtocolError("oversized handshake")
-        answer = _receive_exactly(sock, size, deadline)
-        expected = _proof(self._token, b"accept", second, first, answer)
-        if not hmac.compare_digest(_receive_exactly(sock, _PROOF, deadline), expected):
-            raise AuthenticationError("the other end does not know this job's token")
-        return _unpack_peers(answer)
+    def _dial(self, address: Address, deadline: float) -> socket.socket:
+        if address.unix and address.node == self.node and self.ways != "tcp":
+            try:
+                return _dial_unix(address.unix, deadline)
+            except ConnectionRefusedError as error:
+                if self.ways != "wire":
+                    raise ConnectionRefusedError(
+                        f"{error}; it has ended, or this process is in another network namespace of the node, where "
+                        f'transport="{self.ways}" reaches nobody: give "wire" or "tcp"'
+                    ) from error
+        return _dial_tcp(address, deadline)
 
     def _adopt(self, sock: socket.socket, name: str, peers: tuple[Peer, ...]) -> WireChannel:
         channel = WireChannel(self, sock, name, peers)
         _tune(sock)
         sock.setblocking(False)
-        self._channels.add(channel)
         self._selector.register(sock, selectors.EVENT_READ, channel)
+        self._channels.add(channel)
         return channel
 
-    def _accepter(self, listener: socket.socket) -> Callable[[], None]:
-        def accept() -> None:
-            try:
-                sock, _ = listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:  # out of descriptors, most likely: who has proven nothing makes room
-                log.debug("cannot accept a connection: %s", error)
-                if self._opening:
-                    self.refuse(next(iter(self._opening)), "its descriptor is needed")
-                return
-            channel = self._adopt(sock, "an unproven peer", ())
-            handshake = channel.handshake = Handshake(time.monotonic() + _HANDSHAKE_SECONDS)
-            self._opening[channel] = handshake
-            try:
-                sock.send(_GREETING + handshake.nonce)
-            except OSError as error:
-                self.refuse(channel, f"handshake: {error}")
-
-        return accept
-
-    def _continue_handshake(self, channel: WireChannel, handshake: Handshake) -> None:
-        fixed = len(_GREETING) + _NONCE + 4
-        data = handshake.received
-        wanted = fixed
-        if len(data) >= fixed:
-            wanted = fixed + struct.unpack_from("<I", data, fixed - 4)[0] + _PROOF
-        if wanted > _HELLO_LIMIT:
-            raise ProtocolError("oversized handshake")
-        part = channel._socket.recv(wanted - len(data))
-        if not part:
-            raise ProtocolError("connection closed during the handshake")
-        data += part
-        if not _GREETING.startswith(data[: len(_GREETING)]):
-            raise ProtocolError("the other end is not a steepest process of this version")
-        if len(data) < fixed or len(data) < fixed + struct.unpack_from("<I", data, fixed - 4)[0] + _PROOF:
-            return
-        second, hello = bytes(data[len(_GREETING) : fixed - 4]), bytes(data[fixed:-_PROOF])
-        expected = _proof(self._token, b"connect", handshake.nonce, second, hello)
-        if not hmac.compare_digest(bytes(data[-_PROOF:]), expected):
-            channel._socket.send(_REFUSED)
-            raise AuthenticationError("a peer that does not know this job's token")
-        channel.peers = _unpack_peers(hello)
-        channel.name = _names(channel.peers)
-        channel.handshake = None
-        self._opening.pop(channel, None)
-        mine = _pack_peers(self.peers)
-        answer = _proof(self._token, b"accept", second, handshake.nonce, mine)
-        channel._append(memoryview(struct.pack("<I", len(mine)) + mine + answer))
-        self._events.append(Event(channel, None, "opened"))
-        channel.flush()
+    def _welcome(self, sock: socket.socket, peers: tuple[Peer, ...]) -> None:
+        self._events.append(Event(self._adopt(sock, names_of(peers), peers), None, "opened"))
 
     # -- serving -------------------------------------------------------------------------------
 
@@ -290,8 +226,7 @@ class WireTransport:
                 channel.flush()
         if self._events:
             timeout = 0.0
-        if self._opening:
-            timeout = min(timeout, 1.0)
+        timeout = self._openings.limit(timeout)
         for key, mask in self._select(max(timeout, 0.0)):
             channel = key.data
             if not isinstance(channel, WireChannel):
@@ -301,11 +236,7 @@ class WireTransport:
                 channel.flush()
             if mask & selectors.EVENT_READ and not channel.closed:
                 self._read(channel)
-        if self._opening:
-            now = time.monotonic()
-            for channel, handshake in list(self._opening.items()):
-                if handshake.deadline < now:
-                    self.refuse(channel, "no proof of the token in time")
+        self._openings.turn()
         events, self._events = self._events, []
         return events
 
@@ -329,9 +260,6 @@ class WireTransport:
 
     def _read(self, channel: WireChannel) -> None:
         try:
-            if channel.handshake is not None:
-                self._continue_handshake(channel, channel.handshake)
-                return
             messages = channel._reader.read()
             self._events += [Event(channel, message) for message in messages]
             channel.await_bytes(channel._reader.missing)
@@ -348,10 +276,7 @@ class WireTransport:
         except ProtocolError as error:
             self.refuse(channel, str(error))
         except OSError as error:
-            if channel.handshake is not None:
-                self.refuse(channel, f"handshake: {error}")
-            else:
-                self.lose(channel, str(error))
+            self.lose(channel, str(error))
 
     def pump(self) -> None:
         """Sends what can be sent now, without waiting."""
@@ -391,17 +316,15 @@ class WireTransport:
 
     def refuse(self, channel: WireChannel, reason: str) -> None:
         """Counts and logs a peer that broke the protocol, and closes its channel."""
-        self.refused += 1
+        self._broke_off += 1
         log.warning("refused %s: %s", channel.name, reason)
         self.lose(channel, f"refused: {reason}")
 
     def lose(self, channel: WireChannel, reason: str) -> None:
         """Closes a channel and reports it."""
         if not channel.closed:
-            proven = channel.handshake is None
             self.forget(channel)
-            if proven:
-                self._events.append(Event(channel, None, reason))
+            self._events.append(Event(channel, None, reason))
 
     def forget(self, channel: WireChannel) -> None:
         """Closes a channel without an event."""
@@ -410,7 +333,6 @@ class WireTransport:
             channel.pending = 0
             channel._queue.clear()
             self._channels.discard(channel)
-            self._opening.pop(channel, None)
             self._selector.unregister(channel._socket)
             channel._socket.close()
             channel.release()
@@ -422,6 +344,7 @@ class WireTransport:
         self._closed = True
         for channel in list(self._channels):
             channel.close()
+        self._openings.close()
         for sock in self._listeners:
             self._selector.unregister(sock)
             sock.close()
@@ -443,15 +366,56 @@ def _tune(sock: socket.socket) -> None:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        sock.settimeout(left)
-        part = sock.recv(size - len(data))
-        if not part:
-            raise ConnectionError("it closed the connection during the handshake")
-        data += part
-    return bytes(data)
+def _listen_tcp(host: str) -> socket.socket:
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        try:
+            listener.bind(place)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host!r}: {error}; give an IPv4 or IPv6 address of this host"
+        ) from error
+    return listener
+
+
+def _dial_unix(name: str, deadline: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        while True:
+            sock.settimeout(_left(deadline))
+            try:
+                sock.connect(name)
+            except BlockingIOError:  # as many wait as can; over TCP the kernel tries again by itself
+                time.sleep(_PAUSE_SECONDS)
+            else:
+                return sock
+    except OSError:
+        sock.close()
+        raise
+
+
+def _dial_tcp(address: Address, deadline: float) -> socket.socket:
+    patience = _PATIENCE_SECONDS
+    while True:
+        left = _left(deadline)
+        try:
+            return socket.create_connection((address.host, address.port), min(patience, left))
+        except TimeoutError:  # where as many wait as can, who asks is not heard: asking anew is sooner than TCP's way
+            patience *= 1.5
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _close(sock: socket.socket | None) -> None:
+    if sock is not None:
+        sock.close()

@@ -1,0 +1,357 @@
+# ruff: noqa: F811 - fixtures are imported, and named as arguments
+"""Connections of those who do not know the token: what they cost, and that honest peers get in beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from steepest.comm.channel import Address
+from steepest.comm.message import COORDINATOR, Kind, Message, server_peer, worker_peer
+from steepest.comm.opening import ACCEPTED_AT_ONCE, LOG_SECONDS, MOST_OPENINGS, OPENING_SECONDS
+from steepest.comm.shared import AVAILABLE, SHARED_FROM, allocate
+from steepest.comm.wire import WireTransport
+from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
+from tests.test_wire import GREETING, LIMIT, RUDE, TOKEN, Node, dial, node, opening, receive, together, until  # noqa: F401
+
+WORKER = worker_peer(0)
+SAID = [said for said in RUDE.values() if b"M" * 32 not in said]
+
+
+class Clock:
+    """Stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def server(node: Any, clock: Clock) -> Node:
+    made: Node = node(COORDINATOR)
+    made.transport.close()
+    made.transport = WireTransport(TOKEN, (COORDINATOR,), "here", made.sink, clock=clock)
+    made.address = made.transport.listen("127.0.0.1")  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+@contextlib.contextmanager
+def limited(descriptors: int) -> Iterator[None]:
+    """So many more descriptors than are open now may be had in this process."""
+    free = [os.dup(0) for _ in range(descriptors + 1)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for descriptor in free:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Strangers:
+    """Connections in every state that one without the token can bring about; the last few hundred are kept open."""
+
+    def __init__(self, address: Address, family: str) -> None:
+        self.made = 0
+        self._address, self._family = address, family
+        self._held: list[socket.socket] = []
+        self._said = itertools.cycle([*SAID, b"at once", b"byte by byte", b"at length"])
+        self._slow: list[socket.socket] = []
+
+    def come(self, number: int) -> None:
+        for sock in self._slow:
+            with contextlib.suppress(OSError):
+                sock.send(GREETING[:1])
+        for _ in range(number):
+            sock = socket.socket(socket.AF_UNIX if self._family == "unix" else socket.AF_INET)
+            sock.setblocking(False)
+            place = self._address.unix if self._family == "unix" else (self._address.host, self._address.port)
+            error = sock.connect_ex(place)
+            if error not in (0, errno.EINPROGRESS):
+                assert error == errno.EAGAIN, "as many wait as can"
+                sock.close()
+                return
+            self.made += 1
+            self._speak(sock)
+        while len(self._held) > 300:
+            self._held.pop(0).close()
+        del self._slow[:-30]
+
+    def _speak(self, sock: socket.socket) -> None:
+        said = next(self._said)
+        if said == b"at once":
+            sock.close()
+            return
+        self._held.append(sock)
+        with contextlib.suppress(OSError):
+            if said == b"byte by byte":
+                self._slow.append(sock)
+            elif said == b"at length":
+                sock.send(bytes(1 << 20))
+            else:
+                sock.send(said)
+
+    def go(self) -> None:
+        for sock in self._held:
+            sock.close()
+
+
+def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute(
+    node: Any, server: Node, family: str, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps of a worker go on, an honest peer gets in, and what strangers have is bounded."""
+    worker = node(WORKER)
+    near = together(lambda: worker.transport.connect(server.address), server)
+    until(lambda: server.opened, server)
+    payload = torch.ones(SHARED_FROM, dtype=torch.uint8)
+    strangers = Strangers(server.address, family)
+    began, steps, newcomers = clock.now, 0, 0
+    open_before, memory_before = descriptors(), resident_bytes()
+    most_open = most_memory = 0
+    with limited(1024 - open_before), ThreadPoolExecutor(1) as pool:
+        newcomer: Future[Any] | None = None
+        while strangers.made < 10_000:
+            strangers.come(60)
+            clock.now += 1.0
+            steps += 1
+            near.send(Message(Kind.PUSH, sequence=steps, payload=payload, source=WORKER, target=COORDINATOR))
+            until(lambda: len(server.messages) == steps, server)  # noqa: B023 - at once
+            for _ in range(60 // ACCEPTED_AT_ONCE):
+                server.turn()
+            server.landed.clear()
+            if newcomer is None:
+                honest = node(worker_peer(steps), node="elsewhere")
+                newcomer = pool.submit(honest.transport.connect, server.address, LIMIT)
+            elif newcomer.done():
+                newcomer.result().close()
+                newcomer, newcomers = None, newcomers + 1
+            most_open, most_memory = max(most_open, descriptors()), max(most_memory, resident_bytes())
+        strangers.go()
+        if newcomer is not None:
+            until(newcomer.done, server)
+            newcomer.result().close()
+    assert [message.sequence for message in server.messages] == list(range(1, steps + 1))
+    assert newcomers > 10
+    assert most_memory - memory_before < 40 << 20
+    until(lambda: server.transport.refused >= 10_000 - 300, server)
+    clock.now += OPENING_SECONDS + LOG_SECONDS
+    server.turn()
+    server.turn()
+    assert server.transport.refused >= strangers.made
+    assert most_open - open_before < 300 + 60 + MOST_OPENINGS + 20 * (newcomers + 2), "ours, theirs, newcomers'"
+    server.transport.close()
+    lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert 1 <= len(lines) <= 2 + (clock.now - began) / LOG_SECONDS
+    assert sum(int(word) for line in lines for word in line.getMessage().split()[1:2] if word.isdigit()) > 9_000
+
+
+def test_no_connection_stays_longer_than_its_deadline(server: Node, family: str, clock: Clock) -> None:
+    with contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(dial(server.address, family)) for _ in range(5)]
+        server.turn()
+        for second in range(int(OPENING_SECONDS)):
+            for sock in slow:
+                sock.send(GREETING[second : second + 1])
+            server.turn()
+            assert server.transport.refused == 0
+            clock.now += 1.0
+        server.turn()
+        server.turn()
+        assert server.transport.refused == 5
+        for sock in slow:
+            with contextlib.suppress(ConnectionResetError):  # it closed before it had read all
+                assert len(receive(sock, 100)) == 43, "the greeting, then the end"
+
+
+def test_strangers_take_no_place_of_who_comes_from_another_address(server: Node) -> None:
+    host, port = server.address.host, server.address.port
+    with contextlib.ExitStack() as stack:
+        honest = stack.enter_context(socket.create_connection((host, port), LIMIT, source_address=("127.0.0.2", 0)))
+        greeting = together(lambda: receive(honest, 43), server)
+        for _ in range(10 * MOST_OPENINGS):
+            stack.enter_context(dial(server.address, "tcp"))
+            server.turn()
+        assert server.transport.refused >= 9 * MOST_OPENINGS
+        honest.sendall(opening(greeting[len(GREETING) :]))
+        until(lambda: server.opened, server)
+
+
+def test_who_loses_its_place_to_a_stranger_tries_again(server: Node, node: Any, family: str) -> None:
+    """The first time nobody hears it, because its place goes to others as soon as it is let in."""
+    honest = node(WORKER, node="here" if family == "unix" else "elsewhere")
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        for _ in range(MOST_OPENINGS):
+            stack.enter_context(dial(server.address, family))
+            server.turn()
+        openings = server.transport._openings
+        hear, openings._hear = openings._hear, lambda opening: None  # type: ignore[method-assign]
+        connecting = pool.submit(honest.transport.connect, server.address, LIMIT)
+        until(lambda: server.transport.refused > 0, server)
+        for _ in range(20 * MOST_OPENINGS):
+            stack.enter_context(dial(server.address, family))
+            server.turn()
+        openings._hear = hear  # type: ignore[method-assign]
+        until(connecting.done, server)
+        assert connecting.result().peers == (COORDINATOR,)
+
+
+def test_without_a_descriptor_who_comes_is_turned_away_and_the_listener_is_quiet(
+    server: Node, node: Any, family: str
+) -> None:
+    honest = node(WORKER, node="here" if family == "unix" else "elsewhere")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        with dial(server.address, family) as stranger, limited(0):
+            until(lambda: server.transport.refused == 1, server)
+            assert receive(stranger, 100)[: len(GREETING)] == GREETING
+            assert server.transport.poll(0.0) == []
+            assert server.transport.refused == 1
+            connecting = pool.submit(honest.transport.connect, server.address, LIMIT)
+            server.turn()
+        until(connecting.done, server)
+        assert connecting.result().peers == (COORDINATOR,)
+        until(lambda: server.opened, server)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_other_users_of_the_host_are_not_heard(server: Node) -> None:
+    os.seteuid(65534)
+    try:
+        stranger = dial(server.address, "unix")
+    finally:
+        os.seteuid(0)
+    with stranger:
+        until(lambda: server.transport.refused == 1, server)
+        assert stranger.recv(100) == b""
+
+
+def test_refusals_are_one_line_a_minute_and_none_is_forgotten(
+    server: Node, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(number: int) -> None:
+        for _ in range(number):
+            with dial(server.address, "tcp") as sock:
+                sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 5)
+            before = server.transport.refused
+            until(lambda: server.transport.refused == before + 1, server)  # noqa: B023 - at once
+
+    refuse(1)
+    assert len(caplog.records) == 1
+    refuse(20)
+    assert len(caplog.records) == 1
+    clock.now += LOG_SECONDS
+    server.turn()
+    assert len(caplog.records) == 2
+    assert "refused 20 connections" in caplog.records[1].getMessage()
+    assert "127.0.0.1" in caplog.records[1].getMessage()
+    refuse(3)
+    server.transport.close()
+    assert "refused 3 connections" in caplog.records[2].getMessage()
+
+
+# -- whom a connection leads to ----------------------------------------------------------------------
+
+
+def test_who_answers_is_who_was_meant(server: Node, node: Any, family: str) -> None:
+    """An address that is out of date: neither end takes the other for somebody else."""
+    caller = node(WORKER, node="here" if family == "unix" else "elsewhere")
+    old = server.address._replace(peers=(server_peer(3), worker_peer(9)))
+    with pytest.raises(ProtocolError, match=r"server 3 \+ worker 9 was meant, but coordinator answers"):
+        together(lambda: caller.transport.connect(old), server)
+    until(lambda: server.transport.refused == 1, server)
+    assert server.opened == []
+    together(lambda: caller.transport.connect(server.address._replace(peers=())), server)
+    until(lambda: server.opened, server)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_over_ipv6(node: Any) -> None:
+    server, client = node(COORDINATOR), node(WORKER, node="elsewhere")
+    address = server.transport.listen("::1")
+    near = together(lambda: client.transport.connect(address), server)
+    assert f"[::1]:{address.port}" in near.name
+    payload = torch.arange(100_000) % 251
+    near.send(Message(Kind.PUSH, payload=payload.to(torch.uint8), source=WORKER, target=COORDINATOR))
+    until(lambda: server.messages, server, client)
+    assert torch.equal(server.messages[0].payload, payload.to(torch.uint8))
+    with socket.create_connection((address.host, address.port)) as stranger:
+        stranger.sendall(bytes(100))
+        until(lambda: server.transport.refused == 1, server)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "2001:db8::7", "not an address"])
+def test_an_address_that_is_not_this_hosts_is_refused(node: Any, host: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{host}'"):
+        node(COORDINATOR).transport.listen(host)
+
+
+# -- one node, two network namespaces ------------------------------------------------------------------
+
+
+def elsewhere(address: Address) -> Address:
+    """The same where nobody is seen on Unix-domain sockets."""
+    return address._replace(unix="\0steepest-in-another-namespace")
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="memfd is Linux'")
+def test_where_unix_sockets_do_not_reach_tcp_does_and_nothing_is_lent(server: Node, node: Any) -> None:
+    client = node(WORKER)
+    near = together(lambda: client.transport.connect(elsewhere(server.address)), server)
+    memory = allocate(SHARED_FROM).fill_(5)
+    near.send(Message(Kind.PUSH, payload=memory, source=WORKER, target=COORDINATOR))
+    until(lambda: server.messages, server, client)
+    memory.fill_(9)
+    assert bool((server.messages[0].payload == 5).all())
+    server.transport.close()
+    with pytest.raises(PeerLostError, match="cannot connect to coordinator"):
+        client.transport.connect(elsewhere(server.address))
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="memfd is Linux'")
+@pytest.mark.parametrize("ways", ["unix", "shared"])
+def test_a_way_that_is_forced_is_not_left(node: Any, ways: str) -> None:
+    server, client = node(COORDINATOR, ways=ways), node(WORKER, ways=ways)
+    address = server.transport.listen("127.0.0.1")
+    with pytest.raises(PeerLostError, match=f'another network namespace .* transport="{ways}" .* give "wire" or "tcp"'):
+        client.transport.connect(elsewhere(address))
