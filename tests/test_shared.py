@@ -112,6 +112,7 @@ def test_lent_memory_that_its_owner_lets_go_of_stays_for_the_reader(
     ends[0].send(message)
     until(lambda: leaving.messages, client, leaving)
     del message
+    client.turn()  # now it knows that the reader could map it
     gc.collect()
     assert address not in shared._segments, "this end holds nothing"
     assert torch.equal(leaving.messages[0].payload, data_of(1 << 20))

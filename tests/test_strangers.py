@@ -10,7 +10,6 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +22,7 @@ from steepest.comm.opening import ACCEPTED_AT_ONCE, LOG_SECONDS, MOST_OPENINGS, 
 from steepest.comm.shared import AVAILABLE, SHARED_FROM, allocate
 from steepest.comm.wire import WireTransport
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
+from tests.limits import limited
 from tests.test_wire import GREETING, LIMIT, RUDE, TOKEN, Node, dial, node, opening, receive, together, until  # noqa: F401
 
 WORKER = worker_peer(0)
@@ -65,20 +65,6 @@ def descriptors() -> int:
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
-
-
-@contextlib.contextmanager
-def limited(descriptors: int) -> Iterator[None]:
-    """So many more descriptors than are open now may be had in this process."""
-    free = [os.dup(0) for _ in range(descriptors + 1)]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for descriptor in free:
-        os.close(descriptor)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class Strangers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,12 @@ _READ_AHEAD = 1 << 16
 _to_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: `json.dumps` makes one for each call
 _from_json = json.JSONDecoder().decode
 _LENT = 1 << 63  # in the size of a payload: it lies in shared memory, a notice follows in its place
+
+# Between the channels themselves: a reader wants a lent payload sent, because it cannot map it; the message that
+# follows is that one, and comes before those that have arrived since.
+_CONTROL = struct.Struct(f"<2sBI{HEADER.size - 7}x")
+_CONTROL_MAGIC = b"sC"
+SEND_AGAIN, SENT_AGAIN = 1, 2
 
 #: Where an arriving payload of that many bytes goes: a uint8 tensor of just that size, or None to
 #: receive and discard it. When the message has its payload already, it lies in memory of the sender: that
@@ -54,6 +61,11 @@ def encode(message: Message, notice: bytes = b"") -> bytes:
         message.chunk, message.weight, message.total, len(meta), size,
     )  # fmt: skip
     return head + meta + notice
+
+
+def control(what: int, slot: int) -> bytes:
+    """What a channel says to the other end of itself about the payload lent in a slot."""
+    return _CONTROL.pack(_CONTROL_MAGIC, what, slot)
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:
@@ -102,18 +114,25 @@ class FrameReader:
         receive_into: reads into a buffer and returns the number of bytes, 0 at the end of the stream;
             raises BlockingIOError when nothing is there.
         sink: tells where each payload goes.
-        borrow: a payload that is not in the stream, by its notice and size.
+        borrow: a payload that is not in the stream, by its notice and size; None when it cannot be had there. Messages
+            that follow are then held back until it has been sent again.
+        send_again: called with a slot when the other end cannot have what was lent to it there.
     """
 
     def __init__(
         self,
         receive_into: Callable[[memoryview], int],
         sink: Sink,
-        borrow: Callable[[memoryview, int], torch.Tensor] | None = None,
+        borrow: Callable[[memoryview, int], torch.Tensor | None] | None = None,
+        send_again: Callable[[int], None] | None = None,
     ) -> None:
         self._receive_into = receive_into
         self._sink = sink
         self._borrow = borrow
+        self._send_again = send_again
+        self._held: deque[Message | None] = deque()  # behind a message whose payload is to come, which is None
+        self._is_missing = False  # whether the payload of the message that is being read cannot be had
+        self._is_again = False  # whether the message that is being read comes for the second time
         self._lent = False  # whether the payload of the message that is being read is not in the stream
         self._ahead = bytearray(_READ_AHEAD)  # bytes read but not yet understood: [start, end)
         self._view = memoryview(self._ahead)
@@ -203,6 +222,9 @@ class FrameReader:
                 if self._end - self._start < HEADER.size:
                     return
                 header = self._view[self._start : self._start + HEADER.size]
+                if header[:2] == _CONTROL_MAGIC:
+                    self._take_control(header)
+                    continue
                 self._message, self._meta_size, size = decode_header(header)
                 self._payload_size, self._lent = size & ~_LENT, bool(size & _LENT)
                 self._start += HEADER.size
@@ -222,7 +244,32 @@ class FrameReader:
                     return
                 self._payload = self._discard = None
             self._message = None
-            messages.append(message)
+            if self._held or self._is_missing:
+                self._hold(message, messages)
+            else:
+                messages.append(message)
+
+    def _take_control(self, header: memoryview) -> None:
+        _, what, slot = _CONTROL.unpack(header)
+        self._start += HEADER.size
+        if what == SEND_AGAIN and self._send_again is not None:
+            self._send_again(slot)
+        elif what == SENT_AGAIN and self._held and not self._is_again:
+            self._is_again = True
+        else:
+            raise ProtocolError("a word between channels that makes no sense")
+
+    def _hold(self, message: Message, messages: list[Message]) -> None:
+        """Keeps messages in order although one comes for the second time."""
+        if self._is_again:
+            self._is_again = False
+            self._held[0] = message
+            while self._held and (ready := self._held[0]) is not None:
+                messages.append(ready)
+                self._held.popleft()
+        else:
+            self._held.append(None if self._is_missing else message)
+        self._is_missing = False
 
     def _open_payload(self, message: Message) -> None:
         size = self._payload_size
@@ -245,6 +292,9 @@ class FrameReader:
         notice = self._view[self._start : self._start + NOTICE.size]
         self._start += NOTICE.size
         lent = message.payload = self._borrow(notice, self._payload_size)
+        if lent is None:
+            self._is_missing = True
+            return
         destination = self._sink(message, self._payload_size)
         if destination is not None and destination is not lent:
             destination.copy_(lent)

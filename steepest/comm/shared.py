@@ -3,12 +3,14 @@
 Memory that others may read is a `Segment`: a sealed `memfd` whose descriptor is passed over the Unix-domain
 socket once; the other end maps it, to read. A notice names the segment and the place in it. The reader says
 that it is done by setting a byte on the lender's *board*, a page that both map: no message, nobody is woken.
+Where descriptors or memory have run out, at either end, payloads go through the socket.
 Nothing has a name, so nothing is left behind when a process is killed, and memory goes with its last user.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -16,7 +18,7 @@ import struct
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,8 @@ _SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK, F_SEAL_GROW: nobody pulls the memory 
 _GET_SEALS, _ADD_SEALS = 1034, 1033
 _PAGEMAP = "/proc/self/pagemap"  # one word for each page of this process, see proc(5)
 _PRESENT, _SHARED_PAGE = np.uint64(3 << 62), np.uint64(1 << 61)  # in memory or swapped; a file's, not private
+_RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_LENT, _GIVEN_BACK, _MAPPED = 0, 1, 2  # a byte of the board: by its lender; by its reader, who can read it or is done
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,11 +51,21 @@ class Segment(mmap.mmap):
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """Zeroed memory; pages are taken as they are touched."""
+        """Zeroed memory; pages are taken as they are touched.
+
+        Raises:
+            OSError: descriptors or memory have run out.
+        """
         descriptor = os.memfd_create("steepest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, nbytes)
-        fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
-        return cls._map(descriptor, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
+            segment = cls._map(descriptor, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError:
+            os.close(descriptor)
+            raise
+        weakref.finalize(segment, os.close, descriptor)
+        return segment
 
     @classmethod
     def attach(cls, descriptor: int, *, writable: bool = False) -> Segment:
@@ -59,6 +73,7 @@ class Segment(mmap.mmap):
 
         Raises:
             ProtocolError: it is no such memory.
+            OSError: descriptors or memory have run out.
         """
         try:
             if fcntl.fcntl(descriptor, _GET_SEALS) & _SEALS != _SEALS:
@@ -70,6 +85,8 @@ class Segment(mmap.mmap):
             _borrowed[segment.address] = segment
             return segment
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in _RUN_OUT:
+                raise
             raise ProtocolError(f"the shared memory of a peer cannot be used: {error}") from None
         finally:
             os.close(descriptor)
@@ -88,10 +105,16 @@ _borrowed: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictiona
 
 def allocate(nbytes: int) -> torch.Tensor:
     """Zeroed uint8 memory that is lent instead of copied to processes of the same host, where that is possible."""
-    if not AVAILABLE or nbytes < SHARED_FROM:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-    segment = Segment.create(nbytes)
-    weakref.finalize(segment, os.close, segment.descriptor)
+    memory = _lendable(nbytes) if AVAILABLE and nbytes >= SHARED_FROM else None
+    return torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory
+
+
+def _lendable(nbytes: int) -> torch.Tensor | None:
+    """Zeroed memory in a segment; None when descriptors or memory have run out."""
+    try:
+        segment = Segment.create(nbytes)
+    except OSError:
+        return None
     _segments[segment.address] = segment
     return torch.frombuffer(segment, dtype=torch.uint8)
 
@@ -153,9 +176,13 @@ def forget_writes(memory: torch.Tensor) -> list[int]:
     if (segment := _holding(_borrowed, memory)) is None:
         return []
     pages = -(-len(segment) // mmap.PAGESIZE)
-    with open(_PAGEMAP, "rb", buffering=0) as file:
-        entries = np.frombuffer(os.pread(file.fileno(), pages * 8, segment.address // mmap.PAGESIZE * 8), dtype="<u8")
-    written = np.flatnonzero((entries & _PRESENT != 0) & (entries & _SHARED_PAGE == 0))
+    try:
+        with open(_PAGEMAP, "rb", buffering=0) as file:
+            words = os.pread(file.fileno(), pages * 8, segment.address // mmap.PAGESIZE * 8)
+        entries = np.frombuffer(words, dtype="<u8")
+        written = np.flatnonzero((entries & _PRESENT != 0) & (entries & _SHARED_PAGE == 0))
+    except OSError:  # no descriptor is left to look: any page may be
+        written = np.arange(pages)
     seen, changed = np.frombuffer(segment, dtype=np.uint8), []
     for page in written.tolist():
         part = seen[page * mmap.PAGESIZE : (page + 1) * mmap.PAGESIZE]
@@ -174,6 +201,7 @@ class Lending:
         self._lent: Counter[int] = Counter()  # readers, by the address of what they read
         self._lenders: set[Lender] = set()
         self._outbox: list[_Region] = []
+        self._doubting: set[Lender] = set()  # who do not know of all that they lent whether it could be mapped
 
     def lender(self) -> Lender:
         """The sending end of a new channel."""
@@ -188,6 +216,11 @@ class Lending:
             self._collect()
         return address in self._lent
 
+    def confirm(self) -> None:
+        """Lets go of what was kept in case that readers could not map it."""
+        for lender in list(self._doubting):
+            lender.confirm()
+
     def copy(self, payload: torch.Tensor) -> torch.Tensor | None:
         """A copy in memory that can be lent, free again when it is given back; None when too much is out."""
         size = -(-payload.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -197,9 +230,10 @@ class Lending:
             place = self._place(size)
         if place is None:
             taken = sum(region.memory.numel() for region in self._outbox)
-            if taken + size > OUTBOX_BYTES:
+            memory = _lendable(max(size, REGION_BYTES)) if taken + size <= OUTBOX_BYTES else None
+            if memory is None:
                 return None
-            self._outbox.append(_Region(max(size, REGION_BYTES)))
+            self._outbox.append(_Region(memory))
             place = self._outbox[-1].take(size, self._lent)
             assert place is not None
         place = place[: payload.numel()]
@@ -226,8 +260,8 @@ class Lending:
 class _Region:
     """Memory for copies: handed out from its beginning to its end, and anew when all has come back."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory = allocate(nbytes)
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
         self._at = 0
         self._out: list[int] = []
 
@@ -245,7 +279,11 @@ class _Region:
 
 
 class Lender:
-    """One channel's sending end; made by `Lending`."""
+    """One channel's sending end; made by `Lending`.
+
+    A reader may be unable to map a segment, because descriptors or memory have run out there. So what was lent from a
+    segment is kept until the reader is known to have mapped it, and is sent through the socket when it asks for that.
+    """
 
     def __init__(self, lending: Lending) -> None:
         self._lending = lending
@@ -254,14 +292,18 @@ class Lender:
         self._board: Segment | None = None
         self._free: deque[int] = deque(range(BOARD_BYTES))
         self._out: dict[int, int] = {}  # addresses; a reader's own mapping keeps the memory, not this end
+        self._mapped: set[int] = set()  # numbers of segments
+        self._unmapped: set[int] = set()  # those that the reader could not map
+        self._doubts: dict[int, tuple[int, bytes, torch.Tensor]] = {}  # by slot: segment, header, payload
 
-    def lend(self, payload: torch.Tensor, to_pass: list[Segment]) -> bytes:
+    def lend(self, payload: torch.Tensor, to_pass: list[Segment], header: Callable[[], bytes]) -> bytes:
         """The notice that tells the reader where a payload lies; empty when it has to be sent.
 
         What does not lie in shared memory is copied there.
 
         Args:
             to_pass: segments whose descriptors are to go with the notice; new ones are appended.
+            header: that of the message for the case that its payload has to be sent after all.
         """
         if not self._free:
             self.collect()
@@ -274,37 +316,77 @@ class Lender:
                 return b""
             payload, segment = copied, segment_of(copied)
             assert segment is not None
-        if self._board is None:
-            self._board = Segment.create(BOARD_BYTES)
-            weakref.finalize(self._board, os.close, self._board.descriptor)
-            to_pass.append(self._board)
-        number = self._numbers.get(segment)
-        if number is None:
-            number = self._numbers[segment] = self._passed
+        number = self._numbers.get(segment, self._passed)
+        if number in self._unmapped or not self._pass_board(to_pass):
+            return b""
+        if number == self._passed:
+            self._numbers[segment] = number
             self._passed += 1
             to_pass.append(segment)
         slot = self._free.popleft()
         self._out[slot] = payload.data_ptr()
         self._lending._note(payload.data_ptr(), 1)
+        if number not in self._mapped:
+            self._doubts[slot] = number, header(), payload
+            self._lending._doubting.add(self)
         return NOTICE.pack(number, slot, payload.data_ptr() - segment.address)
+
+    def _pass_board(self, to_pass: list[Segment]) -> bool:
+        """Whether there is one."""
+        if self._board is None:
+            try:
+                self._board = Segment.create(BOARD_BYTES)
+            except OSError:
+                return False
+            to_pass.append(self._board)
+        return True
+
+    def confirm(self) -> None:
+        """Lets go of what was kept in case that the reader could not map it."""
+        assert self._board is not None
+        self._mapped |= {number for slot, (number, _, _) in self._doubts.items() if self._board[slot]}
+        self._doubts = {slot: doubt for slot, doubt in self._doubts.items() if doubt[0] not in self._mapped}
+        if not self._doubts:
+            self._lending._doubting.discard(self)
+
+    def take_back(self, slot: int) -> tuple[bytes, torch.Tensor]:
+        """Header and payload that the reader cannot have where they lie; no more is lent from there.
+
+        Raises:
+            ProtocolError: that slot is not lent.
+        """
+        if slot not in self._doubts:
+            raise ProtocolError("a payload is wanted again that was not lent, or was mapped")
+        number, header, payload = self._doubts.pop(slot)
+        self._unmapped.add(number)
+        self._return(slot)
+        return header, payload
 
     def collect(self) -> None:
         """Takes back what the reader is done with."""
         board = self._board
         if board is None:
             return
-        for slot in [slot for slot in self._out if board[slot]]:
-            board[slot] = 0
-            self._lending._note(self._out.pop(slot), -1)
-            self._free.append(slot)
+        if self._doubts:
+            self.confirm()
+        for slot in [slot for slot in self._out if board[slot] == _GIVEN_BACK]:
+            self._return(slot)
+
+    def _return(self, slot: int) -> None:
+        assert self._board is not None
+        self._board[slot] = _LENT
+        self._lending._note(self._out.pop(slot), -1)
+        self._free.append(slot)
 
     def close(self) -> None:
         """The reader is gone."""
         for address in self._out.values():
             self._lending._note(address, -1)
         self._out.clear()
+        self._doubts.clear()
         self._board = None
         self._lending._lenders.discard(self)
+        self._lending._doubting.discard(self)
 
 
 class _Loan:
@@ -316,36 +398,52 @@ class _Loan:
 
     def __del__(self) -> None:
         if os.getpid() == self._process:  # a forked child has a copy of this, and shares the board
-            self._board[self._slot] = 1
+            self._board[self._slot] = _GIVEN_BACK
 
 
 class Borrower:
     """One channel's receiving end."""
 
     def __init__(self) -> None:
-        self._segments: list[Segment] = []
+        self._segments: list[Segment | None] = []  # None for those that could not be mapped
         self._board: Segment | None = None
+        self._has_board = False  # if it could be mapped
 
-    def borrow(self, notice: bytes | memoryview, size: int, descriptors: deque[int]) -> torch.Tensor:
+    def borrow(self, notice: bytes | memoryview, size: int, descriptors: deque[int | None]) -> torch.Tensor | None:
         """What the notice tells of: uint8, not to be written to; given back when the last view of it goes.
 
         Args:
-            descriptors: that came over the socket and were not used yet.
+            descriptors: that came over the socket and were not used yet; None for one that did not fit into the table.
+
+        Returns:
+            None when it has to be sent, because descriptors or memory have run out here.
 
         Raises:
             ProtocolError: no lender gives such a notice.
         """
         number, slot, offset = NOTICE.unpack(notice)
         try:
-            if self._board is None:
-                self._board = Segment.attach(descriptors.popleft(), writable=True)
+            if not self._has_board:
+                self._board, self._has_board = _attach(descriptors.popleft(), writable=True), True
             if number == len(self._segments):
-                self._segments.append(Segment.attach(descriptors.popleft()))
+                self._segments.append(_attach(descriptors.popleft()))
             segment = self._segments[number]
         except IndexError:
             raise ProtocolError("a payload in shared memory that was never passed") from None
+        if self._board is None or segment is None:
+            return None
         if slot >= len(self._board) or offset + size > len(segment) or not size:
             raise ProtocolError(f"a payload of {size} bytes in shared memory is out of place")
+        self._board[slot] = _MAPPED
         memory: Any = (ctypes.c_uint8 * size).from_address(segment.address + offset)
         memory.loan = _Loan(self._board, slot, segment)
         return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+
+
+def _attach(descriptor: int | None, *, writable: bool = False) -> Segment | None:
+    if descriptor is None:
+        return None
+    try:
+        return Segment.attach(descriptor, writable=writable)
+    except OSError:
+        return None

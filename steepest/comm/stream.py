@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
+import functools
 import itertools
 import os
 import socket
@@ -13,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from steepest.comm import shared
-from steepest.comm.frame import FrameReader, buffer_of, encode
+from steepest.comm.frame import SEND_AGAIN, SENT_AGAIN, FrameReader, buffer_of, control, encode
 from steepest.comm.message import Message, Peer
+from steepest.errors import ProtocolError
 
 if TYPE_CHECKING:
     from steepest.comm.wire import WireTransport
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 _BUFFERS_PER_CALL = 64
 _WORTH_WAKING = 1 << 21
 _GATHERED_BYTES = 1 << 15  # less than this waits for the end of the turn, for company
-_DESCRIPTORS_SPACE = socket.CMSG_SPACE(4 * shared.MAX_DESCRIPTORS) if hasattr(socket, "CMSG_SPACE") else 0
+_DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
 class WireChannel:
@@ -42,10 +45,12 @@ class WireChannel:
         local = sock.family == socket.AF_UNIX and shared.AVAILABLE
         self._lender = transport.lending.lender() if local and transport.lends else None
         self._borrower = shared.Borrower()
-        self._descriptors: deque[int] = deque()  # that came over the socket, and were not asked for yet
+        self._descriptors: deque[int | None] = deque()  # that came over the socket, and were not asked for yet
         self._to_pass: list[shared.Segment] = []  # whose descriptors go with the next bytes; kept until then
-        borrow = self._borrow if local else None
-        self._reader = FrameReader(self._receive if local else sock.recv_into, transport.sink, borrow)
+        if local:
+            self._reader = FrameReader(self._receive, transport.sink, self._borrow, self._send_again)
+        else:
+            self._reader = FrameReader(sock.recv_into, transport.sink)
 
     def send(self, message: Message) -> None:
         """Queues a message; small ones leave together, before the transport waits. Dropped when it is closed."""
@@ -53,7 +58,7 @@ class WireChannel:
             return
         payload, notice = message.payload, b""
         if payload is not None and self._lender is not None and payload.numel() >= shared.SHARED_FROM:
-            notice = self._lender.lend(payload, self._to_pass)
+            notice = self._lender.lend(payload, self._to_pass, functools.partial(encode, message))
         self._append(memoryview(encode(message, notice)))
         if payload is not None and not notice:
             self._append(buffer_of(payload), payload.data_ptr())
@@ -82,8 +87,9 @@ class WireChannel:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RD)  # so that reading is sure to meet an end
         except OSError as error:
-            self._transport.lose(self, f"send failed: {error}")
-            return
+            if error.errno != errno.ETOOMANYREFS:  # as many descriptors of this user are on their way as may be
+                self._transport.lose(self, f"send failed: {error}")
+                return
         if self._watched != bool(self._queue):
             self._watched = bool(self._queue)
             self._transport.watch(self, writing=self._watched)
@@ -91,10 +97,11 @@ class WireChannel:
     def _send_bytes(self) -> None:
         """One system call's worth."""
         parts = [data for data, _ in itertools.islice(self._queue, _BUFFERS_PER_CALL)]
-        if self._to_pass:
-            descriptors = array.array("i", [segment.descriptor for segment in self._to_pass])
-            sent = self._socket.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-            self._to_pass.clear()
+        if self._to_pass:  # one at a time: a reader whose table is full is told that one is missing, not how many
+            descriptor = array.array("i", [self._to_pass[0].descriptor])
+            parts = parts if len(self._to_pass) == 1 else [parts[0][:1]]
+            sent = self._socket.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
+            del self._to_pass[0]
         else:
             sent = self._socket.sendmsg(parts)
         self.pending -= sent
@@ -107,10 +114,12 @@ class WireChannel:
 
     def _receive(self, into: memoryview) -> int:
         """As `recv_into`, for descriptors too."""
-        count, ancillary, _, _ = self._socket.recvmsg_into([into], _DESCRIPTORS_SPACE, socket.MSG_CMSG_CLOEXEC)
+        count, ancillary, flags, _ = self._socket.recvmsg_into([into], _DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._descriptors += array.array("i", data[: len(data) // 4 * 4])
+        if flags & socket.MSG_CTRUNC:
+            self._descriptors.append(None)
         return count
 
     def await_bytes(self, missing: int) -> None:
@@ -120,8 +129,21 @@ class WireChannel:
             self._awaited = wanted
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
-    def _borrow(self, notice: memoryview, size: int) -> torch.Tensor:
-        return self._borrower.borrow(notice, size, self._descriptors)
+    def _borrow(self, notice: memoryview, size: int) -> torch.Tensor | None:
+        found = self._borrower.borrow(notice, size, self._descriptors)
+        if found is None:
+            self._append(memoryview(control(SEND_AGAIN, shared.NOTICE.unpack(notice)[1])))
+            self._transport.gather(self)
+        return found
+
+    def _send_again(self, slot: int) -> None:
+        """The other end cannot have a payload where it lies."""
+        if self._lender is None:
+            raise ProtocolError("a payload is wanted again of an end that lends none")
+        header, payload = self._lender.take_back(slot)
+        self._append(memoryview(control(SENT_AGAIN, slot) + header))
+        self._append(buffer_of(payload), payload.data_ptr())
+        self._transport.gather(self)
 
     def release(self) -> None:
         """Lets shared memory and descriptors go."""
@@ -129,7 +151,8 @@ class WireChannel:
             self._lender.close()
         self._borrower = shared.Borrower()
         while self._descriptors:
-            os.close(self._descriptors.popleft())
+            if (descriptor := self._descriptors.popleft()) is not None:
+                os.close(descriptor)
         self._to_pass.clear()
 
     def holds(self, memory: torch.Tensor) -> bool:

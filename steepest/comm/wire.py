@@ -224,6 +224,7 @@ class WireTransport:
         for channel in gathering:
             if not channel.closed:
                 channel.flush()
+        self.lending.confirm()
         if self._events:
             timeout = 0.0
         timeout = self._openings.limit(timeout)
