@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import operator
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from steepest.allocator import Recycler
 from steepest.errors import ConfigurationError
 from steepest.model import Chunk, ParameterLayout
 from steepest.optimizer import OptimizerSpec
@@ -26,8 +26,6 @@ _DTYPES = (
     torch.uint8,
 )  # fmt: skip
 _FROM_NUMPY = {torch.empty(0, dtype=dtype).numpy().dtype: dtype for dtype in _DTYPES if dtype != torch.bfloat16}
-_WORTH_KEEPING = 1 << 20  # bytes from which memory is used again
-_KEPT = 2  # pieces of one size
 _ONLY = ""  # the name of an array that was given by itself
 
 
@@ -38,45 +36,6 @@ class Wanted:
     start: int
     stop: int
     memory: torch.Tensor
-
-
-class Recycler:
-    """Memory of arrays that nobody holds any more, to be filled again: fresh pages cost more than a transfer.
-
-    Example:
-        >>> recycler = Recycler()
-        >>> first = recycler.empty(1 << 20)
-        >>> place = first.data_ptr()
-        >>> del first
-        >>> recycler.empty(1 << 20).data_ptr() == place
-        True
-    """
-
-    def __init__(
-        self,
-        make: Callable[[int], Any] = lambda nbytes: np.empty(nbytes, dtype=np.uint8),
-        may_keep: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._make = make  # new memory of so many bytes
-        self._may_keep = may_keep  # asked when memory comes back
-        self._free: dict[int, list[Any]] = {}
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory (flat, uint8) with anything in it; it comes back when the last view of it goes."""
-        if nbytes < _WORTH_KEEPING:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        kept = self._free.setdefault(nbytes, [])
-        try:
-            memory = kept.pop()
-        except IndexError:
-            memory = self._make(nbytes)
-        array = np.frombuffer(memory, dtype=np.uint8)  # views of it hold this object, not what lies below
-        weakref.finalize(array, self._keep, kept, memory).atexit = False
-        return torch.from_numpy(array)
-
-    def _keep(self, kept: list[Any], memory: Any) -> None:
-        if len(kept) < _KEPT and self._may_keep():
-            kept.append(memory)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from steepest.arrays import Recycler
+from steepest.allocator import Recycler
 from steepest.client import Client
 from steepest.comm.router import Router
 from steepest.comm.shared import allocate

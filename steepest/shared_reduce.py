@@ -23,6 +23,7 @@ def shared_allreduce(tensor: torch.Tensor, members: MemberCollective, op: str = 
 
     Memory that is lent is kept for the next time, and nobody needs to say that it has been read. What a member stages
     has been when it has the others' totals; its own totals have been when the others stage the next operation's.
+    Memory of results that are no longer held is used again: fresh pages may take several times as long as the rest.
     """
     check_reduction(tensor, op)
     given = tensor.detach().contiguous().view(-1)
@@ -41,7 +42,7 @@ class _Operation:
     def __init__(self, given: torch.Tensor, members: MemberCollective, op: str) -> None:
         size, rank = members.size, members.rank
         self._given, self._members, self._op = given, members, op
-        self._result = torch.empty_like(given)
+        self._result = members.result(given.nbytes).view(given.dtype)
         self._others = [(rank + distance) % size for distance in range(1, size)]
         self._shares = [even_share(len(given), member, size) for member in range(size)]
         self._step = PIECE_BYTES // given.element_size()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from steepest.allocator import Recycler
 from steepest.comm.channel import Channel
 from steepest.comm.collective import PointToPoint
 from steepest.comm.message import Kind, Message, Peer, member_peer
@@ -115,6 +116,7 @@ class MemberCollective(PointToPoint):
         self._rounds: dict[tuple[int, int], _Round] = {}
         self._unsent: dict[int, list[Message]] = {}  # to members of higher rank who have not connected yet
         self._rooms: dict[int, torch.Tensor] = {}
+        self._results = Recycler()
         self._lost = ""
         self._deliver = router.sender(member_peer(rank))
         router.host(member_peer(rank), self)
@@ -156,6 +158,7 @@ class MemberCollective(PointToPoint):
         if segment_of(memory) is not None:
             memory = memory.clone()  # or the receiver would read it where it lies, for who knows how long
         self._post(memory, to)
+        self._router.pump()  # who sends may do other things before it waits
         return _Sending(self, to, memory)
 
     def lend(self, memory: torch.Tensor, to: int) -> None:
@@ -171,6 +174,10 @@ class MemberCollective(PointToPoint):
         if number not in self._rooms or self._rooms[number].numel() < nbytes:
             self._rooms[number] = allocate(1 << (nbytes - 1).bit_length())  # readers map each for good: few
         return self._rooms[number][:nbytes]
+
+    def result(self, nbytes: int) -> torch.Tensor:
+        """Memory for what a call returns (flat, uint8, with anything in it): it serves again when no view is left."""
+        return self._results.empty(1 << (nbytes - 1).bit_length())[:nbytes]  # few sizes, so that little is kept
 
     def leave_rooms(self) -> None:
         """That memory is not used again, because somebody may be reading there."""
@@ -215,8 +222,10 @@ class MemberCollective(PointToPoint):
 
     def _reach(self, other: int) -> None:
         if other < self.rank and self._connect is not None and self._router.channel(member_peer(other)) is None:
+            self._router.pump()  # others may wait for what was sent before, as long as this one waits here
             self._router.attach(self._connect(other))
             self._deliver(member_peer(other), Message(Kind.DATA))  # so that it sends what it could not
+            self._router.pump()
 
     def has_left(self, memory: torch.Tensor, to: int) -> bool:
         """Whether what was sent to a member may be written to again."""

@@ -274,6 +274,7 @@ class Router:
     def _run_calls(self) -> None:
         with contextlib.suppress(IndexError):  # another thread may take the last one
             while self._calls:
+                self.pump()  # a call may take long, and others wait for what was said before it
                 self._calls.popleft()()
 
     def stop(self, timeout: float = 10.0) -> None:
