@@ -9,7 +9,9 @@ from functools import cached_property
 import torch
 
 from steepest.client import Client
+from steepest.comm.fields import Limits
 from steepest.comm.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
+from steepest.comm.permissions import TRAINING, Admission
 from steepest.comm.router import Role, Router
 from steepest.config import AllreduceStrategy, LocalStrategy, SimpleStrategy, StrategyConfig
 from steepest.coordinator import Coordinator
@@ -124,6 +126,11 @@ class Job:
         if self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1:
             return self.hosts
         return replace(self.hosts, gathers=False)
+
+    @property
+    def limits(self) -> Limits:
+        """How many workers, servers and chunks messages can be about."""
+        return Limits(self.num_workers, self.num_servers, len(self.description.layout.chunks))
 
     @property
     def servers_in_workers(self) -> bool:
@@ -320,7 +327,7 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         waits=job.workers_are_replaced,
         witnessed=job.replication > 1,
     )
-    router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR), router.pump, pause))
+    _host(router, job, COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR), router.pump, pause))
     return coordinator
 
 
@@ -369,7 +376,7 @@ def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor) -> R
         wire_formats=job.wire_formats,
         checked=job.strategy.nonfinite != "pass",
     )
-    router.host(peer, relay)
+    _host(router, job, peer, relay)
     return relay
 
 
@@ -416,7 +423,8 @@ def host_worker(
 
 def _host(router: Router, job: Job, peer: Peer, role: Role) -> None:
     router.host(peer, role)
-    if job.description.attend is not None:
+    router.admission = Admission(TRAINING, job.limits)
+    if job.description.attend is not None and peer.role in ("server", "worker"):
         job.description.attend(router, peer, role)
 
 
@@ -429,5 +437,5 @@ def host_client(router: Router, job: Job, index: int) -> Client:
     """Makes a client live in this process."""
     peer = Peer("client", index)
     client = Client(job.description.layout, job.holders, job.num_servers, router.sender(peer))
-    router.host(peer, client)
+    _host(router, job, peer, client)
     return client

@@ -9,7 +9,9 @@ import torch
 
 from steepest.arrays import Arrays
 from steepest.client import Client
+from steepest.comm.fields import Limits
 from steepest.comm.message import COORDINATOR, Peer, server_peer, worker_peer
+from steepest.comm.permissions import OPEN, Admission
 from steepest.comm.router import Router
 from steepest.coordinator_role import CoordinatorRole
 from steepest.open_coordinator import OpenCoordinator
@@ -42,6 +44,12 @@ class ServerGroup:
         """The servers of each chunk: that one."""
         return tuple((owner,) for owner in self.owners)
 
+    @property
+    def admission(self) -> Admission:
+        """What its processes take from others: nobody takes the place of anybody."""
+        limits = Limits(servers=self.num_servers, chunks=len(self.arrays.layout.chunks))
+        return Admission(OPEN, limits, succeeded=())
+
     def host_server(self, router: Router, index: int, weights: torch.Tensor) -> Server:
         """Makes a server live in this process; `weights` is the flat vector with the initial values.
 
@@ -61,6 +69,7 @@ class ServerGroup:
             checked=self.nonfinite != "pass",
         )
         router.host(peer, server)
+        router.admission = self.admission
         if index == 0:
             self._host_coordinator(router)
         return server
@@ -85,6 +94,7 @@ class ServerGroup:
         reader = Client(layout, self.holders, self.num_servers, router.sender(client))
         router.host(worker, pusher)
         router.host(client, reader)
+        router.admission = self.admission
         return pusher, reader
 
     @staticmethod

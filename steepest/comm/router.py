@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 
 from steepest.comm.channel import Channel, Event, Transport, overlap
 from steepest.comm.message import Message, Peer, Send
+from steepest.comm.permissions import Admission
 from steepest.errors import ProtocolError, ShutdownError
 
 log = logging.getLogger(__name__)
@@ -56,15 +57,21 @@ class Router:
     """Delivers messages between the roles of this process and, over a transport, those of others.
 
     Everything happens on the thread that runs `run`, one thing at a time, so that roles need no locks.
-    Other threads use `call`.
+    Other threads use `call`. What comes from another process is checked here, before any role sees it: whether its
+    sender is at the other end of the channel, and what `admission` says.
 
     Args:
         tick_seconds: how often roles are told the time while nothing happens.
+
+    Attributes:
+        admission: what is taken from other processes.
+        refused: messages and channels that were not.
     """
 
     def __init__(self, tick_seconds: float = 0.5) -> None:
         self.transport: Transport | None = None
         self.refused = 0
+        self.admission = Admission()
         self._tick_seconds = tick_seconds
         self._roles: dict[Peer, Role] = {}
         self._channels: dict[Peer, Channel] = {}
@@ -83,7 +90,19 @@ class Router:
         self._roles[peer] = role
 
     def attach(self, channel: Channel) -> None:
-        """Makes a channel the way to the roles at its other end."""
+        """Makes a channel the way to the roles at its other end.
+
+        It is closed instead, and counted as refused, if it speaks for a role that lives here, or for one whose channel
+        is open and which has no successors.
+        """
+        for peer in channel.peers:
+            other = self._channels.get(peer, channel)
+            taken = other is not channel and peer.role not in self.admission.succeeded
+            if taken or peer in self._roles:
+                self.refused += 1
+                log.warning("refused a channel of %s: %s is connected already", channel.name, peer)
+                channel.close()
+                return
         for peer in channel.peers:
             self._channels[peer] = channel
 
@@ -121,6 +140,7 @@ class Router:
         role = self._roles.get(message.target)
         if role is None:
             raise ProtocolError(f"{message.kind.name} for {message.target}, who does not live here")
+        self.admission.check(message)
         try:
             return role.destination(message, size)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -165,26 +185,35 @@ class Router:
         while self._events:  # a role may call `wait`, which goes on with those that are left
             channel, message, reason = self._events.popleft()
             if message is not None:
-                if message.source in channel.peers:
-                    self._dispatch(message)
-                    self._deliver_local()
-                else:
-                    self._refuse(message, f"{channel.name} speaks for another")
+                self._receive(channel, message)
+                self._deliver_local()
             elif reason == "opened":
                 self.attach(channel)
             else:
                 self._lose(channel, reason)
         self._deliver_local()
 
-    def inject(self, messages: Sequence[Message]) -> None:
-        """Delivers messages that came by another way than the transport's `poll`."""
-        for message in messages:
-            self._dispatch(message)
-            self._deliver_local()
-
     def _deliver_local(self) -> None:
         while self._local:
             self._dispatch(self._local.popleft())
+
+    def _receive(self, channel: Channel, message: Message) -> None:
+        """Delivers what another process sent, if it may."""
+        try:
+            self._check_source(channel, message)
+            self.admission.check(message)
+        except ProtocolError as error:
+            self._refuse(message, str(error))
+        else:
+            self._dispatch(message)
+
+    def _check_source(self, channel: Channel, message: Message) -> None:
+        """Whether a channel speaks for a peer: it said so when it was opened, and was not refused."""
+        source = message.source
+        if source is None or source not in channel.peers:
+            raise ProtocolError(f"{channel.name} speaks for another")
+        if self._channels.get(source) is not channel and source.role not in self.admission.succeeded:
+            raise ProtocolError(f"{channel.name} is not the {source} that is connected")
 
     def _dispatch(self, message: Message) -> None:
         assert message.source is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import random
 from collections import Counter, deque
@@ -15,7 +16,9 @@ import torch
 from steepest.comm.channel import Event
 from steepest.comm.message import Kind, Message, Peer
 from steepest.comm.router import Router
-from steepest.errors import DeadlineError, ShutdownError
+from steepest.errors import DeadlineError, ProtocolError, ShutdownError
+
+log = logging.getLogger(__name__)
 
 
 class _Loan:
@@ -83,6 +86,7 @@ class InProcessTransport:
 
     def __init__(self, router: Router) -> None:
         self.router = router
+        self.refused = 0
         self.inbox: deque[tuple[Link, Message | None]] = deque()
         self.lent: Counter[int] = Counter()  # readers of this process' memory, by address
         self.random: random.Random | None = None  # chooses the channel that is heard next; order within one stays
@@ -105,7 +109,13 @@ class InProcessTransport:
         if message is not None and message.payload is not None:
             here = message.payload
             message.payload = here if message.kind in link._network.lends else None
-            target = self.router.destination(message, here.numel())
+            try:
+                target = self.router.destination(message, here.numel())
+            except ProtocolError as error:  # as over a wire: whose payload nobody takes is not heard any more
+                self.refused += 1
+                log.warning("refused %s: %s", link.name, error)
+                link.close()
+                return [Event(link, None, f"refused: {error}")]
             if target is not None and target is not here:
                 target.copy_(here)
             message.payload = target
