@@ -15,7 +15,7 @@ from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send, server
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError, ShutdownError
 from steepest.model import ParameterLayout
 from steepest.observe.commits import Commit
-from steepest.records import state_message, state_tensor
+from steepest.records import checked_state_size, state_message, state_tensor
 
 T = TypeVar("T")
 Holders = Sequence[Sequence[int]]
@@ -200,7 +200,7 @@ class Client:
             if view.numel() == size:
                 return view
         elif message.kind is Kind.STATE:
-            return torch.empty(size, dtype=torch.uint8)
+            return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
         raise ProtocolError(f"a client takes no {message.kind.name} of {size} bytes for chunk {message.chunk}")
 
     def handle(self, source: Peer, message: Message) -> None:
@@ -224,7 +224,7 @@ class Client:
                     self._acknowledge(message, self._installs[message.sequence])
             case Kind.INSTALLED:
                 install = self._installs.pop(message.sequence, None)
-                if message.meta is not None:  # a refusal
+                if message.meta:  # a refusal
                     peer, why = Peer(*message.meta["peer"]), message.meta["why"]
                     self.lost_peer = self.lost_peer or peer
                     if install is not None:
@@ -252,7 +252,8 @@ class Client:
             place = (message.chunk, about["name"], about["key"], about["start"])
             read.records[place] = (message.chunk, about, state_tensor(about, message.payload))
         else:
-            assert read.snapshot.version in (-1, message.version), "servers sent different versions"
+            if read.snapshot.version not in (-1, message.version):
+                raise ProtocolError(f"versions {read.snapshot.version} and {message.version} in one snapshot")
             read.snapshot.version = message.version
             read.snapshot.state = message.values().get("state", {})
             read.awaited.discard(source.index)

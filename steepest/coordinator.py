@@ -6,15 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from steepest.comm.fields import MOST
 from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.errors import ProtocolError, describe_error
 from steepest.history import History
 from steepest.leases import Leases
 from steepest.ledger import Ledger
-from steepest.rules import CommitRule, Staged
+from steepest.rules import CommitRule, PushId, Staged
 from steepest.staging import Report, StagedEach, StagedTogether, Staging, clip_factor, summarize
 
 Outgoing = list[tuple[Peer, Message]]
+_MOST_WAITING = 64  # states that wait to be installed
 
 
 class Coordinator:
@@ -101,6 +103,8 @@ class Coordinator:
         match message.kind:
             case Kind.JOIN | Kind.REPORT | Kind.FAILED if not self._is_member(source.index):
                 raise ProtocolError(f"worker {source.index} is not a member of this job")
+            case Kind.STAGED | Kind.LOGGED | Kind.LEFT if source.role == "server" and source.index not in self._servers:
+                raise ProtocolError(f"{source} is not a server of this job")
             case Kind.JOIN:
                 return self._join(source.index, message.incarnation)
             case Kind.REPORT:
@@ -110,6 +114,8 @@ class Coordinator:
             case Kind.FAILED:
                 return self._failed(source.index, message)
             case Kind.LOGGED:
+                if message.version > self.version:
+                    raise ProtocolError(f"LOGGED of version {message.version}, the last is {self.version}")
                 self.logged = max(self.logged, message.version)
                 return []
             case Kind.LEFT:
@@ -271,6 +277,8 @@ class Coordinator:
             return self._stop(source, message)
         if self.gone:
             return self._fail(self._loss())
+        if self.limit + meta["steps"] * self._per_step >= MOST:
+            raise ProtocolError(f"ASK for {meta['steps']} steps: give fewer")
         self._stats = bool(meta.get("stats", True))
         if self.version == self.limit:
             self._since = math.inf  # the clock of a step starts when it is asked for
@@ -301,6 +309,8 @@ class Coordinator:
         return self._to_servers(Kind.SNAPSHOT, sequence=message.sequence, meta=meta)
 
     def _install(self, source: Peer, message: Message) -> Outgoing:
+        if len(self._waiting) >= _MOST_WAITING:
+            raise ProtocolError(f"{_MOST_WAITING} states wait for the workers to join")
         self._asked[source] = message.sequence
         self._client = source
         if self.gone:
@@ -372,6 +382,11 @@ class Coordinator:
             return []  # of a generation or a version that is over
         if self._is_over(worker, message.incarnation):
             return []
+        if message.version > self.version:
+            raise ProtocolError(f"REPORT of a push from version {message.version}, the newest is {self.version}")
+        push = PushId(worker, message.incarnation, message.sequence)
+        if isinstance(self._staging, StagedEach) and not self._staging.is_done(push) and not self._claim(push):
+            raise ProtocolError(f"REPORT of {push}, for which worker {worker} has no lease")
         self._staging.report(worker, message)
         return self._decide()
 
@@ -379,11 +394,17 @@ class Coordinator:
         if message.generation != self.generation or (self._rule.together and message.version != self.version):
             return []
         worker = message.values().get("worker")
+        if worker is None and not self._rule.together:
+            raise ProtocolError("STAGED of no worker's push")
         if worker is not None and self._is_over(worker, message.incarnation):
             late = [worker, message.incarnation, message.sequence]
             return self._to_servers(Kind.DISCARD, meta={"pushes": [late], "readers": []})
         self._staging.staged(server, message)
         return self._decide()
+
+    def _claim(self, push: PushId) -> bool:
+        """Whether its worker was asked for a push, and has not reported another one."""
+        return self._leases.claim(push)
 
     def _is_over(self, worker: int, incarnation: int) -> bool:
         """Whether a push was made by a worker that is gone."""
@@ -489,7 +510,7 @@ class Coordinator:
     def _failed(self, worker: int, message: Message) -> Outgoing:
         if message.generation != self.generation:
             return []
-        return self._fail({"reason": "raised", "worker": worker, **message.values()})
+        return self._fail({**message.values(), "reason": "raised", "worker": worker})
 
     def _fail(self, meta: dict[str, Any]) -> Outgoing:
         """Gives the open step up: nothing of it is applied, all staged pushes are void."""

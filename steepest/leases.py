@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from steepest.ledger import Ledger
-from steepest.rules import CommitRule, Staged
+from steepest.rules import CommitRule, PushId, Staged
 
 
 @dataclass
@@ -15,6 +15,7 @@ class _Busy:
 
     lease: int | None  # None when somebody else has the share by now
     since: float
+    push: PushId | None = None  # that was reported for it
 
 
 class Leases:
@@ -65,6 +66,14 @@ class Leases:
                 self._busy[worker] = _Busy(lease, now)
                 chosen.append((worker, lease))
         return chosen
+
+    def claim(self, push: PushId) -> bool:
+        """Takes a push for what its worker was given a share for; whether there is such a share, and no other push."""
+        busy = self._busy.get(push.worker)
+        if busy is None or busy.push not in (None, push):
+            return False
+        busy.push = push
+        return True
 
     def commit(self, pushes: Iterable[Staged]) -> None:
         """Their workers are answered."""

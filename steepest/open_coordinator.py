@@ -6,7 +6,7 @@ from typing import Any
 
 from steepest.comm.message import Kind, Message, Peer, worker_peer
 from steepest.coordinator import Coordinator, Outgoing
-from steepest.rules import Staged
+from steepest.rules import PushId, Staged
 from steepest.staging import Report, StagedEach
 
 
@@ -15,7 +15,7 @@ class OpenCoordinator(Coordinator):
 
     def handle(self, source: Peer, message: Message) -> Outgoing:
         """Acts on one message, see `Coordinator.handle`."""
-        if message.kind is Kind.LEFT:
+        if message.kind is Kind.LEFT and source.index in self._servers:
             return self._abandon(int(message.values()["worker"]), source.index)
         return super().handle(source, message)
 
@@ -31,6 +31,9 @@ class OpenCoordinator(Coordinator):
 
     def _go_on(self) -> Outgoing:
         return []
+
+    def _claim(self, push: PushId) -> bool:
+        return True
 
     def _is_over(self, worker: int, incarnation: int) -> bool:
         return False

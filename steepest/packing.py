@@ -46,14 +46,17 @@ class Packing(Protocol):
             factors: of the same sender's gradient before; changed.
         """
 
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Looks whether a payload of the right size can be added.
+
+        Raises:
+            ProtocolError: it cannot.
+        """
+
     def add(
         self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
     ) -> None:
-        """Adds chunks, each multiplied by a factor, to float32.
-
-        Raises:
-            ProtocolError: what should be a chunk is none.
-        """
+        """Adds chunks that were checked, each multiplied by a factor, to float32."""
 
 
 class Half:
@@ -73,6 +76,9 @@ class Half:
     ) -> bool:
         """Rounds; float16 ends at 65,504."""
         return narrow(values.view(torch.uint8), self.dtype, out)
+
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Any bytes can be added."""
 
     def add(
         self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
@@ -125,6 +131,9 @@ class BlockInt8:
             block.addcmul_(levels, scale.expand(shape), value=-1)
         return True
 
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Any bytes can be added."""
+
     def add(
         self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
     ) -> None:
@@ -159,6 +168,17 @@ class Largest:
         _, chosen, buckets = self._counts(chunk)
         return _if_less(chunk, 4 + 4 * buckets + 4 * chosen)
 
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Looks at the places: as many as should be, none behind the end of the chunk."""
+        count, chosen, _ = self._counts(chunk)
+        _, counts, places, _ = self._views(payload, chunk)
+        if int(counts.min()) < 0 or int(counts.sum(dtype=torch.int64)) != chosen:
+            raise ProtocolError(f"chunk {chunk.index}: {chosen} elements should come, {counts.tolist()} are named")
+        last = places[chosen - int(counts[-1]) :]  # in the last bucket, which may be shorter than the others
+        at = (len(counts) - 1) * _BUCKET + (int(last.max()) + _BUCKET // 2 if last.numel() else 0)
+        if at >= count:
+            raise ProtocolError(f"element {at} of chunk {chunk.index}, which has {count}")
+
     def _views(self, packed: torch.Tensor, chunk: Chunk) -> list[torch.Tensor]:
         _, chosen, buckets = self._counts(chunk)
         kinds = [(4, torch.float32), (4 * buckets, torch.int32), (2 * chosen, torch.int16), (2 * chosen, torch.float16)]
@@ -185,15 +205,11 @@ class Largest:
         self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
     ) -> None:
         """Adds to the places that are named."""
-        count, chosen, buckets = self._counts(chunk)
+        _, chosen, buckets = self._counts(chunk)
         for payload, factor in packed:
             scale, counts, places, halves = self._views(payload, chunk)
-            if int(counts.min()) < 0 or int(counts.sum(dtype=torch.int64)) != chosen:
-                raise ProtocolError(f"chunk {chunk.index}: {chosen} elements should come, {counts.tolist()} are named")
             bucket = torch.arange(buckets).repeat_interleave(counts.long(), output_size=chosen)
             indices = bucket.mul_(_BUCKET).add_(places).add_(_BUCKET // 2)
-            if int(indices.max()) >= count:
-                raise ProtocolError(f"element {int(indices.max())} of chunk {chunk.index}, which has {count}")
             out.index_add_(0, indices, halves.float().mul_(float(scale) * factor))
 
 
@@ -276,6 +292,9 @@ class LowRank:
             matrix.addmm_(p.T, q, alpha=-1)
             factors[piece.entry] = q.clone()
         return True
+
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Any bytes can be added."""
 
     def add(
         self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor

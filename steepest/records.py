@@ -11,6 +11,15 @@ from steepest.comm.message import Kind, Message
 from steepest.dtypes import as_bytes
 from steepest.errors import ProtocolError
 
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    )
+}
+_MOST_DIMENSIONS = 64
+
 
 def state_message(sequence: int, chunk: int, about: dict[str, Any], value: torch.Tensor) -> Message:
     """One record of optimizer state as a message."""
@@ -21,12 +30,13 @@ def state_message(sequence: int, chunk: int, about: dict[str, Any], value: torch
 
 def state_tensor(about: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:
     """The tensor of a STATE message."""
-    dtype = getattr(torch, str(about["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"optimizer state of unknown dtype {about['dtype']!r}")
+    dtype, shape = _form(about)
+    size = 0 if payload is None else payload.numel()
+    if math.prod(shape) * dtype.itemsize != size:
+        raise ProtocolError(f"optimizer state of shape {shape} and dtype {dtype} in {size} bytes")
     if payload is None:
-        return torch.empty(about["shape"], dtype=dtype)
-    return payload.view(dtype).view(tuple(about["shape"]))
+        return torch.empty(shape, dtype=dtype)
+    return payload.view(dtype).view(shape)
 
 
 def checked_state_size(message: Message, size: int) -> int:
@@ -35,11 +45,14 @@ def checked_state_size(message: Message, size: int) -> int:
     Raises:
         ProtocolError: it is not.
     """
-    about = message.values()
-    dtype = getattr(torch, str(about.get("dtype")), None)
-    shape = about.get("shape")
-    if not isinstance(dtype, torch.dtype) or not isinstance(shape, list):
-        raise ProtocolError("optimizer state without dtype or shape")
-    if math.prod(int(n) for n in shape) * dtype.itemsize != size:
+    dtype, shape = _form(message.values())
+    if math.prod(shape) * dtype.itemsize != size:
         raise ProtocolError(f"optimizer state of shape {shape} and dtype {dtype} in {size} bytes")
     return size
+
+
+def _form(about: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    dtype, shape = _DTYPES.get(about.get("dtype")), about.get("shape")  # type: ignore[arg-type]
+    if dtype is None or not isinstance(shape, (list, tuple)) or len(shape) > _MOST_DIMENSIONS:
+        raise ProtocolError(f"optimizer state of dtype {about.get('dtype')!r:.40} and shape {shape!r:.80}")
+    return dtype, tuple(shape)

@@ -120,6 +120,8 @@ class Relay:
         step = (message.generation, message.version)
         if step < self._step:
             return  # of a step that is over
+        if message.version > max(self._weights.newest[1], 0) + 1 and self._weights.newest[0] >= message.generation:
+            raise ProtocolError(f"a push from version {message.version}, of which no weights can have come")
         if step > self._step:
             self._step = step
             self._gathering = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,12 @@ from steepest.records import checked_state_size, state_message, state_tensor
 from steepest.rooms import Rooms
 from steepest.rules import PushId
 from steepest.server_chunk import Push, ServerChunk
-from steepest.staging import Done
+from steepest.staging import MOST_PUSHES, Done
 from steepest.witness import Witness
 
 log = logging.getLogger(__name__)
+
+_MOST_PUTS = 16  # states of one client that are not installed
 
 
 @dataclass(slots=True)
@@ -122,6 +125,7 @@ class Server:
         self._changed = False  # whether a schedule has changed hyperparameters
         self._members: frozenset[int] = frozenset()
         self._early: list[tuple[Peer, Message]] = []  # pushes of a generation or version that is not known here yet
+        self._early_of: Counter[Peer] = Counter()
         self._arriving: dict[PushId, _Arriving] = {}
         self._done = Done()
         self._together_now = _Arriving(len(self._trainable))
@@ -169,8 +173,6 @@ class Server:
 
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
-        if self._copies:
-            self.witness.hear(message)
         match message.kind:
             case Kind.PUSH:
                 self._stage(source, message)
@@ -183,13 +185,13 @@ class Server:
             case Kind.SNAPSHOT:
                 self._snapshot(message)
             case Kind.PUT:
-                assert message.payload is not None
-                if (put := self._begin_put(source, message)) is not None:
-                    put.weights[message.chunk] = message.payload
+                self._receive_weights(source, message)
             case Kind.STATE:
                 self._receive_state(source, message)
             case _:
                 raise ProtocolError(f"a server does not take {message.kind.name}")
+        if self._copies:
+            self.witness.hear(message)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """The coordinator decides what a loss means; it is told once all that arrived is staged."""
@@ -211,7 +213,7 @@ class Server:
             self._copies and self._together and message.version == self.version + 1
         )  # elsewhere this is committed
         if message.generation > self.generation or (next_one and message.generation == self.generation):
-            self._early.append((source, message))  # it overtook the coordinator's word
+            self._keep_early(source, message)
             return
         held = self._chunks.get(message.chunk)
         if held is None or not held.chunk.trainable:
@@ -228,15 +230,34 @@ class Server:
             return
         absent = frozenset(int(entry) for entry in message.values().get("absent", ()))
         payload = message.payload
+        packing = self._packing if payload is not None and payload.numel() != held.chunk.nbytes else None
+        if packing is not None and payload is not None:
+            packing.check(self._layout, held.chunk, payload)
         if payload is not None and not self._together and message.chunk not in self._answers_for:
             payload = held.own(payload)  # its worker goes on when it has the weights, which come from elsewhere
-        packing = self._packing if payload is not None and payload.numel() != held.chunk.nbytes else None
         held.staged[push] = Push(covered, payload, message.weight, message.total, absent, packing)
         if self._together:
             if held.contributors() >= self._members:
                 self._reduce(held)
         else:
             self._count(push, held, message.version)
+
+    def _keep_early(self, source: Peer, message: Message) -> None:
+        """Keeps a push that overtook the coordinator's word; as many of each sender as two steps have, and copies."""
+        served = len(self._hosts.relays.get(source.index, ())) if source.role == "relay" else 1
+        self._early.append((source, message))
+        self._early_of[source] += 1
+        if self._early_of[source] > 4 * len(self._trainable) * served:
+            oldest = next(push for peer, push in self._early if peer == source)
+            self._early = [(peer, push) for peer, push in self._early if push is not oldest]
+            self._early_of[source] -= 1
+            self.refused += 1
+            if (held := self._chunks.get(oldest.chunk)) is not None:
+                held.release(oldest.payload)
+            raise ProtocolError(
+                f"{source} has pushed more than two steps before this server was told of them: its oldest push, of "
+                f"chunk {oldest.chunk} at generation {oldest.generation} and version {oldest.version}, is dropped"
+            )
 
     def _pushes_of(self, source: Peer, message: Message) -> list[PushId]:
         """Whose gradient it is: the sender's, or those of workers of its host."""
@@ -258,13 +279,20 @@ class Server:
         if push in held.staged:
             return "it is staged already"
         if not self._together:
-            known = self._arriving.get(push)
-            return "it is staged already" if known is not None and known.missing == 0 else None
+            return self._reason_against_another(push)
         if message.version < self.version:
             return ""
         if message.version > self.version or push.worker in held.contributors():
             return "out of place"
         return None
+
+    def _reason_against_another(self, push: PushId) -> str | None:
+        """Whoever pushes on and on without a commit is refused before the memory is gone."""
+        staged = self._trainable[0].staged
+        if push in self._arriving or len(staged) < MOST_PUSHES:
+            return None
+        own = sum(other.worker == push.worker for other in (*self._arriving, *staged))
+        return None if own < MOST_PUSHES else f"worker {push.worker} has {own} pushes that are not committed"
 
     def _reduce(self, held: ServerChunk) -> None:
         """Every member's push of a chunk is there."""
@@ -319,10 +347,10 @@ class Server:
     def _commit(self, message: Message) -> None:
         if message.version <= self.version or message.generation < self.generation:
             return  # a copy of one that is applied
-        assert message.version == self.version + 1, "the coordinator's commits come in order"
         meta = message.values()
         pushes = [PushId(*push) for push in meta["pushes"]]
         hyper = meta.get("hyper") or [{} for _ in self._base]
+        self._check_commit(message, pushes, hyper)
         if self._changed or any(hyper):  # what a schedule leaves alone returns to the recipe's value
             self._changed = True
             hyper = [{**base, **changed} for base, changed in zip(self._base, hyper, strict=True)]
@@ -350,6 +378,28 @@ class Server:
         if self._rooms.look():
             self._give_rooms_back()
         self._stage_early()
+
+    def _check_commit(self, message: Message, pushes: list[PushId], hyper: list[dict[str, Any]]) -> None:
+        """Looks whether all of a commit can be applied, before any of it is.
+
+        Raises:
+            ProtocolError: it cannot.
+        """
+        here = (self.generation, self.version)
+        if (message.generation, message.version) != (self.generation, self.version + 1):
+            raise ProtocolError(f"COMMIT of {(message.generation, message.version)} at generation, version {here}")
+        if self._together:
+            missing = self._together_now.missing > 0
+        else:
+            staged = self._trainable[0].staged if self._trainable else dict.fromkeys(pushes)
+            missing = any(push in self._arriving or push not in staged for push in pushes)
+        if missing and not message.values().get("skip"):
+            raise ProtocolError(f"COMMIT of pushes {pushes} that are not whole on server {self._index}")
+        known = len(hyper) == len(self._base) and all(
+            changed.keys() <= base.keys() | {"lr"} for base, changed in zip(self._base, hyper, strict=True)
+        )
+        if not known:
+            raise ProtocolError(f"COMMIT with hyper={hyper!r:.80}: the optimizer has {len(self._base)} groups")
 
     def _make_way(self, held: ServerChunk) -> torch.Tensor | None:
         """Before weights change: where the new ones go, or None when they may take the place of the old ones."""
@@ -446,6 +496,7 @@ class Server:
 
     def _stage_early(self) -> None:
         early, self._early = self._early, []
+        self._early_of.clear()
         for source, push in early:
             try:
                 self._stage(source, push)
@@ -457,6 +508,8 @@ class Server:
         if message.sequence <= self._installed.get(source, 0):
             return None
         key = (source, message.sequence)
+        if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
+            raise ProtocolError(f"{source} has put {_MOST_PUTS} states that it has not had installed")
         if source in self._gone or key not in self._puts:
             self._puts = {other: put for other, put in self._puts.items() if other[0] not in self._gone}
             self._gone.clear()
@@ -468,7 +521,7 @@ class Server:
     def _install(self, source: Peer, sequence: int) -> None:
         """Makes what a client put the state; optimizer state only together with weights of a checkpoint."""
         put = self._puts.pop((source, sequence), None)
-        if put is None:
+        if put is None or not self._can_install(source, put):
             return
         if source not in self._gone:
             self._installed[source] = sequence
@@ -484,6 +537,18 @@ class Server:
             for index, about, value in put.state:
                 if "name" in about:
                     self._chunks[index].load_state(about, value)
+
+    def _can_install(self, source: Peer, put: _Put) -> bool:
+        """Whether optimizers can go on from what somebody unknown has put."""
+        if self._open_to_all and put.state:
+            try:
+                for index, held in self._chunks.items():
+                    held.try_state([(about, value) for at, about, value in put.state if at == index])
+            except ProtocolError as error:
+                self.refused += 1
+                log.warning("refused what %s has put: %s", source, error)
+                return False
+        return True
 
     def _snapshot(self, message: Message) -> None:
         meta = message.values()
@@ -501,10 +566,19 @@ class Server:
         end.meta = {"state": meta["state"]} if "state" in meta else None
         self._send(reader, end)
 
+    def _receive_weights(self, source: Peer, message: Message) -> None:
+        if message.payload is None or message.chunk not in self._chunks:
+            raise ProtocolError(f"PUT of {message.payload} for chunk {message.chunk} at server {self._index}")
+        if (put := self._begin_put(source, message)) is not None:
+            put.weights[message.chunk] = message.payload
+
     def _receive_state(self, source: Peer, message: Message) -> None:
         about = dict(message.values())
-        value = torch.empty(0) if "name" not in about else state_tensor(about, message.payload)
-        if message.chunk >= 0 and message.chunk not in self._chunks:
-            raise ProtocolError(f"optimizer state for chunk {message.chunk}, which server {self._index} does not hold")
+        value = torch.empty(0)
+        if "name" in about:
+            value = state_tensor(about, message.payload)
+            if (held := self._chunks.get(message.chunk)) is None:
+                raise ProtocolError(f"optimizer state for chunk {message.chunk}: server {self._index} does not hold it")
+            held.check_state(about, value)
         if (put := self._begin_put(source, message)) is not None:
             put.state.append((message.chunk, about, value))

@@ -61,6 +61,7 @@ class ServerChunk:
         self.mean: torch.Tensor | None = None
         self.absent: frozenset[int] = frozenset()
         self._layout = layout
+        self._spec = spec
         self._checked = checked and chunk.dtype.is_floating_point
         self._sum: torch.Tensor | None = None  # memory for a mean of several
         # staging memory, all of it, by id; a connection that breaks in the middle of a payload lets go of its part
@@ -116,7 +117,8 @@ class ServerChunk:
         staged = self.staged[push]
         if staged.payload is None or not self._checked:
             return 0.0
-        return sum_of_squares(self._values(staged)) * (staged.unit / staged.total if staged.total else 1.0) ** 2
+        factor = staged.unit / staged.total if staged.total else 1.0
+        return sum_of_squares(self._values(staged)) * (factor * factor)  # infinite, where ** would raise
 
     def _values(self, push: Push) -> torch.Tensor:
         """A payload's elements: of half precision in that, of other formats unpacked."""
@@ -280,13 +282,56 @@ class ServerChunk:
         return records
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Sets one record of `state`."""
+        """Sets one record of `state`.
+
+        Raises:
+            ProtocolError: it is none of this chunk.
+        """
+        parameter = self.check_state(about, value)
         assert self._optimizer is not None
+        self._optimizer.state[parameter][about["key"]] = value.item() if about["plain"] else value
+
+    def check_state(self, about: dict[str, Any], value: torch.Tensor) -> torch.nn.Parameter:
+        """The slice that a record of `state` is about.
+
+        Raises:
+            ProtocolError: it is none of this chunk.
+        """
+        missing = [name for name in ("key", "start", "plain") if name not in about]
+        if missing or self._optimizer is None or (about["plain"] and value.numel() != 1):
+            raise ProtocolError(f"optimizer state {about!r:.200} makes no sense for chunk {self.chunk.index}")
         for piece, name, parameter in zip(self.chunk.slices, self._names, self._parameters, strict=True):
             if name == about["name"] and piece.start == about["start"]:
-                self._optimizer.state[parameter][about["key"]] = value.item() if about["plain"] else value
-                return
+                self._check_form(about["key"], value, parameter, self._optimizer)
+                return parameter
         raise ProtocolError(f"no slice of {about['name']!r} at {about['start']} in chunk {self.chunk.index}")
+
+    @staticmethod
+    def _check_form(key: str, value: torch.Tensor, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """torch's fused kernels read as many elements as the parameter has, wherever the state ends."""
+        fused = any(group.get("fused") for group in optimizer.param_groups) and key != "step"
+        if fused and (value.numel(), value.dtype) != (parameter.numel(), parameter.dtype):
+            raise ProtocolError(
+                f"optimizer state {key} of {value.numel()} elements and {value.dtype} for a slice of "
+                f"{parameter.numel()} and {parameter.dtype}"
+            )
+
+    def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        """Takes a step from such optimizer state elsewhere.
+
+        Raises:
+            ProtocolError: that fails.
+        """
+        if self._optimizer is None:
+            return
+        twin = ServerChunk(self.chunk, self._layout, self._spec, self.weights.clone(), checked=False)
+        try:
+            for about, value in records:
+                twin.load_state(about, value.clone())
+            twin.mean = torch.zeros_like(twin.weights).view(self.chunk.dtype)
+            twin.apply([{} for _ in self._spec.groups] if self._spec is not None else [], 1.0)
+        except Exception as error:
+            raise ProtocolError(f"optimizer state with which no step can be taken: {error}") from error
 
     def clear_state(self) -> None:
         """Forgets the optimizer's state."""

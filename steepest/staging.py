@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from steepest.comm.message import Message, Peer, server_peer, worker_peer
+from steepest.errors import ProtocolError
 from steepest.rules import PushId, Staged
 
 Culprits = list[tuple[int, str]]
+
+#: Pushes of one worker that are remembered before they are committed.
+MOST_PUSHES = 1024
+_MOST_RANGES = 1024
+_MOST_LEFT = 4096
 
 
 class Report(NamedTuple):
@@ -72,6 +78,8 @@ class StagedTogether:
     def report(self, worker: int, message: Message) -> None:
         """Takes a worker's report."""
         key = PushId(worker, message.incarnation, message.sequence)
+        if key not in self._reports and any(other.worker == worker for other in self._reports):
+            raise ProtocolError(f"worker {worker} has reported another push of this version")
         self._reports[key] = Report(message.version, message.total, message.values())
 
     def staged(self, server: int, message: Message) -> None:
@@ -141,6 +149,8 @@ class Counted:
             else:
                 apart.append((low, high))
         self._ranges = sorted([*apart, (first, last)])
+        if len(self._ranges) > _MOST_RANGES:  # what was left out so long ago will not come
+            self._ranges[:2] = [(self._ranges[0][0], self._ranges[1][1])]
 
 
 class Done:
@@ -191,16 +201,33 @@ class StagedEach:
         """Takes a worker's report; what is done with is not taken again."""
         key = PushId(worker, message.incarnation, message.sequence)
         if key not in self._done:
-            self._waiting.setdefault(key, _Waiting()).report = Report(message.version, message.total, message.values())
+            self._await(key).report = Report(message.version, message.total, message.values())
             self._look(key)
+
+    def is_done(self, push: PushId) -> bool:
+        """Whether it is decided on, and what is said of it comes too late."""
+        return push in self._done
 
     def staged(self, server: int, message: Message) -> None:
         """Takes a server's word."""
         about = message.values()
         key = PushId(about["worker"], message.incarnation, message.sequence)
         if key not in self._done:
-            self._waiting.setdefault(key, _Waiting()).servers[server] = about
+            self._await(key).servers[server] = about
             self._look(key)
+
+    def _await(self, key: PushId) -> _Waiting:
+        """What is known of a push.
+
+        Raises:
+            ProtocolError: too many others of its worker are not complete.
+        """
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            if len(self._waiting) >= MOST_PUSHES and sum(k.worker == key.worker for k in self._waiting) >= MOST_PUSHES:
+                raise ProtocolError(f"{MOST_PUSHES} pushes of worker {key.worker} are not complete")
+            waiting = self._waiting[key] = _Waiting()
+        return waiting
 
     def _look(self, key: PushId) -> None:
         waiting = self._waiting[key]
@@ -243,6 +270,10 @@ class StagedEach:
             return []
         left = self._left.setdefault(worker, set())
         left.add(server)
+        if len(self._left) > _MOST_LEFT:  # whoever was connected to some servers only
+            oldest = next(iter(self._left))
+            del self._left[oldest]
+            self._done.forget(oldest)
         everybody = left >= {None, *self.holding}
         lost = []
         for key, waiting in self._waiting.items():

@@ -232,7 +232,7 @@ class Worker:
         elif (message.generation, message.version) > self._granted:  # else it is a copy
             self._granted = (message.generation, message.version)
             self._lease = (int(meta["lease"]), message.version)
-            self._exchange.committed(int(meta["committed"]))
+            self._exchange.committed(int(meta.get("committed", 0)))
 
     def _next_share(self, version: int) -> int | None:
         """What to compute with the weights of a version: number of a share, or None."""

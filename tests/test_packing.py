@@ -179,7 +179,7 @@ def test_what_is_no_gradient_is_refused() -> None:
         damaged = out.clone()
         damaged[place] = wrong.view(torch.uint8)
         with pytest.raises(ProtocolError, match=words):
-            packing.add(layout, chunk, [(damaged, 1.0)], torch.zeros(1000))
+            packing.check(layout, chunk, damaged)
 
 
 # -- error feedback -------------------------------------------------------------------------------

@@ -46,11 +46,13 @@ class Schema:
         meta: the fields of `Message.meta` that any role looks at; others may be there, and are ignored.
         header: fields of the header that mean something here, beside the version and the chunk, which always do.
         about_chunk: whether it is about one chunk, and not about all or none.
+        may_be_bare: whether it may come without any of `meta`, although parts of that belong together.
     """
 
     meta: Mapping[str, Field] = field(default_factory=dict)
     header: Mapping[str, Field] = field(default_factory=dict)
     about_chunk: bool = False
+    may_be_bare: bool = False
 
     @property
     def lowest_chunk(self) -> int:
@@ -58,9 +60,9 @@ class Schema:
         return 0 if self.about_chunk else WHOLE
 
     @property
-    def needed(self) -> frozenset[str]:
-        """Names of the fields of `meta` that must be there."""
-        return frozenset(name for name, field in self.meta.items() if field.needed)
+    def needs_meta(self) -> bool:
+        """Whether some of `meta` must be there."""
+        return not self.may_be_bare and any(field.needed for field in self.meta.values())
 
 
 def needed(field: Field) -> Field:
@@ -94,12 +96,16 @@ COUNT = Field("an integer from 0 to 2**62", lambda value, limits: _is_count(valu
 ZERO = Field("0", lambda value, limits: value == 0)
 NUMBER = Field("a number", lambda value, limits: _is_number(value))
 FINITE = Field("a finite number", lambda value, limits: _is_number(value) and math.isfinite(value))
-WEIGHT = Field("a finite number, 0 or more", lambda v, limits: _is_number(v) and math.isfinite(v) and v >= 0)
+WEIGHT = Field(  # what is not finite makes a gradient that is not, and is told of as that
+    "a number from 0 to 1e100, or not a finite one", lambda value, limits: not (value < 0 or 1e100 < value < math.inf)
+)
+ZERO_OR_ONE = Field("0 or 1", lambda value, limits: value in (0, 1))
 FLAG = Field("true or false", lambda value, limits: isinstance(value, bool))
 TEXT = Field(f"a text of at most {_TEXT} characters", lambda value, limits: _is_text(value))
 WORKER = Field("the index of a worker", lambda value, limits: _is_count(value, limits.workers))
 CHUNK = Field("the index of a chunk", lambda value, limits: _is_count(value, limits.chunks))
 RECORD = Field("an object", lambda value, limits: isinstance(value, dict))
+NOTHING = Field("nothing: leave it out", lambda value, limits: False)
 ANYTHING = Field("anything", lambda value, limits: True)
 
 
@@ -113,7 +119,7 @@ def many(each: Field) -> Field:
     fits = each.fits
     return Field(
         f"a list, of each {each.allowed}",
-        lambda value, limits: _is_list(value) and all([fits(part, limits) for part in value]),
+        lambda value, limits: _is_list(value) and all(fits(part, limits) for part in value),
     )
 
 
@@ -130,7 +136,7 @@ def row(*parts: Field) -> Field:
     def fits(value: Any, limits: Limits) -> bool:
         if not _is_list(value) or len(value) != len(checks):
             return False
-        return all([check(part, limits) for check, part in zip(checks, value, strict=True)])
+        return all(check(part, limits) for check, part in zip(checks, value, strict=True))
 
     return Field("a list of " + ", ".join(part.allowed for part in parts), fits)
 

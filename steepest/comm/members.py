@@ -286,6 +286,8 @@ class MemberCollective(PointToPoint):
         """Acts on one message."""
         if source.role != "member" or message.kind not in (Kind.DATA, Kind.ABORT):
             raise ProtocolError(f"{message.kind.name} from {source} at a member")
+        if not 0 <= source.index < self.size:
+            raise ProtocolError(f"{source} is none of {self.size} members")
         for kept in self._unsent.pop(source.index, ()):
             self._deliver(source, kept)
         key = message.generation, message.version
@@ -303,7 +305,7 @@ class MemberCollective(PointToPoint):
 
     def lost(self, peer: Peer, reason: str) -> None:
         """A member is gone: nothing will be whole again, and those who await others hear of it from here."""
-        if peer.role == "member" and not self._lost:
+        if peer.role == "member" and 0 <= peer.index < self.size and not self._lost:
             self._lost = f"{peer} is gone ({reason})"
             self._tell(self._lost)
 

@@ -12,12 +12,13 @@ from steepest.comm.fields import (
     FINITE,
     FLAG,
     MOST,
+    NOTHING,
     NUMBER,
-    RECORD,
     TEXT,
     WEIGHT,
     WORKER,
     ZERO,
+    ZERO_OR_ONE,
     Field,
     Limits,
     Schema,
@@ -33,7 +34,7 @@ from steepest.comm.fields import (
     unfit,
     whole,
 )
-from steepest.comm.message import Kind, Message
+from steepest.comm.message import COORDINATOR, Kind, Message, Peer
 from steepest.errors import ProtocolError
 
 #: A kind, the sender's role, the receiver's role.
@@ -65,6 +66,7 @@ _RECORD = {  # of optimizer state: what it is
     "shape": many(COUNT),
 }
 _SENT = Schema(about_chunk=True)
+_PUSH = Schema({"absent": many(COUNT)}, {"weight": WEIGHT, "total": WEIGHT}, about_chunk=True)
 _COMMIT = Schema(
     {
         "pushes": _PUSHES,
@@ -93,7 +95,7 @@ _WEIGHTS = Schema({"reload": FLAG}, about_chunk=True)
 _STATE_SENT = Schema({name: needed(field) for name, field in _RECORD.items()}, about_chunk=True)
 _STATE_PUT = Schema(_RECORD)  # an empty one says that there is no other
 _INSTALL = Schema({"anew": FLAG, "state": nothing_or(_STATE)})
-_INSTALLED = Schema({"reason": TEXT, "peer": _PEER, "why": TEXT})
+_INSTALLED = Schema({"peer": needed(_PEER), "why": needed(TEXT)}, may_be_bare=True)  # bare, or a refusal
 _FAILURE = Schema({"reason": needed(TEXT), "culprits": _CULPRITS, "step": COUNT, "worker": WORKER, "peer": _PEER})
 _STAGED = {"squares": NUMBER, "culprits": _CULPRITS}
 _GONE = {"worker": needed(WORKER), "life": needed(COUNT), "why": needed(TEXT)}
@@ -130,14 +132,14 @@ _COMMON: Mapping[Line, Schema] = {
 TRAINING: Mapping[Line, Schema] = MappingProxyType(
     {
         **_COMMON,
-        (Kind.PUSH, "worker", "server"): Schema({"absent": many(COUNT)}, about_chunk=True),
-        (Kind.PUSH, "worker", "relay"): Schema({"absent": many(COUNT)}, about_chunk=True),
-        (Kind.PUSH, "relay", "server"): Schema({"pushes": _PUSHES, "absent": many(COUNT)}, about_chunk=True),
+        (Kind.PUSH, "worker", "server"): _PUSH,
+        (Kind.PUSH, "worker", "relay"): _PUSH,
+        (Kind.PUSH, "relay", "server"): Schema({"pushes": _PUSHES, **_PUSH.meta}, _PUSH.header, about_chunk=True),
         (Kind.STAGED, "server", "coordinator"): Schema({"worker": WORKER, **_STAGED}),
         (Kind.LOGGED, "server", "coordinator"): Schema(),
         (Kind.WEIGHTS, "server", "relay"): _WEIGHTS,
         (Kind.WEIGHTS, "relay", "worker"): Schema({"reload": FLAG}),  # also of all chunks: where they lie
-        (Kind.REPORT, "worker", "coordinator"): Schema(_REPORT, {"total": NUMBER}),
+        (Kind.REPORT, "worker", "coordinator"): Schema(_REPORT, {"total": WEIGHT}),
         (Kind.JOIN, "worker", "coordinator"): Schema(),
         (Kind.FAILED, "worker", "coordinator"): Schema({"error": needed(TEXT), "traceback": needed(TEXT)}),
         (Kind.MEMBERS, "coordinator", "worker"): _MEMBERS,
@@ -161,10 +163,10 @@ OPEN: Mapping[Line, Schema] = MappingProxyType(
     {
         **_COMMON,
         (Kind.PUSH, "worker", "server"): Schema(
-            {"absent": many(COUNT)}, {**_OWN, "weight": WEIGHT, "total": WEIGHT}, about_chunk=True
+            {"absent": many(COUNT)}, {**_OWN, "weight": ZERO_OR_ONE, "total": ZERO_OR_ONE}, about_chunk=True
         ),
         (Kind.STAGED, "server", "coordinator"): Schema({"worker": needed(WORKER), **_STAGED}),
-        (Kind.REPORT, "worker", "coordinator"): Schema({"pull": FLAG}, _OWN),
+        (Kind.REPORT, "worker", "coordinator"): Schema({"pull": FLAG, "timings": NOTHING}, _OWN),
         (Kind.READ, "worker", "coordinator"): _READ,
         (Kind.END, "server", "worker"): Schema(),
         (Kind.RESULT, "coordinator", "worker"): Schema(),
@@ -192,8 +194,14 @@ class Admission:
         self.succeeded = frozenset(succeeded)
         self._limits = limits
         self._lines = {
-            line: (schema.lowest_chunk, schema.header, schema.meta, schema.needed) for line, schema in table.items()
+            line: (schema.lowest_chunk, schema.header, schema.meta, schema.needs_meta) for line, schema in table.items()
         }
+
+    def exists(self, peer: Peer) -> bool:
+        """Whether there can be such a coordinator, server or relay; anybody may be anything else."""
+        if peer.role in ("server", "relay"):
+            return 0 <= peer.index < self._limits.servers
+        return peer.role != "coordinator" or peer == COORDINATOR
 
     def check(self, message: Message) -> None:
         """Looks at a message before anybody acts on it; costs a microsecond where there is no `meta`.

@@ -92,15 +92,16 @@ class Router:
     def attach(self, channel: Channel) -> None:
         """Makes a channel the way to the roles at its other end.
 
-        It is closed instead, and counted as refused, if it speaks for a role that lives here, or for one whose channel
-        is open and which has no successors.
+        It is closed instead, and counted as refused, if it speaks for a role that lives here, for one whose channel is
+        open and which has no successors, or for a server that there is not.
         """
         for peer in channel.peers:
             other = self._channels.get(peer, channel)
             taken = other is not channel and peer.role not in self.admission.succeeded
-            if taken or peer in self._roles:
+            if taken or peer in self._roles or not self.admission.exists(peer):
                 self.refused += 1
-                log.warning("refused a channel of %s: %s is connected already", channel.name, peer)
+                why = "is connected already" if self.admission.exists(peer) else "is not of this job"
+                log.warning("refused a channel of %s: %s %s", channel.name, peer, why)
                 channel.close()
                 return
         for peer in channel.peers:

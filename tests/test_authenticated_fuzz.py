@@ -1,0 +1,210 @@
+"""Whoever has the token may say anything: processes go on, and what is refused changes nothing."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from steepest.comm.message import Kind, Message, Peer
+from steepest.hosts import Hosts
+from steepest.testing import InProcessCluster, Link, Network
+from tests.crowd import Crowd, like
+from tests.fuzzing import Recorder, go_on, tell
+from tests.modes import check, make, trained
+from tests.reference import Task, Weights, same_bits, sgd
+
+STEPS = 3
+WORDS = 12  # that are said to one job
+JOBS = ("sync", "relays", "copies", "allreduce", "replicated", "async-drop", "backup", "ssp-0")
+SEEDS = st.integers(0, 2**48)
+few = settings(deadline=None, database=None, phases=(Phase.generate,))
+
+
+def task() -> Task:
+    return Task(optimizer=sgd(momentum=0.9))
+
+
+def job(name: str) -> InProcessCluster:
+    if name == "relays":
+        hosts = Hosts((0, 0, 1), (0, 1), gathers=True)
+        return make("sync", task(), hosts=hosts)
+    return make(name, task())
+
+
+@cache
+def undisturbed(name: str) -> tuple[Weights, tuple[Message, ...]]:
+    """The weights after all steps, and all that was said until then and when the state was read and set."""
+    cluster = job(name)
+    recorder = Recorder(cluster.network)
+    trained(cluster, STEPS)
+    weights = cluster.weights()
+    snapshot = cluster.snapshot("state")
+    cluster.log()
+    cluster.wait(cluster.client.install(STEPS, snapshot.weights, snapshot.records, None), "an install")
+    cluster.wait(cluster.client.counters(), "counters")
+    cluster.wait(cluster.client.revoke(), "a new generation")
+    return weights, tuple(recorder.seen)
+
+
+def stranger(cluster: Any, routers: Any, chance: random.Random) -> Link:
+    """Connects somebody to one process; returns the end of the channel there."""
+    router = cluster.network.router()
+    near = chance.choice(routers)
+    own = (Peer(chance.choice(("worker", "client", "member")), 77),)
+    cluster.network.connect(router, own, near, tuple(near._roles))
+    return cluster.network._transports[[t.router for t in cluster.network._transports].index(near)].links[-1]
+
+
+def no_surprise(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was refused only because it made somebody stumble."""
+    stumbled = [record for record in caplog.records if record.exc_info and record.name.startswith("steepest")]
+    assert not stumbled, caplog.text
+    caplog.clear()
+
+
+def survive(name: str, seed: int, caplog: pytest.LogCaptureFixture, *, as_stranger: bool) -> None:
+    """A job to which many things are said while it trains; its bits count as long as all of that is refused."""
+    chance = random.Random(seed)
+    weights, seen = undisturbed(name)
+    left = WORDS
+    while left > 0:
+        cluster = job(name)
+        routers = [*cluster.server_routers, *cluster.worker_routers, cluster.client_router]
+        own = links(cluster.network)
+        for _ in range(STEPS):
+            cluster.client.ask(1, True)
+            go_on(cluster.network, chance.randrange(12))
+            link = stranger(cluster, routers, chance) if as_stranger else None
+            refused, said = tell(chance, cluster.network, seen, link)
+            left -= 1
+            if not refused or any(link.closed for link in own):
+                go_on(cluster.network)
+                break
+            take_step(cluster, said)
+        else:
+            if name in ("async-drop", "ssp-0", "backup"):
+                check(cluster, task())
+            else:
+                assert same_bits(cluster.weights(), weights)
+        no_surprise(caplog)
+
+
+def links(network: Network) -> list[Link]:
+    """Both ends of all channels."""
+    return [link for transport in network._transports for link in transport.links]
+
+
+def take_step(cluster: InProcessCluster, said: str) -> None:
+    """The step that was asked for is committed."""
+    cluster.network.run_until(lambda: not cluster.client.outcomes.empty(), f"a step in spite of {said}")
+    outcome = cluster.client.outcomes.get()
+    assert isinstance(outcome, Message), (outcome, said)
+    assert outcome.kind is Kind.RESULT, (outcome, said)
+
+
+@cache
+def undisturbed_crowd() -> tuple[Message, ...]:
+    """All that was said to and by the servers of some arrays and their users."""
+    found: list[Message] = []
+    for optimizer in (None, momentum):
+        crowd = Crowd(zeros(), optimizer=optimizer)
+        recorder = Recorder(crowd.network)
+        use(crowd)
+        nan = crowd.users[0].push(like(crowd.initial, float("nan")))
+        crowd.network.run_until(nan.done, "a refusal")
+        assert nan.exception() is not None
+        snapshot = crowd.state()
+        client = crowd.users[1].client
+        crowd.wait(client.install(0, snapshot.weights, snapshot.records or None), "an install")
+        crowd.wait(client.counters(), "counters")
+        crowd.users[1].die()
+        crowd.settle()
+        found += recorder.seen
+    return tuple(found)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
+
+
+def zeros() -> dict[str, Any]:
+    return {"a": torch.zeros(5, 3), "b": torch.zeros(7)}
+
+
+def use(crowd: Crowd) -> None:
+    """Each user pushes, pulls a part, and does both in one."""
+    for user in crowd.users[:2]:
+        crowd.wait(user.push(like(crowd.initial, 1.0)))
+        crowd.wait(user.pull(["a"], None)[0])
+        crowd.wait(user.push_pull(like(crowd.initial, 1.0))[0])
+
+
+def survive_open(seed: int, caplog: pytest.LogCaptureFixture, *, as_stranger: bool) -> None:
+    """A parameter server whose users go on while somebody says many things; every update counts once all the same."""
+    chance = random.Random(seed)
+    seen = undisturbed_crowd()
+    left = WORDS
+    while left > 0:
+        crowd = Crowd(zeros(), optimizer=chance.choice((None, momentum)))
+        adds = crowd.group.arrays.spec is None
+        own, clean = links(crowd.network), True
+        while left > 0 and clean:
+            future = crowd.users[0].push(like(crowd.initial, 1.0))
+            go_on(crowd.network, chance.randrange(8))
+            link = another_user(crowd, chance) if as_stranger else None
+            refused, _ = tell(chance, crowd.network, seen, link)
+            left -= 1
+            clean = refused and not any(link.closed for link in own)
+            if clean:
+                crowd.wait(future, "a push")
+        if clean and adds:
+            assert crowd.value(1) == crowd.coordinator.version
+        elif not clean:
+            go_on(crowd.network)
+        no_surprise(caplog)
+
+
+def another_user(crowd: Crowd, chance: random.Random) -> Link:
+    """One more user; returns the end of its channel at some server."""
+    crowd.join()
+    transport: Any = chance.choice(crowd.routers).transport
+    return transport.links[-1]
+
+
+def runs_long(examples: int, survives: Any) -> None:
+    @settings(few, max_examples=examples)
+    @given(seed=SEEDS)
+    def property_(seed: int) -> None:
+        survives(seed)
+
+    property_()
+
+
+@pytest.mark.parametrize("as_stranger", [False, True])
+@pytest.mark.parametrize("name", JOBS)
+def test_processes_of_a_job_go_on(name: str, as_stranger: bool, caplog: pytest.LogCaptureFixture) -> None:
+    runs_long(2, lambda seed: survive(name, seed, caplog, as_stranger=as_stranger))
+
+
+@pytest.mark.parametrize("as_stranger", [False, True])
+def test_processes_of_a_parameter_server_go_on(as_stranger: bool, caplog: pytest.LogCaptureFixture) -> None:
+    runs_long(8, lambda seed: survive_open(seed, caplog, as_stranger=as_stranger))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("as_stranger", [False, True])
+@pytest.mark.parametrize("name", JOBS)
+def test_processes_of_a_job_go_on_for_long(name: str, as_stranger: bool, caplog: pytest.LogCaptureFixture) -> None:
+    runs_long(150, lambda seed: survive(name, seed, caplog, as_stranger=as_stranger))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("as_stranger", [False, True])
+def test_processes_of_a_parameter_server_go_on_for_long(as_stranger: bool, caplog: pytest.LogCaptureFixture) -> None:
+    runs_long(1000, lambda seed: survive_open(seed, caplog, as_stranger=as_stranger))

@@ -1,0 +1,457 @@
+"""Who may say what: the table, what it refuses, and that nothing which real runs say is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from steepest.comm.frame import ROLES
+from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
+from steepest.comm.permissions import OPEN, TRAINING, Admission
+from steepest.comm.router import Router
+from steepest.config import LocalStrategy, StrategyConfig
+from steepest.errors import ProtocolError
+from steepest.hosts import Hosts
+from steepest.server import Server
+from steepest.testing import Fault, InProcessCluster
+from tests.crowd import Crowd, like
+from tests.modes import MODES, make, mode, trained
+from tests.reference import Task, same_bits, sgd
+
+# -- the table ---------------------------------------------------------------------------------------
+
+
+def servers_take(table: Any) -> set[tuple[Kind, str]]:
+    return {(kind, source) for kind, source, target in table if target == "server"}
+
+
+def test_only_the_coordinator_decides_what_servers_do() -> None:
+    for table in (TRAINING, OPEN):
+        for kind in (Kind.COMMIT, Kind.DISCARD, Kind.MEMBERS, Kind.SNAPSHOT):
+            assert {source for k, source in servers_take(table) if k is kind} == {"coordinator"}
+
+
+def test_a_parameter_servers_users_can_neither_end_steps_nor_begin_generations() -> None:
+    assert not {(kind, source) for kind, source, _ in OPEN} & {
+        (kind, source)
+        for kind in (Kind.ASK, Kind.FAILED, Kind.JOIN, Kind.GRANT, Kind.LEFT, Kind.LOGGED)
+        for source in ("worker", "client")
+    }
+
+
+@pytest.mark.parametrize("table", [TRAINING, OPEN])
+def test_what_is_not_in_the_table_is_refused(table: Any) -> None:
+    admission = Admission(table)
+    for kind, source, target in itertools.product(Kind, ROLES, ROLES):
+        message = Message(kind, source=Peer(source, 0), target=Peer(target, 0))
+        if (kind, source, target) not in table:
+            with pytest.raises(ProtocolError, match=f"a {source} may not send {kind.name} to a {target}"):
+                admission.check(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind", "source", "target"),
+    [
+        ("version", -1, Kind.WEIGHTS, server_peer(0), worker_peer(0)),
+        ("version", 2**63 - 1, Kind.LOGGED, server_peer(0), COORDINATOR),
+        ("chunk", -1, Kind.PUSH, worker_peer(0), server_peer(0)),
+        ("chunk", 4, Kind.PUT, Peer("client", 0), server_peer(0)),
+        ("weight", -1.0, Kind.PUSH, worker_peer(0), server_peer(0)),
+        ("total", 1e200, Kind.PUSH, worker_peer(0), server_peer(0)),
+        ("weight", float("nan"), Kind.COMMIT, COORDINATOR, server_peer(0)),
+    ],
+)
+def test_what_is_wrong_in_a_header_is_named(field: str, value: Any, kind: Kind, source: Peer, target: Peer) -> None:
+    message = Message(kind, chunk=0, meta={"pushes": [], "readers": []}, source=source, target=target)
+    admission = Admission()
+    admission._limits = admission._limits._replace(chunks=4)
+    admission.check(message)
+    setattr(message, field, value)
+    with pytest.raises(ProtocolError, match=f"{kind.name} from {source} with {field}=.*: give"):
+        admission.check(message)
+
+
+REPORT = {"samples": 1, "bytes": 2, "pulled": 3, "loss": 0.5, "metrics": {"a": 1.0}, "timings": {"compute": 0.1}}
+COMMIT = {"pushes": [[0, 0, 1]], "readers": [[0, 0]], "hyper": [{"lr": 0.1, "betas": (0.9, 0.99)}], "clip": 0.5}
+WRONG = {
+    Kind.REPORT: [
+        *(("samples", value) for value in (None, -1, 1.0, True, "1", 2**80, float("nan"))),
+        ("metrics", {"a": "b"}),
+        ("metrics", [1.0]),
+        ("timings", {"compute": {}}),
+        ("loss", True),
+    ],
+    Kind.COMMIT: [
+        *(("pushes", value) for value in (None, 3, "xyz", [0, 0, 1], [[0, 0]], [[0, 0, 1, 2]])),
+        *(("pushes", value) for value in ([[9, 0, 1]], [[[0], 0, 1]])),
+        *(("readers", value) for value in ([[0]], [["0", 0]], [[-1, 0]])),
+        *(("hyper", value) for value in ({}, [1], [{"lr": {}}], [{"lr": [["x"]]}])),
+        ("skip", 1),
+        ("clip", "1"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), [(kind, *case) for kind, cases in WRONG.items() for case in cases])
+def test_what_is_wrong_in_the_json_is_named(kind: Kind, field: str, value: Any) -> None:
+    valid, source, target = (
+        (REPORT, worker_peer(0), COORDINATOR) if kind is Kind.REPORT else (COMMIT, COORDINATOR, server_peer(0))
+    )
+    cluster = make("sync")
+    admission = cluster.server_routers[0].admission
+    message = Message(kind, meta=valid, source=source, target=target)
+    admission.check(message)
+    message.meta = {**valid, field: value}
+    with pytest.raises(ProtocolError, match=f"{kind.name} from {source} with {field}=.*: give"):
+        admission.check(message)
+    message.meta = {key: part for key, part in valid.items() if key != field}
+    if field in ("samples", "pushes", "readers"):
+        with pytest.raises(ProtocolError, match=f"{field} is missing: give"):
+            admission.check(message)
+
+
+# -- what real runs say ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """All messages from here on, those between roles of one process included; each was looked at as it left."""
+    found: list[Message] = []
+    original = Router.sender
+
+    def sender(self: Router, source: Peer) -> Any:
+        send = original(self, source)
+
+        def sending(target: Peer, message: Message) -> None:
+            send(target, message)
+            self.admission.check(message)
+            found.append(message)
+
+        return sending
+
+    monkeypatch.setattr(Router, "sender", sender)
+    return found
+
+
+def check_names(said: Sequence[Message], table: Any) -> None:
+    """Whatever travels is named in the table, so that it is looked at; but for what only its receiver's user reads."""
+    free = {Kind.STATS, Kind.RESULT, Kind.FAILURE}
+    for message in said:
+        assert message.source is not None
+        assert message.target is not None
+        schema = table[message.kind, message.source.role, message.target.role]
+        unknown = set(message.values()) - set(schema.meta)
+        assert not unknown or message.kind in free, (message.kind.name, message.source, unknown)
+
+
+def use_all(cluster: InProcessCluster, routers: Sequence[Router]) -> None:
+    """Trains, fails, reads, sets, stops, takes back."""
+    trained(cluster, 2)
+    snapshot = cluster.snapshot("state")
+    cluster.snapshot("standing")
+    state = dict(snapshot.state)
+    cluster.wait(cluster.client.install(snapshot.version, snapshot.weights, snapshot.records, state), "an install")
+    trained(cluster, 1)
+    cluster.log()
+    cluster.client.ask(5, False)
+    cluster.wait(cluster.client.stop(), "a stop")
+    cluster.wait(cluster.client.revoke(), "a new generation")
+    assert sum(router.refused for router in routers) == 0
+
+
+STRATEGIES: dict[str, StrategyConfig] = {
+    **{name: mode(name) for name in MODES},
+    "local": LocalStrategy(sync_every=2, chunk_bytes=64),
+    "clipped": mode("sync", clip_norm=0.01, wire_dtype="bf16"),
+    "skipping": mode("async", nonfinite="skip"),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_nothing_that_a_strategy_says_is_refused(name: str, workers: int, said: list[Message]) -> None:
+    task = Task(
+        optimizer=lambda module: torch.optim.Adam(module.parameters(), amsgrad=True),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        metrics={"error": lambda output, target: (output - target).abs().mean()},
+    )
+    if name == "backup" and workers == 1:
+        workers = 2
+    cluster = InProcessCluster(task.creator(), num_workers=workers, strategy=STRATEGIES[name], keep_log=True)
+    use_all(cluster, [*cluster.server_routers, *cluster.worker_routers, cluster.client_router])
+    check_names(said, TRAINING)
+
+
+def test_nothing_that_relays_say_is_refused(said: list[Message]) -> None:
+    cluster = make("sync", hosts=Hosts((0, 0, 1), (0, 1), gathers=True))
+    use_all(cluster, [*cluster.server_routers, *cluster.worker_routers, cluster.client_router])
+    check_names(said, TRAINING)
+    assert {message.source.role for message in said if message.source is not None} >= {"relay", "client"}
+
+
+@pytest.mark.parametrize("name", ["sync", "copies", "async", "backup", "ssp-0"])
+def test_nothing_that_is_said_when_things_go_wrong_is_refused(name: str, said: list[Message]) -> None:
+    faults = [
+        Fault.raises("worker", 1, step=1),
+        Fault.kill("worker", 0, step=3),
+        Fault.slow("worker", 2, step=0, factor=3),
+    ]
+    cluster = make(name, replaces=True, faults=faults)
+    done = 0
+    while done < 6:
+        done += sum(outcome.kind is Kind.RESULT for outcome in cluster.step(6 - done))
+    cluster.client.declare_lost(1, cluster.lives[1], "it is silent")
+    cluster.on_left = lambda worker: (cluster.kill(worker), cluster.replace(worker))[0]
+    cluster.step(1)
+    cluster.network.remove(cluster.server_routers[1])
+    cluster.client.ask(1, True)
+    cluster.network.run_until(lambda: not cluster.client.outcomes.empty(), "the word that a server is gone")
+    assert {Kind.FAILED, Kind.LEFT, Kind.JOIN} <= {message.kind for message in said}
+    check_names(said, TRAINING)
+    assert sum(router.refused for router in [*cluster.server_routers, *cluster.worker_routers]) == 0
+
+
+def use(crowd: Crowd) -> None:
+    for user in crowd.users[:2]:
+        crowd.wait(user.push(like(crowd.initial, 1.0)))
+        crowd.wait(user.pull(["a"], None)[0])
+        crowd.wait(user.push_pull(like(crowd.initial, 1.0))[0])
+
+
+@pytest.mark.parametrize("optimizer", [None, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)])
+def test_nothing_that_a_parameter_servers_users_say_is_refused(optimizer: Any, said: list[Message]) -> None:
+    crowd = Crowd({"a": torch.zeros(5, 3), "b": torch.zeros(7)}, optimizer=optimizer)
+    use(crowd)
+    refusal = crowd.users[0].push(like(crowd.initial, float("nan")))
+    crowd.network.run_until(refusal.done, "a refusal")
+    snapshot = crowd.state()
+    crowd.wait(crowd.users[1].client.install(0, snapshot.weights, snapshot.records))
+    crowd.wait(crowd.users[1].client.counters())
+    crowd.users[1].die()
+    crowd.settle()
+    crowd.pull()
+    check_names(said, OPEN)
+    assert sum(router.refused for router in crowd.routers) == 0
+
+
+# -- who is who --------------------------------------------------------------------------------------
+
+
+def refusals(crowd: Crowd) -> int:
+    return sum(router.refused for router in crowd.routers)
+
+
+@pytest.mark.parametrize("kind", [Kind.COMMIT, Kind.MEMBERS, Kind.DISCARD, Kind.SNAPSHOT, Kind.ASK])
+@pytest.mark.parametrize("role", ["worker", "client", "coordinator", "server"])
+def test_a_user_cannot_decide_for_all(kind: Kind, role: str) -> None:
+    crowd = Crowd()
+    use(crowd)
+    before = crowd.value()
+    user = crowd.users[1]
+    own = user.links[0].other
+    assert own is not None
+    source = Peer(role, own.peers[0].index if role in ("worker", "client") else 0)
+    meta = {
+        "pushes": [],
+        "readers": [],
+        "workers": [],
+        "reload": True,
+        "steps": 1,
+        "reader": ["client", 5],
+        "what": "state",
+    }
+    for server, target in enumerate((server_peer(0), server_peer(1), COORDINATOR)):
+        user.links[server % 2].send(Message(kind, version=99, meta=dict(meta), source=source, target=target))
+    crowd.settle()
+    assert refusals(crowd) == 3
+    assert crowd.value() == before
+    crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
+    assert crowd.value() == before + 1
+
+
+@pytest.mark.parametrize("claimed", [COORDINATOR, server_peer(0), server_peer(1), server_peer(9), worker_peer(100)])
+def test_nobody_takes_the_place_of_one_who_is_connected(claimed: Peer) -> None:
+    crowd = Crowd()
+    use(crowd)
+    before = crowd.value()
+    router = crowd.network.router()
+    for near, server in zip(crowd.routers, crowd.servers, strict=True):
+        link = crowd.network.connect(router, (worker_peer(555), claimed), near, tuple(near._roles))
+        link.send(Message(Kind.COMMIT, version=server.version + 1, source=claimed, target=next(iter(near._roles))))
+        link.close()
+    crowd.settle()
+    assert refusals(crowd) >= len(crowd.servers) - (claimed == server_peer(1))
+    crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
+    assert crowd.value() == before + 1
+
+
+def test_a_worker_speaks_for_itself_alone() -> None:
+    cluster = make("async", Task(optimizer=sgd()))
+    trained(cluster, 1)
+    link = next(link for link in cluster.links[worker_peer(1)] if server_peer(0) in link.peers)
+    version = cluster.coordinator.version
+    link.send(Message(Kind.FAILED, cluster.coordinator.generation, version=version, meta={"error": "", "traceback": ""},
+                      source=worker_peer(0), target=COORDINATOR))  # fmt: skip
+    trained(cluster, 1)
+    assert cluster.server_routers[0].refused == 1
+
+
+# -- bounds ------------------------------------------------------------------------------------------
+
+
+class Sent(list[Any]):
+    """What a role sends."""
+
+    def __call__(self, target: Peer, message: Message) -> None:
+        self.append((target, message))
+
+
+def server_of(cluster: InProcessCluster) -> Server:
+    return cluster.servers[0]
+
+
+def push(server: Server, worker: int, **fields: Any) -> Message:
+    chunk = next(index for index, held in server.chunks.items() if held.chunk.trainable)
+    size = server.chunks[chunk].chunk.nbytes
+    return Message(
+        Kind.PUSH, chunk=chunk, weight=1.0, total=1.0, payload=torch.zeros(size, dtype=torch.uint8), **fields
+    )
+
+
+def test_early_pushes_are_bounded_and_the_job_goes_on() -> None:
+    cluster = make("sync", Task(optimizer=sgd()))
+    trained(cluster, 1)
+    server, refused = server_of(cluster), 0
+    for generation in range(2, 1000):
+        try:
+            server.handle(worker_peer(1), push(server, 1, generation=generation, sequence=generation))
+        except ProtocolError as error:
+            assert re.search("oldest push, of chunk .* dropped", str(error))  # noqa: PT017
+            refused += 1
+    assert refused > 900
+    trained(cluster, 2)
+    other = make("sync", Task(optimizer=sgd()))
+    trained(other, 3)
+    assert same_bits(cluster.weights(), other.weights())
+
+
+def test_a_user_who_only_pushes_is_refused_at_some_point() -> None:
+    crowd = Crowd({"a": torch.zeros(8)}, servers=1, users=1)
+    server, refused = crowd.servers[0], []
+    for sequence in range(1, 1100):
+        try:
+            server.handle(worker_peer(100), push(server, 100, sequence=sequence))
+        except ProtocolError as error:
+            refused.append(str(error))
+    assert len(refused) == 1099 - 1024
+    assert "worker 100 has 1024 pushes that are not committed" in refused[0]
+    other = crowd.join(200)
+    crowd.wait(other.push(like(crowd.initial, 1.0)))
+
+
+def test_reports_without_pushes_are_bounded() -> None:
+    crowd = Crowd()
+    for sequence in range(1, 1025):
+        crowd.coordinator.handle(worker_peer(100), Message(Kind.REPORT, sequence=sequence))
+    with pytest.raises(ProtocolError, match="1024 pushes of worker 100 are not complete"):
+        crowd.coordinator.handle(worker_peer(100), Message(Kind.REPORT, sequence=1025))
+    crowd.wait(crowd.users[1].push(like(crowd.initial, 1.0)))
+
+
+def test_states_that_are_put_and_not_installed_are_bounded() -> None:
+    crowd = Crowd({"a": torch.zeros(8)}, servers=1)
+    server, client = crowd.servers[0], Peer("client", 100)
+    put = lambda sequence: Message(  # noqa: E731
+        Kind.PUT, sequence=sequence, chunk=0, payload=torch.zeros(server.chunks[0].chunk.nbytes, dtype=torch.uint8)
+    )
+    for sequence in range(1, 17):
+        server.handle(client, put(sequence))
+    with pytest.raises(ProtocolError, match="has put 16 states that it has not had installed"):
+        server.handle(client, put(17))
+    server.handle(client, put(3))
+    weights = crowd.arrays.layout.allocate()
+    crowd.wait(crowd.users[1].client.install(0, weights, None))
+
+
+# -- before anything changes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"version": 9}, {"generation": 9}, {"meta": {"pushes": [[0, 0, 77]], "readers": []}}]
+)
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_a_commit_that_cannot_be_applied_changes_nothing(name: str, wrong: dict[str, Any]) -> None:
+    cluster = make(name, Task(optimizer=sgd()))
+    trained(cluster, 1)
+    server = server_of(cluster)
+    before = (server.generation, server.version, {i: held.weights.clone() for i, held in server.chunks.items()})
+    meta = {"pushes": [], "readers": []}
+    word = Message(Kind.COMMIT, server.generation, version=server.version + 1, weight=1.0, meta=meta)
+    for name_, value in wrong.items():
+        setattr(word, name_, value)
+    with pytest.raises(ProtocolError, match="COMMIT"):
+        server.handle(COORDINATOR, word)
+    assert (server.generation, server.version) == before[:2]
+    assert all(torch.equal(held.weights, before[2][index]) for index, held in server.chunks.items())
+    trained(cluster, 1)
+
+
+def test_a_worker_reports_one_push_for_one_lease() -> None:
+    cluster = make("async", Task(optimizer=sgd()))
+    trained(cluster, 2)
+    coordinator, meta = cluster.coordinator, {"samples": 1, "bytes": 1, "pulled": 1}
+    word = Message(Kind.REPORT, coordinator.generation, sequence=500, version=coordinator.version, meta=meta)
+    with pytest.raises(ProtocolError, match="no lease"):
+        coordinator.handle(worker_peer(1), word)
+    word.version += 1
+    with pytest.raises(ProtocolError, match="REPORT of a push from version"):
+        coordinator.handle(worker_peer(1), word)
+    trained(cluster, 1)
+
+
+def state_of(crowd: Crowd, key: str, value: torch.Tensor) -> Any:
+    about = {"name": "a", "key": key, "start": 0, "stop": 8, "plain": False}
+    return crowd.users[1].client.install(0, crowd.arrays.layout.allocate(), [(0, about, value)])
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(3), torch.ones(8).half()])
+def test_optimizer_state_of_another_size_is_refused_as_it_comes(value: torch.Tensor) -> None:
+    crowd = Crowd({"a": torch.zeros(8)}, servers=1, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0, momentum=0.5))
+    crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
+    future = state_of(crowd, "momentum_buffer", value)
+    crowd.settle()
+    assert (refusals(crowd), future.done()) == (1, False)
+    crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
+    crowd.wait(state_of(crowd, "momentum_buffer", torch.ones(8)))
+
+
+def test_optimizer_state_with_which_no_step_can_be_taken_is_not_installed() -> None:
+    crowd = Crowd({"a": torch.zeros(8)}, servers=1, optimizer=lambda ps: torch.optim.RMSprop(ps, lr=1.0))
+    crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
+    before = crowd.pull()[1]
+    crowd.wait(state_of(crowd, "square_avg", torch.ones(8)))
+    assert crowd.servers[0].refused == 1
+    assert torch.equal(crowd.pull()[1]["a"], before["a"])
+    crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
+
+
+def test_a_gradient_of_an_absurd_weight_is_one_that_is_not_finite() -> None:
+    cluster = make("async", Task(optimizer=sgd()))
+    server = server_of(cluster)
+    sent = Sent()
+    server._send = sent
+    for index in [i for i, held in server.chunks.items() if held.chunk.trainable]:
+        message = push(server, 1, generation=server.generation, sequence=9)
+        message.chunk, message.weight, message.total = index, 1e100, 1e-300
+        message.payload = torch.ones(server.chunks[index].chunk.nbytes // 8, dtype=torch.float64).view(torch.uint8)
+        cluster.network.run_until(lambda: server.generation > 0, "the first generation")
+        message.generation = server.generation
+        server.handle(worker_peer(1), message)
+    (_, staged) = sent[-1]
+    assert staged.kind is Kind.STAGED
+    assert not torch.isfinite(torch.tensor(staged.values()["squares"]))
