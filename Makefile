@@ -1,12 +1,16 @@
-# make demo: install and train; make test: the tests; make test-cluster: those that take long, or clusters;
+# make demo: install and train; make test: the tests, in five minutes; make test-cluster: those that start Ray clusters
+# of their own, or take long; make bench-check: those of the benchmarks; make test-full: all of them, with whole products
+# of settings and ten times as many random examples, in some hours.
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which workers are killed;
-# make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test and test-cluster.
+# make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check and
+# test-cluster.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-cluster coverage check bench soak clean
+.PHONY: demo test test-cluster bench-check test-full coverage check bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,15 +21,23 @@ demo: $(STAMP)
 	$(BIN)/steepest demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not ray and not cluster and not long" --numprocesses=2
-	$(BIN)/python -m pytest -m "ray and not cluster and not long"
+	$(PYTEST) -m "not ray and not cluster and not long" --numprocesses=2
+	$(PYTEST) -m "ray and not cluster and not long"
 
 test-cluster: $(STAMP)
-	$(BIN)/python -m pytest -m "long and not ray" --numprocesses=2
-	$(BIN)/python -m pytest -m "cluster or (long and ray)"
+	$(PYTEST) -m "long and not ray" --numprocesses=2
+	$(PYTEST) -m "cluster or (long and ray)"
+
+bench-check: $(STAMP)
+	$(PYTEST) -m "not long" benchmarks/tests
+
+test-full: $(STAMP)
+	$(PYTEST) --hypothesis-profile=full -m "(full or not full) and not ray and not cluster" --numprocesses=2
+	$(PYTEST) --hypothesis-profile=full -m "(full or not full) and (ray or cluster)"
+	$(PYTEST) benchmarks/tests
 
 coverage: $(STAMP)
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(PYTEST) --cov --cov-report=term
 
 check: $(STAMP)
 	$(BIN)/ruff check .

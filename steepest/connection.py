@@ -34,6 +34,7 @@ class Connection:
         timeout: seconds that a call may take.
         max_in_flight: pushes; a further one waits until one of them is committed.
         usable: whether its transport can still be used, if only to close it.
+        clock: tells the time, in seconds, against which `timeout` is held.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Connection:
         timeout: float,
         max_in_flight: int,
         usable: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.client = client
         self.pusher = pusher
@@ -57,6 +59,7 @@ class Connection:
         self._timeout = timeout
         self._max_in_flight = max_in_flight
         self._usable = usable
+        self._clock = clock
         self._changed = threading.Condition()
         self._turner: int | None = None  # the thread that moves bytes
         self._in_flight = threading.Event()
@@ -76,7 +79,7 @@ class Connection:
             PeerLostError, NonFiniteError, ShutdownError
         """
         self._require_another_thread()
-        deadline = time.monotonic() + self._timeout
+        deadline = self._clock() + self._timeout
         try:
             return self._wait(self._begin(begin, deadline, what), deadline, what).result()
         except (PeerLostError, ShutdownError) as error:
@@ -89,7 +92,7 @@ class Connection:
 
     def push_async(self, begin: Callable[[], Future[int]], memory: list[torch.Tensor]) -> Future[int]:
         """Begins a push that nobody waits for; its memory may be changed as soon as this returns."""
-        deadline = time.monotonic() + self._timeout
+        deadline = self._clock() + self._timeout
         what = "a push to leave"
         while self.pusher.pushing >= self._max_in_flight:
             self._turn(deadline, what)
@@ -114,7 +117,7 @@ class Connection:
             PeerLostError, ShutdownError: those that were in flight may be lost.
         """
         self._require_another_thread()
-        deadline = time.monotonic() + self._timeout
+        deadline = self._clock() + self._timeout
         while self.pusher.pushing:
             self._turn(deadline, "its pushes to be committed")
         if self.pusher.failure is not None:
@@ -184,7 +187,7 @@ class Connection:
 
     def _turn(self, deadline: float, what: str, future: Future[T] | None = None) -> None:
         self._require_another_thread()
-        left = deadline - time.monotonic()
+        left = deadline - self._clock()
         if left <= 0:
             raise DeadlineError(f"{self._name}: waited {self._timeout:g} s in vain for {what}")
         if self._closed:

@@ -1,7 +1,8 @@
-"""One Ray cluster for all tests that ask for it."""
+"""What all tests share: one Ray cluster for those that ask for it, a deadline, how many examples are tried."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -12,23 +13,44 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; Ray's processes
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
+from tests.drawn import scale
 from tests.forked_workers import fork_workers
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
 torch.set_num_threads(1)
+# a machine under load is no error; what failed is printed, so that it can be repeated
+settings.register_profile("few", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("full", settings.get_profile("few"), max_examples=1000)
+settings.load_profile("few")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Leaves out what only `make test-full` runs, unless the expression given with -m says something of it."""
+    chosen = config.option.markexpr
+    if "full" not in chosen:
+        config.option.markexpr = f"({chosen}) and not full" if chosen else "not full"
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _deadline() -> Iterator[None]:
-    """No test may hang: after three minutes it fails where it is."""
+    """No test may hang: after three minutes (ten times that with as many examples) it fails where it is."""
+    seconds = TEST_SECONDS * scale()
 
     def give_up(signum: int, frame: object) -> None:
-        raise TimeoutError(f"the test ran for {TEST_SECONDS} s")
+        raise TimeoutError(f"the test ran for {seconds} s")
 
     previous = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(TEST_SECONDS)
+    signal.alarm(seconds)
     try:
         yield
     finally:

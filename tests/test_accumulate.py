@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,24 +21,23 @@ from steepest.errors import ConfigurationError
 from steepest.hosts import Hosts
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster, replay
+from tests.drawn import seeds
 from tests.modes import EACH, MODES, Moody, check, make, shares, trained
+from tests.pairs import grid
 from tests.reference import Task, difference, same_bits, samples, sgd, snapshot
 
-STEPS = 20
+STEPS = 12
 STRATEGIES = {
     "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
     "allreduce": AllreduceStrategy(chunk_bytes=64),
     "simple": SimpleStrategy(),
 }
-SIZES = pytest.mark.parametrize(
-    ("workers", "devices", "accumulate"), [(1, 1, 2), (1, 2, 2), (1, 1, 5), (2, 1, 3), (2, 2, 2), (3, 1, 2)]
-)
+SIZES = [(1, 1, 2), (1, 2, 2), (1, 1, 5), (2, 1, 3), (2, 2, 2), (3, 1, 2)]
 
 
-@pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@SIZES
-def test_equals_serial_training(strategy: str, workers: int, devices: int, accumulate: int, name: str) -> None:
+@grid(strategy=STRATEGIES, size=SIZES, name=TASKS)
+def test_equals_serial_training(strategy: str, size: tuple[int, int, int], name: str) -> None:
+    workers, devices, accumulate = size
     cluster = run(TASKS[name], STEPS, workers, devices, accumulate=accumulate, strategy=STRATEGIES[strategy])
     parts = workers * devices * accumulate
     assert cluster.job.global_batch == parts * 2
@@ -77,15 +77,16 @@ def test_parameters_without_gradient_are_skipped_as_torch_does(
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str) -> None:
-    for seed, (workers, devices, accumulate) in enumerate([(2, 1, 2), (3, 1, 3), (3, 2, 2)]):
-        task = Task(dropout, lambda module: torch.optim.Adam(module.parameters(), lr=0.01), samples(31))
-        cluster = make(name, task, workers, devices, accumulate=accumulate, shuffle=seed)
-        trained(cluster, 4)
-        trained(cluster, 3)
-        log = check(cluster, task)
-        assert log.accumulate == accumulate
-        assert not same_bits(replay(replace(log, accumulate=1), task.creator()), cluster.weights())
+@seeds(1)
+def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str, seed: int) -> None:
+    workers, devices, accumulate = random.Random(seed).choice([(2, 1, 2), (3, 1, 3), (3, 2, 2)])
+    task = Task(dropout, lambda module: torch.optim.Adam(module.parameters(), lr=0.01), samples(31))
+    cluster = make(name, task, workers, devices, accumulate=accumulate, shuffle=seed)
+    trained(cluster, 3)
+    trained(cluster, 2)
+    log = check(cluster, task)
+    assert log.accumulate == accumulate
+    assert not same_bits(replay(replace(log, accumulate=1), task.creator()), cluster.weights())
 
 
 @pytest.mark.parametrize("places", [Hosts((0, 0, 1), (0, 1), gathers=True), Hosts((0, 0, 0), (0, 0), gathers=True)])
@@ -113,7 +114,8 @@ def test_every_sample_of_an_epoch_counts_once(name: str) -> None:
     assert plan is not None
     assert plan.steps_per_epoch == 3  # of 12, 12 and 5 samples: the last has an empty micro-batch
     results = trained(cluster, 3)
-    assert [result.values()["samples"] for result in results] == [12, 12, 5] or name == "async"
+    if name != "async":  # whose steps are the updates of whoever came first
+        assert [result.values()["samples"] for result in results] == [12, 12, 5]
     assert sum(result.values()["samples"] for result in results) == 29
     assert sorted(shares(check(cluster, task))) == list(range(6))
 
@@ -155,9 +157,9 @@ def test_chunks_leave_during_the_last_backward_pass_only() -> None:
 
 
 @pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("when", [4, 9])
-def test_a_micro_batch_that_raises_voids_the_step_which_is_taken_again(name: str, when: int) -> None:
-    calls = [0]
+@seeds(1)
+def test_a_micro_batch_that_raises_voids_the_step_which_is_taken_again(name: str, seed: int) -> None:
+    calls, when = [0], random.Random(seed).randint(1, 36)
 
     def raise_once(gradient: torch.Tensor) -> torch.Tensor:
         calls[0] += 1

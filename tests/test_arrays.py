@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.arrays import Arrays, Wanted
 from steepest.errors import ConfigurationError
+from tests.drawn import examples
 
-many = settings(max_examples=100, deadline=None, database=None, derandomize=True)
+many = examples(150)
 DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
     "int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8,

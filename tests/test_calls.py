@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from steepest.comm.channel import Event
 from steepest.comm.frame import encode
@@ -20,6 +18,7 @@ from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer,
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
 from steepest.runtime.calls import CallTransport
 from steepest.runtime.parcels import ANSWER_HEAD, CALL_HEAD, END, HELLO, NOTHING, SAY, Parcel, unpack
+from tests.drawn import seeds
 
 ME, OTHER = worker_peer(0), server_peer(0)
 SECONDS = 30.0
@@ -372,8 +371,7 @@ def test_close_ends_every_call() -> None:
     assert (transport.poll(0), actor.calls, actor.ended) == ([], [], 1)
 
 
-@settings(max_examples=30, deadline=None, database=None, derandomize=True)
-@given(st.integers(0, 2**32))
+@seeds(30)
 def test_both_ways_in_order_exactly_once_in_any_order_of_calls(seed: int) -> None:
     luck = random.Random(seed)
     actor, caller, callee = FakeRay(), CallTransport(sink, (ME,)), CallTransport(sink, (OTHER,))

@@ -6,11 +6,9 @@ import errno
 import fcntl
 import logging
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +18,27 @@ from steepest import Checkpoints, DistributedSGD
 from steepest.errors import CheckpointError
 from steepest.runtime.claim import LOCK, Claim
 from steepest.testing import linear_model_creator
-from tests.conftest import ROOT
+from tests.processes import Child
 
-HOLDER = """
-import os, sys
-from steepest import Checkpoints
-from steepest.runtime.claim import Claim
 
-claim = Claim(Checkpoints(sys.argv[1]))
-forked = sys.argv[2] == "fork" and os.fork()
-if not forked:  # with a child it is the child that speaks, and lives on
-    print("held", flush=True)
-sys.stdin.read()
-"""
+def hold(pipe: Pipe, path: Path, how: str) -> None:
+    """Holds the directory until it is killed, or its pipe closed."""
+    claim = Claim(Checkpoints(path))
+    if how == "alone" or not os.fork():  # with a child it is the child that speaks, and lives on
+        pipe.send("held")
+    pipe.poll(None)
+    claim.release()
 
 
 @contextmanager
-def holder(path: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the directory, until it is killed or its input ends."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path), how], env=environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "held\n"
-            yield process
-        finally:
-            process.kill()
+def holder(path: Path, how: str = "alone") -> Iterator[Child]:
+    """Another process that holds the directory."""
+    process = Child(hold, path, how)
+    try:
+        assert process.hear() == "held"
+        yield process
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("how", ["alone", "fork"])
@@ -61,8 +51,8 @@ def test_a_second_driver_is_refused_until_the_first_is_killed(tmp_path: Path, ho
         said = str(caught.value)
         assert f"{path}: process {process.pid} on {os.uname().nodename} keeps its own there" in said
         assert "give this run another path" in said
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.process.kill()
+        process.process.join()
         claim = Claim(policy)  # at once
         assert (path / LOCK).read_text() == f"process {os.getpid()} on {os.uname().nodename}"
     claim.release()

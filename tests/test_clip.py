@@ -18,7 +18,9 @@ from steepest.errors import ConfigurationError
 from steepest.hosts import Hosts
 from steepest.observe.results import StepResult
 from steepest.testing import InProcessCluster, replay
+from tests.drawn import seeds
 from tests.modes import EACH, MODES, Moody, check, make, trained
+from tests.pairs import grid
 from tests.reference import OptimizerFactory, Task, difference, perceptron, same_bits, samples, sgd
 
 STEPS = 20
@@ -65,10 +67,7 @@ def compare(task: Task, strategy: StrategyConfig, workers: int, devices: int = 1
     return norms
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw-groups-schedule"])
-@pytest.mark.parametrize("chunk_bytes", [16, 64, None])
-@pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@grid(workers=[1, 2, 3], servers=[1, 2, 3], chunk_bytes=[16, 64, None], name=["momentum", "adamw-groups-schedule"])
 def test_parameter_server_equals_serial_training(workers: int, servers: int, chunk_bytes: int, name: str) -> None:
     norms = compare(TASKS[name], ps(servers, chunk_bytes), workers)
     assert min(norms) < CLIP < max(norms)
@@ -90,19 +89,18 @@ def test_the_sum_of_micro_batches_is_clipped(
     compare(TASKS["momentum"], strategy, workers, devices, accumulate=accumulate)
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        Task(Tied, sgd(momentum=0.9)),
-        Task(Sometimes, all_but_fixed(torch.optim.AdamW, lr=0.01, weight_decay=0.1), batch_size=1),
-        Task(data=weighted_samples([1.0, 0.5, 3.0, 2.0, 7.0, 0.25, 1.5, 2.5, 4.0, 1.0, 0.125, 6.0]), loss=weighted_mse),
-    ],
-    ids=["tied", "frozen-and-none", "weighted"],
-)
-@pytest.mark.parametrize("chunk_bytes", [64, None])
-@pytest.mark.parametrize(("workers", "devices"), [(1, 1), (1, 2), (2, 2), (3, 1)])
-def test_what_counts_counts_once(task: Task, workers: int, devices: int, chunk_bytes: int | None) -> None:
-    assert min(compare(task, ps(2, chunk_bytes), workers, devices)) > 0
+COUNTED = {
+    "tied": Task(Tied, sgd(momentum=0.9)),
+    "frozen-and-none": Task(Sometimes, all_but_fixed(torch.optim.AdamW, lr=0.01, weight_decay=0.1), batch_size=1),
+    "weighted": Task(
+        data=weighted_samples([1.0, 0.5, 3.0, 2.0, 7.0, 0.25, 1.5, 2.5, 4.0, 1.0, 0.125, 6.0]), loss=weighted_mse
+    ),
+}
+
+
+@grid(name=COUNTED, chunk_bytes=[64, None], size=[(1, 1), (1, 2), (2, 2), (3, 1)])
+def test_what_counts_counts_once(name: str, size: tuple[int, int], chunk_bytes: int | None) -> None:
+    assert min(compare(COUNTED[name], ps(2, chunk_bytes), *size)) > 0
 
 
 @pytest.mark.parametrize("hosts", [Hosts((0, 0, 1), (0, 1), gathers=True), Hosts((0, 0, 0), (0, 0), gathers=True)])
@@ -110,19 +108,19 @@ def test_hosts_that_add_up_first(hosts: Hosts) -> None:
     compare(TASKS["momentum"], ps(2), 3, hosts=hosts)
 
 
-@pytest.mark.parametrize("name", CLIPPING)
-def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str) -> None:
+@grid(name=CLIPPING, size=[(1, 2), (2, 1), (3, 1), (3, 2)], accumulate=[1, 2])
+@seeds(1)
+def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(
+    name: str, size: tuple[int, int], accumulate: int, seed: int
+) -> None:
     task = Task(optimizer=sgd(momentum=0.9), data=samples(31))
-    for seed, (workers, devices) in enumerate([(1, 2), (2, 1), (3, 1), (3, 2)]):
-        cluster = make(
-            name, task, workers, devices, settings={"clip_norm": CLIP}, shuffle=seed, accumulate=1 + seed % 2
-        )
-        trained(cluster, 4)
-        trained(cluster, 3)
-        log = check(cluster, task)
-        factors = {commit.clip for commit in log.commits}
-        assert max(factors) <= 1.0
-        assert len(factors) > 1
+    cluster = make(name, task, *size, settings={"clip_norm": CLIP}, shuffle=seed, accumulate=accumulate)
+    trained(cluster, 2)
+    trained(cluster, 2)
+    log = check(cluster, task)
+    factors = {commit.clip for commit in log.commits}
+    assert max(factors) <= 1.0
+    assert len(factors) > 1
 
 
 @pytest.mark.parametrize("wire_dtype", ["fp16", "bf16"])
@@ -142,7 +140,7 @@ def test_what_travels_narrow_is_clipped_as_it_arrives(name: str, wire_dtype: str
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("seed", range(3))
+@seeds(2)
 def test_asynchronously_each_push_is_clipped_by_itself(name: str, seed: int) -> None:
     task = Task(optimizer=sgd(momentum=0.9), data=samples(36))
     cluster = make(name, task, 3, settings={"clip_norm": CLIP}, shuffle=seed)
@@ -156,8 +154,8 @@ def test_asynchronously_each_push_is_clipped_by_itself(name: str, seed: int) -> 
     assert norms_of(results) == pytest.approx([sum(norms[i : i + 3]) / 3 for i in range(0, len(norms), 3)])
 
 
-@pytest.mark.parametrize("shuffle", range(4))
 @pytest.mark.parametrize("name", ["sync", "allreduce"])
+@seeds(2, "shuffle")
 def test_message_order_changes_no_bit(name: str, shuffle: int) -> None:
     task = Task(optimizer=sgd(momentum=0.9))
     straight, shuffled = (

@@ -15,6 +15,7 @@ from steepest.comm.shared import AVAILABLE, allocate
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.sampler import even_share
 from tests.members import GROUPS, MakeGroup, group_of, pattern, together
+from tests.pairs import grid
 
 SIZES = [1, 2, 3]
 
@@ -31,9 +32,7 @@ def over_wire() -> Iterator[MakeGroup]:
         yield make
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@grid(size=SIZES, length=[0, 1, 2, 7, 100], dtype=[torch.float32, torch.float64, torch.int64])
 def test_reduce_scatter_then_all_gather_is_the_sum(make_group: Any, size: int, length: int, dtype: torch.dtype) -> None:
     vectors = [(torch.arange(length) * (rank + 1)).to(dtype) for rank in range(size)]
     kept = [vector.clone() for vector in vectors]

@@ -18,7 +18,9 @@ from steepest.hosts import Hosts
 from steepest.packing import make_packing
 from steepest.settings import data_directory
 from steepest.testing import InProcessCluster
+from tests.drawn import seeds
 from tests.modes import check, counters, make, trained, worker_weights
+from tests.pairs import grid
 from tests.reference import Task, difference, samples, sgd
 
 CHOICES = {"topk": TopK(0.1), "int8": Int8(16), "powersgd": PowerSGD(2)}
@@ -46,13 +48,11 @@ def training(way: str, choice: Any, workers: int, task: Task = WIDE, **options: 
     return make(WAYS[way]["name"], task, workers, settings=settings, **options)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("workers", "devices", "shuffle"), [(2, 1, None), (3, 1, 4), (3, 2, None)])
-def test_a_compressed_run_is_replayed_to_the_bit(
-    way: str, choice: str, workers: int, devices: int, shuffle: int | None
-) -> None:
-    cluster = training(way, CHOICES[choice], workers, devices=devices, shuffle=shuffle)
+@grid(choice=CHOICES, way=WAYS, size=[(2, 1), (3, 1), (3, 2)])
+@seeds(1)
+def test_a_compressed_run_is_replayed_to_the_bit(way: str, choice: str, size: tuple[int, int], seed: int) -> None:
+    workers, devices = size
+    cluster = training(way, CHOICES[choice], workers, devices=devices, shuffle=seed)
     trained(cluster, 6)
     trained(cluster, 6)
     check(cluster, WIDE)

@@ -29,6 +29,7 @@ class Everybody:
         self.call = user.router.call
         self.owned: list[Any] = []
         self.threads: set[int] = set()
+        self.now = 0.0
         self.busy = threading.Lock()
         self.trouble: Callable[[], None] = lambda: None
 
@@ -38,6 +39,7 @@ class Everybody:
             self.threads.add(threading.get_ident())
             self.trouble()
             self._crowd.turn()
+            self.now += 0.01  # that a turn takes
         finally:
             self.busy.release()
 
@@ -53,8 +55,9 @@ class Setup:
         self.user = self.crowd.users[0]
         self.router: Any = Everybody(self.crowd, self.user)
         self.connection = connection.Connection(
-            self.router, self.user.pusher, self.user.client, name="it", timeout=timeout, max_in_flight=max_in_flight
-        )
+            self.router, self.user.pusher, self.user.client, name="it", timeout=timeout, max_in_flight=max_in_flight,
+            clock=lambda: self.router.now,
+        )  # fmt: skip
 
     def push(self, update: Any = None) -> int:
         memory = self.crowd.arrays.bytes_of(like(zeros(), 1) if update is None else update, "update")

@@ -17,6 +17,7 @@ import ray
 import steepest
 
 ROOT = Path(__file__).parent.parent
+DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(steepest.__path__, "steepest.") if module.name != "steepest.cli"
 )
@@ -83,9 +84,10 @@ def test_the_examples_of_training_data_run_as_they_stand(tmp_path: Path, address
     assert said in run_block(blocks_of("docs/data.md")[number], tmp_path, address)
 
 
-def test_the_example_of_scripted_faults_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_example_of_scripted_faults_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = blocks_of("docs/testing.md")
-    assert run_block(block, tmp_path) == "10 steps, 1 worker replaced\n"
+    exec(compile(block, "docs/testing.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == "10 steps, 1 worker replaced\n"
 
 
 def test_every_public_name_is_exported_documented_and_in_the_readme_or_architecture() -> None:
@@ -100,11 +102,25 @@ def test_every_public_name_is_exported_documented_and_in_the_readme_or_architect
     assert here - submodules == set(steepest.__all__)
 
 
-def test_architecture_names_every_part() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    for module in pkgutil.iter_modules(steepest.__path__):
-        wanted = f"`{module.name}/`" if module.ispkg else f"`{module.name}.py`"
-        assert wanted in text, f"ARCHITECTURE.md does not mention {wanted}"
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", *map(str, DOCS)])
+def test_what_a_page_refers_to_is_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    named = re.findall(r"`((?:steepest|tests|docs|examples|benchmarks)/[\w./-]+)`", text)
+    missing += [name for name in named if not (ROOT / name).exists()]
+    modules = re.findall(r"`(?:python -m )?((?:steepest|benchmarks)(?:\.[a-z_]+)+)[`( ]", text)
+    missing += [name for name in modules if not is_there(name)]
+    assert missing == []
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is a module's, or that of something in one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def test_files_stay_small() -> None:

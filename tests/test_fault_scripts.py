@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from steepest.comm.message import Kind, Message, server_peer, worker_peer
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.testing import Fault, InProcessCluster, InProcessTransport, Moment, with_faults
+from tests.drawn import seeds
 from tests.modes import EACH, MODES, check, counters, make, mode, shares, trained
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
@@ -291,7 +290,8 @@ def test_only_so_many_messages_to_one_peer_come_twice(name: str) -> None:
 def test_messages_are_late_and_those_behind_them_wait(name: str, role: str, index: int, kind: Kind) -> None:
     cluster = make(name, TASK, faults=[Fault.delay(role, index, step=3, kind=kind, rounds=400, count=1)])
     trained(cluster, 50 if name == "async" else STEPS)
-    assert cluster.network.rounds > 400 or name == "async"
+    if name == "sync":
+        assert cluster.network.rounds > 400
     assert cluster.unmet == []
     check(cluster, TASK)
     if name == "sync":
@@ -315,7 +315,8 @@ def test_what_is_dropped_takes_all_behind_it_along_until_the_channel_closes(name
 def test_a_link_that_is_cut_for_some_rounds_loses_nothing(name: str, peer: tuple[str, int] | None) -> None:
     cluster = make(name, TASK, faults=[Fault.cut("worker", 2, peer, step=3, at="backward", rounds=500)])
     trained(cluster, STEPS)
-    assert cluster.network.rounds >= 500 or name == "async"
+    if name != "async":  # in which the others go on meanwhile
+        assert cluster.network.rounds >= 500
     right(cluster, name)
 
 
@@ -415,10 +416,8 @@ def schedule(rng: random.Random, name: str) -> Faults:
     return found
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", MODES)
-@settings(max_examples=14, deadline=None, database=None, derandomize=True)
-@given(seed=st.integers(0, 2**32))
+@seeds(4)
 def test_whatever_happens_the_log_explains_the_weights(name: str, seed: int) -> None:
     rng = random.Random(seed)
     faults = schedule(rng, name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,11 +17,11 @@ from steepest.config import ParameterServerStrategy
 from steepest.errors import PeerLostError
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster, linear_model_creator
+from tests.drawn import SEEDS, runs, seeds
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
 Trouble = Callable[[torch.Tensor], torch.Tensor]
-SEEDS = st.integers(0, 2**32)
-some = settings(max_examples=25, deadline=None, database=None, derandomize=True)
+some = runs(15)
 
 
 class Net(nn.Module):
@@ -162,8 +162,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_not_applied(factor: float) -
     assert at(cluster, 8)
 
 
-@some
-@given(shuffle=SEEDS)
+@seeds(8, "shuffle")
 def test_repeated_pushes_and_reports_count_once(shuffle: int) -> None:
     cluster = make(shuffle=shuffle)
     last: dict[Any, Message] = {}
@@ -312,8 +311,7 @@ def test_a_snapshot_shows_one_version_over_all_servers(shuffle: int, pauses: lis
     assert versions == sorted(versions)
 
 
-@some
-@given(shuffle=SEEDS)
+@seeds(8, "shuffle")
 def test_weights_and_optimizer_put_back_continue_as_if_nothing_had_happened(shuffle: int) -> None:
     cluster = make(shuffle=shuffle)
     cluster.step(3)

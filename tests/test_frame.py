@@ -10,13 +10,14 @@ import tracemalloc
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.comm import frame as frames
 from steepest.comm.frame import HEADER, MAGIC, MAX_META, MAX_PAYLOAD, PROTOCOL, ROLES, FrameReader, encode
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.errors import ProtocolError
+from tests.drawn import examples
 
 
 def message_of(kind: Kind = Kind.PUSH, size: int | None = None, **fields) -> Message:
@@ -156,7 +157,7 @@ sent_messages = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(sent=st.lists(sent_messages, max_size=6), data=st.data())
 def test_messages_survive_every_cut_and_payloads_land_in_the_sinks_memory(sent, data):
     stream = bytes_of(*sent)
@@ -330,13 +331,13 @@ def test_a_payload_that_is_announced_only_takes_no_memory(sink):
     assert peak_of([header(payload_size=MAX_PAYLOAD) + bytes(10)], sink) < 1 << 20
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(data=st.binary(max_size=400), lead=st.sampled_from([b"", MAGIC, header()[:5], header(meta_size=9)]))
 def test_random_bytes_are_refused_at_little_cost(data, lead):
     assert peak_of([lead + data], judged) < 8 << 20
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(flips=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 7)), min_size=1, max_size=4))
 def test_flipped_bits_never_raise_anything_else_nor_cost_much(flips):
     stream = bytearray(bytes_of(message_of(size=51, meta={"a": [0.5, "x"]}), message_of(), message_of(size=30)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 
-import pytest
 import torch
 
 from steepest.comm.message import worker_peer
 from steepest.handover import Kept
 from steepest.testing import InProcessCluster
 from tests.modes import hand_over, make, mode, trained, worker_weights
+from tests.pairs import grid
 from tests.reference import Task, same_bits, samples, sgd
 
 OPTIMIZERS = {
@@ -40,18 +40,20 @@ def install(before: InProcessCluster, after: InProcessCluster, *, everything: bo
         after.wait(taken, f"the plan of {worker_peer(0)}")
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize(
-    ("workers", "servers"),
-    [((3, 2), (2, 2)), ((2, 3), (2, 2)), ((3, 3), (1, 3)), ((2, 2), (3, 1)), ((1, 2), (1, 2))],
-    ids=lambda pair: "to".join(map(str, pair)),
+#: workers before and after, servers before and after
+SIZES = [((3, 2), (2, 2)), ((2, 3), (2, 2)), ((3, 3), (1, 3)), ((2, 2), (3, 1)), ((1, 2), (1, 2))]
+
+
+@grid(
+    lambda name, size, _: name != "copies" or not any(1 in pair for pair in size),  # one server has no copies
+    name=["sync", "copies", "allreduce", "async", "ssp-2"],
+    size=SIZES,
+    optimizer=OPTIMIZERS,
 )
-@pytest.mark.parametrize("name", ["sync", "copies", "allreduce", "async", "ssp-2"])
 def test_to_the_bit_what_the_driver_would_have_put_there(
-    name: str, workers: tuple[int, int], servers: tuple[int, int], optimizer: str
+    name: str, size: tuple[tuple[int, int], tuple[int, int]], optimizer: str
 ) -> None:
-    if name == "copies" and 1 in (*workers, *servers):
-        pytest.skip("one server has no copies")
+    workers, servers = size
     task = Task(optimizer=OPTIMIZERS[optimizer], data=samples(23))
     before = make(name, task, workers[0], servers=servers[0])
     trained(before, 5)

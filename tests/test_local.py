@@ -14,6 +14,8 @@ from steepest.errors import ConfigurationError
 from steepest.hosts import Hosts
 from steepest.sampler import SamplePlan
 from steepest.testing import InProcessCluster, replay
+from tests.drawn import seeds
+from tests.pairs import grid
 from tests.reference import OptimizerFactory, Task, Weights, difference, same_bits, samples, sgd
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
@@ -78,10 +80,9 @@ def run(task: Task, workers: int, rounds: int, strategy: LocalStrategy, **option
     return cluster
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("workers", "devices"), [(1, 1), (2, 1), (3, 2)])
-@pytest.mark.parametrize("servers", [None, 2])
-def test_equals_the_same_by_hand(optimizer: str, workers: int, devices: int, servers: int | None) -> None:
+@grid(optimizer=OPTIMIZERS, size=[(1, 1), (2, 1), (3, 2)], servers=[None, 2])
+def test_equals_the_same_by_hand(optimizer: str, size: tuple[int, int], servers: int | None) -> None:
+    workers, devices = size
     task = Task(optimizer=OPTIMIZERS[optimizer], data=samples(50), batch_size=2)
     for config in (
         LocalStrategy(sync_every=3, num_servers=servers, chunk_bytes=48),
@@ -122,11 +123,12 @@ def test_a_schedule_counts_inner_updates() -> None:
 
 
 @pytest.mark.parametrize("hosts", [None, Hosts((0, 0, 1), (0, 0, 1), gathers=True)])
-def test_two_runs_and_a_replay_have_the_same_bits(hosts: Hosts | None) -> None:
+@seeds(1)
+def test_two_runs_and_a_replay_have_the_same_bits(hosts: Hosts | None, seed: int) -> None:
     task = Task(optimizer=OPTIMIZERS["adam"], data=samples(50))
     config = LocalStrategy(sync_every=3, outer_momentum=0.5, chunk_bytes=48)
     first = run(task, 3, 10, config, keep_log=True, hosts=hosts)
-    second = run(task, 3, 10, config, shuffle=5, hosts=hosts)
+    second = run(task, 3, 10, config, shuffle=seed, hosts=hosts)
     assert same_bits(first.weights(), second.weights())
     assert same_bits(replay(first.log(), task.creator()), first.weights())
     base = first.snapshot().weights

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from steepest.client import Position
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
@@ -20,16 +18,19 @@ from steepest.comm.router import Router
 from steepest.hosts import Hosts
 from steepest.strategies.parameter_server import PushPull
 from steepest.testing import InProcessCluster, replay, server_peers
+from tests.drawn import seeds
 from tests.modes import EACH, MODES, Moody, check, counters, make, plus_one, settle, shares, trained, worker_weights
+from tests.pairs import grid
 from tests.reference import Task, Weights, same_bits, sgd
 
 STEPS = 5
-SEEDS = st.integers(0, 2**32)
-few = settings(max_examples=4, deadline=None, database=None, derandomize=True)
 Filter = Callable[[Message], Sequence[Message]]
 
 #: what no job of workers sends of itself: somebody who is no member left; a user's collective operations
 OPEN = {Kind.LEFT, Kind.DATA, Kind.ABORT}
+#: what is sent in some modes only: where pushes are dropped; where chunks have copies
+DROPPING, COPYING = {Kind.DISCARD}, {Kind.LOGGED}
+EVERYWHERE = [kind for kind in Kind if kind not in OPEN | DROPPING | COPYING]
 
 
 class Trouble:
@@ -73,6 +74,8 @@ def live(name: str, shuffle: int, disturb: Filter | None = None, delay: Any = No
     outcomes: list[Message] = []
     while left := STEPS - cluster.coordinator.version // cluster.job.versions_per_step:
         outcomes += cluster.step(min(left, 1 if not outcomes else 2))
+        if outcomes[-1].kind is Kind.FAILURE:
+            outcomes += revoked(cluster)
     kinds = Counter(outcome.kind for outcome in outcomes)
     assert kinds == {Kind.RESULT: STEPS, Kind.FAILURE: 1}
     log = check(cluster, trainee)
@@ -101,6 +104,18 @@ def live(name: str, shuffle: int, disturb: Filter | None = None, delay: Any = No
     return cluster
 
 
+def revoked(cluster: InProcessCluster) -> list[Message]:
+    """Takes back what is granted still, as a driver does after a failure; what was heard of meanwhile.
+
+    A backup worker may fail after the step was committed for which it was asked; that is heard of during the next one.
+    """
+    cluster.wait(cluster.client.revoke(), "the coordinator")
+    found = []
+    while not cluster.client.outcomes.empty():
+        found.append(cluster.client.outcomes.get())
+    return found
+
+
 class Twice:
     """Has every message of a kind (None: of all) come twice."""
 
@@ -124,37 +139,49 @@ class Again:
         self._count = count
         self._old: dict[tuple[Peer | None, Peer | None], list[Message]] = defaultdict(list)
         self.generations: set[int] = set()
+        self.count = 0
 
     def __call__(self, message: Message) -> list[Message]:
         old = self._old[message.source, message.target]
         again = [replace(m) for m in self._random.sample(old, min(self._count, len(old)))]
+        self.count += len(again)
         self.generations |= {m.generation for m in again if m.generation < message.generation}
         if message.kind in self._kinds:
             old.append(replace(message))
         return [*again, message] if self._random.random() < 0.5 else [message, *again]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in OPEN])
-@pytest.mark.parametrize("name", ["sync", "backup", "async-drop"])
-def test_each_kind_of_message_may_come_twice(name: str, kind: Kind) -> None:
+KINDS = {
+    "sync": EVERYWHERE,
+    "copies": sorted(COPYING),
+    "backup": [*EVERYWHERE, *DROPPING],
+    "async-drop": [*EVERYWHERE, *DROPPING],
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds])
+@seeds(1)
+def test_each_kind_of_message_may_come_twice(name: str, kind: Kind, seed: int) -> None:
     twice = Twice(kind)
-    live(name, int(kind), twice)
-    unused = {Kind.DISCARD: name in ("sync", "copies"), Kind.LOGGED: name != "copies"}  # nothing is dropped; no copies
-    assert twice.seen > 0 or unused.get(kind, False)
+    live(name, seed, twice)
+    assert twice.seen > 0
 
 
 @pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("shuffle", [1, 2])
-def test_all_messages_may_come_twice(name: str, shuffle: int) -> None:
-    live(name, shuffle, Twice(None))
+@seeds(2)
+def test_all_messages_may_come_twice(name: str, seed: int) -> None:
+    live(name, seed, Twice(None))
 
 
 @pytest.mark.parametrize("kind", [Kind.READ, Kind.SNAPSHOT, Kind.WEIGHTS, Kind.END])
 @pytest.mark.parametrize("name", ["sync", "async"])
-def test_what_is_read_amid_training_is_one_version_though_messages_come_twice(name: str, kind: Kind) -> None:
+@seeds(1, "first")
+def test_what_is_read_amid_training_is_one_version_though_messages_come_twice(
+    name: str, kind: Kind, first: int
+) -> None:
     trainee = task(None)
     amid = set()
-    for seed in range(4):
+    for seed in (first, first + 1):
         cluster = make(name, trainee, shuffle=seed)
         cluster.network.filter = Twice(kind)
         cluster.client.ask(STEPS, True)
@@ -217,48 +244,57 @@ def test_each_chunk_of_the_weights_only_ever_goes_forward() -> None:
 STEPPING = {Kind.PUSH, Kind.REPORT, Kind.ASK, Kind.COMMIT, Kind.WEIGHTS, Kind.STAGED, Kind.GRANT}
 
 
-@pytest.mark.parametrize("kind", [*sorted(STEPPING), Kind.MEMBERS, Kind.DISCARD, Kind.RESULT, Kind.FAILED])
-@pytest.mark.parametrize("name", ["sync", "backup", "async", "ssp-0"])
-def test_messages_of_earlier_steps_and_generations_are_not_taken_again(name: str, kind: Kind) -> None:
-    again = Again({kind}, int(kind))
-    live(name, int(kind), again)
+#: by modes, what is sent in both generations
+REPEATED = [*sorted(STEPPING), Kind.MEMBERS, Kind.RESULT]
+REPEATABLE = [(name, kind) for name in ("sync", "backup", "async", "ssp-0") for kind in REPEATED]
+
+
+@pytest.mark.parametrize(("name", "kind"), [*REPEATABLE, ("backup", Kind.DISCARD), ("async-drop", Kind.DISCARD)])
+@seeds(1)
+def test_messages_of_earlier_steps_and_generations_are_not_taken_again(name: str, kind: Kind, seed: int) -> None:
+    again = Again({kind}, seed)
+    live(name, seed, again)
+    assert again.count
     if kind in STEPPING - {Kind.ASK}:
         assert again.generations
 
 
 @pytest.mark.parametrize("name", MODES)
-@few
-@given(seed=SEEDS)
+@seeds(2)
 def test_everything_may_come_again_at_any_time(name: str, seed: int) -> None:
     live(name, seed, Again(set(Kind), seed))
 
 
 @pytest.mark.parametrize("name", MODES)
-@few
-@given(seed=SEEDS, kinds=st.sets(st.sampled_from(sorted(STEPPING | {Kind.MEMBERS, Kind.DISCARD})), min_size=1))
-def test_messages_may_be_late(name: str, seed: int, kinds: set[Kind]) -> None:
+@seeds(3)
+def test_messages_may_be_late(name: str, seed: int) -> None:
     rng = random.Random(seed)
-    late: list[Message] = []
+    candidates = sorted(STEPPING | {Kind.MEMBERS, Kind.DISCARD})
+    kinds = set(rng.sample(candidates, rng.randint(1, len(candidates))))
+    late, sent = Counter[Kind](), Counter[Kind]()
 
     def delay(message: Message) -> int:
-        if message.kind in kinds and rng.random() < 0.3:
-            late.append(message)
+        sent[message.kind] += 1
+        if message.kind in kinds and (not late[message.kind] or rng.random() < 0.3):
+            late[message.kind] += 1
             return rng.choice((1, 10, 100))
         return 0
 
     live(name, seed, delay=delay)
-    assert late or kinds <= {Kind.DISCARD, Kind.ASK, Kind.MEMBERS}
+    assert late.keys() == kinds & sent.keys()
+    assert sent.keys() >= STEPPING | {Kind.MEMBERS}
 
 
 @pytest.mark.parametrize("name", ["sync", "backup", "async-drop", "ssp-0"])
 @pytest.mark.parametrize("kind", [Kind.WEIGHTS, Kind.STAGED, Kind.COMMIT, Kind.PUSH])
-def test_one_server_may_be_far_behind_the_other(name: str, kind: Kind) -> None:
+@seeds(1)
+def test_one_server_may_be_far_behind_the_other(name: str, kind: Kind, seed: int) -> None:
     far = server_peer(1)
-    live(name, 4, delay=lambda m: 60 if m.kind is kind and far in (m.source, m.target) else 0)
+    live(name, seed, delay=lambda m: 60 if m.kind is kind and far in (m.source, m.target) else 0)
 
 
 @pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("shuffle", [1, 2])
+@seeds(1, "shuffle")
 def test_the_chunks_of_a_push_may_come_in_any_order(name: str, shuffle: int) -> None:
     rng = random.Random(shuffle)
     kept: dict[Any, list[Message]] = defaultdict(list)
@@ -273,6 +309,8 @@ def test_the_chunks_of_a_push_may_come_in_any_order(name: str, shuffle: int) -> 
         if len(push) < held[message.target.index]:
             return []
         order = rng.sample(push, len(push))
+        while order == push and len(push) > 1:
+            order = rng.sample(push, len(push))
         moved.append(order != push)
         return order
 
@@ -282,24 +320,22 @@ def test_the_chunks_of_a_push_may_come_in_any_order(name: str, shuffle: int) -> 
     assert sum(moved) > 5
 
 
-@pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 3), (3, 2)])
-@settings(few, max_examples=2)
-@given(seed=SEEDS)
-def test_plus_one_counts_every_update_once(name: str, workers: int, servers: int, seed: int) -> None:
-    if name == "backup" and workers == 1:
-        return
+@grid(lambda name, size: name != "backup" or size[0] > 1, name=MODES, size=[(1, 1), (2, 3), (3, 2)])
+@seeds(1)
+def test_plus_one_counts_every_update_once(name: str, size: tuple[int, int], seed: int) -> None:
+    workers, servers = size
     cluster = make(name, plus_one(), workers, servers=servers, shuffle=seed)
     again = Again({Kind.PUSH, Kind.REPORT, Kind.STAGED, Kind.COMMIT}, seed)
     twice = Twice(None)
     cluster.network.filter = lambda message: [copy for m in again(message) for copy in twice(m)]
     trained(cluster, 4)
     updates = 4 * workers if name in EACH else 4
-    rates = sum(commit.rate for commit in cluster.log().commits)
-    assert rates == updates or name == "async-rate"
+    commits = cluster.log().commits
+    assert len(commits) == updates
+    rates = [1 / max(1, *commit.staleness) if name == "async-rate" else 1 for commit in commits]
+    assert [commit.rate for commit in commits] == rates
     found = cluster.weights()["count"]
-    assert torch.allclose(found, torch.full_like(found, rates), rtol=1e-14, atol=0)
-    assert name == "async-rate" or bool((found == updates).all())
+    assert torch.allclose(found, torch.full_like(found, sum(rates)), rtol=1e-14, atol=0)
 
 
 class Stranger:

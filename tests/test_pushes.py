@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.comm.message import Kind, Message
 from steepest.errors import NonFiniteError, PeerLostError, ShutdownError
 from tests.crowd import FIRST, Crowd, Reordered, Replayed, late, like, twice, values, zeros
+from tests.drawn import SEEDS, runs
 
-SEEDS = st.integers(0, 2**32)
-some = settings(max_examples=12, deadline=None, database=None, derandomize=True)
+some = runs(25)
 INITIAL = {
     "one float array": lambda: np.zeros((7, 5)),
     "one integer array": lambda: np.zeros(33, dtype=np.int64),
@@ -385,7 +385,7 @@ class Cut:
         return [message] if left > 0 else []
 
 
-@settings(some, max_examples=60)
+@runs(100)
 @given(
     shuffle=SEEDS,
     limits=st.fixed_dictionaries({(FIRST + u, s): st.integers(0, 12) for u in range(2) for s in range(3)}),

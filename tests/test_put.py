@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.comm.message import Kind, Message, Peer
 from tests.crowd import FIRST, Crowd, like, values, zeros
-from tests.test_pushes import OPTIMIZERS, SEEDS, some
+from tests.drawn import SEEDS, runs
+from tests.test_pushes import OPTIMIZERS
+
+some = runs(20)
 
 
 def gradient(seed: int) -> dict[str, torch.Tensor]:
@@ -60,7 +63,7 @@ def test_state_put_while_pushes_are_in_flight_loses_none_of_them(shuffle: int, t
     assert crowd.idle()
 
 
-@settings(some, max_examples=40)
+@runs(60)
 @given(shuffle=SEEDS, turns=st.integers(0, 10))
 def test_of_states_put_by_two_at_once_one_is_there_in_the_end_and_whole(shuffle: int, turns: int) -> None:
     crowd = Crowd(None, 3, 2, shuffle=shuffle)

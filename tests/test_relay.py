@@ -16,6 +16,7 @@ from steepest.hosts import Hosts
 from steepest.relay import Relay
 from steepest.testing import InProcessCluster
 from tests.crowd import twice
+from tests.drawn import seeds
 from tests.modes import Moody, check, make, settle, trained
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
 
@@ -46,19 +47,19 @@ def hosted(places: str, task: Task = FLOAT64, **options: object) -> InProcessClu
 @pytest.mark.parametrize("devices", [1, 2])
 def test_training_equals_serial_training_and_its_replay(places: str, devices: int) -> None:
     cluster = hosted(places, devices=devices)
-    trained(cluster, 20)
+    trained(cluster, 12)
     check(cluster, FLOAT64)
-    assert difference(cluster.weights(), FLOAT64.train(len(cluster.workers) * devices, 20)) < 1e-12
+    assert difference(cluster.weights(), FLOAT64.train(len(cluster.workers) * devices, 12)) < 1e-12
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("seed", range(2))
+@seeds(1)
 def test_messages_that_overtake_each_other_and_come_twice_change_nothing(places: str, seed: int) -> None:
     cluster = hosted(places, shuffle=seed)
     cluster.network.filter = twice
-    trained(cluster, 20)
+    trained(cluster, 12)
     plain = hosted(places)
-    trained(plain, 20)
+    trained(plain, 12)
     assert same_bits(cluster.weights(), plain.weights())
     check(cluster, FLOAT64)
 
@@ -177,7 +178,7 @@ def test_nan_is_refused_with_the_name_of_who_made_it(places: str, culprit: int) 
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("seed", range(2))
+@seeds(2)
 def test_a_step_that_was_given_up_is_taken_again(places: str, seed: int) -> None:
     """Gradients of the first attempt that were added up already do not count."""
     calls = [0]

@@ -58,7 +58,11 @@ def make_group(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [*((size, torch.float32) for size in SIZES), *((size, dtype) for dtype in SUMMED for size in (3, 5))],
+    [
+        *((size, torch.float32) for size in SIZES),
+        *((3, dtype) for dtype in SUMMED[1:]),
+        *(pytest.param(5, dtype, marks=pytest.mark.full) for dtype in SUMMED[1:]),
+    ],
 )
 def test_equals_torchs_all_reduce(size: int, dtype: torch.dtype) -> None:
     """Sums of small whole numbers are exact in every dtype, whatever the order."""
@@ -75,8 +79,9 @@ def test_equals_torchs_all_reduce(size: int, dtype: torch.dtype) -> None:
             wanted = torchs(tensors, op) if length else tensors[0]
             for result in found:
                 assert result.dtype is dtype
-                assert torch.equal(result, wanted) or op == "product"
                 torch.testing.assert_close(result, wanted)
+                if op != "product":  # products of as many factors are rounded, in whichever order
+                    assert torch.equal(result, wanted)
                 assert torch.equal(result, found[0])
         assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, kept, strict=True))
 
@@ -186,5 +191,5 @@ def test_a_member_that_stops_in_the_middle_is_named_and_inputs_are_intact(make_g
         with pytest.raises((DeadlineError, PeerLostError), match="member|told to stop"):
             ring_allreduce(tensors[member.rank], member)
 
-    together(make_group(3, deadline=3.0), do)
+    together(make_group(3, deadline=0.5), do)
     assert all(bool((tensor == rank).all()) for rank, tensor in enumerate(tensors))

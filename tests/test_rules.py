@@ -6,15 +6,16 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.comm.message import Kind, Message, server_peer, worker_peer
 from steepest.ledger import Ledger
 from steepest.rules import CommitAll, CommitEach, CommitFirst, CommitRule, Decision, PushId, Staged
 from steepest.staging import Counted, Done, StagedEach, StagedTogether
+from tests.drawn import examples
 
-many = settings(max_examples=80, deadline=None, database=None, derandomize=True)
+many = examples(200)
 MEMBERS = frozenset({0, 1, 2})
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import multiprocessing
 import os
 import random
-import signal
 import socket
 from collections import deque
 from multiprocessing.connection import Connection
@@ -21,6 +19,8 @@ from steepest.comm.frame import FrameReader, encode
 from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.comm.shared import BOARD_BYTES, NOTICE, SHARED_FROM, Segment, allocate, segment_of
 from steepest.errors import ProtocolError
+from tests.drawn import seeds
+from tests.processes import Child
 from tests.test_wire import Node, client, ends, node, server, until  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
@@ -155,11 +155,12 @@ def test_a_reader_with_a_place_of_its_own_has_it_copied_there(
     assert not client.transport.in_use(memory), "it is given back at once"
 
 
+@seeds(1)
 def test_sizes_of_all_kinds_both_ways_arrive_whole_and_in_order_however_they_are_given_back(
-    ends: tuple[object, object], leaving: Node, client: Node
+    ends: tuple[object, object], leaving: Node, client: Node, seed: int
 ) -> None:
     client.place = lambda message, size: message.payload
-    chance = random.Random(7)
+    chance = random.Random(seed)
     memory = lendable(4 << 20)
     expected: dict[Node, list[torch.Tensor]] = {leaving: [], client: []}
     held = []
@@ -240,7 +241,7 @@ def test_a_closed_channel_takes_back_what_it_lent_and_leaves_nothing_behind(
     assert mapped() <= before
 
 
-def hold(address: object, ready: Connection) -> None:
+def hold(ready: Connection, address: object) -> None:
     """A reader in another process: takes one payload where it lies, and never lets go."""
     client = Node(WORKER)
     client.place = lambda message, size: message.payload
@@ -252,22 +253,18 @@ def hold(address: object, ready: Connection) -> None:
 
 def test_a_reader_that_is_killed_gives_everything_back(server: Node) -> None:
     """kill -9 in the middle of a loan: the memory may change again, and nothing of it is left in the system."""
-    mine, theirs = multiprocessing.Pipe()
-    reader = multiprocessing.get_context("spawn").Process(target=hold, args=(server.address, theirs))
-    reader.start()
+    reader = Child(hold, server.address)
     memory = lendable(1 << 20)
     until(lambda: server.opened, server)
     before = open_descriptors()
     message = message_of(memory)
     message.source, message.target = COORDINATOR, WORKER
     server.opened[-1].send(message)
-    until(mine.poll, server)
-    assert mine.recv() == 7.0
+    until(reader.pipe.poll, server)
+    assert reader.hear() == 7.0
     assert server.transport.in_use(memory)
-    assert reader.pid is not None
-    os.kill(reader.pid, signal.SIGKILL)
+    reader.kill()
     until(lambda: server.lost, server)
-    reader.join(15)
     assert not server.transport.in_use(memory)
     server.opened.clear()
     server.lost.clear()

@@ -7,12 +7,13 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.comm.message import Kind, Message, server_peer
 from steepest.config import ParameterServerStrategy
 from steepest.testing import InProcessCluster, InProcessTransport
+from tests.drawn import SEEDS, runs
 from tests.modes import MODES, check, counters, make, mode, shares
 from tests.reference import Task, samples, sgd
 
@@ -56,8 +57,8 @@ class Watch:
 SPEEDS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=2, max_size=4)
 
 
-@settings(max_examples=50, deadline=None, database=None, derandomize=True)
-@given(scripts=SPEEDS, lead=st.integers(0, 3), shuffle=st.none() | st.integers(0, 2**32))
+@runs(25)
+@given(scripts=SPEEDS, lead=st.integers(0, 3), shuffle=st.none() | SEEDS)
 def test_nobody_is_further_ahead_than_the_bound_and_nobody_waits_for_ever(
     scripts: list[list[int]], lead: int, shuffle: int | None
 ) -> None:
@@ -85,7 +86,7 @@ def test_the_bound_is_reached_by_who_is_faster(lead: int) -> None:
     assert max(watch.leads) == lead
 
 
-@settings(max_examples=15, deadline=None, database=None, derandomize=True)
+@runs(12)
 @given(scripts=SPEEDS, name=st.sampled_from(["sync", "backup", "async", "async-drop"]))
 def test_every_mode_ends_its_steps_at_any_speeds(scripts: list[list[int]], name: str) -> None:
     cluster = make(name, TASK, len(scripts), step_timeout=1e9)

@@ -12,19 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from steepest.comm.message import Kind, Message, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
+from tests.drawn import seeds
 from tests.modes import EACH, MODES, check, counters, make, settle, shares, trained, worker_weights
 from tests.reference import Task, same_bits, samples, sgd
 
 WAYS = ["sync", "backup", *EACH]  # whose servers are processes of their own
 TASK = Task(optimizer=sgd(momentum=0.9), data=samples(23))
-some = settings(max_examples=12, deadline=None, database=None, derandomize=True)
 
 
 def doomed(name: str, deaths: list[tuple[int, Kind, int]], **options: Any) -> InProcessCluster:
@@ -67,8 +65,7 @@ def test_a_synchronous_run_is_the_same_to_the_bit(worker: int, n: int, kind: Kin
 
 
 @pytest.mark.parametrize("name", WAYS)
-@some
-@given(seed=st.integers(0, 2**32))
+@seeds(4)
 def test_whoever_dies_whenever_the_log_explains_the_weights(name: str, seed: int) -> None:
     rng = random.Random(seed)
     deaths = [

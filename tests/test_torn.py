@@ -18,7 +18,7 @@ from tests.processes import Crew, User, crew_of, holders_of, made_by, memory_of,
 
 pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
 SIZE = 2_000_000  # 8 MB of float32
-PULLS = 60
+PULLS = 30
 LARGE = 8_000_000  # more than sockets hold
 
 

@@ -347,11 +347,11 @@ def test_a_listener_that_answers_never_or_slowly_costs_no_more_than_the_timeout(
     def drip(sock, future) -> None:
         for byte in said:
             sock.sendall(bytes([byte]))
-            wait([future], timeout=0.1)
+            wait([future], timeout=0.02)
         future.exception(LIMIT)
 
     started = time.monotonic()
-    assert type(connecting_to(drip, node(WORKER), timeout=0.3)) is DeadlineError
+    assert type(connecting_to(drip, node(WORKER), timeout=0.1)) is DeadlineError
     assert time.monotonic() - started < 2.0
 
 

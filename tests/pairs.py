@@ -1,0 +1,47 @@
+"""Products of settings: each pair of values of any two in as few tests as may be; the whole product on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Row = tuple[Any, ...]
+
+
+def pairwise(axes: Iterable[Iterable[Any]], where: Callable[..., bool] = lambda *row: True) -> list[tuple[Row, bool]]:
+    """Return every row of a product for which `where` holds, each with whether it is one of the chosen.
+
+    The chosen rows contain each pair of values of two axes that any row contains. They are found greedily: always the
+    first row with the most pairs that no chosen row contains yet. The same arguments give the same rows.
+
+    Example:
+        >>> found = pairwise([(1, 2), "ab", "xy"])
+        >>> len(found), [row for row, chosen in found if chosen]
+        (8, [(1, 'a', 'x'), (1, 'b', 'y'), (2, 'a', 'y'), (2, 'b', 'x')])
+    """
+    columns = [list(axis) for axis in axes]
+    numbers = product(*(range(len(column)) for column in columns))
+    rows = {row: tuple(column[i] for column, i in zip(columns, row, strict=True)) for row in numbers}
+    rows = {row: values for row, values in rows.items() if where(*values)}
+    pairs = {row: frozenset(combinations(enumerate(row), 2)) for row in rows}
+    missing = set().union(*pairs.values())
+    chosen = set[tuple[int, ...]]()
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        chosen.add(best)
+    return [(values, row in chosen) for row, values in rows.items()]
+
+
+def grid(where: Callable[..., bool] = lambda *row: True, **axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Return the mark that parametrizes a test with the product of these settings, by name, where `where` holds.
+
+    What is not needed for every pair of values is marked `full`, and run by `make test-full` only.
+    """
+    rows = [
+        pytest.param(*row, marks=() if chosen else pytest.mark.full) for row, chosen in pairwise(axes.values(), where)
+    ]
+    return pytest.mark.parametrize(tuple(axes), rows)
