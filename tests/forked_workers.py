@@ -65,6 +65,7 @@ def hand_over(arguments: list[str]) -> bool:
 
 def serve(door: socket.socket) -> None:
     """Fork a worker for each connection, until the raylet ends."""
+    os.environ["RAY_JOB_ID"] = "ffffffff"  # none, instead of that of the first worker: Ray reads it when it is imported
     for module in MODULES:
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has no other thread than the one that forked"

@@ -34,11 +34,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MARK = "STEEPEST_TEST_MARK"
 SECONDS = 120.0
 HEAD = """
-import os, sys
+import faulthandler, os, sys
 import ray
 from steepest import Callback, DistributedSGD
 from steepest.errors import ResourcesError
 from steepest.testing import InProcessCluster, linear_model_creator
+
+faulthandler.dump_traceback_later(100)  # a program that hangs says where
 
 def train(strategy="ps", **settings):
     with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy, **settings) as sgd:
