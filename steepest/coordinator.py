@@ -510,12 +510,13 @@ class Coordinator:
     def _failed(self, worker: int, message: Message) -> Outgoing:
         if message.generation != self.generation:
             return []
-        return self._fail({**message.values(), "reason": "raised", "worker": worker})
+        failure = {**message.values(), "reason": "raised", "worker": worker}
+        return self._fail(failure, reload=True)  # the model may have written to its weights before
 
-    def _fail(self, meta: dict[str, Any]) -> Outgoing:
+    def _fail(self, meta: dict[str, Any], *, reload: bool = False) -> Outgoing:
         """Gives the open step up: nothing of it is applied, all staged pushes are void."""
         meta["step"] = self.version // self._per_step
-        out = self._begin_generation(reload=False)
+        out = self._begin_generation(reload=reload)
         if self._client is not None:
             out.append((self._client, Message(Kind.FAILURE, self.generation, version=self.version, meta=meta)))
         return out

@@ -306,7 +306,7 @@ def build_replicas(
             memory=memory,
         )
     if before is not None:
-        replicas.take_streams(before)
+        replicas.go_on_from(before)
     return replicas
 
 

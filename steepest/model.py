@@ -406,8 +406,9 @@ class Model(Protocol):
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """Moves the parameters into flat buffers laid out by `layout`.
 
-        The parameters' present values are written to `weights`; from then on the parameters are views
-        of it, and `compute_gradients` writes to `gradients`.
+        The parameters' present values are written to `weights`; from then on those that are trained are views
+        of it, and `compute_gradients` writes to `gradients`. Frozen ones are the replica's own and stay where they
+        are, so that the model may write to them; `load_state` takes their values from `weights`.
 
         Args:
             weights: uint8, `layout.nbytes` long, on the replica's device.
@@ -415,10 +416,10 @@ class Model(Protocol):
         """
 
     def move(self, weights: torch.Tensor) -> None:
-        """After `bind`: the parameters are views of this vector from now on, which holds their values.
+        """After `bind`: trained parameters are views of this vector from now on, which holds their values.
 
         Args:
-            weights: as in `bind`. Others may share it: what the model writes to it may be lost.
+            weights: as in `bind`. Others may share it: the model must not write to it.
         """
 
     def relayout(self, cut: Cut) -> None:
@@ -441,7 +442,10 @@ class Model(Protocol):
         """A source of batches over other data of the same kind, for `evaluate`."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """CPU copies of what is not a parameter (buffers such as running means), by name."""
+        """CPU copies of what the replica itself changes, by name.
+
+        Buffers, such as running means; and those frozen parameters whose values are not those in `weights`.
+        """
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Sets what `state` returns."""
+        """Sets what `state` returns; frozen parameters that it does not name take their values in `weights`."""

@@ -15,6 +15,7 @@ from steepest.comm.shared import allocate, forget_writes, make_writable
 from steepest.dtypes import Tensors, merged
 from steepest.errors import ModelError
 from steepest.model import Arrive, Computed, Model, ParameterLayout, checked
+from steepest.models.writes import refusal
 from steepest.packing import Packer
 from steepest.sampler import SamplePlan, even_share, step_seed
 
@@ -102,6 +103,8 @@ class Replicas:
             model.bind(weights, gradients)  # the first replica last: its initial values are everybody's
         if self._devices[0].type != "cpu":
             self.weights.copy_(self._own[0][0])
+        #: the state to begin with; until the first weights are here, with which frozen parameters come
+        self._first: Mapping[str, torch.Tensor] | None = {}
         #: by replica: the share and micro-batch that comes next, and where from
         self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
         #: what compression has left out of this worker's gradients; set by who hosts the worker
@@ -117,9 +120,26 @@ class Replicas:
         self._plan = plan
         self._seed = seed
 
-    def take_streams(self, other: Replicas) -> None:
-        """Goes on with the data where others were that had the same models."""
-        self._batches = other._batches
+    def go_on_from(self, other: Replicas) -> None:
+        """Goes on, also with the data, where others were that had the same models."""
+        self._batches, self._first = other._batches, other._first
+
+    def begin_with(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Has every model begin with a state (see `Model.state`), before the first weights are here."""
+        self._first = state
+        for model in self.models:
+            model.load_state(state)
+
+    def states(self, names: Sequence[str] = ()) -> list[Tensors]:
+        """Each replica's state (see `Model.state`), with these frozen parameters even where they are as installed."""
+        found = []
+        for model in self.models:
+            state = Tensors(model.state())
+            for name in names:
+                if name not in state and name in self.layout.index:
+                    state[name] = self.layout.entry_view(self.weights, self.layout.index[name]).clone()
+            found.append(state)
+        return found
 
     def renumber(self, first_index: int, shares: int) -> None:
         """They are those of another worker, in a job of as many shares; weights are in memory of their own again.
@@ -158,11 +178,29 @@ class Replicas:
         """Undoes what the models themselves have written to weights that are shared."""
         forget_writes(self.weights)
 
+    def refuse_writes(self) -> None:
+        """Undoes what the models have written to weights that are shared, after a step.
+
+        Raises:
+            ModelError: they have changed something.
+        """
+        if changed := forget_writes(self.weights):
+            behind = [e for e in self.layout.entries if e.trainable and e.offset + e.nbytes > changed[0]]
+            if behind:
+                raise ModelError(refusal(min(behind, key=lambda entry: entry.offset).name))
+
     def weights_changed(self) -> None:
-        """Brings new weights to the devices; on the CPU the models see them as they are."""
+        """Brings new weights to the devices; on the CPU the models see them as they are.
+
+        With the first ones all replicas take the frozen parameters that were installed; later they keep their own.
+        """
         for device, (weights, _) in zip(self._devices, self._own, strict=True):
             if device.type != "cpu":
                 weights.copy_(self.weights, non_blocking=True)
+        if self._first is not None:
+            state, self._first = self._first, None
+            for model in self.models:
+                model.load_state(state)
 
     @property
     def _parts(self) -> int:
@@ -370,6 +408,20 @@ def seed_everything(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
+    """Each replica's state, all with the same names.
+
+    Args:
+        call: calls a function of `Replicas` on all workers, with arguments for it.
+    """
+    states = [state for part in call(Replicas.states) for state in part]
+    names = sorted(set().union(*states))
+    if all(len(state) == len(names) for state in states):
+        return states
+    states = [state for part in call(Replicas.states, names) for state in part]  # not all have changed the same
+    return [Tensors((name, state[name]) for name in names) for state in states]
 
 
 def mean_states(states: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> Tensors:

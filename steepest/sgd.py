@@ -252,10 +252,14 @@ class DistributedSGD:
             return EvaluationResult(loss, metrics, sum(result.samples for result in results))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """CPU copies of all parameters by name, at one version; at any time, from any thread."""
+        """CPU copies of all parameters by name, at one version; at any time, from any thread.
+
+        Frozen parameters that the model itself changes (a momentum encoder's, say) are averaged over replicas, as
+        buffers are. While training goes on, each replica tells of its own between two of its steps, which may take as
+        long as a step.
+        """
         self._live()
-        snapshot = self._state.snapshot("weights")
-        return self._job.description.layout.named(snapshot.weights)
+        return self._state.weights()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """`weights`, further names of tied parameters, and buffers averaged over replicas.
@@ -263,11 +267,12 @@ class DistributedSGD:
         Loads into the plain module: ``module.load_state_dict(sgd.state_dict())``.
         """
         with self._idle():
-            state = self._job.description.layout.named(self._state.snapshot("weights").weights)
-            for entry in self._job.description.layout.entries:
+            layout = self._job.description.layout
+            state = layout.named(self._state.snapshot("weights").weights) | self._state.mean_buffers()
+            for entry in layout.entries:
                 for alias in entry.aliases:
                     state[alias] = state[entry.name]
-            return state | self._state.mean_buffers()
+            return state
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Sets parameters by name on all servers and workers; those not named, and the optimizer, stay.
@@ -276,9 +281,7 @@ class DistributedSGD:
             ConfigurationError: an unknown name or another shape.
         """
         with self._idle():
-            snapshot = self._state.snapshot("weights")
-            self._job.description.layout.write(snapshot.weights, weights)
-            self._state.install(self._training.version, snapshot.weights, None)
+            self._state.set_weights(weights, self._training.version)
             self._keeping.changed()
 
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:

@@ -271,7 +271,6 @@ class Worker:
             self._compute(share, version)
         finally:
             self._stepping, self._arriving = False, None
-            self._replicas.forget_writes()  # also of a step that failed
         self._run_calls()
 
     def _arrive(self, entry: int | None) -> None:
@@ -295,8 +294,10 @@ class Worker:
         self._flush()
         try:
             result = self._compute_once(share, version)
+            self._replicas.refuse_writes()
         except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit(); the driver is told
             if self._defect is None:
+                self._replicas.forget_writes()
                 self._fail(version, error)
                 return
         if self._defect is not None:

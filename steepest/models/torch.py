@@ -16,6 +16,7 @@ from steepest.data import Source, as_source
 from steepest.errors import ConfigurationError, ModelError
 from steepest.model import Arrive, Computed, Cut, ParameterLayout, Ready, checked_metrics
 from steepest.models.gates import Gates
+from steepest.models.writes import Writes
 from steepest.optimizer import OptimizerSpec
 from steepest.plain_torch import without_compiler
 from steepest.scalars import as_number, describe
@@ -99,6 +100,12 @@ class TorchModel:
         self._loss = loss
         self._metrics = dict(metrics or {})
         self._output: Any = None
+        synchronised = [name for name, child in module.named_modules() if isinstance(child, torch.nn.SyncBatchNorm)]
+        if synchronised and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise ModelError(
+                f"module {synchronised[0]!r} is a SyncBatchNorm, which without a process group of torch.distributed "
+                "does not synchronise: use BatchNorm, or a norm without running statistics (GroupNorm, LayerNorm)"
+            )
         self._parameters = dict(module.named_parameters())
         if lazy := [name for name, parameter in self._parameters.items() if is_lazy(parameter)]:
             raise ModelError(f"parameter {lazy[0]!r} is lazy: run the module once before handing it over")
@@ -117,11 +124,13 @@ class TorchModel:
             raise ModelError("nothing to train: every parameter is frozen or unknown to the optimizer")
         self.layout = self._plan(Cut())
         self._device = torch.device("cpu")
+        self._vector: torch.Tensor | None = None  # the flat weights, once it is bound
         self._gradients: dict[str, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._missing: dict[int, torch.Tensor] = {}
         self._ready: Ready | None = None
         self._gates: Gates | None = None
+        self._writes = Writes()
         self._weight = 0.0
 
     def _plan(self, cut: Cut) -> ParameterLayout:
@@ -161,7 +170,7 @@ class TorchModel:
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
         """Moves the parameters into the flat buffers; see `steepest.model.Model.bind`."""
-        self._device = weights.device
+        self._device, self._vector = weights.device, weights
         self.module.to(self._device)
         for handle in self._hooks:
             handle.remove()
@@ -171,17 +180,21 @@ class TorchModel:
                 parameter = self._parameters[entry.name]
                 view = self.layout.entry_view(weights, index)
                 view.copy_(parameter)
-                parameter.data = view
                 parameter.grad = None
                 if entry.trainable:
+                    parameter.data = view
                     self._gradients[entry.name] = self.layout.entry_view(gradients, index)
                     hook = self._hook(index, self._gradients[entry.name])
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._writes.watch(self.layout, self._parameters, weights)
 
     def move(self, weights: torch.Tensor) -> None:
-        """The parameters lie there from now on; see `steepest.model.Model.move`."""
+        """Trained parameters lie there from now on; see `steepest.model.Model.move`."""
+        self._vector = weights
         for index, entry in enumerate(self.layout.entries):
-            self._parameters[entry.name].data = self.layout.entry_view(weights, index)
+            if entry.trainable:
+                self._parameters[entry.name].data = self.layout.entry_view(weights, index)
+        self._writes.watch(self.layout, self._parameters, weights)
 
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
@@ -223,7 +236,9 @@ class TorchModel:
         if self._gates is None:
             trainable = ((self._parameters[name], self.layout.index[name]) for name in self._trainable)
             self._gates = Gates(self.module, dict(trainable))
-        with self._mixed(), self._gates.forward(self._in_full(arrive)):
+        if self._writes.compares:
+            arrive(None)
+        with self._writes.refused(), self._mixed(), self._gates.forward(self._in_full(arrive)):
             result = self.loss(batch)
         arrive(None)
         loss, samples, self._weight = self._weigh(batch, result)
@@ -258,7 +273,7 @@ class TorchModel:
         self.module.eval()
         try:
             batch = self._to_device(batch)
-            with self._mixed():
+            with self._writes.refused(), self._mixed():
                 result = self.loss(batch)
             loss, samples, weight = self._weigh(batch, result)
             metrics = checked_metrics(self.metrics(batch))
@@ -273,27 +288,57 @@ class TorchModel:
         return as_source(data, batch_size)[0]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """CPU copies of the module's persistent buffers, by name; tied ones under each name."""
+        """CPU copies of the module's persistent buffers, by name (tied ones under each), and of changed frozen ones."""
         kept = self.module.state_dict(keep_vars=True)
-        return {
+        state = {
             name: b.detach().cpu().resolve_conj().resolve_neg().clone()
             for name, b in self.module.named_buffers(remove_duplicate=False)
             if name in kept
         }
+        for name, parameter, installed in self._frozen():
+            if not _same_bits(parameter, installed):
+                state[name] = parameter.cpu().clone(memory_format=torch.contiguous_format)
+        return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Sets the buffers that `state` returns."""
+        """Sets what `state` returns; frozen parameters that it does not name are as they were installed."""
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        frozen = {name: (parameter, installed) for name, parameter, installed in self._frozen()}
         with torch.no_grad():
             for name, value in state.items():
-                if name not in buffers:
+                if name not in buffers and name not in frozen:
                     raise ModelError(f"the module has no buffer named {name!r}: was it made by another model?")
-                if buffers[name].shape != value.shape:
+                own = buffers[name] if name in buffers else frozen[name][0]
+                if own.shape != value.shape:
                     raise ModelError(
-                        f"buffer {name!r} has shape {tuple(buffers[name].shape)}, the state's has "
+                        f"buffer {name!r} has shape {tuple(own.shape)}, the state's has "
                         f"{tuple(value.shape)}: was it made by another model?"
                     )
-                buffers[name].copy_(value)
+                if name in buffers:
+                    own.copy_(value)
+            for name, (parameter, installed) in frozen.items():
+                value = state.get(name, installed)
+                if not parameter.is_contiguous():  # it may be expanded
+                    self._parameters[name].data = value.to(installed, copy=True)
+                elif not _same_bits(parameter, value):  # a large one need not be written to
+                    parameter.copy_(value)
+
+    def _frozen(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Of each frozen parameter: name, what the replica has, what was installed.
+
+        Raises:
+            ModelError: the model has given it another shape or dtype.
+        """
+        for index, entry in enumerate(self.layout.entries):
+            if entry.trainable or self._vector is None:
+                continue
+            own = self._parameters[entry.name].detach()
+            if (tuple(own.shape), own.dtype) != (entry.shape, entry.dtype):
+                raise ModelError(
+                    f"frozen parameter {entry.name!r} was {entry.dtype} of shape {entry.shape}, the model has made it "
+                    f"{own.dtype} of shape {tuple(own.shape)}: give it values of the same"
+                )
+            yield entry.name, own, self.layout.entry_view(self._vector, index)
 
     def _mixed(self) -> contextlib.AbstractContextManager[object]:
         if self._autocast is None:
@@ -336,6 +381,13 @@ class TorchModel:
             moved = [self._to_device(value) for value in batch]
             return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
         return torch.as_tensor(batch, device=self._device) if hasattr(batch, "__array__") else batch
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same, also where that is NaN."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
+    first, other = (t.contiguous().view(-1).view(whole) for t in (a, b.to(a.device)))
+    return torch.equal(first, other)
 
 
 def _count(batch: Any) -> int:

@@ -47,6 +47,7 @@ from steepest.runtime.placement import Seats, ensure_ray, fitting, reserve, spre
 from steepest.runtime.process import Place, Process, by_calls, connect, hosts_of, make_transport, ways_of
 from steepest.runtime.successors import Successors
 from steepest.runtime.supervision import (
+    has_answered,
     has_raised,
     last_line,
     name_of,
@@ -453,6 +454,17 @@ class Cluster:
                 f"the driver cannot read what {who} returned when asked to {what}: {last_line(error)}: return what can "
                 "be pickled, of modules that the driver has too"
             ) from error
+
+    def ask_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Runs a function on all workers between two of their steps, from any thread, also while they train.
+
+        Returns:
+            What it returned, without those workers that are dead or do not answer.
+        """
+        workers = [actor for peer, actor in sorted(self.actors.items()) if peer.role == "worker"]
+        refs = [actor.call.remote((0, -1), 0, function, *arguments) for actor in workers]
+        ray.wait(refs, num_returns=len(refs), timeout=self.settings.call_timeout)
+        return [ray.get(ref) for ref in refs if has_answered(ref)]
 
     def counters(self) -> dict[Peer, dict[str, int]]:
         """Counters of all processes that answer."""

@@ -243,8 +243,7 @@ class Process:
             return
         self._worker = host_worker(self._router, job, self._index, self._replicas, incarnation=incarnation)
         if initial is not None:
-            for model in self._replicas.models:
-                model.load_state(initial[1])
+            self._replicas.begin_with(initial[1])
 
     def give(self, chunks: Sequence[int]) -> dict[int, ChunkState]:
         """What the servers that it let go of held of these chunks."""
@@ -280,8 +279,7 @@ class Process:
             assert self._replicas is not None
             self._replicas.use_plan(plan, seed)
             if state is not None:
-                for model in self._replicas.models:
-                    model.load_state(state)
+                self._replicas.begin_with(state)
 
         self._on_router(take)
 

@@ -16,6 +16,7 @@ from steepest.comm.message import Peer, worker_peer
 from steepest.config import LocalStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
 from steepest.dtypes import Tensors
 from steepest.job import check_agreement
+from steepest.replicas import all_states
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
 from steepest.runtime.optimizer_state import OptimizerState
@@ -213,7 +214,7 @@ class Recovery:
             ]
             for described in cluster.get(builds, "build the model again"):
                 check_agreement(job.description, described, "the job", "a successor")
-            buffers = [state for part in call(tasks.states) for state in part]
+            buffers = all_states(call)
             for peer in dead:
                 if peer.role == "worker":
                     cluster.lives[peer.index] += 1

@@ -17,7 +17,7 @@ from steepest.dtypes import Tensors
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.job import make_strategy
 from steepest.observe.commits import Commit, CommitLog
-from steepest.replicas import mean_states
+from steepest.replicas import all_states, mean_states
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
 from steepest.runtime.optimizer_state import OptimizerState, mean_inner
@@ -52,6 +52,28 @@ class JobState:
         future = self._cluster.on_router(lambda: client.read(what))
         found: Snapshot = self._training.wait(future, "a snapshot of the weights")
         return found
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters by name, also while training goes on, see `DistributedSGD.weights`; from any thread."""
+        layout = self._cluster.job.description.layout
+        found = layout.named(self.snapshot("weights").weights)
+        if not all(entry.trainable for entry in layout.entries):
+            states = all_states(self._cluster.ask_workers)
+            mean = mean_states(states, [1.0] * len(states)) if states else {}
+            found |= {name: value for name, value in mean.items() if name in found}
+        return found
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Sets parameters by name, see `DistributedSGD.set_weights`."""
+        layout = self._cluster.job.description.layout
+        snapshot = self.snapshot("weights")
+        layout.write(snapshot.weights, weights)
+        self.install(version, snapshot.weights, None)
+        frozen = [
+            e.name for e in layout.entries if not e.trainable and not weights.keys().isdisjoint({e.name, *e.aliases})
+        ]
+        if frozen:
+            self._cluster.call_workers(tasks.take_installed, frozen)
 
     def log(self) -> CommitLog:
         """Every commit so far, see `DistributedSGD.log`."""
@@ -103,8 +125,8 @@ class JobState:
         self._training.wait(future, "servers to take new weights")
 
     def buffers(self) -> list[Tensors]:
-        """Each replica's own."""
-        return [state for part in self._cluster.call_workers(tasks.states) for state in part]
+        """Each replica's own, and the frozen parameters that any of them has changed."""
+        return all_states(self._cluster.call_workers)
 
     def mean_buffers(self) -> Tensors:
         """Their mean over all replicas, which see equally many samples."""
@@ -329,7 +351,7 @@ class JobState:
         if inner:
             mean, plain = mean_inner(list(inner.values()))
             cluster.call_workers(tasks.load_inner_state, {i: state for i, (state, _) in inner.items()}, mean, plain)
-        if new := [peer.index for peer in added if peer.role == "worker"]:
+        if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
             cluster.call_workers(tasks.load_buffers, mean_states(buffers, [1.0] * len(buffers)), workers=new)
 
     def _owner(self, buffers: Mapping[str, torch.Tensor]) -> checkpoint.Owner:

@@ -8,14 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from steepest.comm.message import Message, Peer, server_peer, worker_peer
 from steepest.job import check_agreement
-from steepest.replicas import mean_states
-from steepest.runtime import tasks
+from steepest.replicas import all_states, mean_states
 from steepest.runtime.process import Place
 from steepest.runtime.supervision import has_answered, never_ran
 
@@ -350,7 +350,7 @@ class Successors:
                 return
             alive = [i for i in range(job.num_workers) if cluster.deaths.cause(worker_peer(i)) is None]
             alive = [i for i in alive if self._silent.get(i) != cluster.lives[i]]
-            states = [state for part in cluster.call_workers(tasks.states, workers=alive) for state in part]
+            states = all_states(partial(cluster.call_workers, workers=alive))
             mean = mean_states(states, [1.0] * len(states)) if states else None
             cluster.get([actor.bind.remote(cluster.stored_job, cluster.gpu)], "bind the model again")
             (address,) = cluster.get([actor.open.remote(cluster.stored_job, [], None, life)], "open a worker again")

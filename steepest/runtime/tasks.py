@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,15 +16,16 @@ from steepest.sampler import SamplePlan
 T = TypeVar("T")
 
 
-def states(replicas: Replicas) -> list[Tensors]:
-    """Each replica's buffers."""
-    return [Tensors(model.state()) for model in replicas.models]
-
-
 def load_buffers(replicas: Replicas, state: Tensors) -> None:
-    """Sets the buffers of every replica."""
+    """Sets the state of every replica, see `Model.state`."""
     for model in replicas.models:
         model.load_state(state)
+
+
+def take_installed(replicas: Replicas, names: Sequence[str]) -> None:
+    """Sets frozen parameters of every replica to what was installed; the others stay."""
+    for model in replicas.models:
+        model.load_state({name: value for name, value in model.state().items() if name not in names})
 
 
 def on_models(replicas: Replicas, fn: Callable[[Model], T]) -> list[T]:
@@ -38,7 +39,7 @@ def on_first_model(replicas: Replicas, fn: Callable[[Model], T]) -> list[T]:
 
 
 def evaluate(replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors) -> WorkerResult:
-    """A worker's part of an evaluation, with buffers averaged over all replicas in place of its own."""
+    """A worker's part of an evaluation, with the state averaged over all replicas in place of its own."""
     own = replicas.models[0].state()
     replicas.models[0].load_state(state)
     try:

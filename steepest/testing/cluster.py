@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -29,6 +29,7 @@ from steepest.job import (
     make_strategy,
 )
 from steepest.observe.commits import CommitLog
+from steepest.replicas import all_states, mean_states
 from steepest.server import Server
 from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
@@ -168,6 +169,7 @@ class InProcessCluster:
         models, _ = build_models(self._creator, worker, job.devices_per_worker, job.seed, cut)
         cpu = [torch.device("cpu")] * job.devices_per_worker
         replicas = build_replicas(job, worker, models, cpu)
+        replicas.begin_with(self._mean_state(index for index in range(len(self.workers)) if index != worker))
         router = self.worker_routers[worker] = self.network.router()
         wait, life = partial(self.network.wait, router), self.lives[worker]
         self.workers[worker] = host_worker(router, job, worker, replicas, wait, incarnation=life)
@@ -230,6 +232,15 @@ class InProcessCluster:
         snapshot = self.snapshot()
         layout = self.job.description.layout
         return {e.name: layout.entry_view(snapshot.weights, i).clone() for i, e in enumerate(layout.entries)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """`weights`, and what replicas change themselves, averaged over them."""
+        return self.weights() | self._mean_state(range(len(self.workers)))
+
+    def _mean_state(self, workers: Iterable[int]) -> dict[str, torch.Tensor]:
+        replicas = [self.workers[index].at_version(0, -1, lambda replicas: replicas).result() for index in workers]
+        states = all_states(lambda function, *arguments: [function(each, *arguments) for each in replicas])
+        return mean_states(states, [1.0] * len(states)) if states else {}
 
     def disconnect(self, peer: Peer) -> None:
         """Cuts every channel of a worker, a server or the client, as its death would."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,11 +12,12 @@ from steepest.checkpoint import assemble, disassemble
 from steepest.comm.message import Kind, Message, Peer, relay_peer, worker_peer
 from steepest.comm.precision import narrow_size, rounded
 from steepest.config import LocalStrategy
+from steepest.dtypes import Tensors
 from steepest.errors import ConfigurationError
 from steepest.job import Job, ModelCreator, build_models, build_replicas, make_strategy
 from steepest.observe.commits import CommitLog
 from steepest.relay import Relay
-from steepest.replicas import Replicas
+from steepest.replicas import Replicas, all_states, mean_states
 from steepest.server import Server
 from steepest.strategies.parameter_server import PushPull
 
@@ -114,15 +116,20 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
     compute, apply = (partial(torch.set_num_threads, count) for count in log.threads or [torch.get_num_threads()] * 2)
     last_use = {push.pulled: commit.version for commit in log.commits for push in commit.pushes}
     history = {log.start: weights.clone()}
+    begun = workers[0].states()
+    states = [begun] * log.num_workers  # of each worker's replicas: buffers, and frozen parameters that they change
     for commit in log.commits:
         compute()
         for push in commit.pushes:
             replicas = workers[push.worker]
             _pull(history[push.pulled], replicas, push.worker, job)
+            for model, state in zip(replicas.models, states[push.worker], strict=True):
+                model.load_state(state)
             exchange = senders.exchange(push.worker, push.incarnation)
             exchange.begin(0, push.pulled, push.incarnation)
             exchange.sequence = push.sequence
             replicas.compute(push.share, exchange.ready, False)
+            states[push.worker] = replicas.states()
             exchange.packer.commit()
         order = Message(Kind.COMMIT, version=commit.version, weight=commit.rate)
         order.meta = {"pushes": [list(push[:3]) for push in commit.pushes], "readers": [], "skip": commit.skipped}
@@ -135,7 +142,24 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
         for version in [v for v in history if last_use.get(v, 0) <= commit.version]:
             del history[version]
     records = [(index, about, value) for index, held in server._chunks.items() for about, value in held.state()]
-    return _Carried(layout.named(weights), *assemble(layout, records))
+    mean = _mean(states, workers)
+    own = {name: value for name, value in mean.items() if name in layout.index}
+    return _Carried(layout.named(weights) | own, *assemble(layout, records))
+
+
+def _mean(states: list[list[Tensors]], workers: list[Replicas]) -> Tensors:
+    """The mean of what all workers' replicas have changed themselves."""
+
+    def call(function: Callable[..., Any], *names: Sequence[str]) -> list[Any]:
+        found = []
+        for replicas, own in zip(workers, states, strict=True):
+            for model, state in zip(replicas.models, own, strict=True):
+                model.load_state(state)
+            found.append(function(replicas, *names))
+        return found
+
+    everything = all_states(call)
+    return mean_states(everything, [1.0] * len(everything))
 
 
 class _Senders:
