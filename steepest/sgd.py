@@ -169,6 +169,7 @@ class DistributedSGD:
 
         Raises:
             ModelRaisedError: the model raised; its traceback is the cause.
+            ModelError: the model has written to trained parameters, or broken the `Model` protocol otherwise.
             NonFiniteError: a gradient holds NaN or infinity.
             DeadlineError: the step was not committed within `settings.step_timeout` seconds.
             PeerLostError: a process died.

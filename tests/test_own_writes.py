@@ -16,7 +16,7 @@ from steepest.errors import ModelError
 from steepest.hosts import Hosts
 from steepest.replicas import seed_everything
 from steepest.testing import InProcessCluster, replay
-from tests.own_writes import STATEFUL, WRITERS, WRITES, Momentum
+from tests.own_writes import STATEFUL, WRITERS, WRITES, Momentum, Writer
 from tests.reference import Task, same_bits
 
 WORKERS = (1, 2, 3)
@@ -288,6 +288,64 @@ def test_it_is_refused_whenever_it_begins(name: str, strategy: str, steps: int) 
     (failure,) = cluster.step(1)
     assert parameter in failure.values()["error"]
     assert same_bits(cluster.weights(), before)
+
+
+def wide(how: str) -> Callable[[], nn.Module]:
+    """More weights than are compared after every pass."""
+
+    def make() -> nn.Module:
+        writer = Writer(how)
+        writer.first, writer.last = nn.Linear(3, 3000).double(), nn.Linear(3000, 4).double()
+        return writer
+
+    return make
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_many_weights_are_compared_now_and_then(steps: int, workers: int) -> None:
+    cluster = cluster_of(task_of(wide("data"), workers), workers, EXACT["ps"], "sent")
+    cluster.step(steps)
+    before = cluster.weights()
+    cluster.workers[0]._replicas.models[0].module.writes = True
+    (result,) = cluster.step(1)
+    if steps in (0, 1, 3, 7):
+        assert "'last.weight'" in result.values()["error"]
+        assert same_bits(cluster.weights(), before)
+    else:
+        assert result.kind.name == "RESULT", "it is found later"
+
+
+@pytest.mark.parametrize("how", ["clamp", "storage"])
+@pytest.mark.parametrize("strategy", ["ps", "async", "ssp", "local", "simple"])
+def test_what_was_written_to_many_weights_is_sent_again(how: str, strategy: str) -> None:
+    task, config = task_of(wide(how), 2), (EXACT | OTHERS)[strategy]
+    cluster = cluster_of(task, 2, config, "sent")
+    cluster.step(4)
+    before = cluster.weights()
+    modules = [worker._replicas.models[0].module for worker in cluster.workers]
+    for module in modules:
+        module.writes = True
+    (failure,) = cluster.step(1)
+    assert "'last.weight'" in failure.values()["error"]
+    assert same_bits(cluster.weights(), before)
+    for worker in cluster.workers:
+        held = worker.at_version(
+            failure.generation, failure.version, lambda replicas: replicas.layout.named(replicas.weights)
+        )
+        assert same_bits(cluster.wait(held, "weights"), before)
+    for module in modules:
+        module.writes = False
+    assert cluster.step(1)[0].kind.name == "RESULT"
+
+
+@pytest.mark.parametrize("how", ["clamp", "storage"])
+def test_where_the_model_wrote_to_the_servers_memory_the_error_says_so(how: str) -> None:
+    cluster = cluster_of(task_of(wide(how)), 1, EXACT["ps"], "sent")
+    cluster.step(4)
+    cluster.workers[0]._replicas.models[0].module.writes = True
+    (failure,) = cluster.step(1)
+    assert "may keep what was written: restore() or set_weights()" in failure.values()["error"]
 
 
 def test_what_a_model_wrote_before_it_raised_is_undone() -> None:
