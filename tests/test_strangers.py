@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import itertools
 import logging
 import os
 import resource
@@ -23,10 +21,10 @@ from steepest.comm.shared import AVAILABLE, SHARED_FROM, allocate
 from steepest.comm.wire import WireTransport
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
 from tests.limits import limited
-from tests.test_wire import GREETING, LIMIT, RUDE, TOKEN, Node, dial, node, opening, receive, together, until  # noqa: F401
+from tests.strangers import Strangers
+from tests.test_wire import GREETING, LIMIT, TOKEN, Node, dial, node, opening, receive, together, until  # noqa: F401
 
 WORKER = worker_peer(0)
-SAID = [said for said in RUDE.values() if b"M" * 32 not in said]
 
 
 class Clock:
@@ -65,54 +63,6 @@ def descriptors() -> int:
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
-
-
-class Strangers:
-    """Connections in every state that one without the token can bring about; the last few hundred are kept open."""
-
-    def __init__(self, address: Address, family: str) -> None:
-        self.made = 0
-        self._address, self._family = address, family
-        self._held: list[socket.socket] = []
-        self._said = itertools.cycle([*SAID, b"at once", b"byte by byte", b"at length"])
-        self._slow: list[socket.socket] = []
-
-    def come(self, number: int) -> None:
-        for sock in self._slow:
-            with contextlib.suppress(OSError):
-                sock.send(GREETING[:1])
-        for _ in range(number):
-            sock = socket.socket(socket.AF_UNIX if self._family == "unix" else socket.AF_INET)
-            sock.setblocking(False)
-            place = self._address.unix if self._family == "unix" else (self._address.host, self._address.port)
-            error = sock.connect_ex(place)
-            if error not in (0, errno.EINPROGRESS):
-                assert error == errno.EAGAIN, "as many wait as can"
-                sock.close()
-                return
-            self.made += 1
-            self._speak(sock)
-        while len(self._held) > 300:
-            self._held.pop(0).close()
-        del self._slow[:-30]
-
-    def _speak(self, sock: socket.socket) -> None:
-        said = next(self._said)
-        if said == b"at once":
-            sock.close()
-            return
-        self._held.append(sock)
-        with contextlib.suppress(OSError):
-            if said == b"byte by byte":
-                self._slow.append(sock)
-            elif said == b"at length":
-                sock.send(bytes(1 << 20))
-            else:
-                sock.send(said)
-
-    def go(self) -> None:
-        for sock in self._held:
-            sock.close()
 
 
 def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute(

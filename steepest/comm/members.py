@@ -116,7 +116,7 @@ class MemberCollective(PointToPoint):
         self._rounds: dict[tuple[int, int], _Round] = {}
         self._unsent: dict[int, list[Message]] = {}  # to members of higher rank who have not connected yet
         self._rooms: dict[int, torch.Tensor] = {}
-        self._results = Recycler()
+        self._results = Recycler(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy())
         self._lost = ""
         self._deliver = router.sender(member_peer(rank))
         router.host(member_peer(rank), self)
