@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -14,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 
+from steepest.comm import wire
 from steepest.comm.channel import Address
 from steepest.comm.message import COORDINATOR, Kind, Message, server_peer, worker_peer
 from steepest.comm.opening import ACCEPTED_AT_ONCE, LOG_SECONDS, MOST_OPENINGS, OPENING_SECONDS
 from steepest.comm.shared import AVAILABLE, SHARED_FROM, allocate
 from steepest.comm.wire import WireTransport
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
+from steepest.shared_reduce import shared_allreduce
 from tests.limits import limited
+from tests.members import together as members_together
+from tests.members import wire_group
 from tests.strangers import Strangers
 from tests.test_wire import GREETING, LIMIT, TOKEN, Node, dial, node, opening, receive, together, until  # noqa: F401
 
@@ -282,6 +287,22 @@ def test_where_unix_sockets_do_not_reach_tcp_does_and_nothing_is_lent(server: No
     server.transport.close()
     with pytest.raises(PeerLostError, match="cannot connect to coordinator"):
         client.transport.connect(elsewhere(server.address))
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="memfd is Linux'")
+def test_members_of_one_node_reduce_over_tcp_where_nothing_can_be_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, deadline: float) -> socket.socket:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    def work(member: Any) -> list[float]:
+        sums = [shared_allreduce(torch.full((700_000,), float(step + member.rank)), member) for step in range(4)]
+        return [float(part.min()) for part in sums] + [float(part.max()) for part in sums]
+
+    monkeypatch.setattr(wire, "_dial_unix", refuse)
+    with contextlib.ExitStack() as closing:
+        members = wire_group(closing, 2)
+        assert members[0].one_host
+        assert members_together(members, work) == [[1.0, 3.0, 5.0, 7.0] * 2] * 2
 
 
 @pytest.mark.skipif(not AVAILABLE, reason="memfd is Linux'")

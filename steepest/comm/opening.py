@@ -277,14 +277,19 @@ class Openings:
             return True
         if len(self._open) >= MOST_OPENINGS:
             self._make_room()
+        self._greet(sock, origin)
+        return True
+
+    def _greet(self, sock: socket.socket, origin: str) -> None:
         opening = _Opening(sock, origin, self._clock() + OPENING_SECONDS)
-        self._open[opening] = None
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(opening))
         try:
             sock.send(_GREETING + opening.nonce)
-        except OSError as error:
-            self._refuse(opening, f"handshake: {error}")
-        return True
+            self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(opening))
+        except OSError as error:  # it is gone already, or nothing more can be watched
+            sock.close()
+            self.refusals.add(origin, f"handshake: {error}")
+        else:
+            self._open[opening] = None
 
     def _turn_away(self, listener: socket.socket) -> bool:
         """Frees a descriptor: that of an opening, or the reserved one, to be rid of who waits."""
