@@ -5,7 +5,7 @@ SteepestError
 │   └── ModelError                      a model breaks the protocol, or replicas disagree; a step is not committed
 ├── ResourcesError                      the cluster cannot place what was asked
 ├── StepError                           a step was not committed; weights are those of the last commit
-│   ├── ModelRaisedError                the user's model raised (its traceback is the cause)
+│   ├── ModelRaisedError                the user's code or data raised (its traceback is the cause)
 │   ├── NonFiniteError                  a gradient holds NaN or infinity
 │   └── DeadlineError (TimeoutError)    something was awaited in vain; names the peer and the step
 ├── PeerLostError (ConnectionError)     a process died; names it, its node and its last log lines
@@ -45,7 +45,7 @@ class StepError(SteepestError):
 
 
 class ModelRaisedError(StepError):
-    """The user's model raised; the original traceback is attached as the cause."""
+    """The user's code or data raised; the original traceback is attached as the cause."""
 
 
 class NonFiniteError(StepError):

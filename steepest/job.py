@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -229,13 +231,26 @@ def build_models(
     threads = torch.get_num_threads()
     described = [
         Description(
-            m.layout, m.optimizer_spec, m.data.size, m.batch_size, getattr(m.data, "blocks", None), threads, attend
+            m.layout,
+            m.optimizer_spec,
+            None if m.data.size is None else _count("data.size", m.data.size),
+            _count("batch_size", m.batch_size),
+            getattr(m.data, "blocks", None),
+            threads,
+            attend,
         )
         for m in models
     ]
     for device, other in enumerate(described):
         check_agreement(described[0], other, f"worker {worker} device 0", f"worker {worker} device {device}")
     return models, described[0]
+
+
+def _count(name: str, value: Any) -> int:
+    """A number of samples that a model tells of."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ModelError(f"the model's {name} is {value!r:.200}: it must be a positive number of samples")
+    return int(value)
 
 
 def check_agreement(first: Description, other: Description, first_name: str, other_name: str) -> None:

@@ -24,7 +24,16 @@ from steepest.comm.shared import segment_of
 from steepest.comm.wire import check_ways
 from steepest.config import TRANSPORTS, require_choice, require_count, require_seconds
 from steepest.connection import Connection
-from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError, SteepestError
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    RemoteError,
+    RemoteTraceback,
+    ShutdownError,
+    SteepestError,
+    described_error,
+)
 from steepest.runtime.calls import threads_for
 from steepest.runtime.placement import ensure_ray
 from steepest.runtime.server_process import Access, ServerProcess
@@ -360,6 +369,12 @@ def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
         results: list[Any] = ray.get(refs, timeout=timeout)
     except ray.exceptions.GetTimeoutError:
         raise DeadlineError(f"waited {timeout:g} s in vain for {what}: raise timeout=") from None
+    except ray.exceptions.RayTaskError as error:
+        if not isinstance(error.cause, RemoteError):
+            raise
+        raise described_error(error.cause.told, "a server: ") or PeerLostError(
+            f"a server failed: waited for {what}, and {error.cause}"
+        ) from RemoteTraceback(error.cause.told["traceback"])
     except ray.exceptions.RayActorError as error:
         raise PeerLostError(f"a server died while starting: {' '.join(str(error).split())}") from error
     return results

@@ -27,7 +27,8 @@ class RunSettings:
 
         max_failures: how often each process may die and be replaced; a worker that dies more often is left out, if
             enough are left. Workers can be replaced where the weights are not theirs, processes that hold weights where
-            there are copies, see `snapshot_every`. 0 ends the step with an error instead.
+            there are copies, see `snapshot_every`. One whose own code fails again, with no version committed since the
+            one before it failed, is not replaced. 0 ends the step with an error instead.
         heartbeat: seconds after which a worker that gives no sign of life is killed and replaced, where it can be. A
             process gives one whenever Python code may run in it; a long step without it is no silence.
         spares: idle processes that are kept ready to take a dead worker's place, which takes them some tenths of a

@@ -168,8 +168,8 @@ class DistributedSGD:
             fetch_stats: compute and return loss, metrics and timings too.
 
         Raises:
-            ModelRaisedError: the model raised; its traceback is the cause.
-            ModelError: the model has written to trained parameters, or broken the `Model` protocol otherwise.
+            ModelRaisedError: the model or its data raised; the traceback is the cause.
+            ModelError: the model breaks its protocol: it writes to trained parameters, or a metric is no number.
             NonFiniteError: a gradient holds NaN or infinity.
             DeadlineError: the step was not committed within `settings.step_timeout` seconds.
             PeerLostError: a process died.
@@ -286,19 +286,24 @@ class DistributedSGD:
             self._keeping.changed()
 
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
-        """Runs a function in every worker process, between steps; returns what each returned."""
+        """Runs a function in every worker process, between steps; returns what each returned.
+
+        Raises:
+            ModelRaisedError: the function raised; its traceback is the cause.
+            ConfigurationError: the function, or what it returned, cannot be pickled.
+        """
         with self._idle():
             parts = self._live().call_workers(fn, view=True, what=f"run the function {name_of(fn)}")
             return [result for (result,) in parts]
 
     def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
-        """Runs a function on every replica of the model, in its process, between steps."""
+        """Runs a function on every replica of the model, in its process, between steps; raises as `foreach_worker`."""
         with self._idle():
             parts = self._live().call_workers(tasks.on_models, fn, what=f"run the function {name_of(fn)}")
             return [result for part in parts for result in part]
 
     def for_model(self, fn: Callable[[Model], T]) -> T:
-        """Runs a function on the first replica only."""
+        """Runs a function on the first replica only; raises as `foreach_worker`."""
         with self._idle():
             what = f"run the function {name_of(fn)}"
             ((found,),) = self._live().call_workers(tasks.on_first_model, fn, workers=[0], what=what)

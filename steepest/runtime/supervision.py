@@ -70,7 +70,7 @@ def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
     return lines[-count:]
 
 
-def fetchlast_lines(place: Place, timeout: float = 5.0) -> list[str]:
+def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
     """`last_lines` of a process, read on its own node."""
     if ray.get_runtime_context().get_node_id() == place.node:
         return last_lines(place.logs)
@@ -92,7 +92,7 @@ def raise_lost(peer: Peer, place: Place | None, why: str, traceback: str = "") -
     where, lines = "", ["(nothing)"]
     if place is not None:
         where = f" on {place.host} (node {place.node[:12]}, pid {place.pid})"
-        lines = fetchlast_lines(place) or lines
+        lines = fetch_last_lines(place) or lines
     text = "\n".join(f"    {line}" for line in lines)
     raise PeerLostError(
         f"{peer}{where} died: {why}; the weights of the last commit are still there unless it held them "

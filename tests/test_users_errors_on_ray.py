@@ -1,0 +1,247 @@
+"""Mistakes of users' code in processes on Ray: no process dies of them, and everything goes on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from steepest import Callback, DistributedSGD, StepResult, TorchModel
+from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, SteepestError
+from tests.reference import samples, sgd
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+
+class Complaint(Exception):  # noqa: N818
+    """An exception that no process can pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Faulty(TorchModel):
+    """Does something in its loss, and gives any metrics."""
+
+    do: Callable[[], Any] = staticmethod(lambda: None)
+    given: Any = {"tensor": torch.tensor(0.5), "numpy": np.float32(0.25), "nan": float("nan")}
+
+    def loss(self, batch: Any) -> Any:
+        self.do()
+        return super().loss(batch)
+
+    def metrics(self, batch: Any) -> Any:
+        return self.given
+
+
+def create(worker: int, device: int) -> Faulty:
+    return Faulty(
+        nn.Linear(3, 2).double(), loss=nn.functional.mse_loss, data=samples(16), batch_size=2, optimizer=sgd()
+    )
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
+def trainer(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[DistributedSGD]:
+    with DistributedSGD(create, num_workers=request.param) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _nobody_dies(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "trainer" not in request.fixturenames:
+        yield
+        return
+    made: DistributedSGD = request.getfixturevalue("trainer")
+    before, at = made.foreach_worker(lambda view: view.pid), made.stats().step
+    yield
+    assert made.foreach_worker(lambda view: view.pid) == before
+    result = made.step()
+    assert result.step > at
+    assert str(result.metrics) == str({"nan": float("nan"), "numpy": 0.25, "tensor": 0.5})
+
+
+def exits() -> None:
+    sys.exit("the user's own exit")
+
+
+def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+def stops() -> None:
+    raise StopIteration
+
+
+def complains() -> None:
+    raise Complaint
+
+
+@pytest.mark.parametrize("does", [exits, interrupts, stops, complains])
+def test_whatever_user_code_raises_in_a_worker(trainer: DistributedSGD, does: Callable[[], None]) -> None:
+    last = trainer.num_workers - 1
+
+    def switch(view: Any) -> None:
+        for model in view.models if view.index == last else ():
+            model.do = does
+
+    def fails(view: Any) -> None:
+        if view.index == last:
+            does()
+
+    told = {exits: "SystemExit: the user's own exit", interrupts: "KeyboardInterrupt", stops: "StopIteration"}
+    words = told.get(does, r"Complaint: \(its __str__ raised RuntimeError\)")
+    with pytest.raises(ModelRaisedError, match=rf"^worker {last} on .*run the function 'fails': {words}") as caught:
+        trainer.foreach_worker(fails)
+    assert f"in {does.__name__}" in str(caught.value.__cause__)
+    trainer.foreach_worker(switch)
+    at = trainer.stats().step
+    with pytest.raises(ModelRaisedError, match=rf"^worker {last} on .*in step {at + 1}: {words}") as caught:
+        trainer.fit(steps=2, progress=False)
+    assert f"in {does.__name__}" in str(caught.value.__cause__)
+    with pytest.raises(ModelRaisedError, match=rf"^worker {last} on .*could not evaluate: {words}"):
+        trainer.evaluate(samples(4))
+    trainer.foreach_model(lambda model: model.__dict__.pop("do", None))
+
+
+def test_metrics_that_are_no_numbers(trainer: DistributedSGD) -> None:
+    last, at = trainer.num_workers - 1, trainer.stats().step
+
+    def switch(view: Any) -> None:
+        for model in view.models if view.index == last else ():
+            model.given = {"top": "0.5"}
+
+    trainer.foreach_worker(switch)
+    with pytest.raises(ModelError, match=rf"^worker {last} on .*, step {at + 1}: metric 'top' is a str"):
+        trainer.step()
+    with pytest.raises(ModelError, match=rf"^worker {last} on .*: metric 'top' is a str"):
+        trainer.evaluate(samples(4))
+    trainer.foreach_model(lambda model: model.__dict__.pop("given", None))
+
+
+class Unreadable:
+    """Can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def generates(view: Any) -> Any:
+    return (number for number in range(3))
+
+
+def locks(view: Any) -> Any:
+    return {"inside": [threading.Lock()]}
+
+
+def unreadable(view: Any) -> Any:
+    return Unreadable()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (generates, r"worker \d on .*run the function 'generates'.*cannot pickle 'generator' object; return"),
+        (locks, r"worker \d on .*run the function 'locks'.*cannot pickle '_thread.lock' object; return"),
+        (unreadable, r"cannot read what worker \d on .* returned when asked to run the function 'unreadable'.*invalid"),
+    ],
+)
+def test_what_a_function_returns_and_cannot_travel(
+    trainer: DistributedSGD, function: Callable[[Any], Any], words: str
+) -> None:
+    for each in (trainer.foreach_worker, trainer.foreach_model, trainer.for_model):
+        with pytest.raises(ConfigurationError, match=words):
+            each(function)
+
+
+def test_what_is_given_and_cannot_travel(trainer: DistributedSGD) -> None:
+    lock, thing = threading.Lock(), Unreadable()
+
+    def holds(view: Any) -> None:
+        assert lock
+
+    def reads(view: Any) -> None:
+        assert thing
+
+    for each in (trainer.foreach_worker, trainer.foreach_model, trainer.for_model):
+        with pytest.raises(ConfigurationError, match=r"holds'.*cannot be sent to the workers: .*lock"):
+            each(holds)
+        with pytest.raises(ConfigurationError, match=r"^worker \d on .* cannot read what it was sent to run .*'reads'"):
+            each(reads)
+    with pytest.raises(ConfigurationError, match=r"evaluate cannot be sent to the workers: .*generator"):
+        trainer.evaluate(number for number in range(3))
+
+
+class Broken(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """A data set that cannot be read, or tells no length."""
+
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length or exits()  # type: ignore[func-returns-value, return-value]
+
+    def __getitem__(self, index: int) -> Any:
+        raise OSError("no such file")
+
+
+def test_data_that_cannot_be_read(trainer: DistributedSGD) -> None:
+    with pytest.raises(ModelRaisedError, match=r"^worker \d on .* could not evaluate: OSError: no such file"):
+        trainer.evaluate(Broken(4))
+    with pytest.raises(ModelRaisedError, match=r"^worker \d on .* could not evaluate: SystemExit"):
+        trainer.evaluate(Broken(None))
+
+
+class Raises(Callback):
+    """A callback that raises in a step."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_step(self, sgd: DistributedSGD, result: StepResult) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ArithmeticError("no"), StopIteration("no"), SystemExit("no"), Complaint()])
+def test_a_callback_that_raises(trainer: DistributedSGD, error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        trainer.fit(steps=20, callbacks=[Raises(error)], progress=False)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("where", "raised", "words"),
+    [
+        ("creator", ModelRaisedError, r"worker 1 could not build the model: SystemExit: the user's own exit"),
+        ("optimizer", ModelRaisedError, r"worker 1 could not build the model: Complaint: "),
+        ("data", ModelRaisedError, r"worker 1 could not build the model: SystemExit"),
+        ("size", ModelError, r"^worker 1: .*size.*2.5"),
+    ],
+)
+def test_a_model_that_one_worker_cannot_build(where: str, raised: type[SteepestError], words: str) -> None:
+    def build(worker: int, device: int) -> Any:
+        model = create(worker, device)
+        if worker == 1 and where == "creator":
+            exits()
+        if worker == 1 and where == "optimizer":
+            TorchModel(
+                nn.Linear(3, 2), loss=nn.functional.mse_loss, data=samples(4), batch_size=2,
+                optimizer=lambda module: complains(),
+            )  # type: ignore[arg-type, func-returns-value]  # fmt: skip
+        if worker == 1 and where == "data":
+            len(Broken(None))
+        if where == "size":
+            model.data.size = 2.5
+        return model
+
+    with pytest.raises(raised, match=words):
+        DistributedSGD(build, num_workers=2)
