@@ -35,7 +35,7 @@ from steepest.errors import (
     described_error,
 )
 from steepest.runtime.calls import threads_for
-from steepest.runtime.placement import ensure_ray
+from steepest.runtime.holders import Holder, hold, let_go
 from steepest.runtime.server_process import Access, ServerProcess
 from steepest.server_group import ServerGroup
 
@@ -100,6 +100,8 @@ class ParameterServer:
         max_in_flight: int = 8,
     ) -> None:
         require_choice("update", update, ("add",))
+        if optimizer is not None and not callable(optimizer):
+            raise ConfigurationError(f"optimizer={optimizer!r}: give a function of a list of parameters, or None")
         require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", transport, TRANSPORTS)
         check_ways(transport)
@@ -108,7 +110,7 @@ class ParameterServer:
         group = ServerGroup(arrays, shards, nonfinite)
         limits = (require_seconds("timeout", timeout), require_count("max_in_flight", max_in_flight))
         patience = max(timeout, _START_SECONDS)
-        self._began_ray = ensure_ray()
+        self._holder: Holder | None = hold("a parameter server")
         self._shut_down = False
         token = secrets.token_bytes(32)
         servers: list[Any] = []
@@ -131,8 +133,7 @@ class ParameterServer:
         except BaseException:
             for server in servers:
                 ray.kill(server, no_restart=True)
-            if self._began_ray:
-                ray.shutdown()
+            let_go(self._holder)
             raise
 
     # -- pull and push -------------------------------------------------------------------------
@@ -286,9 +287,8 @@ class ParameterServer:
         if ray.is_initialized():
             for server in self._access.servers:
                 ray.kill(server, no_restart=True)
-            if self._began_ray:
-                ray.shutdown()
-        self._began_ray = False
+        if self._holder is not None:
+            let_go(self._holder)
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -307,6 +307,8 @@ class ParameterServer:
         return _handle, (self._access,)
 
     def __del__(self) -> None:
+        if (holder := getattr(self, "_holder", None)) is not None:
+            let_go(holder, dropped=True)  # the servers end when no process has a handle of them
         access: Access | None = getattr(self, "_access", None)
         if access is None or (connection := _connections.get(access.token)) is None:
             return
@@ -360,7 +362,7 @@ def _handle(access: Access) -> ParameterServer:
     server = ParameterServer.__new__(ParameterServer)
     server._access = access
     _handles[id(server)] = server
-    server._shut_down = server._began_ray = False
+    server._shut_down, server._holder = False, None
     return server
 
 

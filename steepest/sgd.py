@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +23,7 @@ from steepest.config import (
     ParameterServerStrategy,
     StrategyConfig,
     as_strategy,
+    require_choice,
     require_count,
     require_range,
 )
@@ -28,11 +31,12 @@ from steepest.errors import ConfigurationError, ShutdownError
 from steepest.job import Job, ModelCreator
 from steepest.model import Model
 from steepest.observe.commits import CommitLog
-from steepest.observe.progress import Callback, ProgressBar
+from steepest.observe.progress import Callback
 from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult, stragglers
 from steepest.replicas import Replicas, WorkerResult
 from steepest.runtime import tasks
 from steepest.runtime.claim import Claim
+from steepest.runtime.dropping import drop
 from steepest.runtime.fitting import fit
 from steepest.runtime.keeping import Keeping
 from steepest.runtime.launch import Cluster
@@ -53,7 +57,8 @@ class DistributedSGD:
     """Trains one model on many workers.
 
     Starts Ray when it is not running, places the workers, builds the model on each and waits until all
-    are up. Use it as a context manager, or call `shutdown`.
+    are up. Use it as a context manager, or call `shutdown`; a trainer that is garbage-collected ends its processes with
+    a warning, and does not write the last state.
 
     Args:
         model_creator: called as ``model_creator(worker_index, device_index)`` for each replica; returns a
@@ -77,7 +82,7 @@ class DistributedSGD:
         CheckpointError: kept checkpoints are of another model, optimizer or data set, or all are damaged; or another
             driver keeps its own in that directory now.
         ModelError, ModelRaisedError: the model is, or building it raised.
-        ResourcesError: the cluster cannot place the workers within `settings.start_timeout` seconds.
+        ResourcesError: the cluster cannot place the workers within `settings.start_timeout` seconds; or never could.
 
     Example:
         >>> with DistributedSGD(model_creator, num_workers=2) as sgd:      # doctest: +SKIP
@@ -104,8 +109,12 @@ class DistributedSGD:
             )
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
             raise ConfigurationError(f"checkpoints={checkpoints!r}: give steepest.Checkpoints(path), or None")
+        if settings is not None and not isinstance(settings, RunSettings):
+            raise ConfigurationError(f"settings={settings!r}: give steepest.RunSettings(...), or None")
+        require_choice("gpu", gpu, (False, True))
         least, most = require_range("num_workers", num_workers)
         devices = require_count("devices_per_worker", devices_per_worker)
+        seed, accumulate = require_count("seed", seed, 0), require_count("accumulate", accumulate)
         chosen = self._chosen(strategy, least)
         self._settings = settings or RunSettings()
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
@@ -114,9 +123,8 @@ class DistributedSGD:
             claim = Claim(checkpoints)
             undo.callback(claim.release)
             self._cluster = cluster = Cluster(
-                model_creator, (least, most), devices, gpu, chosen, require_count("seed", seed, 0), self._settings,
-                require_count("accumulate", accumulate),
-            )  # fmt: skip
+                model_creator, (least, most), devices, gpu, chosen, seed, self._settings, accumulate
+            )
             undo.callback(cluster.shutdown)
             self._training = Training(cluster, self._settings.step_timeout)
             self._state = JobState(self._training)
@@ -125,6 +133,8 @@ class DistributedSGD:
             self._keeping = Keeping(checkpoints, claim, self._training, self._state)
             self._keeping.resume()
             undo.pop_all()
+        self._dropped = weakref.finalize(self, drop, cluster, self._keeping, os.getpid())
+        self._dropped.atexit = False  # Ray ends everything then
 
     @property
     def strategy(self) -> StrategyConfig:
@@ -207,9 +217,7 @@ class DistributedSGD:
             CheckpointError: a checkpoint could not be written; told by the next one that is due, or at the end.
         """
         with self._idle():
-            return fit(
-                self, self._keeping, self._train, steps, epochs, [*([ProgressBar()] if progress else []), *callbacks]
-            )
+            return fit(self, self._keeping, self._train, steps, epochs, callbacks, progress)
 
     def _train(self, steps: int, stats: bool, on_step: Callable[[StepResult], None]) -> None:
         self._live()
@@ -467,6 +475,7 @@ class DistributedSGD:
     def _end(self, error: BaseException | None) -> None:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
+            self._dropped.detach()
             try:
                 self._keeping.close(error)
             finally:

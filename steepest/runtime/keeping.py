@@ -176,10 +176,14 @@ class Keeping:
             else:
                 self._finish()
         finally:
-            if self._writer is not None:
-                self._writer.end(self._claim.release)  # what hangs may yet write there
-            else:
-                self._claim.release()
+            self.drop()
+
+    def drop(self) -> None:
+        """Keeps nothing from now on."""
+        if self._writer is not None:
+            self._writer.end(self._claim.release)  # what hangs may yet write there
+        else:
+            self._claim.release()
 
     def _finish(self, ask: bool = True) -> None:
         self._settle_or_raise()

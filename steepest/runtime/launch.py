@@ -43,7 +43,8 @@ from steepest.observe.results import Event
 from steepest.runtime.calls import Callee, threads_for
 from steepest.runtime.carrying import Holdings, carry, holdings
 from steepest.runtime.deaths import Deaths
-from steepest.runtime.placement import Seats, ensure_ray, fitting, reserve, spread, worker_bundle
+from steepest.runtime.holders import hold, let_go, who_else
+from steepest.runtime.placement import Seats, fitting, reserve, spread, worker_bundle
 from steepest.runtime.process import Place, Process, by_calls, connect, hosts_of, make_transport, ways_of
 from steepest.runtime.successors import Successors
 from steepest.runtime.supervision import (
@@ -106,7 +107,7 @@ class Cluster:
         settings: RunSettings,
         accumulate: int = 1,
     ) -> None:
-        self._began_ray = ensure_ray()
+        self.holder = hold(f'a trainer with strategy="{strategy.name}"')
         self.settings = settings
         self._deadline = time.monotonic() + settings.start_timeout * (1 + _UP_FACTOR)
         self.actors: dict[Peer, Any] = {}
@@ -127,7 +128,8 @@ class Cluster:
             bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
             least, most = bounds
             num_workers = least if least == most else max(least, min(most, fitting(bundle)))
-            self.seats.add(reserve(num_workers, bundle, settings.start_timeout))
+            self.seats.add(reserve(num_workers, bundle, settings.start_timeout, lambda: who_else(self.holder)))
+            self.holder.workers, self.holder.bundle = num_workers, bundle
             check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.seats.nodes())
             self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed, accumulate)
         except BaseException:
@@ -197,6 +199,7 @@ class Cluster:
             self._accumulate, self._schedule_offset, self.settings.max_failures > 0,
         )  # fmt: skip
         self.plan = (self.job.plan(), self._seed)
+        self.holder.what, self.holder.workers = f'a trainer with strategy="{config.name}"', len(workers)
         job = self.stored_job = ray.put(self.job)
         self.get([w.bind.remote(job, self.gpu) for w in workers], "bind the model")
         initial = workers[0].initial.remote() if fresh else None  # else they are installed afterwards
@@ -526,8 +529,12 @@ class Cluster:
 
     # -- ending --------------------------------------------------------------------------------
 
-    def shutdown(self) -> None:
-        """Ends every process; safe to call twice and at any time."""
+    def shutdown(self, *, dropped: bool = False) -> None:
+        """Ends every process; safe to call twice and at any time.
+
+        Args:
+            dropped: because nobody has the trainer any more.
+        """
         self.disconnect()
         if ray.is_initialized():
             self.successors.end()
@@ -535,9 +542,7 @@ class Cluster:
                 ray.kill(actor, no_restart=True)
             self.actors.clear()
             self.seats.release()
-            if self._began_ray:
-                ray.shutdown()
-        self._began_ray = False
+        let_go(self.holder, dropped=dropped)
 
     def disconnect(self) -> None:
         """Ends the driver's own end of the job."""

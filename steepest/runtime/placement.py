@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -101,14 +103,17 @@ class Room:
             remove_placement_group(self.group)
 
 
-def reserve(workers: int, bundle: dict[str, float], timeout: float) -> Room:
+def reserve(workers: int, bundle: dict[str, float], timeout: float, who_else: Callable[[], str] = str) -> Room:
     """Reserves room for all workers at once.
 
     Inside a placement group (a Ray Tune trial) its bundles are used, without the first when there are
     more than workers, which is the trial's own.
 
+    Args:
+        who_else: says what else this process holds, if that is something.
+
     Raises:
-        ResourcesError: the cluster did not place them in time.
+        ResourcesError: the cluster did not place them in time, or never could.
     """
     current = ray.util.get_current_placement_group()
     if current is not None:
@@ -120,6 +125,8 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float) -> Room:
                 f"{specs}: give the trial room with tune.with_resources(trainable, DistributedSGD.resources(...))"
             )
         return Room(current, False, tuple(fitting[-workers:]))
+    check_possible(workers, bundle, ray.nodes(), may_grow())
+    gc.collect()  # a trainer that was dropped may be part of a cycle, such as a traceback
     room = ask_for_room(workers, bundle)
     group = room.group
     try:
@@ -127,16 +134,59 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float) -> Room:
     except ray.exceptions.GetTimeoutError:
         free = _summary(ray.available_resources())
         total = _summary(ray.cluster_resources())
+        groups = _reserved_by_others(placement_group_table(), group.id.hex())
         remove_placement_group(group)
-        asked = ", ".join(f"{name}: {value * workers:g}" for name, value in bundle.items())
         raise ResourcesError(
-            f"the cluster did not place {workers} workers within {timeout:g} s: asked {{{asked}}}, free {free} of "
-            f"{total}; ask for fewer workers, stop what holds the rest, or add nodes"
+            f"the cluster did not place {workers} workers within {timeout:g} s: asked {_asked(workers, bundle)}, free "
+            f"{free} of {total}{groups}{who_else()}; ask for fewer workers, stop what holds the rest, or add nodes"
         ) from None
     except BaseException:
         remove_placement_group(group)
         raise
     return room
+
+
+def check_possible(workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], grows: bool) -> None:
+    """Refuses what could not be placed if all nodes were free.
+
+    Args:
+        nodes: as `ray.nodes` returns them.
+        grows: whether nodes may still join.
+
+    Raises:
+        ResourcesError: it could not.
+    """
+    totals = [node["Resources"] for node in nodes if node["Alive"]]
+    fit = sum(int(min(total.get(name, 0.0) // amount for name, amount in bundle.items())) for total in totals)
+    if fit >= workers or grows:
+        return
+    total = _summary(dict(sum((Counter(total) for total in totals), Counter[str]())))
+    gpu = " with gpu=False," if bundle.get("GPU") and not any(total.get("GPU") for total in totals) else ""
+    raise ResourcesError(
+        f"{workers} workers never fit: asked {_asked(workers, bundle)}, each worker's on one node, and all that this "
+        f"Ray has is {total}, {fit} workers' worth, which no node will join; ask for fewer workers,{gpu} or connect to "
+        "a larger cluster first: ray.init(address=...)"
+    )
+
+
+def may_grow() -> bool:
+    """Whether nodes may join the cluster: not where Ray was started by this process, for itself."""
+    node = getattr(ray._private.worker, "_global_node", None)
+    return node is None or not node.is_head()
+
+
+def _reserved_by_others(table: Mapping[str, Mapping[str, Any]], own: str) -> str:
+    """What other placement groups hold, in words."""
+    held: Counter[str] = Counter()
+    for group, about in table.items():
+        if group != own and about["state"] == "CREATED":
+            for bundle in about["bundles"].values():
+                held.update({name: amount for name, amount in bundle.items() if name in ("CPU", "GPU")})
+    return f", placement groups hold {_summary(dict(held))}" if held else ""
+
+
+def _asked(workers: int, bundle: Mapping[str, float]) -> str:
+    return "{" + ", ".join(f"{name}: {value * workers:g}" for name, value in bundle.items()) + "}"
 
 
 def fitting(bundle: dict[str, float]) -> int:
@@ -259,6 +309,6 @@ def spread(nodes: Sequence[str], servers: int, there: Sequence[str] = ()) -> lis
     return beside
 
 
-def _summary(resources: dict[str, float]) -> str:
+def _summary(resources: Mapping[str, float]) -> str:
     shown = [f"{name}: {resources.get(name, 0):g}" for name in ("CPU", "GPU") if name in resources or name == "CPU"]
     return "{" + ", ".join(shown) + "}"

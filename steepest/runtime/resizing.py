@@ -16,7 +16,7 @@ from steepest.errors import ResourcesError
 from steepest.job import check_agreement, make_strategy
 from steepest.runtime.draining import Move, are_up, draining
 from steepest.runtime.launch import Cluster
-from steepest.runtime.placement import Room, ask_for_room, fitting, worker_bundle
+from steepest.runtime.placement import Room, ask_for_room, check_possible, fitting, may_grow, worker_bundle
 from steepest.runtime.process import by_calls
 from steepest.runtime.state import JobState
 from steepest.runtime.successors import Start
@@ -65,6 +65,7 @@ class Resize:
         self._opening: list[Any] = []
         if (missing := workers - cluster.job.num_workers - len(self._seats)) > 0:
             bundle = worker_bundle(cluster.job.devices_per_worker, cluster.gpu, cluster.settings.cpus_per_worker)
+            check_possible(workers, bundle, ray.nodes(), may_grow())
             self._room = ask_for_room(missing, bundle, cluster.seats.failing)
             self._waiting = [self._room.group.ready()]
         else:

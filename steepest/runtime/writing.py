@@ -19,7 +19,7 @@ class _Work:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     hung: bool = False  # whether it was given up waiting for
-    then: Callable[[], None] | None = None  # what to do when it is over; it is not wanted any more
+    then: Callable[[], None] | None = None  # what to do when it is over; nobody waits for it any more
 
 
 class Writer:
@@ -50,7 +50,7 @@ class Writer:
 
         def progress(file: Path) -> None:
             work.moved, work.file = self._clock(), file
-            if work.then is not None:
+            if work.hung and work.then is not None:
                 raise CheckpointError("the trainer was shut down meanwhile")
 
         def run() -> None:
@@ -91,7 +91,7 @@ class Writer:
         )
 
     def end(self, then: Callable[[], None]) -> None:
-        """What is still being written is not wanted any more, should it ever get on.
+        """Nothing else will be written; what hung is given up, should it ever get on.
 
         Args:
             then: called when nothing is being written; perhaps twice, perhaps on another thread, perhaps never.
