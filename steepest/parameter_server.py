@@ -100,8 +100,6 @@ class ParameterServer:
         max_in_flight: int = 8,
     ) -> None:
         require_choice("update", update, ("add",))
-        if optimizer is not None and not callable(optimizer):
-            raise ConfigurationError(f"optimizer={optimizer!r}: give a function of a list of parameters, or None")
         require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", transport, TRANSPORTS)
         check_ways(transport)
