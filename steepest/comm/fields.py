@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from steepest.comm.message import WHOLE
 
 #: The greatest number in any field. Sums of a few of them fit into 64 bits.
 MOST = 1 << 62
+#: The greatest weight of a gradient. The square of its inverse is a number, too.
+HEAVIEST = 1e100
 #: Characters of a text: a traceback is cut to 20,000.
 _TEXT = 1 << 16
+
+
+_LISTS = {list, tuple}
 
 
 class Limits(NamedTuple):
@@ -44,6 +50,7 @@ class Schema:
 
     Attributes:
         meta: the fields of `Message.meta` that any role looks at; others may be there, and are ignored.
+        weighs: whether its weight and total say what its payload weighs.
         header: fields of the header that mean something here, beside the version and the chunk, which always do.
         about_chunk: whether it is about one chunk, and not about all or none.
         may_be_bare: whether it may come without any of `meta`, although parts of that belong together.
@@ -52,6 +59,7 @@ class Schema:
     meta: Mapping[str, Field] = field(default_factory=dict)
     header: Mapping[str, Field] = field(default_factory=dict)
     about_chunk: bool = False
+    weighs: bool = False
     may_be_bare: bool = False
 
     @property
@@ -96,9 +104,6 @@ COUNT = Field("an integer from 0 to 2**62", lambda value, limits: _is_count(valu
 ZERO = Field("0", lambda value, limits: value == 0)
 NUMBER = Field("a number", lambda value, limits: _is_number(value))
 FINITE = Field("a finite number", lambda value, limits: _is_number(value) and math.isfinite(value))
-WEIGHT = Field(  # what is not finite makes a gradient that is not, and is told of as that
-    "a number from 0 to 1e100, or not a finite one", lambda value, limits: not (value < 0 or 1e100 < value < math.inf)
-)
 ZERO_OR_ONE = Field("0 or 1", lambda value, limits: value in (0, 1))
 FLAG = Field("true or false", lambda value, limits: isinstance(value, bool))
 TEXT = Field(f"a text of at most {_TEXT} characters", lambda value, limits: _is_text(value))
@@ -123,6 +128,25 @@ def many(each: Field) -> Field:
     )
 
 
+def rows(width: int) -> Field:
+    """A list of any length of lists of this length: the index of a worker, and integers. Of these COMMIT has many."""
+
+    def fits(value: Any, limits: Limits) -> bool:
+        if not _is_list(value) or not set(map(type, value)) <= _LISTS or not set(map(len, value)) <= {width}:
+            return False
+        flat = list(chain.from_iterable(value))
+        if not flat:
+            return True
+        return (
+            set(map(type, flat)) == {int}
+            and min(flat) >= 0
+            and max(flat) < MOST
+            and max(flat[::width]) < limits.workers
+        )
+
+    return Field(f"a list of lists of {width}: the index of a worker, and integers from 0 to 2**62", fits)
+
+
 def some(each: Field) -> Field:
     """A list of one or more."""
     other = many(each)
@@ -145,7 +169,10 @@ def numbers_by_name() -> Field:
     """An object of numbers."""
     return Field(
         "an object of numbers",
-        lambda value, limits: isinstance(value, dict) and all(_is_number(number) for number in value.values()),
+        lambda value, limits: (
+            isinstance(value, dict)
+            and (set(map(type, value.values())) <= {float} or all(map(_is_number, value.values())))
+        ),
     )
 
 

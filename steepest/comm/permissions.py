@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
@@ -11,11 +12,11 @@ from steepest.comm.fields import (
     COUNT,
     FINITE,
     FLAG,
+    HEAVIEST,
     MOST,
     NOTHING,
     NUMBER,
     TEXT,
-    WEIGHT,
     WORKER,
     ZERO,
     ZERO_OR_ONE,
@@ -30,6 +31,7 @@ from steepest.comm.fields import (
     one_of,
     plain_by_name,
     row,
+    rows,
     some,
     unfit,
     whole,
@@ -40,11 +42,10 @@ from steepest.errors import ProtocolError
 #: A kind, the sender's role, the receiver's role.
 Line = tuple[Kind, str, str]
 
-_PUSH_ID = row(WORKER, COUNT, COUNT)  # worker, incarnation, sequence
 _PEER = row(one_of("coordinator", "server", "worker", "client", "relay", "member"), COUNT)
 _CULPRITS = many(row(Field("an integer from -1", lambda v, limits: type(v) is int and -1 <= v < MOST), TEXT))
-_PUSHES = needed(many(_PUSH_ID))
-_READERS = needed(many(row(WORKER, COUNT)))
+_PUSHES = needed(rows(3))  # worker, incarnation, sequence
+_READERS = needed(rows(2))  # worker, sequence
 _HISTORY = whole(
     {
         "committed": needed(COUNT),
@@ -66,7 +67,7 @@ _RECORD = {  # of optimizer state: what it is
     "shape": many(COUNT),
 }
 _SENT = Schema(about_chunk=True)
-_PUSH = Schema({"absent": many(COUNT)}, {"weight": WEIGHT, "total": WEIGHT}, about_chunk=True)
+_PUSH = Schema({"absent": many(COUNT)}, about_chunk=True, weighs=True)
 _COMMIT = Schema(
     {
         "pushes": _PUSHES,
@@ -134,12 +135,12 @@ TRAINING: Mapping[Line, Schema] = MappingProxyType(
         **_COMMON,
         (Kind.PUSH, "worker", "server"): _PUSH,
         (Kind.PUSH, "worker", "relay"): _PUSH,
-        (Kind.PUSH, "relay", "server"): Schema({"pushes": _PUSHES, **_PUSH.meta}, _PUSH.header, about_chunk=True),
+        (Kind.PUSH, "relay", "server"): Schema({"pushes": _PUSHES, **_PUSH.meta}, about_chunk=True, weighs=True),
         (Kind.STAGED, "server", "coordinator"): Schema({"worker": WORKER, **_STAGED}),
         (Kind.LOGGED, "server", "coordinator"): Schema(),
         (Kind.WEIGHTS, "server", "relay"): _WEIGHTS,
         (Kind.WEIGHTS, "relay", "worker"): Schema({"reload": FLAG}),  # also of all chunks: where they lie
-        (Kind.REPORT, "worker", "coordinator"): Schema(_REPORT, {"total": WEIGHT}),
+        (Kind.REPORT, "worker", "coordinator"): Schema(_REPORT, weighs=True),
         (Kind.JOIN, "worker", "coordinator"): Schema(),
         (Kind.FAILED, "worker", "coordinator"): Schema({"error": needed(TEXT), "traceback": needed(TEXT)}),
         (Kind.MEMBERS, "coordinator", "worker"): _MEMBERS,
@@ -194,7 +195,8 @@ class Admission:
         self.succeeded = frozenset(succeeded)
         self._limits = limits
         self._lines = {
-            line: (schema.lowest_chunk, schema.header, schema.meta, schema.needs_meta) for line, schema in table.items()
+            line: (schema.lowest_chunk, schema.weighs, schema.header, schema.meta, schema.needs_meta)
+            for line, schema in table.items()
         }
 
     def exists(self, peer: Peer) -> bool:
@@ -216,12 +218,14 @@ class Admission:
         line = self._lines.get((message.kind, source.role, target.role))
         if line is None:
             raise ProtocolError(f"a {source.role} may not send {message.kind.name} to a {target.role}")
-        lowest, header, fields, required = line
+        lowest, weighs, header, fields, required = line
         wrong = None
         if not lowest <= message.chunk < limits.chunks:
             wrong = f"chunk={message.chunk}: give an index from {lowest} to {limits.chunks - 1}"
         elif not 0 <= message.version < MOST:
             wrong = f"version={message.version}: give an integer from 0 to 2**62"
+        elif weighs and not (0.0 <= message.weight <= HEAVIEST and 0.0 <= message.total <= HEAVIEST):
+            wrong = _unfit_weight(message)
         elif header:
             wrong = unfit(header.items(), {name: getattr(message, name) for name in header}, limits)
         meta = message.meta
@@ -229,3 +233,11 @@ class Admission:
             wrong = unfit(fields.items(), {} if meta is None else meta, limits)
         if wrong is not None:
             raise ProtocolError(f"{message.kind.name} from {source} with {wrong}")
+
+
+def _unfit_weight(message: Message) -> str | None:
+    """What is not finite is no fault of the message: it makes a gradient that is not finite, and is told of as that."""
+    for name, value in (("weight", message.weight), ("total", message.total)):
+        if value < 0 or HEAVIEST < value < math.inf:
+            return f"{name}={value}: give a number from 0 to {HEAVIEST:g}"
+    return None
