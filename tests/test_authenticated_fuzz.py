@@ -12,8 +12,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from steepest.comm.message import Kind, Message, Peer
+from steepest.comm.permissions import OPEN, TRAINING
 from steepest.hosts import Hosts
-from steepest.testing import InProcessCluster, Link, Network
+from steepest.testing import Fault, InProcessCluster, Link, Network
 from tests.crowd import Crowd, like
 from tests.fuzzing import Recorder, go_on, tell
 from tests.modes import check, make, trained
@@ -37,6 +38,18 @@ def job(name: str) -> InProcessCluster:
     return make(name, task())
 
 
+def test_what_is_changed_has_everything_in_it() -> None:
+    found = {about(message) for name in JOBS for message in undisturbed(name)[1]}
+    assert {line for line in TRAINING if line[1] != "member"} <= found
+    assert {about(message) for message in undisturbed_crowd()} == set(OPEN)
+
+
+def about(message: Message) -> tuple[Kind, str, str]:
+    assert message.source is not None
+    assert message.target is not None
+    return message.kind, message.source.role, message.target.role
+
+
 @cache
 def undisturbed(name: str) -> tuple[Weights, tuple[Message, ...]]:
     """The weights after all steps, and all that was said until then and when the state was read and set."""
@@ -46,10 +59,27 @@ def undisturbed(name: str) -> tuple[Weights, tuple[Message, ...]]:
     weights = cluster.weights()
     snapshot = cluster.snapshot("state")
     cluster.log()
+    cluster.wait(cluster.client.stop(), "a stop")
     cluster.wait(cluster.client.install(STEPS, snapshot.weights, snapshot.records, None), "an install")
     cluster.wait(cluster.client.counters(), "counters")
     cluster.wait(cluster.client.revoke(), "a new generation")
-    return weights, tuple(recorder.seen)
+    return weights, (*recorder.seen, *said_in_trouble(name))
+
+
+def said_in_trouble(name: str) -> list[Message]:
+    """What is said when a model raises and a worker dies, where another one takes its place."""
+    name = "sync" if name == "relays" else name
+    replaced = name not in ("allreduce", "replicated")
+    kill = [Fault.kill("worker", 0, step=3)] if replaced else []
+    cluster = make(name, task(), replaces=replaced, faults=[Fault.raises("worker", 1, step=1), *kill])
+    recorder = Recorder(cluster.network)
+    taken = 0
+    while taken < 6:
+        taken += sum(outcome.kind is Kind.RESULT for outcome in cluster.step(6 - taken))
+    cluster.workers[1].join()
+    cluster.client.declare_lost(1, 7, "it is silent")
+    go_on(cluster.network)
+    return recorder.seen
 
 
 def stranger(cluster: Any, routers: Any, chance: random.Random) -> Link:

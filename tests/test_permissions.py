@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from steepest.comm.frame import ROLES
-from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
+from steepest.comm.members import MemberCollective
+from steepest.comm.message import COORDINATOR, Kind, Message, Peer, member_peer, server_peer, worker_peer
 from steepest.comm.permissions import OPEN, TRAINING, Admission
 from steepest.comm.router import Router
 from steepest.config import LocalStrategy, StrategyConfig
@@ -376,6 +377,16 @@ def test_states_that_are_put_and_not_installed_are_bounded() -> None:
     server.handle(client, put(3))
     weights = crowd.arrays.layout.allocate()
     crowd.wait(crowd.users[1].client.install(0, weights, None))
+
+
+def test_what_other_members_are_ahead_is_bounded() -> None:
+    member = MemberCollective(0, 2, Router(), 1.0)
+    for generation in range(1024):
+        member.handle(member_peer(1), Message(Kind.DATA, generation))
+    with pytest.raises(ProtocolError, match="1024 calls or generations ahead of member 0"):
+        member.handle(member_peer(1), Message(Kind.DATA, 2000))
+    with pytest.raises(ProtocolError, match="member 5 is none of 2 members"):
+        member.handle(member_peer(5), Message(Kind.DATA))
 
 
 # -- before anything changes -------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from steepest.comm.router import Router
 from steepest.comm.shared import allocate, segment_of
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 
+_MOST_ROUNDS = 1024
 _LENT = 0  # as a message's chunk: its payload may stay where it lies
 
 
@@ -293,6 +294,8 @@ class MemberCollective(PointToPoint):
         key = message.generation, message.version
         if self._over(key):
             return
+        if key not in self._rounds and len(self._rounds) >= _MOST_ROUNDS:
+            raise ProtocolError(f"{source} is {_MOST_ROUNDS} calls or generations ahead of member {self.rank}")
         here = self._round(key)
         if message.kind is Kind.ABORT:
             here.aborted = here.aborted or str(message.values().get("reason"))

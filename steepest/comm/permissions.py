@@ -39,6 +39,8 @@ from steepest.comm.fields import (
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer
 from steepest.errors import ProtocolError
 
+#: Roles of which a successor may connect while the channel of the one before it is still open.
+SUCCEEDED = ("worker", "member", "client")
 #: A kind, the sender's role, the receiver's role.
 Line = tuple[Kind, str, str]
 
@@ -183,14 +185,14 @@ class Admission:
     Args:
         table: who may say what to whom, and the fields of that.
         limits: how many workers, servers and chunks there are.
-        succeeded: roles of which a successor may connect while the channel of the one before it is still open.
+        succeeded: as `SUCCEEDED`, or fewer.
     """
 
     def __init__(
         self,
         table: Mapping[Line, Schema] = TRAINING,
         limits: Limits = Limits(),  # noqa: B008 - immutable
-        succeeded: Collection[str] = ("worker", "member", "client"),
+        succeeded: Collection[str] = SUCCEEDED,
     ) -> None:
         self.succeeded = frozenset(succeeded)
         self._limits = limits

@@ -31,6 +31,7 @@ import torch
 from steepest.comm.channel import Event
 from steepest.comm.frame import Sink, encode
 from steepest.comm.message import Kind, Message, Peer
+from steepest.comm.permissions import SUCCEEDED
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
 from steepest.runtime.parcels import (
     ANSWER_HEAD,
@@ -382,7 +383,8 @@ class CallTransport:
         what, text, payloads = call
         if what == HELLO:
             channel.introduce(tuple(Peer(*peer) for peer in json.loads(bytes(text))))
-            for other in [other for other in self._answering if set(other.peers) & set(channel.peers)]:
+            succeeding = {peer for peer in channel.peers if peer.role in SUCCEEDED}
+            for other in [other for other in self._answering if succeeding.intersection(other.peers)]:
                 self.lose(other, "it has connected anew")
             self._answering.append(channel)
             self._events.append(Event(channel, None, "opened"))
