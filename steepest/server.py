@@ -279,19 +279,19 @@ class Server:
         if push in held.staged:
             return "it is staged already"
         if not self._together:
-            return self._reason_against_another(push)
+            return self._reason_against_another(push, held)
         if message.version < self.version:
             return ""
         if message.version > self.version or push.worker in held.contributors():
             return "out of place"
         return None
 
-    def _reason_against_another(self, push: PushId) -> str | None:
+    @staticmethod
+    def _reason_against_another(push: PushId, held: ServerChunk) -> str | None:
         """Whoever pushes on and on without a commit is refused before the memory is gone."""
-        staged = self._trainable[0].staged
-        if push in self._arriving or len(staged) < MOST_PUSHES:
+        if len(held.staged) < MOST_PUSHES:
             return None
-        own = sum(other.worker == push.worker for other in (*self._arriving, *staged))
+        own = sum(other.worker == push.worker for other in held.staged)
         return None if own < MOST_PUSHES else f"worker {push.worker} has {own} pushes that are not committed"
 
     def _reduce(self, held: ServerChunk) -> None:

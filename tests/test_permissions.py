@@ -341,12 +341,16 @@ def test_early_pushes_are_bounded_and_the_job_goes_on() -> None:
     assert same_bits(cluster.weights(), other.weights())
 
 
-def test_a_user_who_only_pushes_is_refused_at_some_point() -> None:
-    crowd = Crowd({"a": torch.zeros(8)}, servers=1, users=1)
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_a_user_who_only_pushes_is_refused_at_some_point(chunk: int) -> None:
+    crowd = Crowd({"a": torch.zeros(40)}, servers=1, users=1)
     server, refused = crowd.servers[0], []
     for sequence in range(1, 1100):
+        message = push(server, 100, sequence=sequence)
+        message.chunk = list(server.chunks)[chunk]
+        message.payload = None
         try:
-            server.handle(worker_peer(100), push(server, 100, sequence=sequence))
+            server.handle(worker_peer(100), message)
         except ProtocolError as error:
             refused.append(str(error))
     assert len(refused) == 1099 - 1024
