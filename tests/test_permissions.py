@@ -15,14 +15,14 @@ from steepest.comm.members import MemberCollective
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, member_peer, server_peer, worker_peer
 from steepest.comm.permissions import OPEN, TRAINING, Admission
 from steepest.comm.router import Router
-from steepest.config import LocalStrategy, StrategyConfig
+from steepest.config import LocalStrategy, ParameterServerStrategy, StrategyConfig, TopK
 from steepest.errors import ProtocolError
 from steepest.hosts import Hosts
 from steepest.server import Server
 from steepest.testing import Fault, InProcessCluster
 from tests.crowd import Crowd, like
 from tests.modes import MODES, make, mode, trained
-from tests.reference import Task, same_bits, sgd
+from tests.reference import Task, perceptron, same_bits, samples, sgd
 
 # -- the table ---------------------------------------------------------------------------------------
 
@@ -470,3 +470,28 @@ def test_a_gradient_of_an_absurd_weight_is_one_that_is_not_finite() -> None:
     (_, staged) = sent[-1]
     assert staged.kind is Kind.STAGED
     assert not torch.isfinite(torch.tensor(staged.values()["squares"]))
+
+
+def test_a_packed_gradient_that_is_none_is_refused_as_it_comes_and_the_step_goes_on() -> None:
+    task = Task(lambda: perceptron(torch.float32), sgd(), samples(13, dtype=torch.float32))
+
+    def train() -> InProcessCluster:
+        strategy = ParameterServerStrategy(chunk_bytes=1024, wire_dtype=TopK(0.1), num_servers=1)
+        return InProcessCluster(task.creator(), num_workers=2, strategy=strategy)
+
+    expected = train()
+    trained(expected, 2)
+    cluster = train()
+    trained(cluster, 1)
+    server = server_of(cluster)
+    packing = cluster.job.wire_formats[0]
+    layout = cluster.job.description.layout
+    assert packing is not None
+    size = packing.size(layout, layout.chunks[0])
+    assert size is not None
+    message = Message(Kind.PUSH, server.generation, 0, 77, server.version, 0, 1.0, 1.0)
+    message.payload = torch.full((size,), 255, dtype=torch.uint8)
+    with pytest.raises(ProtocolError, match="elements should come"):
+        server.handle(worker_peer(1), message)
+    trained(cluster, 1)
+    assert same_bits(cluster.weights(), expected.weights())
