@@ -388,9 +388,8 @@ class Server:
         here = (self.generation, self.version)
         if (message.generation, message.version) != (self.generation, self.version + 1):
             raise ProtocolError(f"COMMIT of {(message.generation, message.version)} at generation, version {here}")
-        if self._together:
-            missing = self._together_now.missing > 0
-        else:
+        missing = self._together and self._together_now.missing > 0
+        if not self._together and not self._hosts.relays:  # what a relay added up is staged as the first of them
             staged = self._trainable[0].staged if self._trainable else dict.fromkeys(pushes)
             missing = any(push in self._arriving or push not in staged for push in pushes)
         if missing and not message.values().get("skip"):
