@@ -70,7 +70,8 @@ class Checkpoint:
         about: step, epoch, offset, seed, samples, optimizer, flags (which change what state it keeps), plain
             (state keys that are Python numbers), aliases; JSON-able. Also, but for older checkpoints, left (what is
             left over, see `SamplePlan`), begun (in which order it is, see there), updates (that the model's optimizer
-            has made for each weight, which its schedule counts) and ends (the first steps after epoch 0, 1, ...).
+            has made for each weight, which its schedule counts), schedule (where that stands, see `Schedule.state`; or
+            None) and ends (the first steps after epoch 0, 1, ...).
     """
 
     weights: dict[str, torch.Tensor]
@@ -126,7 +127,7 @@ def gather(
         weights: the flat vector.
         optimizer: its state by "parameter/key", and which of it is plain numbers.
         states: each replica's buffers.
-        place: step, epoch, offset, left, begun, updates, ends and seed.
+        place: step, epoch, offset, left, begun, updates, schedule, ends and seed.
         apart: what else belongs to some process, by keys of its own.
     """
     state, plain = optimizer

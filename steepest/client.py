@@ -141,7 +141,8 @@ class Client:
             version: from now on.
             weights: flat; None for those that servers have, and their optimizers' state.
             records: optimizer state; None to leave it, and the order of samples, as they are.
-            state: of the coordinator, see `Salvage`; None to begin anew.
+            state: of the coordinator, or parts of it, see `Salvage`; what is missing begins anew, but for the schedule,
+                which then has to find its way.
         """
         self._requests += 1
         messages = [] if weights is None else self._puts(weights, records)
@@ -255,7 +256,7 @@ class Client:
             if read.snapshot.version not in (-1, message.version):
                 raise ProtocolError(f"versions {read.snapshot.version} and {message.version} in one snapshot")
             read.snapshot.version = message.version
-            read.snapshot.state = message.values().get("state", {})
+            read.snapshot.state |= message.values().get("state", {})
             read.awaited.discard(source.index)
             if not read.awaited:
                 del self._reads[message.sequence]

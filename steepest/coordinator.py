@@ -12,11 +12,15 @@ from steepest.errors import ProtocolError, describe_error
 from steepest.history import History
 from steepest.leases import Leases
 from steepest.ledger import Ledger
+from steepest.optimizer import Schedule, ScheduleState
 from steepest.rules import CommitRule, PushId, Staged
 from steepest.staging import Report, StagedEach, StagedTogether, Staging, clip_factor, summarize
 
 Outgoing = list[tuple[Peer, Message]]
 _MOST_WAITING = 64  # states that wait to be installed
+
+#: Commits from one that tells servers where the schedule stands to the next: what another coordinator may have to go.
+SCHEDULE_EVERY = 100
 
 
 class Coordinator:
@@ -32,6 +36,7 @@ class Coordinator:
         holding: those of them that hold trainable chunks, whose staging is awaited.
         rule: the commit rule.
         hyperparameters: of each step, by parameter group; what differs from the servers' own.
+        schedule: that gives them, if it has a state.
         step_timeout: seconds after which an open step is given up.
         nonfinite: "refuse", "skip" or "pass" an update with NaN or infinity.
         clip_norm: the greatest norm of an update's gradient; None for any.
@@ -58,6 +63,7 @@ class Coordinator:
         keep_log: bool = False,
         waits: bool = False,
         witnessed: bool = False,
+        schedule: Schedule | None = None,
     ) -> None:
         self.version = 0
         self.generation = 0
@@ -69,6 +75,8 @@ class Coordinator:
         self._servers = servers
         self._rule = rule
         self._hyperparameters = hyperparameters
+        self._schedule = schedule
+        self._behind = False  # whether the schedule has a long way to the open step
         self._step_timeout = step_timeout
         self._nonfinite = nonfinite
         self._clip_norm = clip_norm
@@ -136,6 +144,9 @@ class Coordinator:
     def tick(self, now: float) -> Outgoing:
         """Time has passed: gives up what was awaited for too long."""
         self._now = now
+        if self._behind:
+            self._since = math.inf  # nobody else is waited for
+            return self._decide() if self._scheduled() else []
         overdue = self._leases.overdue(now, self._step_timeout)
         if self._client is None or self.version >= self.limit:
             return []
@@ -251,13 +262,20 @@ class Coordinator:
         ]
 
     def _state(self) -> dict[str, Any]:
-        """What another coordinator needs to go on from here."""
-        return {"ledger": self._leases.state(), "history": self._history.look()}
+        """What another coordinator needs to go on from here, beside the schedule."""
+        return {"ledger": self._leases.state(), "history": self._history.counts()}
+
+    def _where_scheduled(self) -> dict[str, ScheduleState]:
+        """Where the schedule stands, if it can be told."""
+        state = None if self._schedule is None else self._schedule.state()
+        return {} if state is None else {"schedule": state}
 
     def _to_servers(self, kind: Kind, **fields: Any) -> Outgoing:
         if self._witnessed and kind is not Kind.SNAPSHOT:
             self._words += 1
             fields["meta"] = {**fields["meta"], "word": self._words, "state": self._state()}
+            if kind is Kind.MEMBERS or (kind is Kind.COMMIT and self.version % SCHEDULE_EVERY == 0):
+                fields["meta"] |= self._where_scheduled()
         return [
             (server_peer(server), Message(kind, generation=self.generation, version=self.version, **fields))
             for server in self._servers
@@ -306,7 +324,10 @@ class Coordinator:
             meta["chunks"] = wanted["chunks"]
         if meta["what"] != "weights":
             meta["state"] = self._state()
-        return self._to_servers(Kind.SNAPSHOT, sequence=message.sequence, meta=meta)
+        out = self._to_servers(Kind.SNAPSHOT, sequence=message.sequence, meta=meta)
+        if "state" in meta:  # it may be long, and one server to pass it on is enough
+            out[0][1].meta = {**meta, "state": {**meta["state"], **self._where_scheduled()}}
+        return out
 
     def _install(self, source: Peer, message: Message) -> Outgoing:
         if len(self._waiting) >= _MOST_WAITING:
@@ -324,7 +345,11 @@ class Coordinator:
         if state := message.values().get("state"):
             following, *returned = state.get("ledger", [step * self._pushes])
             self._leases.ledger = Ledger(following, returned)
-            self._history.go_on_from(state["history"])
+            if "history" in state:
+                self._history.go_on_from(state["history"])
+        if self._schedule is not None:
+            self._schedule.go_on_from((state or {}).get("schedule"))
+            self._behind = True
         self._history.forget_log()
         self._part.clear()
         self._norms.clear()
@@ -414,7 +439,7 @@ class Coordinator:
     def _decide(self) -> Outgoing:
         out: Outgoing = []
         members = frozenset(self._members)
-        while ready := self._staging.ready():
+        while (ready := self._staging.ready()) and self._scheduled():
             commit, drop = self._rule.decide(self.version, members, ready)
             if drop:
                 out += self._drop(drop)
@@ -426,6 +451,11 @@ class Coordinator:
                 return out + self._refuse(commit, meta)
             out += self._commit(commit, skip=bool(culprits))
         return out
+
+    def _scheduled(self) -> bool:
+        """Whether the schedule stands at the open step; towards a far one it goes a part of the way each time."""
+        self._behind = self._schedule is not None and not self._schedule.reach(self.version // self._per_step)
+        return not self._behind
 
     def _commit(self, chosen: tuple[Staged, ...], *, skip: bool) -> Outgoing:
         step = self.version // self._per_step

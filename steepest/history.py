@@ -54,8 +54,13 @@ class History:
         else:
             self._slow_since.pop(worker, None)
 
+    def counts(self) -> dict[str, Any]:
+        """What `go_on_from` takes."""
+        counts = {"committed": self.committed, "skipped": self.skipped, "dropped": self.dropped}
+        return {**counts, "staleness": sorted(self.staleness.items())}
+
     def go_on_from(self, told: dict[str, Any]) -> None:
-        """Takes the counters over that `look` told of another one."""
+        """Takes the counters over that another one told, by `counts` or `look`."""
         self.committed, self.skipped, self.dropped = told["committed"], told["skipped"], told["dropped"]
         self.staleness = Counter(dict(told["staleness"]))
 
@@ -72,9 +77,8 @@ class History:
     def look(self, log_from: int | None = None) -> dict[str, Any]:
         """Counters; or a page of the log, from an entry on."""
         if log_from is None:
-            counts = {"committed": self.committed, "skipped": self.skipped, "dropped": self.dropped}
             paces, slow = sorted(self.paces.items()), sorted(self._slow_since.items())
-            return {**counts, "staleness": sorted(self.staleness.items()), "paces": paces, "slow": slow}
+            return {**self.counts(), "paces": paces, "slow": slow}
         if self._log is None:
             return {"log": None}
         return {"log": self._log[log_from : log_from + LOG_PAGE], "length": len(self._log)}

@@ -327,13 +327,14 @@ def build_replicas(
 
 def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
     """Makes the coordinator live in this process; for `pause` see `CoordinatorRole`."""
-    chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec)
+    chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec, job.updates_before)
     coordinator = Coordinator(
         members=frozenset(range(job.num_workers)),
         servers=tuple(range(job.num_servers)),
         holding=frozenset(server for chunk in chunks if chunk.trainable for server in job.holders[chunk.index]),
         rule=job.strategy.rule,
-        hyperparameters=lambda step: schedule.at(job.updates_before(step)),
+        hyperparameters=schedule.at,
+        schedule=schedule,
         step_timeout=job.step_timeout,
         nonfinite=job.strategy.nonfinite,
         clip_norm=job.strategy.clip_norm,

@@ -10,11 +10,14 @@ import torch
 
 from steepest.checkpoint import Record, assemble, disassemble
 from steepest.model import Arrive, Model
-from steepest.optimizer import OptimizerSpec, Schedule
+from steepest.optimizer import OptimizerSpec, Schedule, ScheduleState
 from steepest.packing import sum_of_squares
 from steepest.replicas import Batches, ChunkReady, Memory, Replicas, WorkerResult, summarize_batches
 from steepest.server_chunk import ServerChunk
 from steepest.staging import clip_factor
+
+#: What a worker's own optimizer remembers by "parameter/key", which of it is plain numbers, where its schedule stands.
+Inner = tuple[dict[str, torch.Tensor], list[str], ScheduleState | None]
 
 
 class LocalReplicas(Replicas):
@@ -67,6 +70,7 @@ class LocalReplicas(Replicas):
         }
         self._number = -1  # of the last share
         self._before: list[Record] = []  # the inner optimizer's state before it
+        self._schedule_before: ScheduleState | None = None
 
     def adopt(self, weights: torch.Tensor) -> bool:
         """Each worker's weights are its own."""
@@ -103,8 +107,10 @@ class LocalReplicas(Replicas):
         """A share that is computed again, because its step failed, begins where it began before."""
         if number == self._number:
             self._load(self._before)
+            self._schedule.go_on_from(self._schedule_before)
         else:
             self._before = [(index, about, value.clone()) for index, about, value in self._records()]
+            self._schedule_before = self._schedule.state()
         self._number = number
 
     def _keep(self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
@@ -147,17 +153,21 @@ class LocalReplicas(Replicas):
         for index, about, value in records:
             self._held[index].load_state(about, value.clone())
 
-    def inner_state(self, step: int) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """By "parameter/key", and which of it is plain numbers.
+    def inner_state(self, step: int) -> Inner:
+        """What its optimizer remembers.
 
         Args:
             step: steps committed. What was computed for a later one counts for nothing.
         """
         given_up = self._number // self._shares >= step
         state, plain = assemble(self.layout, self._before if given_up else self._records())
-        return {name: value.clone() for name, value in state.items()}, plain
+        schedule = self._schedule_before if given_up else self._schedule.state()
+        return {name: value.clone() for name, value in state.items()}, plain, schedule
 
-    def load_inner_state(self, state: Mapping[str, torch.Tensor], plain: Sequence[Any]) -> None:
+    def load_inner_state(
+        self, state: Mapping[str, torch.Tensor], plain: Sequence[Any], schedule: ScheduleState | None
+    ) -> None:
         """Sets what `inner_state` returns."""
         self._load(disassemble(self.layout, state, plain))
+        self._schedule.go_on_from(schedule)
         self._number = -1

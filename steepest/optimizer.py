@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +17,19 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from steepest.errors import ConfigurationError
+from steepest.jsonable import from_json, to_json
 from steepest.plain_torch import take_step, without_compiler
 
+log = logging.getLogger(__name__)
 Hyperparameters = dict[str, Any]
+#: Where a schedule stands, JSON-able; see `Schedule.state`.
+ScheduleState = dict[str, Any]
+
+#: Bytes of JSON that hyperparameters of a step, or a schedule's state, may have: they travel in one message.
+MOST_BYTES = 1 << 20
+_MANY_GROUPS = 2500  # fewer are not measured: they have less
+_CATCH_UP = 400_000  # calls times groups, of a scheduler, for which others may wait: a fraction of a second
+_TRIED_STEPS = 4
 _STATELESS_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "nesterov")
 
 
@@ -32,6 +45,8 @@ class OptimizerSpec:
             split over servers; found by trying.
         lr_scheduler: makes a torch scheduler for an optimizer; stepped once per training step.
         learning_rate: or: the learning rate of every group as a function of the step.
+        schedule_id: identifies a scheduler whose state can be carried, as far as its first steps tell it from
+            another; empty if there is none, or if it can only be computed from its beginning.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -40,6 +55,7 @@ class OptimizerSpec:
     elementwise: bool = True
     lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     learning_rate: Callable[[int], float] | None = None
+    schedule_id: str = ""
 
     @classmethod
     def read(
@@ -81,7 +97,7 @@ class OptimizerSpec:
         spec = cls(type(optimizer), defaults, tuple(groups), True, lr_scheduler, learning_rate)
         spec = replace(spec, elementwise=_is_elementwise(spec))
         Schedule(spec).at(1)  # a schedule that cannot run is found here, not on a server
-        return spec
+        return replace(spec, schedule_id=_identify(spec))
 
     @property
     def name(self) -> str:
@@ -147,19 +163,28 @@ class OptimizerSpec:
 class Schedule:
     """The hyperparameters of each step: a pure function of the step, whatever was asked before.
 
-    Stepped once per training step, as in ``optimizer.step(); scheduler.step()``.
+    Stepped once per training step, as in ``optimizer.step(); scheduler.step()``. Steps backwards begin anew.
+
+    Args:
+        count: how often it is stepped before a training step; by default as often as there were steps.
     """
 
-    def __init__(self, spec: OptimizerSpec) -> None:
+    def __init__(self, spec: OptimizerSpec, count: Callable[[int], int] = lambda step: step) -> None:
         self._spec = spec
+        self._count = count
         self._base = [dict(hyper) for _, hyper in spec.groups]
         self._step = 0
         self._scheduler: LRScheduler | None = None
         self._optimizer: torch.optim.Optimizer | None = None
 
     def at(self, step: int) -> list[Hyperparameters]:
-        """What differs from the recipe's hyperparameters in a step, group by group."""
-        spec = self._spec
+        """What differs from the recipe's hyperparameters in a step, group by group.
+
+        Raises:
+            ConfigurationError: the schedule gives no finite learning rate, needs more than the step, or changes more
+                than fits into a message. Also what the user's own schedule raises.
+        """
+        spec, step = self._spec, self._count(step)
         if spec.learning_rate is not None:
             rate = spec.learning_rate(step)
             if isinstance(rate, bool) or not isinstance(rate, Real) or not math.isfinite(rate):
@@ -167,20 +192,8 @@ class Schedule:
             return [{"lr": float(rate)} for _ in self._base]
         if spec.lr_scheduler is None:
             return [{} for _ in self._base]
-        if self._optimizer is None or step < self._step:
-            self._begin()
+        self._advance(step, step + 1)
         assert self._optimizer is not None
-        assert self._scheduler is not None
-        while self._step < step:
-            self._optimizer.step()
-            try:
-                self._scheduler.step()
-            except TypeError as error:
-                raise ConfigurationError(
-                    f"{type(self._scheduler).__name__} needs more than the step ({error}): use a scheduler of the "
-                    "step alone, or learning_rate="
-                ) from error
-            self._step += 1
         changed = []
         for base, group in zip(self._base, self._optimizer.param_groups, strict=True):
             now = {key: _plain(group[key]) for key in base}
@@ -190,7 +203,82 @@ class Schedule:
                 raise ConfigurationError(
                     f"{type(self._scheduler).__name__} set {key!r} to {value!r:.200} in step {step}: let it set numbers"
                 )
+        if len(changed) > _MANY_GROUPS and (size := len(json.dumps(changed))) > MOST_BYTES:
+            raise ConfigurationError(
+                f"the schedule changes {size} bytes of hyperparameters of {len(changed)} parameter groups, at most "
+                f"{MOST_BYTES} fit into a commit: make fewer groups"
+            )
         return changed
+
+    def reach(self, step: int) -> bool:
+        """Goes on towards a step for a fraction of a second, for `at`; returns whether it is there."""
+        if self._spec.lr_scheduler is None:
+            return True
+        try:
+            return self._advance(self._count(step), max(1, _CATCH_UP // max(len(self._base), 40)))
+        except Exception:  # noqa: BLE001 - the user's schedule; `at` raises it again where it is told
+            return True
+
+    def _advance(self, step: int, most: int) -> bool:
+        if self._optimizer is None or step < self._step:
+            self._begin()
+        assert self._optimizer is not None
+        assert self._scheduler is not None
+        own = not self._spec.cls.__module__.startswith("torch.")  # torch's change no hyperparameters
+        try:
+            for _ in range(min(step - self._step, most)):
+                if own or self._step == 0:
+                    self._optimizer.step()
+                self._scheduler.step()
+                self._step += 1
+        except Exception as error:
+            name = type(self._scheduler).__name__
+            self._scheduler = self._optimizer = None  # it may be half a step further
+            if isinstance(error, TypeError):
+                raise ConfigurationError(
+                    f"{name} needs more than the step ({error}): use a scheduler of the step alone, or learning_rate="
+                ) from error
+            raise
+        return self._step == step
+
+    def state(self) -> ScheduleState | None:
+        """Return where it stands, for `go_on_from`; None if there is nothing that could be carried.
+
+        It is JSON-able, and at most `MOST_BYTES` long.
+        """
+        if not self._spec.schedule_id or self._scheduler is None or self._optimizer is None:
+            return None
+        groups = []
+        for base, group in zip(self._base, self._optimizer.param_groups, strict=True):
+            own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({k: v for k, v in own.items() if k not in base or (type(v), v) != (type(base[k]), base[k])})
+        try:
+            scheduler, changed = to_json(self._scheduler.state_dict()), to_json(groups)
+        except Exception:  # noqa: BLE001 - of the user's scheduler, which cannot be written down from here on
+            return None
+        state = {"schedule": self._spec.schedule_id, "step": self._step, "scheduler": scheduler, "groups": changed}
+        return None if len(groups) > _MANY_GROUPS and len(json.dumps(state)) > MOST_BYTES else state
+
+    def go_on_from(self, state: ScheduleState | None) -> None:
+        """Stands where another one stood, if that was the same schedule; otherwise `at` finds its way by itself."""
+        if state is None or not self._spec.schedule_id or state.get("schedule") != self._spec.schedule_id:
+            return
+        try:
+            self._load(state)
+        except Exception:
+            log.exception("the schedule cannot go on from its state, and is computed from its beginning")
+            self._scheduler = self._optimizer = None
+
+    def _load(self, state: ScheduleState) -> None:
+        self._begin()
+        assert self._optimizer is not None
+        assert self._scheduler is not None
+        self._optimizer.step()  # as before the other's last step, else the scheduler warns
+        self._scheduler.load_state_dict(from_json(state["scheduler"]))
+        changes = from_json(state["groups"])
+        for base, group, changed in zip(self._base, self._optimizer.param_groups, changes, strict=True):
+            group.update({**base, **changed})
+        self._step = int(state["step"])
 
     def _begin(self) -> None:
         assert self._spec.lr_scheduler is not None
@@ -205,6 +293,30 @@ class Schedule:
                 "give a function of the step as learning_rate="
             )
         self._step = 0
+
+
+def _identify(spec: OptimizerSpec) -> str:
+    """A digest of a scheduler's beginning, and of its first steps; empty if another one does not go on as it does."""
+    if spec.lr_scheduler is None:
+        return ""
+    spec = replace(spec, schedule_id="tried")
+    straight, other = Schedule(spec), Schedule(spec)
+    seen: list[Any] = [straight.at(0), straight.state()]
+    for step in range(1, _TRIED_STEPS + 1):
+        state = straight.state()
+        if state is None:
+            return ""
+        try:
+            seen.append(straight.at(step))
+        except Exception:  # noqa: BLE001 - of the user's schedule, which may be as short as that
+            break
+        try:
+            other._load(json.loads(json.dumps(state)))
+            if repr(other.at(step)) != repr(seen[-1]):
+                return ""
+        except Exception:  # noqa: BLE001 - it cannot go on
+            return ""
+    return hashlib.sha256(json.dumps([spec.name, seen], default=repr).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

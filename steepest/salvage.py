@@ -24,7 +24,7 @@ class Remains:
     Attributes:
         position: generation and version.
         chunks: that they hold.
-        state: what the coordinator said last of its ledger and history.
+        state: what the coordinator said last of its ledger and history, and of its schedule if it did.
         log: entries of the coordinator's log.
     """
 
@@ -39,7 +39,8 @@ class Salvage:
     """A whole job's state at one version.
 
     Attributes:
-        state: of the coordinator: "ledger" (see `Leases.state`) and "history".
+        state: of the coordinator: "ledger" (see `Leases.state`), "history" and, if there is one that can be carried,
+            "schedule" (see `Schedule.state`), which may stand at a step before.
         log: every commit until then, if they were kept and are known.
         weights: the flat vector; None if chunks are where they were.
         records: with weights, the optimizer's state.
@@ -68,7 +69,9 @@ def remains(servers: Sequence[Server]) -> Remains:
     """What is left in a process."""
     chunks = frozenset(index for server in servers for index in server.chunks)
     words = servers[0].witness.words
-    state = words[-1].values()["state"] if words else {}
+    state = dict(words[-1].values()["state"]) if words else {}
+    if servers[0].witness.schedule:
+        state["schedule"] = servers[0].witness.schedule
     return Remains((servers[0].generation, servers[0].version), chunks, state, servers[0].witness.log)
 
 

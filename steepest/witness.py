@@ -18,11 +18,13 @@ class Witness:
 
     Attributes:
         log: entries of the coordinator's log, if it keeps one; all of them.
+        schedule: where its schedule stood when it said so last, if it did.
     """
 
     def __init__(self) -> None:
         self._words: deque[Message] = deque(maxlen=WORDS)
         self.log: list[list[Any]] = []
+        self.schedule: dict[str, Any] = {}
 
     def hear(self, message: Message) -> None:
         """Remembers a decision."""
@@ -30,6 +32,7 @@ class Witness:
             self._words.append(message)
             if (entry := message.values().get("entry")) is not None:
                 self.log.append(entry)
+            self.schedule = message.values().get("schedule", self.schedule)
 
     @property
     def words(self) -> list[Message]:

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 
 from steepest import checkpoint
+from steepest.client import Snapshot
 from steepest.config import LocalStrategy
+from steepest.local import Inner
+from steepest.optimizer import ScheduleState
 from steepest.packing import check_left_out
 from steepest.replicas import mean_states
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
+from steepest.salvage import Salvage
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what each returned.
 Call = Callable[..., list[Any]]
@@ -30,32 +34,36 @@ class OptimizerState:
         apart: with local SGD what each worker has, as "local:WORKER/parameter/key", and the outer optimizer's
             state, as "outer:parameter/key". With compression what each worker's has left out, as
             "compression:WORKER/left/parameter", see `Packer.state`.
+        schedule: where it stands, or stood some steps before; None if that cannot be told.
     """
 
     state: dict[str, torch.Tensor]
     plain: list[str]
     apart: dict[str, torch.Tensor] = field(default_factory=dict)
+    schedule: ScheduleState | None = None
 
     @classmethod
     def collect(
-        cls, cluster: Cluster, records: Iterable[checkpoint.Record], numbers: Iterable[int], step: int, call: Call
+        cls, cluster: Cluster, told: Snapshot | Salvage, numbers: Iterable[int], step: int, call: Call
     ) -> OptimizerState:
-        """From the servers' records and, with local SGD or compression, the workers.
+        """From what servers and the coordinator told and, with local SGD or compression, the workers.
 
         Args:
             numbers: that these workers will have.
             step: committed.
             call: calls a function of each one's replicas.
         """
-        held, plain = checkpoint.assemble(cluster.job.description.layout, records)
+        held, plain = checkpoint.assemble(cluster.job.description.layout, told.records)
         if not isinstance(cluster.job.config, LocalStrategy):
             kept = zip(numbers, call(tasks.left_out), strict=True) if cluster.job.compresses else ()
-            return cls(held, plain, {f"{_LEFT_OUT}{w}/{name}": v for w, state in kept for name, v in state.items()})
+            left_out = {f"{_LEFT_OUT}{w}/{name}": v for w, state in kept for name, v in state.items()}
+            return cls(held, plain, left_out, told.state.get("schedule"))
         found = call(tasks.inner_state, step)
         apart = {_OUTER + name: value for name, value in held.items()}
-        for worker, (state, _) in zip(numbers, found, strict=True):
+        for worker, (state, _, _) in zip(numbers, found, strict=True):
             apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}
-        return cls(*mean_inner(found), apart)
+        mean, plain, schedule = mean_inner(found)
+        return cls(mean, plain, apart, schedule)
 
     def place(self, cluster: Cluster) -> list[checkpoint.Record]:
         """Gives it to the workers, if it is theirs; returns what is the servers'.
@@ -75,7 +83,7 @@ class OptimizerState:
         own = self._by_worker(_OWN)
         if len(own) != cluster.job.num_workers:
             own = {}
-        cluster.call_workers(tasks.load_inner_state, own, self.state, self.plain)
+        cluster.call_workers(tasks.load_inner_state, own, self.state, self.plain, self.schedule)
         outer = {key.removeprefix(_OUTER): v for key, v in self.apart.items() if key.startswith(_OUTER)}
         return checkpoint.disassemble(layout, outer, [])
 
@@ -94,13 +102,15 @@ class OptimizerState:
         return apart, {key: value for key, value in replicas.items() if key not in apart}
 
 
-def mean_inner(found: Sequence[tuple[dict[str, torch.Tensor], list[str]]]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The mean of what workers' own optimizers remember, and which of it is plain numbers."""
-    begun = [state for state, _ in found if state]  # not by those that have had no samples yet
+def mean_inner(found: Sequence[Inner]) -> Inner:
+    """The mean of what workers' own optimizers remember, which of it is plain numbers, and how far a schedule went."""
+    begun = [state for state, _, _ in found if state]  # not by those that have had no samples yet
     names = set.intersection(*map(set, begun)) if begun else set()
     shared = [{name: state[name] for name in sorted(names)} for state in begun]
     mean = mean_states(shared, [1.0] * len(begun)) if begun else {}
-    return mean, sorted({name for _, plain in found for name in plain})
+    schedules = [schedule for _, _, schedule in found if schedule is not None]
+    furthest = max(schedules, key=lambda schedule: int(schedule["step"]), default=None)
+    return mean, sorted({name for _, plain, _ in found for name in plain}), furthest
 
 
 Own = dict[int, dict[str, torch.Tensor]]

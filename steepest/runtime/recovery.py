@@ -202,7 +202,7 @@ class Recovery:
             step = found.version // job.versions_per_step
             if added is None:
                 keep = dict(enumerate(workers))
-                optimizer = OptimizerState.collect(cluster, found.records, keep, step, call)
+                optimizer = OptimizerState.collect(cluster, found, keep, step, call)
                 self._state.form(job.config, found, optimizer, Tensors(), len(keep), keep, {})
                 return
             left_out = dict(zip(workers, call(tasks.left_out), strict=True)) if job.compresses else {}

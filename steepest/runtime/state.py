@@ -16,7 +16,9 @@ from steepest.config import StrategyConfig
 from steepest.dtypes import Tensors
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.job import make_strategy
+from steepest.local import Inner
 from steepest.observe.commits import Commit, CommitLog
+from steepest.optimizer import ScheduleState
 from steepest.replicas import all_states, mean_states
 from steepest.runtime import tasks
 from steepest.runtime.launch import Cluster
@@ -41,6 +43,7 @@ class JobState:
         self._logs: list[CommitLog] = []  # of what the job was before
         self._start = 0  # the version with which the log begins
         self._gap = False  # whether a part of it is lost
+        self._told_of_schedule = False
 
     @property
     def _cluster(self) -> Cluster:
@@ -113,16 +116,39 @@ class JobState:
         weights: torch.Tensor | None,
         records: list[checkpoint.Record] | None,
         state: dict[str, Any] | None = None,
+        schedule: ScheduleState | None = None,
     ) -> None:
-        """Makes these the weights, see `Client.install`."""
+        """Makes these the weights, see `Client.install`.
+
+        Args:
+            schedule: where it stands, if it is not told in `state`.
+        """
         self._cluster.mend()  # who is missing would be waited for
         if self._cluster.recovery is not None and "ledger" not in (state or {}):
             self._cluster.recovery.forget()  # the copy of other ones
         if state is None:  # what came before does not explain it
             self._logs, self._start, self._gap = [], 0, False
+        everything = dict(state or {})
+        if schedule is not None:
+            everything["schedule"] = schedule
+        if "schedule" not in everything and (state is not None or records is not None):  # else it stays where it is
+            self._tell_of_schedule(version)
         client = self._cluster.client
-        future = self._cluster.on_router(lambda: client.install(version, weights, records, state or None))
+        future = self._cluster.on_router(lambda: client.install(version, weights, records, everything or None))
         self._training.wait(future, "servers to take new weights")
+
+    def _tell_of_schedule(self, version: int) -> None:
+        """Says once that a schedule has to be computed from its beginning."""
+        job = self._cluster.job
+        updates = job.updates_before(version // job.versions_per_step)
+        if job.description.optimizer_spec.lr_scheduler is None or not updates or self._told_of_schedule:
+            return
+        self._told_of_schedule = True
+        log.warning(
+            "the state of lr_scheduler= has no JSON, or too much of it, so the schedule is computed from its beginning "
+            "(%d steps) whenever training goes on elsewhere: give a scheduler whose state_dict() holds plain values, "
+            "or learning_rate=", updates,
+        )  # fmt: skip
 
     def buffers(self) -> list[Tensors]:
         """Each replica's own, and the frozen parameters that any of them has changed."""
@@ -165,7 +191,8 @@ class JobState:
         states = self.buffers()
         owner = self._owner(mean_states(states, [1.0] * len(states)))
         everybody = range(self._cluster.job.num_workers)
-        found = OptimizerState.collect(self._cluster, snapshot.records, everybody, step, self._cluster.call_workers)
+        found = OptimizerState.collect(self._cluster, snapshot, everybody, step, self._cluster.call_workers)
+        about["schedule"] = found.schedule
         return checkpoint.gather(owner, snapshot.weights, (found.state, found.plain), states, about, found.apart)
 
     def place(self, saved: checkpoint.Checkpoint, where: object) -> None:
@@ -182,7 +209,7 @@ class JobState:
         try:
             self._owner(self.buffers()[0]).check(saved)
             apart, replicas = OptimizerState.split(saved.replicas)
-            state = OptimizerState(saved.optimizer, about["plain"], apart)
+            state = OptimizerState(saved.optimizer, about["plain"], apart, about.get("schedule"))
             records = state.place(cluster)
         except CheckpointError as error:
             raise CheckpointError(f"the checkpoint at {where} is not of this job: {error}") from error
@@ -191,7 +218,8 @@ class JobState:
         weights = layout.allocate()
         layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
         averaged = Tensors((name, value) for name, value in saved.weights.items() if name not in layout.index)
-        self.install(about["step"] * cluster.job.versions_per_step, weights, records)
+        version = about["step"] * cluster.job.versions_per_step
+        self.install(version, weights, records, schedule=about.get("schedule"))
         left = tuple((e, b, t) for e, b, t in about.get("left", ()))
         begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
         rest = Remaining(about["epoch"], about["offset"], left, begun)
@@ -255,7 +283,7 @@ class JobState:
             return cluster.call_workers(function, *arguments, workers=old)
 
         step = snapshot.version // job.versions_per_step
-        optimizer = OptimizerState.collect(cluster, snapshot.records, keep, step, call)
+        optimizer = OptimizerState.collect(cluster, snapshot, keep, step, call)
         buffers = self.mean_buffers() if added else Tensors()
         ledger = [told["following"], *told["returned"]]
         state = {"ledger": ledger, "history": told}
@@ -301,7 +329,8 @@ class JobState:
         if flat is not None and weights is not None:
             layout.write(flat, weights)
         state = {"history": found.state["history"]}  # the ledger begins anew, with the plan
-        self.install(step * cluster.job.versions_per_step, flat, optimizer.place(cluster), state)
+        version, records = step * cluster.job.versions_per_step, optimizer.place(cluster)
+        self.install(version, flat, records, state, optimizer.schedule)
         plan = cluster.job.plan(step, rest, seed)
         cluster.plan = (plan, seed)
         cluster.call_workers(tasks.use_plan, plan, seed)
@@ -329,7 +358,7 @@ class JobState:
         found: Salvage,
         before: CommitLog,
         left_out: dict[int, dict[str, torch.Tensor]],
-        inner: dict[int, tuple[dict[str, torch.Tensor], list[str]]],
+        inner: dict[int, Inner],
         buffers: Sequence[Tensors],
         added: Sequence[Peer],
     ) -> None:
@@ -344,13 +373,14 @@ class JobState:
         """
         cluster = self._cluster
         self._close_log(found, before, found.version)
-        self.install(found.version, found.weights, found.records, found.state)
+        mean, plain, schedule = mean_inner(list(inner.values()))
+        self.install(found.version, found.weights, found.records, found.state, schedule)
         cluster.call_workers(tasks.use_plan, *cluster.plan)
         if left_out:
             cluster.call_workers(tasks.load_left_out, left_out, {})
         if inner:
-            mean, plain = mean_inner(list(inner.values()))
-            cluster.call_workers(tasks.load_inner_state, {i: state for i, (state, _) in inner.items()}, mean, plain)
+            own = {i: state for i, (state, _, _) in inner.items()}
+            cluster.call_workers(tasks.load_inner_state, own, mean, plain, schedule)
         if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
             cluster.call_workers(tasks.load_buffers, mean_states(buffers, [1.0] * len(buffers)), workers=new)
 

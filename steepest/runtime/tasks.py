@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from steepest.dtypes import Tensors
-from steepest.local import LocalReplicas
+from steepest.local import Inner, LocalReplicas
 from steepest.model import Model
+from steepest.optimizer import ScheduleState
 from steepest.replicas import Replicas, WorkerResult
 from steepest.sampler import SamplePlan
 
@@ -57,18 +58,22 @@ def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, Tensors]:
     return states
 
 
-def inner_state(replicas: Replicas, step: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+def inner_state(replicas: Replicas, step: int) -> Inner:
     """What a worker's own optimizer remembers, see `LocalReplicas.inner_state`."""
     assert isinstance(replicas, LocalReplicas)
     return replicas.inner_state(step)
 
 
 def load_inner_state(
-    replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor], plain: list[str]
+    replicas: Replicas,
+    own: dict[int, dict[str, torch.Tensor]],
+    mean: dict[str, torch.Tensor],
+    plain: list[str],
+    schedule: ScheduleState | None,
 ) -> None:
     """Sets it: this worker's own, or the mean when there were others."""
     assert isinstance(replicas, LocalReplicas)
-    replicas.load_inner_state(own.get(replicas.worker, mean), plain)
+    replicas.load_inner_state(own.get(replicas.worker, mean), plain, schedule)
 
 
 def left_out(replicas: Replicas) -> dict[str, torch.Tensor]:

@@ -1,0 +1,70 @@
+"""Plain values as JSON and back, with their types and every bit of their numbers; nothing is pickled."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+_NUMPY = {"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+
+
+def to_json(value: Any) -> Any:
+    """Return what `json` can write and read again without a loss, of numbers, text, and containers of these.
+
+    Args:
+        value: None, bool, int, float, str, list, tuple, dict, `collections.Counter` or a NumPy scalar; containers
+            hold such values, and dicts have them as keys.
+
+    Raises:
+        TypeError: it is, or holds, something else.
+
+    Example:
+        >>> to_json({"steps": (1, 2.5)})
+        {'dict': [['steps', {'tuple': [1, 2.5]}]]}
+        >>> from_json(to_json({"steps": (1, 2.5)}))
+        {'steps': (1, 2.5)}
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if kind is list:
+        return [to_json(each) for each in value]
+    if kind is tuple:
+        return {"tuple": [to_json(each) for each in value]}
+    if kind in (dict, Counter):
+        return {kind.__name__: [[to_json(key), to_json(each)] for key, each in value.items()]}
+    if isinstance(value, np.generic) and value.dtype.name in _NUMPY:
+        return {"numpy": [value.dtype.name, to_json(value.item())]}
+    raise TypeError(f"{kind.__name__} has no JSON")
+
+
+def from_json(text: Any) -> Any:
+    """Return the value of which `to_json` made this.
+
+    Raises:
+        ValueError: nothing of which it could have.
+    """
+    if isinstance(text, list):
+        return [from_json(each) for each in text]
+    if not isinstance(text, dict):
+        return text
+    try:
+        ((kind, inner),) = text.items()
+        if kind == "float":
+            return float(inner)
+        if kind == "tuple":
+            return tuple(from_json(each) for each in inner)
+        if kind in ("dict", "Counter"):
+            pairs = {from_json(key): from_json(each) for key, each in inner}
+            return pairs if kind == "dict" else Counter(pairs)
+        name, number = inner
+        if kind == "numpy" and name in _NUMPY:
+            return np.dtype(name).type(from_json(number))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"this is no JSON of a value: {text!r:.200}") from error
+    raise ValueError(f"this is no JSON of a value: {text!r:.200}")
