@@ -14,7 +14,7 @@ from steepest.leases import Leases
 from steepest.ledger import Ledger
 from steepest.optimizer import Schedule, ScheduleState
 from steepest.rules import CommitRule, PushId, Staged
-from steepest.staging import Report, StagedEach, StagedTogether, Staging, clip_factor, summarize
+from steepest.staging import MOST_CULPRITS, Report, StagedEach, StagedTogether, Staging, clip_factor, summarize
 
 Outgoing = list[tuple[Peer, Message]]
 _MOST_WAITING = 64  # states that wait to be installed
@@ -447,7 +447,7 @@ class Coordinator:
                 break
             culprits = [] if self._nonfinite == "pass" else self._staging.culprits(commit)
             if culprits and self._nonfinite == "refuse":
-                meta = {"reason": "nonfinite", "culprits": [list(culprit) for culprit in culprits]}
+                meta = {"reason": "nonfinite", "culprits": [list(culprit) for culprit in culprits[:MOST_CULPRITS]]}
                 return out + self._refuse(commit, meta)
             out += self._commit(commit, skip=bool(culprits))
         return out

@@ -9,6 +9,7 @@ SteepestError
 │   ├── NonFiniteError                  a gradient holds NaN or infinity
 │   └── DeadlineError (TimeoutError)    something was awaited in vain; names the peer and the step
 ├── PeerLostError (ConnectionError)     a process died; names it, its node and its last log lines
+├── MessageTooLargeError                a message does not fit into a frame; raised where it is sent
 ├── ProtocolError                       a frame is malformed, truncated, oversized or out of place
 │   └── AuthenticationError             a peer did not prove the job's token
 ├── CheckpointError                     a checkpoint is missing, damaged or of another model, or its place is taken
@@ -58,6 +59,10 @@ class DeadlineError(StepError, TimeoutError):
 
 class PeerLostError(SteepestError, ConnectionError):
     """A worker or server process died or closed its connection."""
+
+
+class MessageTooLargeError(SteepestError):
+    """A message has more beside its payload than fits into a frame: names its kind, its size and the limit."""
 
 
 class ProtocolError(SteepestError):

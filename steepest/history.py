@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-#: Entries of the log that one answer holds.
-LOG_PAGE = 2000
+#: Bytes of JSON that entries of the log have in one answer; one entry is always taken, which has less than a message
+#: may have: a commit's hyperparameters are limited (see `Schedule.at`), and each of its pushes is some numbers.
+LOG_PAGE = 1 << 20
 #: A worker is a straggler when it computes so many times as long as the median of the others.
 SLOW = 2.0
 
@@ -81,4 +83,11 @@ class History:
             return {**self.counts(), "paces": paces, "slow": slow}
         if self._log is None:
             return {"log": None}
-        return {"log": self._log[log_from : log_from + LOG_PAGE], "length": len(self._log)}
+        page: list[list[Any]] = []
+        size = 0
+        for index in range(log_from, len(self._log)):
+            size += len(json.dumps(self._log[index]))
+            if page and size > LOG_PAGE:
+                break
+            page.append(self._log[index])
+        return {"log": page, "length": len(self._log)}

@@ -22,7 +22,7 @@ from steepest.records import checked_state_size, state_message, state_tensor
 from steepest.rooms import Rooms
 from steepest.rules import PushId
 from steepest.server_chunk import Push, ServerChunk
-from steepest.staging import MOST_PUSHES, Done
+from steepest.staging import MOST_CULPRITS, MOST_PUSHES, Done
 from steepest.witness import Witness
 
 log = logging.getLogger(__name__)
@@ -332,7 +332,7 @@ class Server:
         if self._checked:
             about["squares"] = sum(sorted(arriving.squares))  # the same in whatever order chunks came
         if arriving.culprits:
-            about["culprits"] = [list(culprit) for culprit in arriving.culprits]
+            about["culprits"] = [list(culprit) for culprit in arriving.culprits[:MOST_CULPRITS]]
         return about
 
     def _forget(self, push: PushId) -> None:

@@ -12,6 +12,8 @@ from steepest.errors import ProtocolError
 from steepest.rules import PushId, Staged
 
 Culprits = list[tuple[int, str]]
+#: Pairs of a worker and a parameter with NaN or infinity that one message names, of maybe all workers' parameters.
+MOST_CULPRITS = 100
 
 #: Pushes of one worker that are remembered before they are committed.
 MOST_PUSHES = 1024

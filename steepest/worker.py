@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import torch
 
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, Send
-from steepest.errors import PeerLostError, ShutdownError, describe_error
+from steepest.errors import MessageTooLargeError, ModelError, PeerLostError, ShutdownError, describe_error
 from steepest.replicas import Replicas, WorkerResult
 from steepest.strategies.protocol import Exchange
 from steepest.weights import Key
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_MOST_METRICS = 10_000  # all workers' fit into one message
 
 
 class _AbandonedError(Exception):
@@ -295,6 +296,8 @@ class Worker:
         try:
             result = self._compute_once(share, version)
             self._replicas.refuse_writes()
+            if len(result.metrics) > _MOST_METRICS:
+                raise ModelError(f"it has {len(result.metrics)} metrics, at most {_MOST_METRICS} fit: leave some out")
         except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit(); the driver is told
             if self._defect is None:
                 self._replicas.forget_writes()
@@ -312,7 +315,11 @@ class Worker:
             meta |= {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         report = Message(Kind.REPORT, self.generation, self._incarnation, sequence, version, meta=meta)
         report.total = result.weight
-        self._send(COORDINATOR, report)
+        try:
+            self._send(COORDINATOR, report)
+        except MessageTooLargeError as error:
+            self._fail(version, error)
+            return
         self._pushed_at = time.perf_counter()
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:

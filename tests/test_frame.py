@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from steepest.comm import frame as frames
 from steepest.comm.frame import HEADER, MAGIC, MAX_META, MAX_PAYLOAD, PROTOCOL, ROLES, FrameReader, encode
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
-from steepest.errors import ProtocolError
+from steepest.errors import MessageTooLargeError, ProtocolError
 from tests.drawn import examples
 
 
@@ -267,7 +267,7 @@ def test_json_that_is_damaged_deep_or_no_object_is_refused(text):
 
 
 def test_json_beyond_the_limit_is_refused_by_its_sender():
-    with pytest.raises(ProtocolError, match="PUSH"):
+    with pytest.raises(MessageTooLargeError, match=f"PUSH .* {MAX_META + 8} bytes .* at most {MAX_META} fit"):
         encode(message_of(meta={"a": "x" * MAX_META}))
     largest = message_of(meta={"a": "x" * (MAX_META - len(json.dumps({"a": ""}, separators=(",", ":"))))})
     (arrived,), _ = receive([bytes_of(largest)])

@@ -11,7 +11,7 @@ import torch
 
 from steepest.comm.message import Kind, Message, Peer
 from steepest.comm.shared import NOTICE
-from steepest.errors import ProtocolError
+from steepest.errors import MessageTooLargeError, ProtocolError
 
 MAGIC = b"sP"
 PROTOCOL = 1
@@ -46,13 +46,15 @@ def buffer_of(payload: torch.Tensor) -> memoryview:
 
 
 def encode(message: Message, notice: bytes = b"") -> bytes:
-    """Header and JSON of a message; the payload follows as it lies in memory, or is lent by a notice."""
+    """Header and JSON of a message; the payload follows as it lies in memory, or is lent by a notice.
+
+    Raises:
+        MessageTooLargeError: its JSON is longer than `MAX_META`.
+    """
     source, target = message.source, message.target
     assert source is not None
     assert target is not None
-    meta = b"" if message.meta is None else _to_json(message.meta).encode()
-    if len(meta) > MAX_META:
-        raise ProtocolError(f"{message.kind.name} carries {len(meta)} bytes of JSON, at most {MAX_META} fit")
+    meta = encode_meta(message)
     size = 0 if message.payload is None else message.payload.numel()
     size |= _LENT if notice else 0
     head = HEADER.pack(
@@ -66,6 +68,21 @@ def encode(message: Message, notice: bytes = b"") -> bytes:
 def control(what: int, slot: int) -> bytes:
     """What a channel says to the other end of itself about the payload lent in a slot."""
     return _CONTROL.pack(_CONTROL_MAGIC, what, slot)
+
+
+def encode_meta(message: Message) -> bytes:
+    """The JSON of a message.
+
+    Raises:
+        MessageTooLargeError: it is longer than `MAX_META`.
+    """
+    meta = b"" if message.meta is None else _to_json(message.meta).encode()
+    if len(meta) > MAX_META:
+        raise MessageTooLargeError(
+            f"{message.kind.name} for {message.target} carries {len(meta)} bytes beside its payload, "
+            f"at most {MAX_META} fit into a message"
+        )
+    return meta
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:

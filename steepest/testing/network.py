@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from steepest.comm.channel import Event
+from steepest.comm.frame import encode_meta
 from steepest.comm.message import Kind, Message, Peer
 from steepest.comm.router import Router
 from steepest.errors import DeadlineError, ProtocolError, ShutdownError
@@ -52,9 +53,10 @@ class Link:
         self.other: Link | None = None
 
     def send(self, message: Message) -> None:
-        """Delivers a copy to the other end's queue."""
+        """Delivers a copy to the other end's queue, if a wire would take it."""
         if self.closed:
             return
+        encode_meta(message)
         assert self.other is not None
         copy = Message(**{name: getattr(message, name) for name in Message.__slots__})
         if message.payload is not None:
