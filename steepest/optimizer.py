@@ -261,7 +261,8 @@ class Schedule:
 
     def go_on_from(self, state: ScheduleState | None) -> None:
         """Stands where another one stood, if that was the same schedule; otherwise `at` finds its way by itself."""
-        if state is None or not self._spec.schedule_id or state.get("schedule") != self._spec.schedule_id:
+        same = isinstance(state, dict) and state.get("schedule") == self._spec.schedule_id
+        if state is None or not self._spec.schedule_id or not same:
             return
         try:
             self._load(state)
@@ -278,7 +279,9 @@ class Schedule:
         changes = from_json(state["groups"])
         for base, group, changed in zip(self._base, self._optimizer.param_groups, changes, strict=True):
             group.update({**base, **changed})
-        self._step = int(state["step"])
+        if not isinstance(state["step"], int) or state["step"] < 0:
+            raise ValueError(f"a schedule cannot stand at step {state['step']!r}")
+        self._step = state["step"]
 
     def _begin(self) -> None:
         assert self._spec.lr_scheduler is not None

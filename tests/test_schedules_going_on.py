@@ -169,14 +169,15 @@ def test_a_state_of_another_schedule_is_not_taken() -> None:
     assert whole(spec, schedule, 10) == loop("sgd", spec, 11)[10]
 
 
-def test_a_damaged_state_is_computed_anew() -> None:
+@pytest.mark.parametrize("damage", [{"groups": {"pickle": "x"}}, {"step": -3}, {"step": "9"}, {"scheduler": 3}])
+def test_a_damaged_state_is_computed_anew(damage: dict[str, Any]) -> None:
     spec = spec_of("sgd", SCHEDULERS["StepLR"])
     before = Schedule(spec)
     before.at(9)
     state = before.state()
     assert state is not None
     schedule = Schedule(spec)
-    schedule.go_on_from({**state, "groups": {"pickle": "x"}})
+    schedule.go_on_from({**state, **damage})
     assert whole(spec, schedule, 10) == loop("sgd", spec, 11)[10]
 
 
