@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from steepest import DistributedSGD, RunSettings
 from steepest.comm.message import Kind, Message
 from steepest.config import Compression, Int8, PowerSGD, TopK
 from steepest.testing import InProcessCluster, replay
@@ -115,3 +116,16 @@ def test_the_callers_threads_come_back_when_a_replay_fails() -> None:
 def broken(worker: int, device: int) -> nn.Module:
     torch.set_num_threads(2)
     raise RuntimeError("no such model")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster", "threads")
+def test_the_log_of_processes_tells_their_threads() -> None:
+    torch.set_num_threads(1)
+    with DistributedSGD(
+        SUM.creator(), num_workers=1, settings=RunSettings(cpus_per_worker=2, keep_log=True)
+    ) as trainer:
+        trainer.fit(steps=3, progress=False)
+        log, weights = trainer.log(), trainer.weights()
+    assert log.threads == (2, 2)
+    assert same_bits(replay(log, SUM.creator()), weights)
