@@ -374,11 +374,12 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
     return server
 
 
-def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor) -> Relay:
+def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor, *, shown: bool = True) -> Relay:
     """Makes the relay beside a server live in this process.
 
     Args:
         weights: the flat vector of the server of this process, which updates its chunks in place.
+        shown: see `Relay`.
     """
     peer = relay_peer(index)
     relay = Relay(
@@ -391,6 +392,7 @@ def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor) -> R
         router.own_pending,
         wire_formats=job.wire_formats,
         checked=job.strategy.nonfinite != "pass",
+        shown=shown,
     )
     _host(router, job, peer, relay)
     return relay

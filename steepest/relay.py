@@ -41,6 +41,7 @@ class Relay:
         own_pending: makes copies of what has not left yet before memory changes.
         wire_formats: how float32 chunks leave, and in which dtype they arrive; None for as they are.
         checked: whether to look for NaN and infinity, so that the server can tell whose they are.
+        shown: whether workers may use the vector as their own; not where what is sent of it is a copy.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Relay:
         *,
         wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None),
         checked: bool = True,
+        shown: bool = True,
     ) -> None:
         self._index = index
+        self._can_be_shown = shown
         self._layout = layout
         self._owners = [server_peer(owner) for owner in owners]
         self._workers = tuple(workers)
@@ -100,7 +103,7 @@ class Relay:
     def _pass_on(self, message: Message) -> None:
         """Tells the workers of a chunk that has come."""
         reload = bool(message.values().get("reload"))
-        if reload and message.generation > self._shown:
+        if reload and self._can_be_shown and message.generation > self._shown:
             self._shown = message.generation
             for worker in self._workers:
                 where = Message(Kind.WEIGHTS, message.generation, version=message.version, chunk=WHOLE)

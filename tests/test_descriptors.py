@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 
 from steepest.comm import shared
 from steepest.comm.channel import Channel
-from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.comm.message import COORDINATOR, WHOLE, Kind, Message, server_peer, worker_peer
 from steepest.comm.shared import SHARED_FROM, Segment, allocate, forget_writes, make_writable, segment_of
+from steepest.hosts import Hosts
+from steepest.relay import Relay
+from steepest.testing import InProcessCluster, linear_model_creator
 from tests.limits import limited
 from tests.test_wire import Node, client, ends, node, server, together, until  # noqa: F401 - fixtures
 
@@ -176,3 +179,15 @@ def test_what_a_reader_wrote_is_forgotten_although_it_cannot_look_where(
     with limited(0):
         assert forget_writes(view) > 0
     assert torch.equal(view, memory)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_vector_that_is_copied_when_it_is_sent_is_not_shown_to_be_shared(shown: bool) -> None:
+    """Who used the copy as its own would see the weights of the beginning for ever."""
+    cluster = InProcessCluster(linear_model_creator(), num_workers=2, hosts=Hosts((0, 0), (0,), gathers=True))
+    layout, sent = cluster.job.description.layout, []
+    relay = Relay(0, layout, cluster.job.owners, (0,), layout.allocate(), lambda *what: sent.append(what), shown=shown)
+    weights = Message(Kind.WEIGHTS, 1, chunk=0, meta={"reload": True})
+    weights.payload = relay.destination(weights, layout.chunk_view(layout.allocate(), 0).numel())
+    relay.handle(server_peer(0), weights)
+    assert [message.chunk for _, message in sent] == ([WHOLE, 0] if shown else [0])

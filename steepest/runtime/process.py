@@ -19,7 +19,7 @@ from steepest.comm.frame import Sink
 from steepest.comm.members import MemberCollective
 from steepest.comm.message import COORDINATOR, Message, Peer, member_peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
-from steepest.comm.shared import AVAILABLE
+from steepest.comm.shared import AVAILABLE, segment_of
 from steepest.comm.wire import WireTransport
 from steepest.config import SimpleStrategy, StrategyConfig
 from steepest.dtypes import Tensors
@@ -229,7 +229,8 @@ class Process:
                     in_place = own is not None or index in relays
                     self._servers.append(host_server(self._router, job, index, weights, shared=in_place))
                 for index in relays:
-                    host_relay(self._router, job, index, weights)
+                    shown = segment_of(weights) is not None  # else descriptors or memory had run out
+                    host_relay(self._router, job, index, weights, shown=shown)
             self._open_worker(job, initial, incarnation)
             if isinstance(self._transport, WireTransport):
                 return self._transport.listen(self._place.host)
