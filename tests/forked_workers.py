@@ -56,11 +56,14 @@ def hand_over(arguments: list[str]) -> bool:
         if os.fork() == 0:
             serve(door)
     request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
-    with socket.socket(socket.AF_UNIX) as template:
-        template.connect(name)
-        socket.send_fds(template, [len(request).to_bytes(4, "big")], [0, 1, 2])
-        template.sendall(request)
-        return bool(template.recv(1))
+    try:
+        with socket.socket(socket.AF_UNIX) as template:
+            template.connect(name)
+            socket.send_fds(template, [len(request).to_bytes(4, "big")], [0, 1, 2])
+            template.sendall(request)
+            return bool(template.recv(1))
+    except ConnectionError:  # it could not be made
+        return False
 
 
 def serve(door: socket.socket) -> None:

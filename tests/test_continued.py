@@ -61,7 +61,11 @@ def test_an_epoch_ends_in_the_order_in_which_it_was_begun(
         with DistributedSGD(counting(after, BATCH), num_workers=1) as second:
             second.restore(tmp_path / "end")
             assert not caplog.records
-            assert second._plan == replace(second._job.plan(), start_step=3, start_epoch=1)  # type: ignore[type-var]
+            second.save(tmp_path / "same end")
+            about = checkpoint.read(tmp_path / "same end").about
+            assert (about["step"], about["epoch"], about["offset"]) == (3, 1, 0)
+            assert not about["left"]
+            assert not about["begun"]
             second.restore(tmp_path / "middle")
             (record,) = caplog.records
             assert record.levelno == logging.WARNING
@@ -91,7 +95,7 @@ LOCAL = LocalStrategy(sync_every=4)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "workers"), [("ps", 1), ("simple", 2), ("async", 2), (LocalStrategy(sync_every=2), 2)]
+    ("strategy", "workers"), [("ps", 1), ("simple", 2), ("async", 1), (LocalStrategy(sync_every=2), 2)]
 )
 def test_the_schedule_goes_on_after_local_training(
     tmp_path: Path, strategy: str | StrategyConfig, workers: int
@@ -110,10 +114,8 @@ def test_the_schedule_goes_on_after_local_training(
         trainer.set_strategy(strategy)
         trainer.restore(tmp_path / "saved")
         assert trainer.stats().step == 5
-        assert trainer._job.updates_before(5) == 3 + 2 * 4
         trainer.fit(steps=2, progress=False)
-        if strategy != "async":  # which has no order of its own
-            assert difference(trainer.weights(), expected) < 1e-12
-        moved = trainer._job
+        assert difference(trainer.weights(), expected) < 1e-12
         trainer.restore(older(tmp_path / "saved"))
-        assert trainer._job == moved
+        trainer.fit(steps=2, progress=False)
+        assert difference(trainer.weights(), expected) < 1e-12
