@@ -21,6 +21,7 @@ from steepest.pusher import Pusher
 from steepest.server_chunk import ServerChunk
 from steepest.server_group import ServerGroup
 from steepest.testing import Link, Network, server_peers
+from steepest.testing.kept import pushes_of, role_of, unanswered, undecided
 
 T = TypeVar("T")
 FIRST = 100  # index of the first user
@@ -106,7 +107,7 @@ class Crowd:
         self.servers = [self.group.host_server(r, i, weights.clone()) for i, r in enumerate(self.routers)]
         for i, router in enumerate(self.routers[1:], 1):
             self.network.connect(router, server_peers(i), self.routers[0], server_peers(0))
-        role = self.routers[0]._roles[Peer("coordinator", 0)]
+        role = role_of(self.routers[0], Peer("coordinator", 0))
         assert isinstance(role, CoordinatorRole)
         self.coordinator = role.coordinator
         self.users: list[User] = []
@@ -135,12 +136,7 @@ class Crowd:
 
     def settle(self) -> None:
         """Runs everybody until no message is on its way."""
-
-        def quiet() -> bool:
-            transports = self.network._transports
-            return not (self.network._late or any(t.inbox or t.router._local or t.router._calls for t in transports))
-
-        self.network.run_until(quiet, "quiet")
+        self.network.settle()
 
     def pull(self, user: int = 0) -> tuple[int, Any]:
         """Version and arrays, as somebody pulls them."""
@@ -160,21 +156,12 @@ class Crowd:
     @property
     def chunks(self) -> list[ServerChunk]:
         """All chunks of all servers."""
-        return [held for server in self.servers for held in server._chunks.values()]
+        return [held for server in self.servers for held in server.chunks.values()]
 
     def idle(self) -> bool:
         """Whether nothing is kept of any push: not on servers, not at the coordinator, not at users."""
-        buffers = all(sum(map(len, held._spare.values())) == len(held._buffers) for held in self.chunks)
-        staged = any(held.staged for held in self.chunks) or any(server._arriving for server in self.servers)
-        staging: Any = self.coordinator._staging
-        waiting = (
-            staging._waiting
-            or staging._ready
-            or staging._left
-            or self.coordinator._part
-            or any(user.pusher._requests for user in self.users if not user.links[0].closed)
-        )
-        return buffers and not staged and not waiting
+        asking = [user.pusher for user in self.users if not user.links[0].closed]
+        return not (any(map(pushes_of, self.servers)) or undecided(self.coordinator) or any(map(unanswered, asking)))
 
 
 # -- what befalls messages ---------------------------------------------------------------------------

@@ -32,9 +32,23 @@ def together(members: Sequence[Collective], do: Callable[[Any], Any]) -> list[An
         return list(pool.map(do, members))
 
 
+class Member(MemberCollective):
+    """A member whose router a test may use; `generation` is the one in which it is."""
+
+    def __init__(self, rank: int, size: int, router: Router, *arguments: Any, **options: Any) -> None:
+        self.router, self.generation = router, 0
+        super().__init__(rank, size, router, *arguments, generation=lambda: self.generation, **options)
+
+    @property
+    def transport(self) -> WireTransport:
+        """Through which its messages go."""
+        assert isinstance(self.router.transport, WireTransport)
+        return self.router.transport
+
+
 def wire_group(
     closing: contextlib.ExitStack, size: int, deadline: float = SECONDS, *, ways: str = "wire", apart: bool = False
-) -> list[MemberCollective]:
+) -> list[Member]:
     """Members that talk over Unix-domain sockets, or, apart, over TCP; each has a router of its own."""
     routers, wires = [Router() for _ in range(size)], []
     for rank, router in enumerate(routers):
@@ -45,9 +59,7 @@ def wire_group(
     addresses = [wire.listen("127.0.0.1") for wire in wires]
     one_host = not apart and wires[0].lends
     return [
-        MemberCollective(
-            rank, size, router, deadline, lambda other, wire=wire: wire.connect(addresses[other]), one_host=one_host
-        )
+        Member(rank, size, router, deadline, lambda other, wire=wire: wire.connect(addresses[other]), one_host=one_host)
         for rank, (router, wire) in enumerate(zip(routers, wires, strict=True))
     ]
 

@@ -16,6 +16,8 @@ from steepest.config import AllreduceStrategy, ParameterServerStrategy, Strategy
 from steepest.handover import ChunkState, Kept
 from steepest.observe.commits import CommitLog
 from steepest.salvage import Salvage
+from steepest.server import Server
+from steepest.server_chunk import ServerChunk
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, same_bits, samples, sgd
 
@@ -73,8 +75,12 @@ def trained(cluster: InProcessCluster, steps: int) -> list[Message]:
 
 def settle(cluster: InProcessCluster) -> None:
     """Lets everything arrive that is on its way."""
-    network = cluster.network
-    network.run_until(lambda: not any(transport.inbox for transport in network._transports), "silence")
+    cluster.network.settle()
+
+
+def trainable(server: Server) -> list[ServerChunk]:
+    """The chunks that a server updates."""
+    return [held for held in server.chunks.values() if held.chunk.trainable]
 
 
 def counters(cluster: InProcessCluster) -> dict[str, Any]:
@@ -108,7 +114,7 @@ def check(cluster: InProcessCluster, task: Task) -> CommitLog:
     assert told["committed"] == told["version"] == len(log.commits)
     assert dict(told["staleness"]) == Counter(chain.from_iterable(commit.staleness for commit in log.commits))
     assert told["skipped"] == sum(commit.skipped for commit in log.commits)
-    for held in (chunk for server in cluster.servers for chunk in server._trainable):
+    for held in (chunk for server in cluster.servers for chunk in server.chunks.values()):
         assert len(held.staged) <= len(cluster.workers)
     return log
 

@@ -21,6 +21,7 @@ from steepest.errors import ConfigurationError
 from steepest.hosts import Hosts
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster, replay
+from steepest.testing.kept import replicas_of
 from tests.drawn import seeds
 from tests.modes import EACH, MODES, Moody, check, make, shares, trained
 from tests.pairs import grid
@@ -143,7 +144,7 @@ def test_chunks_leave_during_the_last_backward_pass_only() -> None:
 
     task = Task(lambda: Moody(count), data=samples(24))
     cluster = make("sync", task, 1, devices=2, accumulate=3)
-    replicas = cluster.workers[0]._replicas
+    replicas = replicas_of(cluster.workers[0])
     layout = replicas.layout
     left: dict[int, int] = {}
     replicas.compute(0, lambda chunk, *_: left.update({chunk: passes[0]}), False)

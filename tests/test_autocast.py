@@ -15,6 +15,7 @@ from steepest.errors import ConfigurationError
 from steepest.job import ModelCreator
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
+from steepest.testing.kept import replicas_of
 from tests.modes import trained
 from tests.reference import Weights, same_bits, samples, sgd, snapshot
 
@@ -97,7 +98,7 @@ def test_one_worker_equals_a_plain_loop_to_the_bit(strategy: StrategyConfig, mod
 
 def test_evaluation_is_under_autocast_too() -> None:
     cluster = InProcessCluster(creator())
-    model = cluster.workers[0]._replicas.models[0]
+    model = replicas_of(cluster.workers[0]).models[0]
     x, y = DATA
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         expected = float(loss(model.module(x), y))  # type: ignore[attr-defined]

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from steepest.comm.collective import Collective
-from steepest.comm.members import MemberCollective
 from steepest.comm.shared import AVAILABLE, allocate
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.sampler import even_share
-from tests.members import GROUPS, MakeGroup, group_of, pattern, together
+from tests.members import GROUPS, MakeGroup, Member, group_of, pattern, together
 from tests.pairs import grid
 
 SIZES = [1, 2, 3]
@@ -158,10 +157,10 @@ def test_abort_ends_a_wait(make_group: Any) -> None:
 def test_a_lost_member_ends_every_wait_also_for_others(over_wire: Any) -> None:
     """Member 0 awaits member 1, who awaits member 2, who goes."""
 
-    def do(member: MemberCollective) -> str:
+    def do(member: Member) -> str:
         if member.rank == 2:
             member.exchange({}, {0: torch.zeros(1), 1: torch.zeros(1)})
-            member._router.transport.close()
+            member.transport.close()
             return ""
         member.isend(torch.zeros(1), 2).wait()
         with pytest.raises(PeerLostError) as found:
@@ -174,7 +173,7 @@ def test_a_lost_member_ends_every_wait_also_for_others(over_wire: Any) -> None:
 def test_calls_are_kept_apart(over_wire: Any) -> None:
     """What one call left behind is not taken for what the next one sends; what comes early is kept."""
 
-    def do(member: MemberCollective) -> float:
+    def do(member: Member) -> float:
         received = torch.zeros(1)
         for number in (1, 2):
             with member.call(number):
@@ -189,10 +188,10 @@ def test_calls_are_kept_apart(over_wire: Any) -> None:
 
 
 def test_an_abandoned_call_ends_and_the_next_one_works(over_wire: Any) -> None:
-    def do(member: MemberCollective) -> None:
+    def do(member: Member) -> None:
         if member.rank == 0:
             with member.call(1):
-                member._router.call(lambda: member.abandon(1, "worker 1 raised"))
+                member.router.call(lambda: member.abandon(1, "worker 1 raised"))
                 with pytest.raises(PeerLostError, match="worker 1 raised"):
                     member.barrier()
             member.abandon(2, "worker 1 raised early")
@@ -206,20 +205,17 @@ def test_an_abandoned_call_ends_and_the_next_one_works(over_wire: Any) -> None:
 
 def test_a_new_generation_ends_what_the_one_before_began(over_wire: Any) -> None:
     members = over_wire(2)
-    generations = [0, 0]
-    for rank, member in enumerate(members):
-        member._generation = lambda rank=rank: generations[rank]
 
-    def do(member: MemberCollective) -> float:
+    def do(member: Member) -> float:
         received = torch.zeros(1)
         if member.rank == 0:
-            member._router.call(lambda: generations.__setitem__(0, 1))
+            member.router.call(lambda: setattr(member, "generation", 1))
             with pytest.raises(PeerLostError, match="a new generation has begun"):
                 member.irecv(received, 1).wait()
             member.irecv(received, 1).wait()
         else:
             member.isend(torch.ones(1), 0)
-            generations[1] = 1
+            member.generation = 1
             member.isend(torch.full((1,), 2.0), 0).wait()
         member.barrier()
         return float(received)
@@ -229,7 +225,7 @@ def test_a_new_generation_ends_what_the_one_before_began(over_wire: Any) -> None
 
 @pytest.mark.skipif(not AVAILABLE, reason="memory is lent on Linux")
 def test_memory_is_lent_where_it_lies(over_wire: Any) -> None:
-    def do(member: MemberCollective) -> None:
+    def do(member: Member) -> None:
         if member.rank:
             memory = allocate(1 << 16)
             member.lend(memory, 0)

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from steepest import collectives, shared_reduce
-from steepest.comm.members import MemberCollective
 from steepest.comm.shared import AVAILABLE
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
-from tests.members import group_of, pattern, together, torch_groups, wire_group
+from steepest.testing.kept import rooms_of
+from tests.members import Member, group_of, pattern, together, torch_groups, wire_group
 
 SIZES = [1, 2, 3]
 SHAPE = (3, 5)
@@ -225,7 +225,7 @@ def test_in_shared_memory_the_sum_is_formed_in_the_order_of_ranks(
     ]
     kept = [[tensor.clone() for tensor in each] for each in tensors]
 
-    def do(member: MemberCollective) -> list[torch.Tensor]:
+    def do(member: Member) -> list[torch.Tensor]:
         with collectives.using(member):
             return [collectives.all_reduce(tensor, op) for tensor in tensors[member.rank]]
 
@@ -244,14 +244,14 @@ def test_in_shared_memory_only_notices_pass_through_the_socket(host: Any) -> Non
     members = host(2)
     sizes: list[list[int]] = [[], []]
     for member in members:
-        sending = member._router.transport.lending.copy
-        member._router.transport.lending.copy = lambda p, rank=member.rank, do=sending: sizes[rank].append(1) or do(p)
+        sending = member.transport.lending.copy
+        member.transport.lending.copy = lambda p, rank=member.rank, do=sending: sizes[rank].append(1) or do(p)
 
-    def do(member: MemberCollective) -> int:
+    def do(member: Member) -> int:
         with collectives.using(member):
             for _ in range(3):
                 assert bool((collectives.all_reduce(torch.ones(2_000_000)) == 2).all())
-        return len(member._rooms)
+        return rooms_of(member)
 
     assert together(members, do) == [2, 2]
     assert sizes == [[], []]  # nothing was copied into an outbox
@@ -261,7 +261,7 @@ def test_in_shared_memory_only_notices_pass_through_the_socket(host: Any) -> Non
 def test_a_failed_one_leaves_inputs_and_memory_that_others_may_be_reading(host: Any) -> None:
     tensor = torch.ones(500_000)
 
-    def do(member: MemberCollective) -> bool:
+    def do(member: Member) -> bool:
         with collectives.using(member):
             collectives.all_reduce(tensor)
             if member.rank:
@@ -271,7 +271,7 @@ def test_a_failed_one_leaves_inputs_and_memory_that_others_may_be_reading(host: 
             with pytest.raises(DeadlineError, match="member 1"):
                 collectives.all_reduce(tensor)
             member.abort("enough")
-            return not member._rooms
+            return not rooms_of(member)
 
     members = host(2, 20.0)
     members[0].deadline = 0.2

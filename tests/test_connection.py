@@ -81,9 +81,10 @@ def setup() -> Iterator[Setup]:
     made = Setup()
     yield made
     made.connection.close()
-    if made.connection._thread is not None:
-        made.connection._thread.join(SECONDS)
-        assert not made.connection._thread.is_alive()
+    for thread in threading.enumerate():
+        if thread.name == "steepest pushes":
+            thread.join(SECONDS)
+            assert not thread.is_alive()
 
 
 def together(*work: Callable[[], Any]) -> list[Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -15,6 +18,7 @@ from steepest.rules import CommitAll, CommitEach, Staged
 from steepest.staging import Report, summarize
 
 CLIENT = Peer("client", 0)
+REQUESTS = WeakKeyDictionary[Coordinator, Iterator[int]]()  # the numbers of those to come
 
 
 def make(workers: int = 2, servers: int = 2, holding: set[int] | None = None, **settings: Any) -> Coordinator:
@@ -40,10 +44,8 @@ def started(workers: int = 2, servers: int = 2, steps: int = 1, **settings: Any)
 
 
 def ask(coordinator: Coordinator, steps: int = 1, **meta: Any) -> Outgoing:
-    sequence = coordinator._asked.get(CLIENT, 0) + 1
-    return coordinator.handle(
-        CLIENT, Message(Kind.ASK, sequence=sequence, meta={"steps": steps, "stats": True, **meta})
-    )
+    number = next(REQUESTS.setdefault(coordinator, itertools.count(100)))
+    return coordinator.handle(CLIENT, Message(Kind.ASK, sequence=number, meta={"steps": steps, "stats": True, **meta}))
 
 
 def report(coordinator: Coordinator, worker: int, **fields: Any) -> Outgoing:

@@ -338,9 +338,9 @@ def test_what_waits_on_a_link_that_is_cut_is_lost_when_it_closes() -> None:
     client.ask(STEPS, True)
     with pytest.raises(DeadlineError, match="nothing moves any more"):
         cluster.network.run_until(lambda: cluster.coordinator.version > 3, "a step without worker 1")
-    assert cluster.network._late
+    assert cluster.network.waiting
     cluster.kill(1)
-    cluster.network.run_until(lambda: not cluster.network._late, "it to be lost")
+    cluster.network.run_until(lambda: not cluster.network.waiting, "it to be lost")
     assert cluster.coordinator.version == 3
 
 

@@ -15,8 +15,10 @@ from torch import nn
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.config import ParameterServerStrategy
 from steepest.errors import PeerLostError
+from steepest.job import host_client
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster, linear_model_creator
+from steepest.testing.kept import buffers_of
 from tests.drawn import SEEDS, runs, seeds
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
@@ -177,8 +179,7 @@ def test_repeated_pushes_and_reports_count_once(shuffle: int) -> None:
     cluster.network.filter = repeat
     cluster.step(8)
     assert at(cluster, 8)
-    held = [chunk for server in cluster.servers for chunk in server._chunks.values()]
-    assert max(len(chunk._buffers) for chunk in held) <= 4  # one for each worker, one for a repetition
+    assert max(map(buffers_of, cluster.servers)) <= 4  # one for each worker, one for a repetition
 
 
 @pytest.mark.parametrize("worker", [0, 2])
@@ -346,8 +347,9 @@ def test_what_is_put_shares_no_memory_with_what_was_given() -> None:
     cluster.step(1)
     saved = cluster.snapshot("state")
     sent: list[Message] = []
-    cluster.client._send = lambda peer, message: sent.append(message)
-    cluster.client.install(1, saved.weights, saved.records)
+    router = cluster.network.router()
+    router.sender = lambda source: lambda target, message: sent.append(message)  # type: ignore[method-assign]
+    host_client(router, cluster.job, 1).install(1, saved.weights, saved.records)
     given = {saved.weights.untyped_storage().data_ptr(), *(r[2].untyped_storage().data_ptr() for r in saved.records)}
     assert not given & {m.payload.untyped_storage().data_ptr() for m in sent if m.payload is not None}
 
@@ -355,7 +357,7 @@ def test_what_is_put_shares_no_memory_with_what_was_given() -> None:
 def test_a_client_that_leaves_is_no_loss_for_the_job() -> None:
     cluster = make()
     cluster.disconnect(Peer("client", 0))
-    cluster.network.run_until(lambda: cluster.coordinator._client is None, "the coordinator to see it")
+    cluster.network.settle()
     assert not cluster.coordinator.gone
 
 

@@ -18,7 +18,8 @@ from steepest.salvage import assemble, catch_up, remains
 from steepest.server import Server
 from steepest.server_chunk import ServerChunk
 from steepest.testing import Fault, InProcessCluster, Moment, processes, replay, with_faults
-from tests.modes import make, mode, salvaged_weights, trained
+from steepest.testing.kept import exchange_of
+from tests.modes import make, mode, salvaged_weights, trainable, trained
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
 TASK = Task(optimizer=sgd(momentum=0.9), data=samples(24))
@@ -87,9 +88,9 @@ def test_what_no_fault_is_about_is_not_wrapped(tmp_path: Path) -> None:
     other, watched = cluster.servers
     assert "handle" in vars(watched)
     assert "handle" not in vars(other)
-    assert all("apply" in vars(held) for held in watched._trainable)
-    assert not any("apply" in vars(held) for held in other._trainable)
-    assert not any("receive" in vars(worker._exchange) for worker in cluster.workers)
+    assert all("apply" in vars(held) for held in trainable(watched))
+    assert not any("apply" in vars(held) for held in trainable(other))
+    assert not any("receive" in vars(exchange_of(worker)) for worker in cluster.workers)
 
 
 def test_a_job_without_faults_has_nobody_to_attend_it() -> None:
@@ -122,7 +123,7 @@ def updates(server: Server, job: Job) -> list[int]:
         assert same.count(True) == 1
         return same.index(True)
 
-    return [of(held) for held in server._trainable]
+    return [of(held) for held in trainable(server)]
 
 
 @pytest.mark.parametrize("server", [0, 1])

@@ -18,10 +18,11 @@ from steepest.comm.router import Router
 from steepest.errors import PeerLostError, ShutdownError
 from steepest.hosts import Hosts
 from steepest.models.gates import Gates
-from steepest.testing import InProcessCluster
+from steepest.testing import InProcessCluster, Network
+from steepest.testing.kept import replicas_of
 from steepest.worker import Worker
 from tests.drawn import seeds
-from tests.modes import Moody, check, make, trained
+from tests.modes import Moody, check, make, trainable, trained
 from tests.reference import Task, difference, same_bits, sgd
 
 
@@ -220,24 +221,29 @@ def test_hooks_stay_where_they_are_needed_only() -> None:
 
 
 class Began:
-    """Counts the steps that began before all of their weights were there."""
+    """Counts how often a process takes a turn in the middle of a step, since weights that it needs are not there yet.
+
+    Attributes:
+        meanwhile: called each time, with the process.
+        waiting: whether some process is in such a turn.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
         self.waits = 0
-        arrive = Worker._arrive
-        step = Worker._step
+        self.waiting = False
+        self.meanwhile: Callable[[Router], None] = lambda router: None
+        wait = Network.wait
 
-        def counted(worker: Worker, share: int, version: int) -> None:
-            self.count += worker._arriving is not None
-            step(worker, share, version)
+        def waited(network: Network, router: Router) -> None:
+            self.waits += 1
+            self.meanwhile(router)
+            self.waiting = True
+            try:
+                wait(network, router)
+            finally:
+                self.waiting = False
 
-        def waited(worker: Worker, entry: int | None) -> None:
-            self.waits += worker._arriving is not None and not worker._exchange.has(entry, worker._arriving)
-            arrive(worker, entry)
-
-        monkeypatch.setattr(Worker, "_step", counted)
-        monkeypatch.setattr(Worker, "_arrive", waited)
+        monkeypatch.setattr(Network, "wait", waited)
 
 
 @pytest.fixture
@@ -257,22 +263,26 @@ HOSTS = pytest.mark.parametrize(
 def test_steps_begin_early_and_change_nothing(began: Began, hosts: Hosts | None, devices: int, seed: int) -> None:
     cluster = make("sync", TASK, 3, devices, hosts=hosts, shuffle=seed)
     trained(cluster, 20)
-    assert began.count > 10
     assert began.waits > 10
     check(cluster, TASK)
     assert difference(cluster.weights(), TASK.train(3 * devices, 20)) < 1e-12
 
 
 @HOSTS
-def test_the_same_bits_as_when_steps_begin_late(began: Began, hosts: Hosts | None) -> None:
+def test_the_same_bits_as_when_steps_begin_late(
+    began: Began, hosts: Hosts | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     early = make("sync", TASK, 3, hosts=hosts)
     trained(early, 10)
-    count = began.count
+    waits = began.waits
+
+    def waits_for_all(*arguments: Any, **named: Any) -> Worker:
+        return Worker(*arguments, **(named | {"wait": None}))
+
+    monkeypatch.setattr("steepest.job.Worker", waits_for_all)
     late = make("sync", TASK, 3, hosts=hosts)
-    for worker in late.workers:
-        worker._wait = None
     trained(late, 10)
-    assert began.count == count > 0
+    assert began.waits == waits > 0
     assert same_bits(early.weights(), late.weights())
 
 
@@ -308,7 +318,7 @@ def waiting_cluster(held: list[Message]) -> InProcessCluster:
             return []
         return [message]
 
-    first = cluster.servers[0]._trainable[-1].chunk.index
+    first = trainable(cluster.servers[0])[-1].chunk.index
     cluster.network.filter = hold
     return cluster
 
@@ -319,41 +329,34 @@ def test_a_step_without_the_rest_of_its_weights_is_given_up_at_the_deadline(bega
     assert [outcome.kind for outcome in outcomes] == [Kind.RESULT, Kind.FAILURE]
     assert outcomes[-1].values()["reason"] == "deadline"
     assert "worker 0" in outcomes[-1].values()["awaited"]
-    assert not cluster.workers[0]._stepping
+    assert is_idle(cluster.workers[0])
 
 
 def test_a_server_that_dies_while_its_weights_are_awaited_ends_the_waiting(began: Began) -> None:
     cluster = waiting_cluster([])
-
-    def die(function: Callable[[], None]) -> Callable[[], None]:
-        def wait() -> None:
-            cluster.disconnect(server_peer(1))
-            function()
-
-        return wait
-
-    assert cluster.workers[0]._wait is not None
-    cluster.workers[0]._wait = die(cluster.workers[0]._wait)
+    began.meanwhile = lambda router: cluster.disconnect(server_peer(1))
     with pytest.raises(PeerLostError):
         cluster.step(10)
-    assert not cluster.workers[0]._stepping
+    assert is_idle(cluster.workers[0])
+
+
+def is_idle(worker: Worker) -> bool:
+    """Whether it is in no step: calls wait for the end of one."""
+    return worker.at_version(0, -1, lambda replicas: None).done()
 
 
 def test_calls_that_come_while_weights_are_awaited_run_after_the_step(began: Began) -> None:
     cluster = make("sync", TASK, 2)
     trained(cluster, 4)
-    worker = cluster.workers[0]
+    worker, router = cluster.workers[0], cluster.worker_routers[0]
     seen: list[bool] = []
-    assert worker._wait is not None
-    wait = worker._wait
 
-    def call_and_wait() -> None:
-        if not seen:
-            worker.at_version(0, 0, lambda replicas: seen.append(worker._stepping))
+    def call(who: Router) -> None:
+        if who is router and not seen:
+            worker.at_version(0, 0, lambda replicas: seen.append(began.waiting))
             assert not seen
-        wait()
 
-    worker._wait = call_and_wait
+    began.meanwhile = call
     trained(cluster, 3)
     assert seen
     assert not any(seen)
@@ -419,6 +422,6 @@ def test_what_a_process_has_to_say_leaves_before_its_worker_computes(monkeypatch
     cluster.network.filter = sent
     for index, (worker, router) in enumerate(zip(cluster.workers, cluster.worker_routers, strict=True)):
         monkeypatch.setattr(router.transport, "pump", functools.partial(unsent.discard, index))
-        monkeypatch.setattr(worker._replicas, "compute", watched(index, worker._replicas.compute))
+        monkeypatch.setattr(replicas_of(worker), "compute", watched(index, replicas_of(worker).compute))
     cluster.step(3)
     assert computed == [False] * 6

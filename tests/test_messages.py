@@ -18,6 +18,7 @@ from steepest.comm.router import Router
 from steepest.hosts import Hosts
 from steepest.strategies.parameter_server import PushPull
 from steepest.testing import InProcessCluster, replay, server_peers
+from steepest.testing.kept import buffers_of
 from tests.drawn import seeds
 from tests.modes import EACH, MODES, Moody, check, counters, make, plus_one, settle, shares, trained, worker_weights
 from tests.pairs import grid
@@ -408,8 +409,7 @@ def test_who_is_no_member_is_refused_and_counted(name: str, kind: Kind) -> None:
     assert 7 not in {push.worker for commit in cluster.log().commits for push in commit.pushes}
     if name == "sync":
         assert same_bits(cluster.weights(), undisturbed())
-    held = [chunk for server in cluster.servers for chunk in server._trainable]
-    assert max(len(chunk._buffers) for chunk in held) <= 4
+    assert max(map(buffers_of, cluster.servers)) <= 4
 
 
 @pytest.mark.parametrize("name", MODES)

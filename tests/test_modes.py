@@ -493,10 +493,10 @@ def test_the_deadline_names_the_server_that_lacks_what_was_reported() -> None:
 def test_with_a_bound_the_others_wait_for_who_never_came_back_and_the_deadline_names_it() -> None:
     cluster = make("ssp-2", step_timeout=50.0)
     trained(cluster, 2)
-    before = dict(cluster.coordinator._leases.clocks)
+    before = Counter(push.worker for commit in cluster.log().commits for push in commit.pushes)
     swallow(cluster, Kind.PUSH, Kind.REPORT)
     assert cluster.step(1000)[-1].values()["awaited"] == ["worker 1"]
-    after = cluster.coordinator._leases.clocks
+    after = Counter(push.worker for commit in cluster.log().commits for push in commit.pushes)
     assert after[1] == before[1]
     assert {after[0], after[2]} == {after[1] + 3}
 

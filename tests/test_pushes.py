@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from steepest.comm.message import Kind, Message
 from steepest.errors import NonFiniteError, PeerLostError, ShutdownError
+from steepest.testing.kept import buffers_of, remembered_by
 from tests.crowd import FIRST, Crowd, Reordered, Replayed, late, like, twice, values, zeros
 from tests.drawn import SEEDS, runs
 
@@ -424,23 +425,22 @@ def test_a_user_that_is_gone_is_forgotten() -> None:
     for _ in range(3):
         crowd.wait(crowd.users[1].push(like(zeros(), 1)))
     crowd.settle()
-    staging: Any = crowd.coordinator._staging
-    kept = [staging._done, *(server._done for server in crowd.servers)]
-    assert all(FIRST + 1 in {worker for worker, _ in done._counted} for done in kept)
+    kept = [crowd.coordinator, *crowd.servers]
+    assert all(FIRST + 1 in remembered_by(each) for each in kept)
     crowd.users[1].die()
     crowd.settle()
-    assert not any(done._counted for done in kept)
+    assert not any(map(remembered_by, kept))
     assert crowd.idle()
 
 
 def test_a_payload_that_was_cut_off_keeps_no_memory() -> None:
     crowd = Crowd()
     server = crowd.servers[1]
-    (held,) = server._chunks.values()
+    (held,) = server.chunks.values()
     for sequence in range(1, 20):  # the memory was asked for, but no message came of it
         server.destination(Message(Kind.PUSH, sequence=sequence, chunk=held.chunk.index), held.chunk.nbytes)
     check_ones(crowd, push_ones(crowd, 3))
-    assert len(held._buffers) <= 6
+    assert buffers_of(server) <= 6
 
 
 @pytest.mark.parametrize("server", [0, 2])

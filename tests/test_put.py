@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.comm.message import Kind, Message, Peer
+from steepest.testing.kept import puts_of
 from tests.crowd import FIRST, Crowd, like, values, zeros
 from tests.drawn import SEEDS, runs
 from tests.test_pushes import OPTIMIZERS
@@ -109,7 +110,7 @@ def test_a_state_that_was_put_in_part_only_is_not_installed_and_not_kept(shuffle
     assert crowd.pull(1)[0] == put.version
     assert values(crowd.pull(1)[1]) == {0}
     crowd.settle()
-    assert not any(server._puts for server in crowd.servers)
+    assert not any(map(puts_of, crowd.servers))
 
 
 def test_a_request_that_was_never_whole_is_forgotten_with_the_next_one() -> None:
@@ -119,10 +120,10 @@ def test_a_request_that_was_never_whole_is_forgotten_with_the_next_one() -> None
     crowd.users[0].client.install(0, weights, [])
     crowd.settle()
     crowd.network.filter = lambda message: [message]
-    assert any(server._puts for server in crowd.servers)
+    assert any(map(puts_of, crowd.servers))
     crowd.wait(crowd.users[0].client.install(0, weights, []))
     crowd.settle()
-    assert not any(server._puts for server in crowd.servers)
+    assert not any(map(puts_of, crowd.servers))
 
 
 def test_who_takes_the_place_of_one_that_left_is_taken_for_another() -> None:

@@ -15,9 +15,10 @@ from steepest.errors import ProtocolError
 from steepest.hosts import Hosts
 from steepest.relay import Relay
 from steepest.testing import InProcessCluster
+from steepest.testing.kept import replicas_of
 from tests.crowd import twice
 from tests.drawn import seeds
-from tests.modes import Moody, check, make, settle, trained
+from tests.modes import Moody, check, make, settle, trainable, trained
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
 
 FLOAT64 = Task(optimizer=sgd(momentum=0.9))
@@ -102,13 +103,13 @@ def test_workers_with_a_relay_compute_on_the_vector_that_its_server_updates(plac
     cluster = hosted(places)
     trained(cluster, 2)
     for relay, workers in cluster.job.places.relays.items():
-        vectors = {id(cluster.workers[worker]._replicas.weights.untyped_storage()) for worker in workers}
-        addresses = {cluster.workers[worker]._replicas.weights.data_ptr() for worker in workers}
+        vectors = {id(replicas_of(cluster.workers[worker]).weights.untyped_storage()) for worker in workers}
+        addresses = {replicas_of(cluster.workers[worker]).weights.data_ptr() for worker in workers}
         assert len(addresses) == 1, vectors
-        held = cluster.servers[relay]._trainable[0]
-        shared = next(cluster.workers[worker]._replicas.weights for worker in workers)
+        held = trainable(cluster.servers[relay])[0]
+        shared = next(replicas_of(cluster.workers[worker]).weights for worker in workers)
         assert held.weights.data_ptr() == shared.data_ptr() + held.chunk.start
-        module = cluster.workers[workers[0]]._replicas.models[0].module
+        module = replicas_of(cluster.workers[workers[0]]).models[0].module
         begin, end = shared.data_ptr(), shared.data_ptr() + shared.numel()
         assert all(begin <= parameter.data_ptr() < end for parameter in module.parameters())
 
@@ -121,10 +122,10 @@ def test_members_of_an_allreduce_stay_with_the_vectors_that_their_servers_update
     trained(cluster, 3)
     settle(cluster)
     for worker, server in zip(cluster.workers, cluster.servers, strict=True):
-        own = worker._replicas.weights
-        for held in server._trainable:
+        own = replicas_of(worker).weights
+        for held in trainable(server):
             assert held.weights.data_ptr() == own.data_ptr() + held.chunk.start
-        assert same_bits(worker._replicas.layout.named(own), cluster.weights())
+        assert same_bits(replicas_of(worker).layout.named(own), cluster.weights())
     check(cluster, FLOAT64)
 
 
@@ -146,7 +147,7 @@ def test_new_weights_reach_every_worker(places: str) -> None:
     cluster.wait(cluster.client.install(3, wanted, None), "new weights")
     settle(cluster)
     for worker in cluster.workers:
-        named = cluster.job.description.layout.named(worker._replicas.weights)
+        named = cluster.job.description.layout.named(replicas_of(worker).weights)
         assert all(bool((value == 0.25).all()) for value in named.values())
 
 

@@ -10,9 +10,10 @@ import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
 from steepest.errors import ConfigurationError
-from steepest.observe.commits import Commit, CommitLog
+from steepest.observe.commits import CommitLog
 from steepest.salvage import Salvage, assemble, catch_up, remains
 from steepest.testing import InProcessCluster, replay
+from steepest.testing.kept import log_of
 from tests.drawn import seeds
 from tests.modes import MODES, check, make, salvaged_weights, settle, trained
 from tests.reference import Task, same_bits, samples, sgd
@@ -23,7 +24,7 @@ TWICE = {"replication": 2}
 
 
 def held(cluster: InProcessCluster, server: int) -> dict[int, torch.Tensor]:
-    return {index: chunk.weights for index, chunk in cluster.servers[server]._chunks.items()}
+    return {index: chunk.weights for index, chunk in cluster.servers[server].chunks.items()}
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -38,7 +39,7 @@ def test_copies_are_the_same_to_the_bit(name: str, servers: int, seed: int) -> N
     assert {len(holders) for holders in job.holders} == {2}
     for chunk, (first, second) in enumerate(job.holders):
         assert torch.equal(held(cluster, first)[chunk], held(cluster, second)[chunk])
-        states = [cluster.servers[holder]._chunks[chunk].state() for holder in (first, second)]
+        states = [cluster.servers[holder].chunks[chunk].state() for holder in (first, second)]
         assert all(torch.equal(a[1], b[1]) for a, b in zip(*states, strict=True))
     check(cluster, TASK)
 
@@ -103,7 +104,7 @@ def test_whenever_a_server_dies_survivors_know_every_update_that_was_told(name: 
     begun = cluster.network.rounds
     cluster.client.ask(30, True)
     cluster.network.run_until(lambda: cluster.network.rounds - begun >= rounds, "the moment of its death")
-    log = list(cluster.coordinator._history.look(0)["log"])
+    log = log_of(cluster.coordinator)
     while not cluster.client.outcomes.empty():
         cluster.client.outcomes.get()
     told = cluster.client.position.version
@@ -111,7 +112,7 @@ def test_whenever_a_server_dies_survivors_know_every_update_that_was_told(name: 
     assert found is not None
     assert told <= found.version <= cluster.coordinator.version
     job = cluster.job
-    commits = tuple(Commit.from_entry(entry) for entry in log[: found.version])
+    commits = tuple(log[: found.version])
     explained = CommitLog(commits, job.config, job.num_workers, 1, job.seed, job.hosts, 1)
     assert same_bits(salvaged_weights(cluster, found), replay(explained, TASK.creator()))
     assert found.state["history"]["committed"] == found.version

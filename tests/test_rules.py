@@ -13,6 +13,7 @@ from steepest.comm.message import Kind, Message, server_peer, worker_peer
 from steepest.ledger import Ledger
 from steepest.rules import CommitAll, CommitEach, CommitFirst, CommitRule, Decision, PushId, Staged
 from steepest.staging import Counted, Done, StagedEach, StagedTogether
+from steepest.testing.kept import ranges_of, remembered_by, undecided
 from tests.drawn import examples
 
 many = examples(200)
@@ -165,7 +166,7 @@ def test_counted_numbers_are_those_that_were_counted(numbers: list[int]) -> None
         counted.add(number)
         assert {n for n in range(40) if n in counted} == set(numbers[: index + 1])
     gaps = sum(b - a > 1 for a, b in pairwise(sorted(set(numbers))))
-    assert len(counted._ranges) == (gaps + 1 if numbers else 0)
+    assert len(ranges_of(counted)) == (gaps + 1 if numbers else 0)
 
 
 @pytest.mark.parametrize("first", [1, 1000])
@@ -174,7 +175,7 @@ def test_counting_takes_no_memory_wherever_it_begins(first: int) -> None:
     for number in range(first, first + 500, 2):
         counted.add(number + 1)
         counted.add(number)
-    assert counted._ranges == [(first, first + 499)]
+    assert ranges_of(counted) == [(first, first + 499)]
 
 
 def test_pushes_are_done_by_worker_and_life() -> None:
@@ -274,7 +275,7 @@ def test_every_push_is_ready_once_in_any_order_of_words_and_copies(
         staging.take([p])
         taken.append((p.worker, p.sequence))
     assert sorted(taken) == sorted(pushes)
-    assert not staging._waiting
+    assert not undecided(staging)
 
 
 @many
@@ -305,5 +306,5 @@ def test_what_a_lost_worker_left_half_way_is_never_ready_and_nothing_of_it_is_ke
             staging.take([ready])
             taken.append(ready.sequence)
     assert taken == list(range(1, complete + 1))
-    assert not staging._waiting
-    assert not staging._done._counted
+    assert not undecided(staging)
+    assert not remembered_by(staging)

@@ -23,6 +23,7 @@ from steepest.errors import ConfigurationError
 from steepest.job import ModelCreator
 from steepest.sampler import Remaining, SamplePlan
 from steepest.testing import InProcessCluster, replay
+from steepest.testing.kept import replicas_of
 from tests.reference import difference, same_bits, samples, sgd
 
 LENGTH = 24  # divides by the samples of a step of 1, 2 or 3 workers
@@ -189,7 +190,7 @@ def test_a_run_that_goes_on_elsewhere_in_mid_epoch_visits_the_rest(workers: int,
     at = plan.position(2)
     assert (at.epoch, at.begin) == (0, 16)
     for worker in second.workers:
-        worker._replicas.use_plan(second.job.plan(0, Remaining(at.epoch, at.begin)), 0)
+        replicas_of(worker).use_plan(second.job.plan(0, Remaining(at.epoch, at.begin)), 0)
     rest = trained(second, -(-8 // (BATCH * workers)))
     assert (rest > 0).sum() == 8
     assert torch.equal(before + (rest > 0), torch.ones(LENGTH))

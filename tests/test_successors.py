@@ -17,6 +17,7 @@ from torch import nn
 from steepest.comm.message import Kind, Message, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
+from steepest.testing.kept import replicas_of
 from tests.drawn import seeds
 from tests.modes import EACH, MODES, check, counters, make, settle, shares, trained, worker_weights
 from tests.reference import Task, same_bits, samples, sgd
@@ -115,9 +116,8 @@ def test_survivors_push_the_gradient_again_that_they_have(n: int, kind: Kind) ->
     trained(cluster, 8)
     assert [message.values()["worker"] for message in cluster.left] == [1]
     for worker in (0, 2):
-        (tracked,) = [
-            int(value) for key, value in cluster.workers[worker]._replicas.models[0].state().items() if "tracked" in key
-        ]
+        state = replicas_of(cluster.workers[worker]).models[0].state()
+        (tracked,) = [int(value) for key, value in state.items() if "tracked" in key]
         assert (tracked, streams[worker].drawn) == (8, 8)
 
 
@@ -130,7 +130,7 @@ def test_who_has_a_gradient_of_weights_that_were_replaced_meanwhile_computes_it_
     cluster = doomed("sync", [(1, Kind.PUSH, 5)])
     cluster.on_left = lambda worker: None  # nobody comes for now
     cluster.client.ask(9, True)
-    cluster.network.run_until(lambda: bool(cluster.coordinator._members - cluster.coordinator.joined), "its death")
+    cluster.network.run_until(lambda: len(cluster.coordinator.joined) < 3, "its death")
     settle(cluster)
     version = cluster.coordinator.version
     installed = other_weights(cluster)
@@ -153,13 +153,13 @@ def test_a_step_that_failed_of_itself_is_computed_again() -> None:
     trained(cluster, 2)
     computed: Counter[int] = Counter()
     for index, worker in enumerate(cluster.workers):
-        original = worker._replicas.compute
+        original = replicas_of(worker).compute
 
         def counted(*arguments: Any, index: int = index, original: Any = original) -> Any:
             computed[index] += 1
             return original(*arguments)
 
-        worker._replicas.compute = counted  # type: ignore[method-assign]
+        replicas_of(worker).compute = counted  # type: ignore[method-assign]
     pushes: list[Message] = []
 
     def hold(message: Message) -> list[Message]:

@@ -290,6 +290,19 @@ class Network:
         while not done():
             self._round(what)
 
+    @property
+    def waiting(self) -> int:
+        """How many messages are on their way: they take some rounds more, or wait for a link to be healed."""
+        return sum(map(len, self._late.values()))
+
+    def settle(self) -> None:
+        """Gives every process its turns until no message is on its way and no process has anything to do.
+
+        Raises:
+            DeadlineError: something waits for what does not come, as on a link that is cut.
+        """
+        self.run_until(lambda: not (self._late or any(t.has_work for t in self._transports)), "silence")
+
     def wait(self, router: Router) -> None:
         """Gives every process a turn, in the middle of one's work, whose random state and saved tensors are its own.
 

@@ -1,0 +1,103 @@
+"""What the parts of a job still keep: for tests that nothing is left behind, or that memory stays bounded."""
+
+from __future__ import annotations
+
+import torch
+
+from steepest.comm.members import MemberCollective
+from steepest.comm.message import Peer
+from steepest.comm.router import Role, Router
+from steepest.comm.wire import WireTransport
+from steepest.coordinator import Coordinator
+from steepest.observe.commits import Commit
+from steepest.pusher import Pusher
+from steepest.replicas import Replicas
+from steepest.server import Server
+from steepest.staging import Counted, StagedEach, StagedTogether, Staging
+from steepest.strategies.protocol import Exchange
+from steepest.worker import Worker
+
+
+def role_of(router: Router, peer: Peer) -> Role:
+    """Return the role of that name that lives in a process."""
+    return router._roles[peer]
+
+
+def replicas_of(worker: Worker) -> Replicas:
+    """Return the copies of the model with which a worker computes."""
+    return worker._replicas
+
+
+def exchange_of(worker: Worker) -> Exchange:
+    """Return a worker's end of its strategy."""
+    return worker._exchange
+
+
+def log_of(coordinator: Coordinator) -> list[Commit]:
+    """Return what a coordinator has committed, if it keeps a log."""
+    return [Commit.from_entry(entry) for entry in coordinator._history.look(0)["log"]]
+
+
+def gradient_of(worker: Worker) -> torch.Tensor:
+    """Return the flat vector (uint8) in which a worker's gradient lies that it pushed last."""
+    assert worker._replicas._sum is not None
+    return worker._replicas._sum
+
+
+def channels_of(wire: WireTransport) -> int:
+    """Return the number of a process' open channels."""
+    return len(wire._channels)
+
+
+def unsent_of(wire: WireTransport) -> int:
+    """Return the bytes that have not left a process yet."""
+    return sum(channel.pending for channel in wire._channels)
+
+
+def rooms_of(holder: Server | MemberCollective) -> int:
+    """Return in how many places a server keeps weights, or a member of a collective what it lends and borrows."""
+    return holder.rooms_held if isinstance(holder, Server) else len(holder._rooms)
+
+
+def buffers_of(server: Server) -> int:
+    """Return the largest number of staging buffers that any of a server's chunks has, free ones included."""
+    return max((len(held._buffers) for held in server.chunks.values()), default=0)
+
+
+def pushes_of(server: Server) -> int:
+    """Return how much a server keeps of pushes: those that are staged or arriving, and buffers that are in use."""
+    chunks = server.chunks.values()
+    used = sum(len(held._buffers) - sum(map(len, held._spare.values())) for held in chunks)
+    return used + sum(len(held.staged) for held in chunks) + len(server._arriving)
+
+
+def puts_of(server: Server) -> int:
+    """Return the number of states that were put into a server, whole or in part, and not installed yet."""
+    return len(server._puts)
+
+
+def undecided(of: Coordinator | Staging) -> int:
+    """Return the number of pushes of which something was heard and that are neither committed nor dropped."""
+    if isinstance(of, Coordinator):
+        return undecided(of._staging) + len(of._part)
+    if isinstance(of, StagedTogether):
+        return len(of._reports) + len(of._servers)
+    assert isinstance(of, StagedEach)
+    return len(of._waiting) + len(of._ready) + len(of._left)
+
+
+def unanswered(pusher: Pusher) -> int:
+    """Return the number of a user's requests that are neither done nor failed."""
+    return len(pusher._requests)
+
+
+def ranges_of(counted: Counted) -> list[tuple[int, int]]:
+    """Return the numbers that were counted, as ranges (first, last)."""
+    return list(counted._ranges)
+
+
+def remembered_by(of: Server | Coordinator | StagedEach) -> set[int]:
+    """Return the workers of whose pushes it is remembered which are done with."""
+    holder = of._staging if isinstance(of, Coordinator) else of
+    assert isinstance(holder, Server | StagedEach)
+    return {worker for worker, _ in holder._done._counted}
