@@ -43,8 +43,9 @@ def started(workers: int = 2, servers: int = 2, steps: int = 1, **settings: Any)
     return coordinator
 
 
-def ask(coordinator: Coordinator, steps: int = 1, **meta: Any) -> Outgoing:
-    number = next(REQUESTS.setdefault(coordinator, itertools.count(100)))
+def ask(coordinator: Coordinator, steps: int = 1, number: int | None = None, **meta: Any) -> Outgoing:
+    if number is None:
+        number = next(REQUESTS.setdefault(coordinator, itertools.count(1)))
     return coordinator.handle(CLIENT, Message(Kind.ASK, sequence=number, meta={"steps": steps, "stats": True, **meta}))
 
 
@@ -322,7 +323,7 @@ def test_installing_sets_the_version_and_reloads_everybody() -> None:
     assert [(said["reload"], said["install"]) for said in begun] == [(True, [["client", 0, 4]])] * 4
     installed = only(out, Kind.INSTALLED)
     assert (installed.sequence, installed.version, installed.generation) == (4, 17, 2)
-    assert [m.version for _, m in ask(coordinator)] == [18, 18]
+    assert [m.version for _, m in ask(coordinator, number=5)] == [18, 18]
 
 
 def test_what_is_installed_before_all_have_joined_waits_for_them() -> None:
@@ -330,7 +331,7 @@ def test_what_is_installed_before_all_have_joined_waits_for_them() -> None:
     assert coordinator.handle(CLIENT, Message(Kind.INSTALL, sequence=4, version=17)) == []
     out = coordinator.handle(worker_peer(0), Message(Kind.JOIN))
     assert only(out, Kind.INSTALLED).version == 17
-    assert [m.version for _, m in ask(coordinator)] == [18]
+    assert [m.version for _, m in ask(coordinator, number=5)] == [18]
 
 
 def test_an_install_that_failed_leaves_the_version() -> None:
