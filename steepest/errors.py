@@ -127,21 +127,6 @@ def described_error(told: Mapping[str, str], prefix: str = "") -> SteepestError 
     return found
 
 
-class RemoteError(Exception):
-    """An exception of another process as text, which travels although the exception itself may not.
-
-    Attributes:
-        told: as `describe_error` returns it.
-    """
-
-    def __init__(self, told: dict[str, str]) -> None:
-        super().__init__(told)
-        self.told = told
-
-    def __str__(self) -> str:
-        return self.told["error"]
-
-
 class RemoteTraceback(Exception):  # noqa: N818 - a carrier of text, not an error of its own
     """The traceback of an exception raised in another process, as text; attached as a cause."""
 

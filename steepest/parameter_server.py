@@ -28,7 +28,6 @@ from steepest.errors import (
     ConfigurationError,
     DeadlineError,
     PeerLostError,
-    RemoteError,
     RemoteTraceback,
     ShutdownError,
     SteepestError,
@@ -36,6 +35,7 @@ from steepest.errors import (
 )
 from steepest.runtime.calls import threads_for
 from steepest.runtime.holders import Holder, hold, let_go
+from steepest.runtime.process import RemoteError
 from steepest.runtime.server_process import Access, ServerProcess
 from steepest.server_group import ServerGroup
 

@@ -36,11 +36,10 @@ def describe(value: Any) -> str:
 
     Example:
         >>> describe(torch.zeros(3)), describe({"a": 1})
-        ('a tensor of shape (3,) and dtype torch.float32', 'a dict')
+        ('a tensor of shape (3,) and dtype torch.float32', 'dict')
     """
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
-    name = type(value).__name__
-    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"
+    return type(value).__name__

@@ -13,7 +13,6 @@ from steepest.optimizer import OptimizerSpec
 from steepest.rules import PushId
 from steepest.server_chunk import Push, ServerChunk
 from steepest.testing import InProcessCluster, linear_model_creator
-from steepest.testing.kept import rooms_of
 from tests.drawn import seeds
 from tests.modes import trainable
 

@@ -21,7 +21,6 @@ from steepest.config import AllreduceStrategy, LocalStrategy, ParameterServerStr
 from steepest.errors import (
     ModelError,
     ModelRaisedError,
-    RemoteError,
     ShutdownError,
     SteepestError,
     describe_error,
@@ -29,6 +28,7 @@ from steepest.errors import (
 )
 from steepest.model import Computed
 from steepest.models.numpy import NumpyLogisticRegression
+from steepest.runtime.process import RemoteError
 from steepest.runtime.supervision import raise_step_error
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples
@@ -313,27 +313,27 @@ MISTAKES: dict[str, Mistake] = {
     "backward raises": Mistake(backward_does(raising(lambda: ArithmeticError("no"))), "ArithmeticError: no", LINE),
     "backward exits": Mistake(backward_does(exit_by_hand), "SystemExit: 3", LINE),
     "metrics raise": Mistake(metrics_do(raising(lambda: KeyError("top5"))), "KeyError: 'top5'", LINE),
-    "metric is text": refused(metrics_give({"top": "0.5"}), "metric 'top' is a str"),
-    "metric is None": refused(metrics_give({"top": None}), "metric 'top' is a NoneType"),
+    "metric is text": refused(metrics_give({"top": "0.5"}), "metric 'top' is str"),
+    "metric is None": refused(metrics_give({"top": None}), "metric 'top' is NoneType"),
     "metric is a vector": refused(metrics_give({"top": torch.zeros(3)}), r"metric 'top' is a tensor of shape \(3,\)"),
     "metric is an array": refused(metrics_give({"top": np.zeros(1)}), r"metric 'top' is an array of shape \(1,\)"),
-    "metric is a dict": refused(metrics_give({"top": {"1": 0.5}}), "metric 'top' is a dict"),
+    "metric is dict": refused(metrics_give({"top": {"1": 0.5}}), "metric 'top' is dict"),
     "metric is complex": refused(metrics_give({"top": torch.tensor(1j)}), "metric 'top' is a.*complex"),
-    "metric is a date": refused(metrics_give({"top": np.datetime64(1, "s")}), "metric 'top' is a datetime64"),
-    "metric is too large": refused(metrics_give({"top": 10**400}), "metric 'top' is an int"),
-    "metrics are None": refused(metrics_give(None), "metrics are a NoneType: return a dict"),
-    "metric has no name": refused(metrics_give({1: 0.5}), "a metric is named 1, an int"),
-    "loss is a float": refused(loss_gives(lambda right: right.item()), "the loss is a float: return .* a tensor"),
+    "metric is a date": refused(metrics_give({"top": np.datetime64(1, "s")}), "metric 'top' is datetime64"),
+    "metric is too large": refused(metrics_give({"top": 10**400}), "metric 'top' is int"),
+    "metrics are None": refused(metrics_give(None), "metrics are NoneType: return a dict"),
+    "metric has no name": refused(metrics_give({1: 0.5}), "a metric is named 1, int"),
+    "loss is float": refused(loss_gives(lambda right: right.item()), "the loss is float: return .* a tensor"),
     "loss is detached": refused(loss_gives(lambda right: right.detach()), "does not depend on any trainable parameter"),
     "loss is complex": refused(loss_gives(lambda right: right * 1j), "the loss is a tensor.*complex128"),
-    "loss is None": refused(loss_gives(lambda right: None), "the loss is a NoneType"),
+    "loss is None": refused(loss_gives(lambda right: None), "the loss is NoneType"),
     "loss is a vector": refused(loss_gives(lambda right: right.repeat(2)), r"the loss is a tensor of shape \(2,\)"),
     "weight is NaN": refused(loss_gives(lambda right: (right, torch.tensor(float("nan")))), "the loss weighs nan"),
     "weight is negative": refused(loss_gives(lambda right: (right, np.float32(-1))), "the loss weighs -1"),
-    "weight is None": refused(loss_gives(lambda right: (right, None)), "the loss weighs a NoneType"),
+    "weight is None": refused(loss_gives(lambda right: (right, None)), "the loss weighs NoneType"),
     "weights": refused(loss_gives(lambda right: (right, torch.ones(2))), r"weighs a tensor of shape \(2,\)"),
-    "no result": refused(model_computes(lambda computed: None), "the model computed a NoneType: return"),
-    "result of text": refused(model_computes(lambda c: Computed("0", c.weight, 2, {})), "the loss is a str"),  # type: ignore[arg-type]
+    "no result": refused(model_computes(lambda computed: None), "the model computed NoneType: return"),
+    "result of text": refused(model_computes(lambda c: Computed("0", c.weight, 2, {})), "the loss is str"),  # type: ignore[arg-type]
     "half a sample": refused(model_computes(lambda c: Computed(c.loss, c.weight, 0.5, {})), "0.5 samples"),  # type: ignore[arg-type]
     "silent": refused(deaf, "before it had called ready for each of .*'bias'"),
     "item raises": Mistake(items_do(raising(lambda: IndexError("no row"))), "IndexError: no row", LINE),

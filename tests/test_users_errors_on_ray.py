@@ -121,9 +121,9 @@ def test_metrics_that_are_no_numbers(trainer: DistributedSGD) -> None:
             model.given = {"top": "0.5"}
 
     trainer.foreach_worker(switch)
-    with pytest.raises(ModelError, match=rf"^worker {last} on .*, step {at + 1}: metric 'top' is a str"):
+    with pytest.raises(ModelError, match=rf"^worker {last} on .*, step {at + 1}: metric 'top' is str"):
         trainer.step()
-    with pytest.raises(ModelError, match=rf"^worker {last} on .*: metric 'top' is a str"):
+    with pytest.raises(ModelError, match=rf"^worker {last} on .*: metric 'top' is str"):
         trainer.evaluate(samples(4))
     trainer.foreach_model(lambda model: model.__dict__.pop("given", None))
 

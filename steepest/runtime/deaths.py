@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from steepest.comm.message import Peer
-from steepest.errors import RemoteError
+from steepest.runtime.process import RemoteError
 
 if TYPE_CHECKING:
     from steepest.runtime.launch import Cluster

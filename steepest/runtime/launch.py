@@ -479,8 +479,14 @@ class Cluster:
                 counters[refs[ref]] = ray.get(ref)
         return counters
 
-    def raise_if_dead(self, suspect: Peer | None = None, wait: float = 0.0) -> None:
-        """Raises PeerLostError for a process that died, the suspect first; gives Ray some seconds to notice."""
+    def raise_if_dead(
+        self, suspect: Peer | None = None, wait: float = 0.0, *, replaced: Callable[[Peer], bool] = lambda peer: False
+    ) -> None:
+        """Raises PeerLostError for a process that died, the suspect first; gives Ray some seconds to notice.
+
+        Args:
+            replaced: whether the death of a process is mended, or raised, elsewhere.
+        """
         if self._router.finished.done() and (error := self._router.finished.exception()) is not None:
             raise SteepestError(f"the driver's router ended: {error!r}") from error
         if self.watches:
@@ -488,6 +494,8 @@ class Cluster:
         for peer in sorted(self.watches, key=lambda peer: peer != suspect):
             if peer.role == "worker" and peer.index in {*self.successors.starting, *self.successors.moved}:
                 continue  # it is being replaced
+            if replaced(peer):
+                continue
             if (cause := self.deaths.cause(peer)) is not None:
                 self.raise_lost(peer, cause)
 

@@ -23,7 +23,7 @@ from steepest.comm.shared import AVAILABLE, segment_of
 from steepest.comm.wire import WireTransport
 from steepest.config import SimpleStrategy, StrategyConfig
 from steepest.dtypes import Tensors
-from steepest.errors import RemoteError, describe_error
+from steepest.errors import describe_error
 from steepest.handover import ChunkState, Kept
 from steepest.hosts import Hosts
 from steepest.job import (
@@ -53,6 +53,21 @@ _NO_COLLECTIVE = (
     'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
     '"allreduce", with a transport other than "ray"'
 )
+
+
+class RemoteError(Exception):
+    """An exception of another process as text, which travels although the exception itself may not.
+
+    Attributes:
+        told: as `describe_error` returns it.
+    """
+
+    def __init__(self, told: dict[str, str]) -> None:
+        super().__init__(told)
+        self.told = told
+
+    def __str__(self) -> str:
+        return self.told["error"]
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ from steepest.errors import (
     ModelRaisedError,
     NonFiniteError,
     PeerLostError,
-    RemoteError,
     RemoteTraceback,
     described_error,
 )
-from steepest.runtime.process import Place
+from steepest.runtime.process import Place, RemoteError
 
 _LINES = 12
 

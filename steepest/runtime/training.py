@@ -214,6 +214,10 @@ class Training:
             return Peer(*meta["peer"]), str(meta["why"])
         return None
 
+    def _is_mended(self, process: Peer) -> bool:
+        """Whether `_mend` sees to the death of a process."""
+        return (process.role == "worker" and self.cluster.job.workers_are_replaced) or self._can_replace(process)
+
     def _can_replace(self, peer: Peer) -> bool:
         recovery = self.cluster.recovery
         return recovery is not None and recovery.can_replace(self.cluster.process_of(peer))
@@ -245,7 +249,7 @@ class Training:
                     return gone
                 if not stopping and self._is_change_ready():
                     return None
-                self.cluster.raise_if_dead()
+                self.cluster.raise_if_dead(replaced=self._is_mended)  # who died since that can be is next
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"step {self.step + 1} was not committed within {self._timeout:g} s and the coordinator is mute"
