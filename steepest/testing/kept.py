@@ -54,9 +54,9 @@ def unsent_of(wire: WireTransport) -> int:
     return sum(channel.pending for channel in wire._channels)
 
 
-def rooms_of(holder: Server | MemberCollective) -> int:
-    """Return in how many places a server keeps weights, or a member of a collective what it lends and borrows."""
-    return holder.rooms_held if isinstance(holder, Server) else len(holder._rooms)
+def rooms_of(member: MemberCollective) -> int:
+    """Return in how many places a member of a collective keeps what it lends and borrows."""
+    return len(member._rooms)
 
 
 def buffers_of(server: Server) -> int:
