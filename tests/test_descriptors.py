@@ -177,7 +177,7 @@ def test_what_a_reader_wrote_is_forgotten_although_it_cannot_look_where(
     view[5000] = 7
     memory.fill_(2)
     with limited(0):
-        assert forget_writes(view) > 0
+        assert forget_writes(view)
     assert torch.equal(view, memory)
 
 

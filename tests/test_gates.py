@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from steepest.comm.message import Kind, Message, Peer, server_peer
+from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer
 from steepest.comm.router import Router
 from steepest.errors import PeerLostError, ShutdownError
 from steepest.hosts import Hosts
@@ -393,8 +393,8 @@ def test_messages_keep_their_order_when_a_role_waits_in_the_middle_of_one() -> N
             """Time does not matter."""
 
     b.host(Peer("worker", 9), Slow())
-    network.connect(a, (Peer("client", 9),), b, (Peer("worker", 9),))
-    send = a.sender(Peer("client", 9))
+    network.connect(a, (COORDINATOR,), b, (Peer("worker", 9),))
+    send = a.sender(COORDINATOR)
     for sequence in range(5):
         send(Peer("worker", 9), Message(Kind.GRANT, sequence=sequence))
     network.run_until(lambda: len(got) == 6, "all")

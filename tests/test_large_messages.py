@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_not_taken_for_a_message_that_makes_no_sense() -> N
     near, far = network.router(), network.router()
     network.connect(near, (CLIENT,), far, (COORDINATOR,))
     far.host(COORDINATOR, Talker(far.sender(COORDINATOR)))
-    near.sender(CLIENT)(COORDINATOR, Message(Kind.ASK))
+    near.sender(CLIENT)(COORDINATOR, Message(Kind.ASK, meta={"steps": 1}))
     with pytest.raises(MessageTooLargeError, match=rf"RESULT for client 0 carries \d+ bytes .* at most {MAX_META} fit"):
         network.run_until(lambda: False, "the answer")
     assert far.refused == 0

@@ -16,6 +16,7 @@ from steepest.comm.fields import (
     MOST,
     NOTHING,
     NUMBER,
+    RECORD,
     TEXT,
     WORKER,
     ZERO,
@@ -56,8 +57,8 @@ _HISTORY = whole(
         "staleness": needed(many(row(COUNT, COUNT))),
     }
 )
-_STATE = empty_or(whole({"ledger": some(COUNT), "history": needed(_HISTORY)}))
-_WORD = {"word": COUNT, "state": _STATE}  # with copies, of whatever the coordinator decides
+_STATE = empty_or(whole({"ledger": some(COUNT), "history": needed(_HISTORY), "schedule": RECORD}))
+_WORD = {"word": COUNT, "state": _STATE, "schedule": RECORD}  # with copies, of whatever the coordinator decides
 _WHAT = one_of("weights", "state", "standing")
 _RECORD = {  # of optimizer state: what it is
     "name": TEXT,
@@ -144,7 +145,9 @@ TRAINING: Mapping[Line, Schema] = MappingProxyType(
         (Kind.WEIGHTS, "relay", "worker"): Schema({"reload": FLAG}),  # also of all chunks: where they lie
         (Kind.REPORT, "worker", "coordinator"): Schema(_REPORT, weighs=True),
         (Kind.JOIN, "worker", "coordinator"): Schema(),
-        (Kind.FAILED, "worker", "coordinator"): Schema({"error": needed(TEXT), "traceback": needed(TEXT)}),
+        (Kind.FAILED, "worker", "coordinator"): Schema(
+            {"error": needed(TEXT), "traceback": needed(TEXT), "kind": TEXT}
+        ),
         (Kind.MEMBERS, "coordinator", "worker"): _MEMBERS,
         (Kind.GRANT, "coordinator", "worker"): Schema({"stats": FLAG, "lease": COUNT, "committed": COUNT}),
         (Kind.ASK, "client", "coordinator"): Schema(
