@@ -24,7 +24,7 @@ from steepest.comm.wire import WireTransport
 from steepest.connection import Connection
 from steepest.errors import PeerLostError
 from steepest.server_group import ServerGroup
-from steepest.testing.kept import channels_of, unsent_of
+from steepest.testing.kept import channels_of, rooms_of, unsent_of
 
 SECONDS = 60.0
 TOKEN = b"correct horse battery staple"
@@ -130,7 +130,7 @@ def _serve(pipe: Pipe, group: ServerGroup, index: int, ways: str) -> None:
     router.start("server")
 
     def status() -> Status:
-        return Status(channels_of(wire), server.rooms_held, unsent_of(wire))
+        return Status(channels_of(wire), rooms_of(server), unsent_of(wire))
 
     while True:
         pipe.send(router.call(status).result(SECONDS))

@@ -54,9 +54,12 @@ def unsent_of(wire: WireTransport) -> int:
     return sum(channel.pending for channel in wire._channels)
 
 
-def rooms_of(member: MemberCollective) -> int:
-    """Return in how many places a member of a collective keeps what it lends and borrows."""
-    return len(member._rooms)
+def rooms_of(holder: Server | MemberCollective) -> int:
+    """Return in how many places a server has mapped weights, or a member of a collective what it lends and borrows.
+
+    A server's rooms that were given back take no memory but stay mapped, and count here.
+    """
+    return len(holder._rooms._rooms if isinstance(holder, Server) else holder._rooms)
 
 
 def buffers_of(server: Server) -> int:
