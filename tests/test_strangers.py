@@ -134,7 +134,7 @@ def test_no_connection_stays_longer_than_its_deadline(server: Node, family: str,
         assert server.transport.refused == 5
         for sock in slow:
             with contextlib.suppress(ConnectionResetError):  # it closed before it had read all
-                assert len(receive(sock, 100)) == 43, "the greeting, then the end"
+                assert len(receive(sock, 100)) == 43 + 4, "the greeting, that it may try again, the end"
 
 
 def test_strangers_take_no_place_of_who_comes_from_another_address(server: Node) -> None:
@@ -164,6 +164,20 @@ def test_who_loses_its_place_to_a_stranger_tries_again(server: Node, node: Any, 
         for _ in range(20 * MOST_OPENINGS):
             stack.enter_context(dial(server.address, family))
             server.turn()
+        openings._hear = hear  # type: ignore[method-assign]
+        until(connecting.done, server)
+        assert connecting.result().peers == (COORDINATOR,)
+
+
+def test_who_is_too_slow_tries_again(server: Node, node: Any, family: str, clock: Clock) -> None:
+    honest = node(WORKER, node="here" if family == "unix" else "elsewhere")
+    openings = server.transport._openings
+    hear, openings._hear = openings._hear, lambda opening: None  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(honest.transport.connect, server.address, LIMIT)
+        until(lambda: len(openings._open) == 1, server)
+        clock.now += OPENING_SECONDS
+        until(lambda: server.transport.refused == 1, server)
         openings._hear = hear  # type: ignore[method-assign]
         until(connecting.done, server)
         assert connecting.result().peers == (COORDINATOR,)

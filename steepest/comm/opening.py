@@ -200,7 +200,8 @@ class Openings:
     When all places are taken a new connection gets that of a random one, of the address from which most come. So
     strangers at other addresses than an honest peer's take no place of its, and of strangers at the same one it is
     safe with probability (1 - 1/48)^n when it answers before n more of them are accepted. What has been said is read
-    before others are accepted. Who loses a place is told so, and tries again until its own deadline (`BusyError`).
+    before others are accepted. Who loses a place, or is too slow, is told so and tries again until its own deadline
+    (`BusyError`).
 
     Over Unix-domain sockets, which every user of the host can reach, only this user and root are heard at all.
 
@@ -249,7 +250,7 @@ class Openings:
                 if not self._accept(listener):
                     break
         while self._open and (oldest := next(iter(self._open))).deadline <= self._clock():
-            self._refuse(oldest, "no proof of the token in time")
+            self._refuse(oldest, "no proof of the token in time", _BUSY)
         self.refusals.tell()
 
     def close(self) -> None:
