@@ -189,11 +189,6 @@ def nothing_or(other: Field) -> Field:
     return Field(f"null, or {other.allowed}", lambda value, limits: value is None or other.fits(value, limits))
 
 
-def empty_or(other: Field) -> Field:
-    """An empty object, or this."""
-    return Field(f"{{}}, or {other.allowed}", lambda value, limits: value == {} or other.fits(value, limits))
-
-
 def whole(fields: Mapping[str, Field]) -> Field:
     """An object with such fields, and maybe others."""
     required = [name for name, part in fields.items() if part.needed]

@@ -24,7 +24,6 @@ from steepest.comm.fields import (
     Field,
     Limits,
     Schema,
-    empty_or,
     many,
     needed,
     nothing_or,
@@ -57,7 +56,7 @@ _HISTORY = whole(
         "staleness": needed(many(row(COUNT, COUNT))),
     }
 )
-_STATE = empty_or(whole({"ledger": some(COUNT), "history": needed(_HISTORY), "schedule": RECORD}))
+_STATE = whole({"ledger": some(COUNT), "history": _HISTORY, "schedule": RECORD})  # what is missing begins anew
 _WORD = {"word": COUNT, "state": _STATE, "schedule": RECORD}  # with copies, of whatever the coordinator decides
 _WHAT = one_of("weights", "state", "standing")
 _RECORD = {  # of optimizer state: what it is
