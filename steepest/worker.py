@@ -301,6 +301,7 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit(); the driver is told
             if self._defect is None:
                 self._replicas.forget_writes()
+                self._computed = None
                 self._fail(version, error)
                 return
         if self._defect is not None:
