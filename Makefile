@@ -2,6 +2,7 @@
 # of their own, or take long; make bench-check: those of the benchmarks; make test-full: all of them, with whole products
 # of settings and ten times as many random examples, in some hours.
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which workers are killed;
+# make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check and
 # test-cluster.
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-cluster bench-check test-full coverage check bench soak clean
+.PHONY: demo test test-cluster bench-check test-full mutants coverage check bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +36,9 @@ test-full: $(STAMP)
 	$(PYTEST) --hypothesis-profile=full -m "(full or not full) and not ray and not cluster" --numprocesses=2
 	$(PYTEST) --hypothesis-profile=full -m "(full or not full) and (ray or cluster)"
 	$(PYTEST) benchmarks/tests
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py --count 100 --seed 14 --results mutants.json
 
 coverage: $(STAMP)
 	$(PYTEST) --cov --cov-report=term
