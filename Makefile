@@ -26,8 +26,7 @@ test: $(STAMP)
 	$(PYTEST) -m "ray and not cluster and not long"
 
 test-cluster: $(STAMP)
-	$(PYTEST) -m "long and not ray" --numprocesses=2
-	$(PYTEST) -m "cluster or (long and ray)"
+	$(PYTEST) -m "cluster or long"
 
 bench-check: $(STAMP)
 	$(PYTEST) -m "not long" benchmarks/tests

@@ -227,14 +227,14 @@ def test_processes_of_a_parameter_server_go_on(as_stranger: bool, caplog: pytest
     runs_long(8, lambda seed: survive_open(seed, caplog, as_stranger=as_stranger))
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("as_stranger", [False, True])
 @pytest.mark.parametrize("name", JOBS)
 def test_processes_of_a_job_go_on_for_long(name: str, as_stranger: bool, caplog: pytest.LogCaptureFixture) -> None:
-    runs_long(150, lambda seed: survive(name, seed, caplog, as_stranger=as_stranger))
+    runs_long(40, lambda seed: survive(name, seed, caplog, as_stranger=as_stranger))
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("as_stranger", [False, True])
 def test_processes_of_a_parameter_server_go_on_for_long(as_stranger: bool, caplog: pytest.LogCaptureFixture) -> None:
-    runs_long(1000, lambda seed: survive_open(seed, caplog, as_stranger=as_stranger))
+    runs_long(200, lambda seed: survive_open(seed, caplog, as_stranger=as_stranger))

@@ -118,7 +118,7 @@ def test_every_way_gives_what_one_process_gives(
     check(stateful, strategy, way, workers)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", EXACT)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("workers", WORKERS)
