@@ -16,7 +16,7 @@ from steepest.data import Source, as_source
 from steepest.errors import ConfigurationError, ModelError
 from steepest.model import Arrive, Computed, Cut, ParameterLayout, Ready, checked_metrics
 from steepest.models.gates import Gates
-from steepest.models.writes import Writes
+from steepest.models.writes import Writes, holders_of
 from steepest.optimizer import OptimizerSpec
 from steepest.plain_torch import without_compiler
 from steepest.scalars import as_number, describe
@@ -109,6 +109,7 @@ class TorchModel:
         self._parameters = dict(module.named_parameters())
         if lazy := [name for name, parameter in self._parameters.items() if is_lazy(parameter)]:
             raise ModelError(f"parameter {lazy[0]!r} is lazy: run the module once before handing it over")
+        self._holders = holders_of(module, self._parameters)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         aliases: dict[str, tuple[str, ...]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -186,7 +187,7 @@ class TorchModel:
                     self._gradients[entry.name] = self.layout.entry_view(gradients, index)
                     hook = self._hook(index, self._gradients[entry.name])
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self._writes.watch(self.layout, self._parameters, weights)
+        self._writes.watch(self.layout, self._parameters, self._holders, weights)
 
     def move(self, weights: torch.Tensor) -> None:
         """Trained parameters lie there from now on; see `steepest.model.Model.move`."""
@@ -194,7 +195,7 @@ class TorchModel:
         for index, entry in enumerate(self.layout.entries):
             if entry.trainable:
                 self._parameters[entry.name].data = self.layout.entry_view(weights, index)
-        self._writes.watch(self.layout, self._parameters, weights)
+        self._writes.watch(self.layout, self._parameters, self._holders, weights)
 
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
@@ -297,7 +298,7 @@ class TorchModel:
         }
         for name, parameter, installed in self._frozen():
             if not _same_bits(parameter, installed):
-                state[name] = parameter.cpu().clone(memory_format=torch.contiguous_format)
+                state[name] = parameter.detach().cpu().clone(memory_format=torch.contiguous_format)
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -319,20 +320,23 @@ class TorchModel:
             for name, (parameter, installed) in frozen.items():
                 value = state.get(name, installed)
                 if not parameter.is_contiguous():  # it may be expanded
-                    self._parameters[name].data = value.to(installed, copy=True)
+                    parameter.data = value.to(installed, copy=True)
                 elif not _same_bits(parameter, value):  # a large one need not be written to
                     parameter.copy_(value)
 
     def _frozen(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Of each frozen parameter: name, what the replica has, what was installed.
+        """Of each frozen parameter: name, the one that the module has now, what was installed.
 
         Raises:
-            ModelError: the model has given it another shape or dtype.
+            ModelError: the model has given it another shape or dtype, or has it no more.
         """
         for index, entry in enumerate(self.layout.entries):
             if entry.trainable or self._vector is None:
                 continue
-            own = self._parameters[entry.name].detach()
+            holder, key = self._holders[entry.name]
+            own = holder.get(key)  # it may be another object than at the beginning
+            if own is None:
+                raise ModelError(f"frozen parameter {entry.name!r} is gone: let the model write to it instead")
             if (tuple(own.shape), own.dtype) != (entry.shape, entry.dtype):
                 raise ModelError(
                     f"frozen parameter {entry.name!r} was {entry.dtype} of shape {entry.shape}, the model has made it "
@@ -386,7 +390,7 @@ class TorchModel:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same, also where that is NaN."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
-    first, other = (t.contiguous().view(-1).view(whole) for t in (a, b.to(a.device)))
+    first, other = (t.detach().contiguous().view(-1).view(whole) for t in (a, b.to(a.device)))
     return torch.equal(first, other)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -16,12 +16,17 @@ _NOT_UNDONE = (
 _SMALL = 1 << 16  # bytes of weights that are compared after each pass: it takes some microseconds
 
 
+#: Of each parameter by name: the dict of its module in which it is, and its key there.
+Holders = Mapping[str, tuple[dict[str, torch.nn.Parameter | None], str]]
+
+
 class Writes:
     """Watches over the trainable parameters of one model.
 
     Only the optimizer changes them. What a forward pass writes to them (clamping, `Embedding(max_norm=)`) would be
     seen by one replica and not by the others, and it would depend on how weights travel what becomes of it. Writes
-    show in torch's version counters, and in parameters that lie elsewhere than they were put, after every pass. Writes
+    show in torch's version counters, in parameters that lie elsewhere than they were put, and in other objects in
+    their places, after every pass. Writes
     through `.data` show only when all values are compared with a copy, from which they are undone: in passes 1, 2, 4,
     8 and so on, and where weights are few and come at once, in each.
     """
@@ -30,23 +35,30 @@ class Writes:
         self._passes = 0
         self._views: dict[str, torch.Tensor] = {}
         self._parameters: list[torch.nn.Parameter] = []
+        self._holders: list[tuple[dict[str, torch.nn.Parameter | None], str]] = []
         self._places: list[int] = []
         self._values = torch.empty(0, dtype=torch.int64)
         self._always = False
 
     def watch(
-        self, layout: ParameterLayout, parameters: Mapping[str, torch.nn.Parameter], weights: torch.Tensor
+        self,
+        layout: ParameterLayout,
+        parameters: Mapping[str, torch.nn.Parameter],
+        holders: Holders,
+        weights: torch.Tensor,
     ) -> None:
         """Watches these parameters from now on.
 
         Args:
             layout: of the flat weights.
             parameters: by name.
+            holders: where their module has them.
             weights: the flat vector of which the trainable ones are views.
         """
         trained = [(i, entry) for i, entry in enumerate(layout.entries) if entry.trainable and entry.numel]
         self._views = {entry.name: layout.entry_view(weights, i) for i, entry in trained}
         self._parameters = [parameters[name] for name in self._views]
+        self._holders = [holders[name] for name in self._views]
         self._places = [view.data_ptr() for view in self._views.values()]
         end = max((entry.offset + entry.nbytes for _, entry in trained), default=0)
         self._values = weights[: -(-end // 64) * 64].view(torch.int64)  # fast to compare, and NaN equals NaN
@@ -75,8 +87,9 @@ class Writes:
             before = before if values is self._values else None  # they may have moved meanwhile
             found = self._find(versions, before)
             if found is not None:
-                for parameter, view in zip(self._parameters, self._views.values(), strict=True):
-                    parameter.data = view
+                views = self._views.values()
+                for parameter, (holder, key), view in zip(self._parameters, self._holders, views, strict=True):
+                    parameter.data, holder[key] = view, parameter
                 if before is not None:
                     self._values.copy_(before)
         if found is not None:
@@ -84,15 +97,22 @@ class Writes:
 
     def _find(self, versions: list[int], before: torch.Tensor | None) -> str | None:
         """The first parameter that was written to."""
-        now = zip(self._views, self._parameters, versions, self._places, strict=True)
-        for name, parameter, version, place in now:
-            if parameter._version != version or parameter.data_ptr() != place:
+        now = zip(self._views, self._parameters, self._holders, versions, self._places, strict=True)
+        for name, parameter, (holder, key), version, place in now:
+            if parameter._version != version or parameter.data_ptr() != place or holder.get(key) is not parameter:
                 return name
         if before is None or torch.equal(before, self._values):
             return None
         differs = before.view(torch.uint8) != self._values.view(torch.uint8)
         at = self._values.data_ptr() + int(differs.nonzero()[0])
         return next(name for name, view in self._views.items() if at < view.data_ptr() + view.nbytes)
+
+
+def holders_of(module: torch.nn.Module, names: Iterable[str]) -> Holders:
+    """Return where in a module its parameters of these names are."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    split = {name: name.rpartition(".") for name in names}
+    return {name: (modules[path]._parameters, key) for name, (path, _, key) in split.items()}
 
 
 def refusal(name: str) -> str:
