@@ -31,6 +31,11 @@ def as_bytes(value: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element has any stride
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype, on the CPU, hold the same, also where that is NaN."""
+    return torch.equal(as_bytes(a), as_bytes(b))
+
+
 def merged(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Merge what several replicas have of one tensor.
 
@@ -40,7 +45,8 @@ def merged(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Te
 
     Returns:
         The weighted mean of floating-point and complex numbers, computed in double precision; the maximum of integers;
-        of bool whether any is true. The first, if weights are all zero or torch cannot convert the dtype (packed bits).
+        of bool whether any is true. Numbers that all have alike stay as they are, to the bit. The first, if weights are
+        all zero or torch cannot convert the dtype (packed bits).
     """
     first, total = values[0], sum(weights)
     if first.is_complex():
@@ -50,9 +56,11 @@ def merged(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Te
     try:
         if first.is_floating_point():
             mean = torch.zeros(first.shape, dtype=torch.float64)
+            alike = torch.ones(first.shape, dtype=torch.bool)
             for value, weight in zip(values, weights, strict=True):
                 mean += value.double() * (weight / total)
-            return mean.to(first.dtype)
+                alike &= value.double() == first.double()
+            return torch.where(alike, first.double(), mean).to(first.dtype)
         greatest = np.stack([value.numpy() for value in values]).max(axis=0, keepdims=True)
         return torch.from_numpy(greatest).view(first.shape)
     except (NotImplementedError, TypeError):

@@ -12,7 +12,7 @@ from steepest.checkpoint import assemble, disassemble
 from steepest.comm.message import Kind, Message, Peer, relay_peer, worker_peer
 from steepest.comm.precision import narrow_size, rounded
 from steepest.config import LocalStrategy
-from steepest.dtypes import Tensors
+from steepest.dtypes import Tensors, same_bits
 from steepest.errors import ConfigurationError
 from steepest.job import Job, ModelCreator, build_models, build_replicas, make_strategy
 from steepest.observe.commits import CommitLog
@@ -36,7 +36,8 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
 
     Raises:
         ConfigurationError: the log does not begin at the beginning, because weights were set or restored, or it goes on
-            with other workers under local SGD or compression, whose own state it does not tell.
+            with other workers under local SGD or compression, whose own state it does not tell; or with a worker, added
+            or a dead one's successor, that began with the others' mean of frozen parameters that the model updates.
 
     Example:
         >>> from steepest.testing import InProcessCluster, linear_model_creator, replay
@@ -58,9 +59,14 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
 
 
 class _Carried(NamedTuple):
-    """What goes over from one part of a log to the next: weights, and the optimizer's state with its plain numbers."""
+    """What goes over from one part of a log to the next: weights, and the optimizer's state with its plain numbers.
+
+    Also what replicas change themselves, as the mean of all of them, and which frozen parameters of them differed.
+    """
 
     weights: dict[str, torch.Tensor]
+    own: Tensors
+    differing: list[str]
     state: dict[str, torch.Tensor]
     plain: list[str]
 
@@ -116,8 +122,13 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
     compute, apply = (partial(torch.set_num_threads, count) for count in log.threads or [torch.get_num_threads()] * 2)
     last_use = {push.pulled: commit.version for commit in log.commits for push in commit.pushes}
     history = {log.start: weights.clone()}
+    if carried is not None:
+        _refuse_if(carried.differing, log)
+        workers[0].begin_with(carried.own)
     begun = workers[0].states()
     states = [begun] * log.num_workers  # of each worker's replicas: buffers, and frozen parameters that they change
+    lives: dict[int, int] = {}
+    succeeded = False
     for commit in log.commits:
         compute()
         for push in commit.pushes:
@@ -125,6 +136,8 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
             _pull(history[push.pulled], replicas, push.worker, job)
             for model, state in zip(replicas.models, states[push.worker], strict=True):
                 model.load_state(state)
+            first_life = 0 if carried is None else push.incarnation
+            succeeded |= lives.setdefault(push.worker, first_life) != push.incarnation
             exchange = senders.exchange(push.worker, push.incarnation)
             exchange.begin(0, push.pulled, push.incarnation)
             exchange.sequence = push.sequence
@@ -142,13 +155,26 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
         for version in [v for v in history if last_use.get(v, 0) <= commit.version]:
             del history[version]
     records = [(index, about, value) for index, held in server._chunks.items() for about, value in held.state()]
-    mean = _mean(states, workers)
+    everything = _all(states, workers)
+    mean = mean_states(everything, [1.0] * len(everything))
     own = {name: value for name, value in mean.items() if name in layout.index}
-    return _Carried(layout.named(weights) | own, *assemble(layout, records))
+    if succeeded:
+        _refuse_if(list(own), log)
+    differing = [name for name in own if any(not same_bits(own[name], state[name]) for state in everything)]
+    return _Carried(layout.named(weights) | own, mean, differing, *assemble(layout, records))
 
 
-def _mean(states: list[list[Tensors]], workers: list[Replicas]) -> Tensors:
-    """The mean of what all workers' replicas have changed themselves."""
+def _refuse_if(names: list[str], log: CommitLog) -> None:
+    """Workers began with a mean of these of which the log does not tell when it was taken."""
+    if names:
+        raise ConfigurationError(
+            f"after version {log.start} a worker began with the mean of what the others had made of frozen parameters "
+            f"({names[0]!r}), and the log does not tell what that was: only what came before can be replayed"
+        )
+
+
+def _all(states: list[list[Tensors]], workers: list[Replicas]) -> list[Tensors]:
+    """What each worker's replicas have changed themselves, all with the same names."""
 
     def call(function: Callable[..., Any], *names: Sequence[str]) -> list[Any]:
         found = []
@@ -158,8 +184,7 @@ def _mean(states: list[list[Tensors]], workers: list[Replicas]) -> Tensors:
             found.append(function(replicas, *names))
         return found
 
-    everything = all_states(call)
-    return mean_states(everything, [1.0] * len(everything))
+    return all_states(call)
 
 
 class _Senders:
