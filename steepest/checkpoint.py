@@ -52,7 +52,7 @@ class Checkpoints:
     write_timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, (str, Path)) or not str(self.path):
+        if not isinstance(self.path, (str, Path)) or not str(self.path) or "\0" in str(self.path):
             raise ConfigurationError(f"path={self.path!r}: give the directory in which checkpoints are to be kept")
         require_count("every", self.every)
         require_count("keep", self.keep)

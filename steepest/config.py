@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from numbers import Integral
 
 from steepest.errors import ConfigurationError
+
+_LONGEST_SECONDS = 1e9  # thirty years; the system refuses to wait much longer
 
 
 def require_count(name: str, value: object, least: int = 1) -> int:
@@ -21,13 +23,15 @@ def require_count(name: str, value: object, least: int = 1) -> int:
 
 
 def require_seconds(name: str, value: object) -> float:
-    """A positive, finite number.
+    """A positive number that can be waited for.
 
     Raises:
         ConfigurationError: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ConfigurationError(f"{name}={value!r}: give a positive number of seconds")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LONGEST_SECONDS:
+        raise ConfigurationError(
+            f"{name}={value!r:.40}: give a positive number of seconds, at most {_LONGEST_SECONDS:g}"
+        )
     return float(value)
 
 
@@ -45,15 +49,16 @@ def check_copies(num_servers: int | None, replication: int) -> None:
         )
 
 
-def check_clip_norm(value: object) -> None:
+def check_clip_norm(value: float | None) -> None:
     """None, or a positive, finite number.
 
     Raises:
         ConfigurationError: it is neither.
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-    if value is not None and not number:
-        raise ConfigurationError(f"clip_norm={value!r}: give a positive number, or None to leave gradients as they are")
+    if value is not None and not (_is_number(value) and value > 0):
+        raise ConfigurationError(
+            f"clip_norm={value!r:.40}: give a positive number, or None to leave gradients as they are"
+        )
 
 
 def require_range(name: str, value: object) -> tuple[int, int]:
@@ -80,7 +85,8 @@ def require_choice(name: str, value: object, allowed: tuple[object, ...]) -> Non
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is finite; an int may be too large for a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -402,7 +408,7 @@ class LocalStrategy(_OnTheWire):
         for name in ("hierarchical", "nesterov"):
             require_choice(name, getattr(self, name), (False, True))
         if not _is_number(self.outer_lr) or self.outer_lr <= 0:
-            raise ConfigurationError(f"outer_lr={self.outer_lr!r}: give a positive number")
+            raise ConfigurationError(f"outer_lr={self.outer_lr!r:.40}: give a positive number")
         if not _is_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
             raise ConfigurationError(f"outer_momentum={self.outer_momentum!r}: give a number from 0 to below 1")
         if self.nesterov and not self.outer_momentum:

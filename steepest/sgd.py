@@ -45,12 +45,13 @@ from steepest.runtime.process import WorkerView
 from steepest.runtime.recovery import Recovery
 from steepest.runtime.resizing import Range, Resize
 from steepest.runtime.state import JobState
-from steepest.runtime.supervision import name_of
+from steepest.runtime.tasks import name_of
 from steepest.runtime.training import Training
 from steepest.sampler import SamplePlan
 from steepest.settings import RunSettings
 
 T = TypeVar("T")
+_LARGEST_SEED = 2**63 - 1  # that torch takes
 
 
 class DistributedSGD:
@@ -115,6 +116,8 @@ class DistributedSGD:
         least, most = require_range("num_workers", num_workers)
         devices = require_count("devices_per_worker", devices_per_worker)
         seed, accumulate = require_count("seed", seed, 0), require_count("accumulate", accumulate)
+        if seed > _LARGEST_SEED:
+            raise ConfigurationError(f"seed={seed}: give an integer of at most {_LARGEST_SEED}")
         chosen = self._chosen(strategy, least)
         self._settings = settings or RunSettings()
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
@@ -301,8 +304,7 @@ class DistributedSGD:
             ConfigurationError: the function, or what it returned, cannot be pickled.
         """
         with self._idle():
-            parts = self._live().call_workers(fn, view=True, what=f"run the function {name_of(fn)}")
-            return [result for (result,) in parts]
+            return self._live().call_workers(fn, view=True, what=f"run the function {name_of(fn)}")
 
     def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
         """Runs a function on every replica of the model, in its process, between steps; raises as `foreach_worker`."""
@@ -314,8 +316,8 @@ class DistributedSGD:
         """Runs a function on the first replica only; raises as `foreach_worker`."""
         with self._idle():
             what = f"run the function {name_of(fn)}"
-            ((found,),) = self._live().call_workers(tasks.on_first_model, fn, workers=[0], what=what)
-            result: T = found
+            result: T
+            (result,) = self._live().call_workers(tasks.on_first_model, fn, workers=[0], what=what)
             return result
 
     def warmup(self) -> None:

@@ -1,0 +1,31 @@
+"""Arguments that no system call or tensor could take are refused when they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from steepest import AllreduceStrategy, Checkpoints, DistributedSGD, LocalStrategy, RunSettings
+from steepest.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("step_timeout", lambda: RunSettings(step_timeout=1e12)),
+        ("start_timeout", lambda: RunSettings(start_timeout=10**400)),
+        ("patience", lambda: RunSettings(patience=10**400)),
+        ("outer_lr", lambda: LocalStrategy(outer_lr=10**400)),
+        ("clip_norm", lambda: AllreduceStrategy(clip_norm=10**400)),
+        ("path", lambda: Checkpoints("a\0b")),
+        ("seed", lambda: DistributedSGD(lambda worker, device: None, seed=2**64)),  # type: ignore[arg-type, return-value]
+    ],
+)
+def test_a_number_out_of_reach_is_refused_by_its_name(name: str, make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name}="):
+        make()
+
+
+def test_a_long_wait_is_allowed() -> None:
+    assert RunSettings(step_timeout=1e9).step_timeout == 1e9
