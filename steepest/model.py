@@ -20,6 +20,7 @@ from steepest.scalars import as_number, describe
 MIN_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 4 << 20
 _ALIGNMENT = 64
+_HEAVIEST = 1e90  # batch: far below `comm.fields.HEAVIEST`, since a push has the sum of several
 _PAGE = mmap.PAGESIZE  # what a process writes to memory that it shares hides a whole page from it, see `comm.shared`
 _DIVISIBLE = 12  # so that each of 2, 3, 4 or 6 servers holds as much as the others
 
@@ -372,14 +373,26 @@ def checked(computed: Any) -> Computed:
     """
     if not isinstance(computed, Computed):
         raise ModelError(f"the model computed {describe(computed)}: return a steepest.model.Computed")
-    loss, weight, samples = map(as_number, (computed.loss, computed.weight, computed.samples))
+    loss, samples = map(as_number, (computed.loss, computed.samples))
     if loss is None:
         raise ModelError(f"the loss is {describe(computed.loss)}: return the batch's mean as a number")
-    if weight is None or not 0 <= weight < math.inf:
-        raise ModelError(f"the loss weighs {computed.weight!r:.200}: return a weight of zero or more")
+    weight = checked_weight(computed.weight)
     if samples is None or not 0 <= samples < math.inf or samples != int(samples):
         raise ModelError(f"the batch has {computed.samples!r:.200} samples: return how many it has")
     return Computed(loss, weight, int(samples), checked_metrics(computed.metrics))
+
+
+def checked_weight(value: Any) -> float:
+    """Return what a batch weighs as a number whose sums, and the squares of these, are numbers too.
+
+    Raises:
+        ModelError: it is negative, too large or no number.
+    """
+    weight = as_number(value)
+    if weight is None or not 0 <= weight <= _HEAVIEST:
+        given = describe(value) if weight is None else weight
+        raise ModelError(f"the loss weighs {given}: return a weight of zero or more, and at most {_HEAVIEST:g}")
+    return weight
 
 
 @runtime_checkable

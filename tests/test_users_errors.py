@@ -329,6 +329,7 @@ MISTAKES: dict[str, Mistake] = {
     "loss is None": refused(loss_gives(lambda right: None), "the loss is NoneType"),
     "loss is a vector": refused(loss_gives(lambda right: right.repeat(2)), r"the loss is a tensor of shape \(2,\)"),
     "weight is NaN": refused(loss_gives(lambda right: (right, torch.tensor(float("nan")))), "the loss weighs nan"),
+    "weight is huge": refused(loss_gives(lambda right: (right, 1e99)), "the loss weighs 1e\\+99"),
     "weight is negative": refused(loss_gives(lambda right: (right, np.float32(-1))), "the loss weighs -1"),
     "weight is None": refused(loss_gives(lambda right: (right, None)), "the loss weighs NoneType"),
     "weights": refused(loss_gives(lambda right: (right, torch.ones(2))), r"weighs a tensor of shape \(2,\)"),

@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from steepest.data import Source, as_source
 from steepest.errors import ConfigurationError, ModelError
-from steepest.model import Arrive, Computed, Cut, ParameterLayout, Ready, checked_metrics
+from steepest.model import Arrive, Computed, Cut, ParameterLayout, Ready, checked_metrics, checked_weight
 from steepest.models.gates import Gates
 from steepest.models.writes import Writes, holders_of
 from steepest.optimizer import OptimizerSpec
 from steepest.plain_torch import without_compiler
-from steepest.scalars import as_number, describe
+from steepest.scalars import describe
 
 LossFunction = Callable[..., "torch.Tensor | tuple[torch.Tensor, float]"]
 Metric = Callable[[Any, Any], "float | torch.Tensor"]
@@ -370,11 +370,7 @@ class TorchModel:
                 f"the loss is {describe(loss)}: return the batch's mean as a tensor with one real number, which knows "
                 "its gradient"
             )
-        number = as_number(weight)
-        if number is None or not 0 <= number < math.inf:
-            given = describe(weight) if number is None else number
-            raise ModelError(f"the loss weighs {given}: return a weight of zero or more")
-        return loss, samples, number
+        return loss, samples, checked_weight(weight)
 
     def _to_device(self, batch: Any) -> Any:
         if isinstance(batch, torch.Tensor):
