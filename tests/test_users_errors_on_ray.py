@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from torch import nn
 
@@ -135,6 +136,24 @@ class Unreadable:
         return int, ("no number",)
 
 
+class Exiting:
+    """Ends who reads it, or who sends it."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __reduce__(self) -> Any:
+        return (sys.exit, (self.where,)) if self.where == "reading" else sys.exit(self.where)
+
+
+def exits_as_it_is_sent(view: Any) -> Any:
+    return {"inside": Exiting("sending")}
+
+
+def exits_as_it_is_read(view: Any) -> Any:
+    return Exiting("reading")
+
+
 def generates(view: Any) -> Any:
     return (number for number in range(3))
 
@@ -152,6 +171,8 @@ def unreadable(view: Any) -> Any:
     [
         (generates, r"worker \d on .*run the function 'generates'.*cannot pickle 'generator' object; return"),
         (locks, r"worker \d on .*run the function 'locks'.*cannot pickle '_thread.lock' object; return"),
+        (exits_as_it_is_sent, r"worker \d on .*run the function 'exits_as_it_is_sent'.*SystemExit: sending; return"),
+        (exits_as_it_is_read, r"cannot read what worker \d on .* returned .*run the function 'exits_as_it_is_read'"),
         (unreadable, r"cannot read what worker \d on .* returned when asked to run the function 'unreadable'.*invalid"),
     ],
 )
@@ -161,6 +182,14 @@ def test_what_a_function_returns_and_cannot_travel(
     for each in (trainer.foreach_worker, trainer.foreach_model, trainer.for_model):
         with pytest.raises(ConfigurationError, match=words):
             each(function)
+
+
+@pytest.mark.parametrize("make", [lambda: ray.put(3), lambda: None, list, lambda: np.arange(100_000)])
+def test_what_a_function_returns_is_what_it_returned(trainer: DistributedSGD, make: Callable[[], Any]) -> None:
+    result = make()
+    assert str(trainer.for_model(lambda model: result)) == str(result)
+    assert str(trainer.foreach_model(lambda model: result)) == str([result] * trainer.num_workers)
+    assert str(trainer.foreach_worker(lambda view: result)) == str([result] * trainer.num_workers)
 
 
 def test_what_is_given_and_cannot_travel(trainer: DistributedSGD) -> None:
@@ -239,7 +268,7 @@ def test_a_model_that_one_worker_cannot_build(where: str, raised: type[SteepestE
             )  # type: ignore[arg-type, func-returns-value]  # fmt: skip
         if worker == 1 and where == "data":
             len(Broken(None))
-        if where == "size":
+        if worker == 1 and where == "size":
             model.data.size = 2.5
         return model
 

@@ -51,12 +51,12 @@ from steepest.runtime.supervision import (
     has_answered,
     has_raised,
     last_line,
-    name_of,
     raise_lost,
     raise_remote,
     raise_unsendable,
     travelling,
 )
+from steepest.runtime.tasks import name_of
 from steepest.sampler import SamplePlan
 from steepest.settings import RunSettings
 
@@ -438,21 +438,24 @@ class Cluster:
         return [results[i] for i in chosen]
 
     def _result(self, ref: Any, worker: int, what: str) -> Any:
-        """What a call of a worker returned."""
+        """What a call of a worker returned, or put into Ray's store."""
         peer = worker_peer(worker)
         who = f"{peer} on {self.places[peer].host}"
         try:
-            return ray.get(ref)
+            result = ray.get(ref)
+            if isinstance(result, ray.ObjectRef):
+                (result,) = ray.get(result)
+            return result
         except ray.exceptions.RayTaskError as error:
             try:
                 raise_remote(error, who, what)
             except (PeerLostError, ShutdownError):
                 self.raise_if_dead(wait=_CLOSE_SECONDS)  # the better explanation
                 raise
-        except ray.exceptions.RayActorError:
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):
             self.raise_if_dead(wait=_CLOSE_SECONDS)
             raise
-        except ray.exceptions.RaySystemError as error:
+        except (ray.exceptions.RaySystemError, SystemExit) as error:
             raise ConfigurationError(
                 f"the driver cannot read what {who} returned when asked to {what}: {last_line(error)}: return what can "
                 "be pickled, of modules that the driver has too"

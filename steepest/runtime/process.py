@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 import torch
@@ -42,12 +42,12 @@ from steepest.model import Cut, Model, ParameterLayout
 from steepest.replicas import Memory, Replicas, memory_for
 from steepest.runtime.calls import Callee, CallTransport
 from steepest.runtime.parcels import Bytes, Parcel
+from steepest.runtime.tasks import sent
 from steepest.salvage import Remains, catch_up, remains
 from steepest.sampler import SamplePlan
 from steepest.server import Server
 from steepest.worker import Worker
 
-T = TypeVar("T")
 _RESULT_SECONDS = 0.02  # the driver hears of short steps together
 _NO_COLLECTIVE = (
     'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
@@ -370,15 +370,14 @@ class Process:
             future: Future[Any] = self._on_router(lambda: worker.at_version(*position, run))
             return future.result()
 
-    def view_call(self, position: tuple[int, int], number: int, function: Callable[[WorkerView], T]) -> list[T]:
-        """Runs a user's function on this worker; returns its result in a list, since Ray unrolls a bare generator."""
+    def view_call(self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]) -> Any:
+        """Runs a user's function on this worker; returns its result as `sent` does."""
         place = self._place
 
-        def run(replicas: Replicas) -> list[T]:
-            return [function(WorkerView(self._index, place.host, place.pid, replicas.models))]
+        def run(replicas: Replicas) -> Any:
+            return sent(function, function(WorkerView(self._index, place.host, place.pid, replicas.models)))
 
-        found: list[T] = self.call(position, number, run)
-        return found
+        return self.call(position, number, run)
 
     def abandon(self, number: int, reason: str) -> None:
         """Ends what a call awaits of other workers, because one of them failed."""

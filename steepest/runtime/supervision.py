@@ -169,11 +169,6 @@ def last_line(error: BaseException) -> str:
     return str(error).rstrip().splitlines()[-1]
 
 
-def name_of(function: Any) -> str:
-    """What a user calls a function, for errors."""
-    return repr(getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2])
-
-
 def travelling(what: str, value: Any) -> Any:
     """Something of the user's in Ray's store.
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+import ray
 import torch
 
 from steepest.dtypes import Tensors
+from steepest.errors import ConfigurationError, describe_error
 from steepest.local import Inner, LocalReplicas
 from steepest.model import Model
 from steepest.optimizer import ScheduleState
 from steepest.replicas import Replicas, WorkerResult
 from steepest.sampler import SamplePlan
-
-T = TypeVar("T")
 
 
 def load_buffers(replicas: Replicas, state: Tensors) -> None:
@@ -29,14 +29,38 @@ def take_installed(replicas: Replicas, names: Sequence[str]) -> None:
         model.load_state({name: value for name, value in model.state().items() if name not in names})
 
 
-def on_models(replicas: Replicas, fn: Callable[[Model], T]) -> list[T]:
-    """A user's function on every replica."""
-    return [fn(model) for model in replicas.models]
+def name_of(function: Any) -> str:
+    """What a user calls a function, for errors."""
+    return repr(getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2])
 
 
-def on_first_model(replicas: Replicas, fn: Callable[[Model], T]) -> list[T]:
-    """A user's function on the first replica; its result in a list, since Ray unrolls a bare generator."""
-    return [fn(replicas.models[0])]
+def sent(fn: Callable[..., Any], result: Any) -> ray.ObjectRef[tuple[Any]]:
+    """Put what a user's function returned into Ray's store, which pickles it.
+
+    Whatever the result's own methods raise is caught here; when Ray pickles what a call returned, a `SystemExit` leaves
+    the caller without an answer.
+
+    Raises:
+        ConfigurationError: it cannot be pickled.
+    """
+    try:
+        return ray.put((result,))  # a bare reference may not be put
+    except BaseException as error:
+        why = describe_error(error.__cause__ or error)["error"]
+        raise ConfigurationError(
+            f"cannot send what came of it when asked to run the function {name_of(fn)}: {why}; return what can be "
+            "pickled: numbers, text, tensors, arrays, and containers of these"
+        ) from error
+
+
+def on_models(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.ObjectRef[tuple[Any]]:
+    """Run a user's function on every replica; return the list of its results, see `sent`."""
+    return sent(fn, [fn(model) for model in replicas.models])
+
+
+def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.ObjectRef[tuple[Any]]:
+    """Run a user's function on the first replica; return its result, see `sent`."""
+    return sent(fn, fn(replicas.models[0]))
 
 
 def evaluate(replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors) -> WorkerResult:
