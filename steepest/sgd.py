@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import threading
 import weakref
@@ -104,10 +105,7 @@ class DistributedSGD:
         settings: RunSettings | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        if not callable(model_creator):
-            raise ConfigurationError(
-                f"model_creator={model_creator!r}: give a function of (worker_index, device_index) that returns a model"
-            )
+        _check_creator(model_creator)
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
             raise ConfigurationError(f"checkpoints={checkpoints!r}: give steepest.Checkpoints(path), or None")
         if settings is not None and not isinstance(settings, RunSettings):
@@ -516,3 +514,22 @@ class DistributedSGD:
     def _wait(self, future: Future[T], what: str) -> T:
         self._live()
         return self._training.wait(future, what)
+
+
+def _check_creator(model_creator: object) -> None:
+    """Check that it can be called as it will be.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    wanted = "give a function of (worker_index, device_index) that returns a model"
+    if not callable(model_creator):
+        raise ConfigurationError(f"model_creator={model_creator!r}: {wanted}")
+    try:
+        signature = inspect.signature(model_creator)
+    except ValueError:  # some that are written in C have none
+        return
+    try:
+        signature.bind(0, 0)
+    except TypeError as error:
+        raise ConfigurationError(f"model_creator={model_creator!r} takes {signature}, {error}: {wanted}") from None

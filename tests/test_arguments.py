@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import ray
 
-from steepest import AllreduceStrategy, Checkpoints, DistributedSGD, LocalStrategy, RunSettings
+from steepest import AllreduceStrategy, Checkpoints, DistributedSGD, LocalStrategy, RunSettings, TorchModel
 from steepest.errors import ConfigurationError
 
 
@@ -29,3 +31,17 @@ def test_a_number_out_of_reach_is_refused_by_its_name(name: str, make: Callable[
 
 def test_a_long_wait_is_allowed() -> None:
     assert RunSettings(step_timeout=1e9).step_timeout == 1e9
+
+
+class Builder:
+    """A model creator that is no function."""
+
+    def __call__(self, worker_index: int) -> None: ...
+
+
+@pytest.mark.parametrize("creator", [None, 3, lambda: None, lambda worker: None, TorchModel, Builder()])
+def test_a_model_creator_that_cannot_be_called_is_refused_before_anything_starts(creator: Any) -> None:
+    before = ray.is_initialized()
+    with pytest.raises(ConfigurationError, match=r"^model_creator=.*give a function of \(worker_index, device_index\)"):
+        DistributedSGD(creator)
+    assert ray.is_initialized() == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from steepest.config import require_count
+from steepest.config import require_choice, require_count
 from steepest.errors import ConfigurationError
 from steepest.observe.progress import Callback, ProgressBar
 from steepest.observe.results import StepResult
@@ -31,6 +31,7 @@ def fit(
         raise ConfigurationError(f"steps={steps!r}, epochs={epochs!r}: give exactly one of them")
     require_count("steps", steps) if epochs is None else require_count("epochs", epochs)
     check_callbacks(callbacks)
+    require_choice("progress", progress, (False, True))
     callbacks = [*([ProgressBar()] if progress else []), *callbacks]
     if epochs is not None and keeping.plan is None:
         raise ConfigurationError("the training data are a stream without epochs: give steps=")
