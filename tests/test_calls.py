@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from steepest.comm.channel import Event
+from steepest.comm.channel import Channel, Event
 from steepest.comm.frame import encode
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
@@ -24,7 +24,7 @@ ME, OTHER = worker_peer(0), server_peer(0)
 SECONDS = 30.0
 
 
-def sink(message: Message, size: int) -> torch.Tensor:
+def sink(channel: Channel, message: Message, size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
@@ -68,7 +68,9 @@ class FakeCall:
     @property
     def said(self) -> list[int]:
         """The numbers of the messages that it takes along."""
-        return [found.sequence for found in unpack(memoryview(self.call)[CALL_HEAD.size :], self.payloads, sink)]
+        text = memoryview(self.call)[CALL_HEAD.size :]
+        fresh = lambda message, size: torch.empty(size, dtype=torch.uint8)  # noqa: E731
+        return [found.sequence for found in unpack(text, self.payloads, fresh)]
 
 
 class FakeRay:
@@ -340,7 +342,7 @@ def test_a_caller_that_leaves_or_comes_again() -> None:
 
 
 def test_nonsense_closes_the_channel_and_the_caller_is_told() -> None:
-    def refuse(message: Message, size: int) -> torch.Tensor:
+    def refuse(channel: Channel, message: Message, size: int) -> torch.Tensor:
         raise ProtocolError("not for me")
 
     callee = CallTransport(refuse, (OTHER,))

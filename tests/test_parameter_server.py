@@ -378,7 +378,8 @@ def test_a_server_that_is_stopped_ends_in_a_deadline_and_goes_on_later(transport
 
 def test_who_does_not_know_the_secret_cannot_connect() -> None:
     with ParameterServer(np.zeros(3), 1, timeout=SECONDS) as server:
-        stranger = WireTransport(bytes(32), server._access.group.user_peers(5), "elsewhere", lambda message, size: None)
+        peers = server._access.group.user_peers(5)
+        stranger = WireTransport(bytes(32), peers, "elsewhere", lambda channel, message, size: None)
         try:
             with pytest.raises(AuthenticationError, match="different tokens"):
                 stranger.connect(server._access.addresses[0], SECONDS)

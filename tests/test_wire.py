@@ -17,7 +17,7 @@ import torch
 
 from steepest.comm import opening as opening_module
 from steepest.comm import wire
-from steepest.comm.channel import Address
+from steepest.comm.channel import Address, Channel
 from steepest.comm.frame import encode
 from steepest.comm.message import COORDINATOR, Kind, Message, Peer, worker_peer
 from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, ProtocolError
@@ -43,7 +43,7 @@ class Node:
         self.place = None  # instead of fresh memory, where a payload goes
         self.transport = wire.WireTransport(token, (peer,), node, self.sink, ways)
 
-    def sink(self, message: Message, size: int) -> torch.Tensor | None:
+    def sink(self, channel: Channel, message: Message, size: int) -> torch.Tensor | None:
         if self.place is not None:
             return self.place(message, size)
         self.landed.append(torch.empty(size, dtype=torch.uint8))
@@ -214,7 +214,7 @@ def test_close_is_idempotent_and_leaves_no_descriptors(family):
 
 def test_a_short_token_is_no_token():
     with pytest.raises(AuthenticationError):
-        wire.WireTransport(b"short", (), "here", lambda message, size: None)
+        wire.WireTransport(b"short", (), "here", lambda channel, message, size: None)
 
 
 def test_a_wrong_token_is_refused_and_named_and_never_logged(node, server, family, caplog):

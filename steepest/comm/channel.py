@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -54,6 +55,11 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Closes this end; the other sees the end of the stream."""
+
+
+#: Tells a transport where a payload that begins to arrive goes (see `steepest.comm.frame.Sink`), given its channel as
+#: well: whoever is at the other end may name another process as the sender.
+ChannelSink = Callable[[Channel, Message, int], torch.Tensor | None]
 
 
 class Event(NamedTuple):

@@ -95,17 +95,23 @@ class Router:
         It is closed instead, and counted as refused, if it speaks for a role that lives here, for one whose channel is
         open and which has no successors, or for a server that there is not.
         """
-        for peer in channel.peers:
-            other = self._channels.get(peer, channel)
-            taken = other is not channel and peer.role not in self.admission.succeeded
-            if taken or peer in self._roles or not self.admission.exists(peer):
-                self.refused += 1
-                why = "is connected already" if self.admission.exists(peer) else "is not of this job"
-                log.warning("refused a channel of %s: %s %s", channel.name, peer, why)
-                channel.close()
-                return
+        if (why := self._why_not(channel)) is not None:
+            self.refused += 1
+            log.warning("refused a channel of %s: %s", channel.name, why)
+            channel.close()
+            return
         for peer in channel.peers:
             self._channels[peer] = channel
+
+    def _why_not(self, channel: Channel) -> str | None:
+        """Why a channel may not speak for the peers that it names; None if it may."""
+        for peer in channel.peers:
+            other = self._channels.get(peer, channel)
+            if not self.admission.exists(peer):
+                return f"{peer} is not of this job"
+            if peer in self._roles or (other is not channel and peer.role not in self.admission.succeeded):
+                return f"{peer} is connected already"
+        return None
 
     def clear(self) -> None:
         """Forgets every role and all that is on its way, and closes the transport; another one may take its place."""
@@ -135,9 +141,16 @@ class Router:
 
         return send
 
-    def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """The sink of this process' transport: asks the role that the message is for."""
+    def destination(self, channel: Channel, message: Message, size: int) -> torch.Tensor | None:
+        """The sink of this process' transport: asks the role that the message is for.
+
+        What it returns is overwritten before the message is delivered, so the sender is checked here already.
+
+        Raises:
+            ProtocolError: nobody here takes the payload, from that sender or at all.
+        """
         assert message.target is not None
+        self._check_arriving(channel, message)
         role = self._roles.get(message.target)
         if role is None:
             raise ProtocolError(f"{message.kind.name} for {message.target}, who does not live here")
@@ -215,6 +228,15 @@ class Router:
             raise ProtocolError(f"{channel.name} speaks for another")
         if self._channels.get(source) is not channel and source.role not in self.admission.succeeded:
             raise ProtocolError(f"{channel.name} is not the {source} that is connected")
+
+    def _check_arriving(self, channel: Channel, message: Message) -> None:
+        """As `_check_source`, of a channel whose opening may have been seen and not been delivered yet."""
+        source = message.source
+        if source is not None and source in channel.peers and source not in self._channels:
+            if (why := self._why_not(channel)) is not None:
+                raise ProtocolError(why)
+        else:
+            self._check_source(channel, message)
 
     def _dispatch(self, message: Message) -> None:
         assert message.source is not None

@@ -42,15 +42,16 @@ class WireChannel:
         self._queue: deque[tuple[memoryview, int]] = deque()  # and their address; 0 where nobody changes them
         self._awaited = 1  # bytes that have to be there before the transport is told of any
         self._watched = False  # whether the transport waits for the socket to take more
+        sink = functools.partial(transport.sink, self)
         local = sock.family == socket.AF_UNIX and shared.AVAILABLE
         self._lender = transport.lending.lender() if local and transport.lends else None
         self._borrower = shared.Borrower()
         self._descriptors: deque[int | None] = deque()  # that came over the socket, and were not asked for yet
         self._to_pass: list[shared.Segment] = []  # whose descriptors go with the next bytes; kept until then
         if local:
-            self._reader = FrameReader(self._receive, transport.sink, self._borrow, self._send_again)
+            self._reader = FrameReader(self._receive, sink, self._borrow, self._send_again)
         else:
-            self._reader = FrameReader(sock.recv_into, transport.sink)
+            self._reader = FrameReader(sock.recv_into, sink)
 
     def send(self, message: Message) -> None:
         """Queues a message; small ones leave together, before the transport waits. Dropped when it is closed."""

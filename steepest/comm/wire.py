@@ -34,8 +34,7 @@ from collections.abc import Callable
 
 import torch
 
-from steepest.comm.channel import Address, Event
-from steepest.comm.frame import Sink
+from steepest.comm.channel import Address, ChannelSink, Event
 from steepest.comm.message import Message, Peer
 from steepest.comm.opening import BusyError, Openings, names_of, prove
 from steepest.comm.shared import AVAILABLE, SHARED_FROM, Lending
@@ -99,7 +98,7 @@ class WireTransport:
         token: bytes,
         peers: tuple[Peer, ...],
         node: str,
-        sink: Sink,
+        sink: ChannelSink,
         ways: str = "wire",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -23,13 +23,14 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
 import torch
 
-from steepest.comm.channel import Event
-from steepest.comm.frame import Sink, encode
+from steepest.comm.channel import ChannelSink, Event
+from steepest.comm.frame import encode
 from steepest.comm.message import Kind, Message, Peer
 from steepest.comm.permissions import SUCCEEDED
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
@@ -249,7 +250,7 @@ class CallTransport:
         peers: the roles of this process, told to whom it calls.
     """
 
-    def __init__(self, sink: Sink, peers: tuple[Peer, ...] = ()) -> None:
+    def __init__(self, sink: ChannelSink, peers: tuple[Peer, ...] = ()) -> None:
         self.peers = peers
         self.refused = 0
         self.bytes_sent = 0
@@ -400,7 +401,7 @@ class CallTransport:
         if channel.closed:
             return
         try:
-            messages = unpack(text, payloads, self._sink)
+            messages = unpack(text, payloads, partial(self._sink, channel))
         except ProtocolError as error:
             self.refused += 1
             log.warning("refused %s: %s", channel.name, error)

@@ -14,8 +14,7 @@ import torch
 
 from steepest import collectives
 from steepest.allocator import keep_freed_memory, start_thread
-from steepest.comm.channel import Address, Channel
-from steepest.comm.frame import Sink
+from steepest.comm.channel import Address, Channel, ChannelSink
 from steepest.comm.members import MemberCollective
 from steepest.comm.message import COORDINATOR, Message, Peer, member_peer, relay_peer, server_peer, worker_peer
 from steepest.comm.router import Router
@@ -432,7 +431,7 @@ def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyCon
 
 
 def make_transport(
-    job: Job, token: bytes, peers: tuple[Peer, ...], node: str, sink: Sink
+    job: Job, token: bytes, peers: tuple[Peer, ...], node: str, sink: ChannelSink
 ) -> WireTransport | CallTransport:
     """The transport of one of the job's processes."""
     ways = ways_of(job.config)

@@ -112,7 +112,7 @@ class InProcessTransport:
             here = message.payload
             message.payload = here if message.kind in link._network.lends else None
             try:
-                target = self.router.destination(message, here.numel())
+                target = self.router.destination(link, message, here.numel())
             except ProtocolError as error:  # as over a wire: whose payload nobody takes is not heard any more
                 self.refused += 1
                 log.warning("refused %s: %s", link.name, error)
