@@ -355,10 +355,12 @@ def summarize(part: Sequence[tuple[Report, int]], norms: Iterable[float | None],
         return sum(v * weight for v, weight in values) / total if total else math.nan
 
     summary["loss"] = mean([(r.meta["loss"], r.total) for r in told if r.total])
-    names = sorted({name for r in told for name in r.meta["metrics"]})
+    metrics = [(r.meta.get("metrics", {}), r.total) for r in told]  # a report may leave them out
+    names = sorted({name for values, _ in metrics for name in values})
     summary["metrics"] = {
-        name: mean([(r.meta["metrics"][name], r.total) for r in told if name in r.meta["metrics"]]) for name in names
+        name: mean([(values[name], weight) for values, weight in metrics if name in values]) for name in names
     }
-    parts = sorted({name for r in told for name in r.meta["timings"]})
-    summary["timings"] = {name: sum(r.meta["timings"].get(name, 0.0) for r in told) / len(told) for name in parts}
+    timings = [r.meta.get("timings", {}) for r in told]
+    parts = sorted({name for values in timings for name in values})
+    summary["timings"] = {name: sum(values.get(name, 0.0) for values in timings) / len(timings) for name in parts}
     return summary
