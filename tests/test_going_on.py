@@ -161,6 +161,7 @@ def test_who_dies_while_others_are_awaited_is_done_without_too() -> None:
         watch = Watch((10, killer(before[1])), (30, killer(before[2])), (31, lambda: trainer.resize(workers=5)))
         while trainer.num_workers < 5:
             trainer.fit(steps=50, callbacks=[watch], progress=False)
+        trainer.fit(steps=10, callbacks=[watch], progress=False)
         assert not watch.functions
         after = pids(trainer)
         assert {before[0], before[3]} < set(after)
