@@ -150,11 +150,14 @@ def serial(task: Task, log: CommitLog, plan: Any, shares_per_step: int, versions
 @seeds(2)
 def test_plain_torch_that_follows_the_log_gets_the_same_weights(name: str, task: str, seed: int) -> None:
     cluster = make(name, TASKS[task], 3, 1, 2, shuffle=seed)
-    trained(cluster, 8)
-    log, job = cluster.log(), cluster.job
+    late = 0
+    for _ in range(1 if name not in EACH else 8):  # by chance all may be up to date for some steps
+        trained(cluster, 8)
+        log, job = cluster.log(), cluster.job
+        if (late := max(chain.from_iterable(commit.staleness for commit in log.commits))) > 0:
+            break
     expected = serial(TASKS[task], log, job.plan(), job.shares, job.versions_per_step)
     assert difference(cluster.weights(), expected) < 1e-12
-    late = max(chain.from_iterable(commit.staleness for commit in log.commits))
     assert (late > 0) == (name in EACH)
     if name == "async-rate":
         assert [commit.rate for commit in log.commits] == [1 / max(1, *commit.staleness) for commit in log.commits]
