@@ -35,7 +35,7 @@ class Strangers:
             if error not in (0, errno.EINPROGRESS):
                 assert error == errno.EAGAIN, "as many wait as can"
                 sock.close()
-                return
+                break
             self.made += 1
             self._speak(sock)
         while len(self._held) > 300:
