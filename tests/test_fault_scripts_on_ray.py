@@ -73,10 +73,11 @@ def test_who_hangs_where_nobody_is_replaced_goes_on_when_it_is_told_to(tmp_path:
     settings = RunSettings(step_timeout=2.0, max_failures=0)
     with DistributedSGD(creator, num_workers=2, settings=settings) as trainer:
         pid = trainer.foreach_worker(lambda view: view.pid)[1]
-        with pytest.raises(DeadlineError, match="step 4 .* still waiting for worker 1"):
+        # the system may stop it some instructions later, when it has pushed what was left
+        with pytest.raises(DeadlineError, match=r"step [45] .* still waiting for worker 1"):
             trainer.fit(steps=10, progress=False)
         os.kill(pid, signal.SIGCONT)
-        trainer.fit(steps=7, progress=False)
+        trainer.fit(steps=10 - trainer.stats().step, progress=False)
         assert difference(trainer.weights(), straight(10)) < 1e-12
 
 
