@@ -266,7 +266,7 @@ class Schedule:
             return
         try:
             self._load(state)
-        except Exception:
+        except Exception:  # of the user's scheduler, or of a state that was written by hand
             log.exception("the schedule cannot go on from its state, and is computed from its beginning")
             self._scheduler = self._optimizer = None
 
