@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -165,6 +166,45 @@ def test_who_stands_still_for_a_moment_is_not_replaced() -> None:
         assert pids(trainer) == before
         assert difference(trainer.weights(), straight.weights()) < 1e-12
         assert trainer.stats().events == ()
+
+
+def test_a_successor_waits_for_who_stands_still_for_a_moment() -> None:
+    straight = InProcessCluster(TASK.creator(), num_workers=3)
+    straight.step(200)
+    settings = RunSettings(heartbeat=20.0, patience=math.inf)
+    with DistributedSGD(TASK.creator(), num_workers=3, settings=settings) as trainer:
+        before = pids(trainer)
+
+        class KillAndStop(Callback):
+            def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+                if result.step == 20:
+                    os.kill(before[2], signal.SIGSTOP)
+                    os.kill(before[1], signal.SIGKILL)
+                    threading.Timer(4.0, os.kill, (before[2], signal.SIGCONT)).start()
+
+        trainer.fit(steps=200, callbacks=[KillAndStop()], progress=False)
+        assert pids(trainer)[::2] == before[::2]
+        assert same_bits(trainer.weights(), straight.weights())
+        assert trainer.stats().replaced == 1
+
+
+@pytest.mark.parametrize("settings", [RunSettings(patience=math.inf), RunSettings(patience=math.inf, spares=1)])
+def test_successors_of_two_who_die_together(settings: RunSettings) -> None:
+    straight = InProcessCluster(TASK.creator(), num_workers=3)
+    straight.step(200)
+    with DistributedSGD(TASK.creator(), num_workers=3, settings=settings) as trainer:
+        trainer.fit(steps=20, progress=False)
+        before = pids(trainer)
+
+        class KillTwo(Callback):
+            def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+                if result.step == 40:
+                    os.kill(before[1], signal.SIGKILL)
+                    os.kill(before[2], signal.SIGKILL)
+
+        trainer.fit(steps=180, callbacks=[KillTwo()], progress=False)
+        assert same_bits(trainer.weights(), straight.weights())
+        assert trainer.stats().replaced == 2
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("heartbeat", 0), ("heartbeat", "1"), ("spares", -1), ("spares", 0.5)])

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from steepest.comm.message import Message, Peer, server_peer, worker_peer
+from steepest.dtypes import Tensors
+from steepest.errors import PeerLostError
 from steepest.job import check_agreement
 from steepest.replicas import all_states, mean_states
 from steepest.runtime.process import Place
@@ -72,6 +74,7 @@ class Successors:
         self._mending = False
         self.starting: dict[int, Start] = {}
         self.returning: list[Start] = []
+        self._joined: set[int] = set()  # successors, as long as others are starting
         self.left_out: dict[int, str] = {}
         self.least = 1
         self._failures: Counter[int] = Counter()  # by seat
@@ -242,7 +245,23 @@ class Successors:
         if self._mending or not cluster.job.workers_are_replaced:
             return
         self._tried = time.monotonic()
-        said = left.values() if left is not None else {}
+        if not self.starting:
+            self._joined.clear()
+        self._notice(left.values() if left is not None else {}, wait=wait)
+        with self.paused():  # what follows calls the others
+            while True:
+                for index, start in list(self.starting.items()):
+                    self._join_if_up(index, self._wait_for(index, start) if wait else start)
+                if not wait or not self.starting:
+                    return
+
+    def _notice(self, said: Mapping[str, Any], *, wait: bool) -> None:
+        """Begins to replace every worker that is dead by now.
+
+        Args:
+            said: what the coordinator says of one; empty if it says nothing.
+        """
+        cluster = self._cluster
         for index in range(cluster.job.num_workers):
             peer = worker_peer(index)
             suspected = said.get("worker") == index and said["life"] == cluster.lives[index]
@@ -255,13 +274,6 @@ class Successors:
             known = index in self.starting or index in self.moved or index in self.left_out
             if cause is not None and not known:
                 self._begin(index, cause, wait=wait)
-        with self.paused():  # what follows calls the others
-            for index, start in list(self.starting.items()):
-                if wait:
-                    start = self._wait_for(index, start)
-                if len(ray.wait(start.building, num_returns=2, timeout=0)[0]) == 2 and not self._again(index, start):
-                    del self.starting[index]
-                    self._join(index, start)
 
     def _begin(self, index: int, cause: str, *, wait: bool) -> None:
         """Another process starts, to take the place of a worker that is dead."""
@@ -332,8 +344,12 @@ class Successors:
                 return start
             start = self.starting[index]
 
+    def _join_if_up(self, index: int, start: Start) -> None:
+        if len(ray.wait(start.building, num_returns=2, timeout=0)[0]) == 2 and not self._again(index, start):
+            self._join(index, start)
+
     def _join(self, index: int, start: Start) -> None:
-        """The process that starts in the place of a worker takes part."""
+        """The process that starts in the place of a worker takes part; if it dies in doing so, it has a successor."""
         cluster, peer, actor, cause = self._cluster, worker_peer(index), start.actor, start.cause
         job, settings = cluster.job, cluster.settings
         cluster.extend_deadline()
@@ -345,25 +361,28 @@ class Successors:
             check_agreement(job.description, described, "the job", str(peer))
             if place.node != old.node:  # who shares a host with whom is another question now
                 self.moved[index] = (actor, cause)
+                del self.starting[index]
                 cluster.lives[index] -= 1
                 cluster.actors[peer] = before
                 return
-            alive = [i for i in range(job.num_workers) if cluster.deaths.cause(worker_peer(i)) is None]
-            alive = [i for i in alive if self._silent.get(i) != cluster.lives[i]]
-            states = all_states(partial(cluster.call_workers, workers=alive))
+            states = self._states_of_the_others()
             mean = mean_states(states, [1.0] * len(states)) if states else None
             cluster.get([actor.bind.remote(cluster.stored_job, cluster.gpu)], "bind the model again")
             (address,) = cluster.get([actor.open.remote(cluster.stored_job, [], None, life)], "open a worker again")
             cluster.get([actor.take_state.remote(*cluster.plan, mean)], "take the others' state")
             cluster.get([actor.connect.remote(cluster.ends, settings.start_timeout)], "connect a worker again")
         except BaseException:
+            del self.starting[index]
             ray.kill(actor, no_restart=True)
             cluster.actors[peer] = before
             raise
+        del self.starting[index]
         cluster.watches[peer], cluster.places[peer] = actor.watch.remote(), place
         cluster.listening[index] = address
-        joining = [cluster.actors[worker_peer(i)] for i in (*alive, index)]
-        cluster.get([each.join.remote(cluster.stored_job, cluster.listening) for each in joining], "join again")
+        self._joined.add(index)
+        self._tell(self._living())
+        if not self.starting:
+            self._joined.clear()
         self.count += 1
         repeated = "the step is taken again" if job.strategy.rule.together else "the others went on"
         step, took = cluster.client.position.version // job.versions_per_step + 1, time.monotonic() - start.began
@@ -373,3 +392,36 @@ class Successors:
             f"after {took:.1f} s; {repeated}, no update and no sample is lost",
         )
         self.prepare_if_wanted()
+
+    def _living(self) -> list[int]:
+        cluster = self._cluster
+        alive = [i for i in range(cluster.job.num_workers) if cluster.deaths.cause(worker_peer(i)) is None]
+        return [i for i in alive if self._silent.get(i) != cluster.lives[i]]
+
+    def _states_of_the_others(self) -> list[Tensors]:
+        """Returns the states of the replicas of all workers that have weights; a worker that dies meanwhile has none.
+
+        Where all contribute to each version, a successor that has joined is sent weights when no other is missing.
+        """
+        while True:
+            begun = len(self.starting)
+            workers = [index for index in self._living() if index not in self._joined]
+            try:
+                return all_states(partial(self._cluster.call_workers, workers=workers))
+            except PeerLostError:
+                self._notice({}, wait=False)
+                if len(self.starting) == begun:
+                    raise
+
+    def _tell(self, workers: Collection[int]) -> None:
+        """Workers learn where all the others listen; who has died meanwhile is replaced next."""
+        cluster = self._cluster
+        calls = {i: cluster.actors[worker_peer(i)].join.remote(cluster.stored_job, cluster.listening) for i in workers}
+        for index, call in calls.items():
+            try:
+                cluster.get([call], "join again")
+            except PeerLostError:
+                peer = worker_peer(index)
+                ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
+                if cluster.deaths.cause(peer) is None:
+                    raise
