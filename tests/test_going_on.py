@@ -212,9 +212,9 @@ def test_too_few_wait_for_those_who_die_together() -> None:
 def test_of_two_the_one_who_dies_too_often_ends_training() -> None:
     settings = RunSettings(max_failures=1, spares=0)
     with DistributedSGD(TASK.creator(), num_workers=2, settings=settings) as trainer:
-        trainer.fit(steps=20, callbacks=[Watch((5, killer(pids(trainer)[1])))], progress=False)
+        trainer.fit(steps=200, callbacks=[Watch((5, killer(pids(trainer)[1])))], progress=False)
         with pytest.raises(PeerLostError, match="max_failures=1"):
-            trainer.fit(steps=20, callbacks=[Watch((25, killer(pids(trainer)[1])))], progress=False)
+            trainer.fit(steps=2000, callbacks=[Watch((225, killer(pids(trainer)[1])))], progress=False)
         assert trainer.weights()
 
 
