@@ -13,12 +13,12 @@ import torch.distributed as dist
 from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from steepest import collectives
-from steepest.allocator import keep_freed_memory
-from steepest.comm.members import MemberCollective
-from steepest.comm.message import member_peer
-from steepest.comm.router import Router
-from steepest.comm.shared import AVAILABLE
-from steepest.comm.wire import WireTransport
+from steepest.collectives.members import MemberCollective
+from steepest.messages.message import member_peer
+from steepest.tensors.allocator import keep_freed_memory
+from steepest.tensors.shared_memory import AVAILABLE
+from steepest.transport.router import Router
+from steepest.transport.sockets import WireTransport
 
 ELEMENTS = 25_000_000  # of float32
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.namespaces import DEADLINE, Namespace, Orders
-from steepest.arrays import Arrays
-from steepest.comm.channel import Address
-from steepest.comm.message import COORDINATOR, Peer, server_peer
-from steepest.comm.router import Router
-from steepest.comm.shared import allocate
-from steepest.comm.wire import WireTransport
-from steepest.connection import Connection
-from steepest.server_group import ServerGroup
+from steepest.messages.message import COORDINATOR, Peer, server_peer
+from steepest.parameter_server.arrays import Arrays
+from steepest.parameter_server.connection import Connection
+from steepest.parameter_server.group import ServerGroup
+from steepest.tensors.shared_memory import allocate
+from steepest.transport.channel import Address
+from steepest.transport.router import Router
+from steepest.transport.sockets import WireTransport
 
 LOOK_SECONDS = 0.02
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from steepest import Callback, DistributedSGD, RunSettings, StepResult, TorchModel
-from steepest.observe.commits import Commit, CommitLog
+from steepest.engine.commit_log import Commit, CommitLog
 
 KILL_STEP = 191
 STEPS_AFTER = 200

@@ -124,7 +124,7 @@ def _serve(kind: str, workload: Workload, rank: int, store: Path, barrier: Barri
     torch.set_num_threads(1)
     try:
         if kind.endswith(KEPT):
-            from steepest.allocator import keep_freed_memory
+            from steepest.tensors.allocator import keep_freed_memory
 
             keep_freed_memory()
         step = LOCAL_STEPS[kind.removesuffix(KEPT)](workload, rank, store)

@@ -7,13 +7,13 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from steepest.comm.frame import FrameReader
-from steepest.comm.stream import WireChannel
-from steepest.comm.wire import WireTransport
+from steepest.compression.codecs import Packer
+from steepest.engine.push_pull import PushPull
+from steepest.engine.server_chunk import ServerChunk
 from steepest.models.torch import TorchModel
-from steepest.packing import Packer
-from steepest.server_chunk import ServerChunk
-from steepest.strategies.parameter_server import PushPull
+from steepest.transport.frames import FrameReader
+from steepest.transport.sockets import WireTransport
+from steepest.transport.stream import WireChannel
 
 PARTS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     ("compute", TorchModel, ("compute_gradients",)),  # with the copy of gradients into the flat vector

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from benchmarks.recovery_bodies import Arrays, PacedModel
 from steepest import Callback, DistributedSGD, ParameterServerStrategy, StepResult, TorchModel
-from steepest.config import StrategyConfig
+from steepest.config.strategies import StrategyConfig
 
 WORKERS = 4
 STEP_SECONDS = 0.02

@@ -16,15 +16,9 @@ from benchmarks.models import MLP, WORKLOADS, Workload
 from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
-from steepest.allocator import keep_freed_memory, start_thread
-from steepest.client import Client
-from steepest.comm.message import COORDINATOR, Kind, Peer, relay_peer, server_peer, worker_peer
-from steepest.comm.router import Router
-from steepest.comm.shared import allocate
-from steepest.comm.wire import WireTransport
-from steepest.config import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
-from steepest.hosts import Hosts
-from steepest.job import (
+from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
+from steepest.engine.client import Client
+from steepest.engine.job import (
     Job,
     build_models,
     build_replicas,
@@ -35,9 +29,15 @@ from steepest.job import (
     host_worker,
     make_strategy,
 )
-from steepest.model import Model
+from steepest.engine.replicas import Replicas
+from steepest.engine.topology import Hosts
+from steepest.messages.message import COORDINATOR, Kind, Peer, relay_peer, server_peer, worker_peer
+from steepest.models.protocol import Model
 from steepest.models.torch import TorchModel
-from steepest.replicas import Replicas
+from steepest.tensors.allocator import keep_freed_memory, start_thread
+from steepest.tensors.shared_memory import allocate
+from steepest.transport.router import Router
+from steepest.transport.sockets import WireTransport
 
 MLP10 = Workload("mlp10", functools.partial(MLP, hidden=2000), (1024,), batch_size=8, samples=512, steps=6)
 ALL = {**WORKLOADS, MLP10.name: MLP10}

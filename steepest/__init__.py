@@ -1,28 +1,22 @@
 """Distributed SGD on Ray: one model, one ``strategy=``, from a laptop to a cluster."""
 
-from steepest.checkpoint import Checkpoints
-from steepest.config import (
-    AllreduceStrategy,
-    Int8,
-    LocalStrategy,
-    ParameterServerStrategy,
-    PowerSGD,
-    SimpleStrategy,
-    TopK,
-)
-from steepest.data import IndexedStream
-from steepest.model import Computed, Model, ParameterLayout
+from steepest.checkpoint.files import Checkpoints
+from steepest.collectives.ring import ring_allreduce
+from steepest.config.compression import Int8, PowerSGD, TopK
+from steepest.config.run import RunSettings
+from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, SimpleStrategy
+from steepest.data.ray_dataset import RayDataset
+from steepest.data.sources import IndexedStream
+from steepest.engine.commit_log import Commit, CommitLog, LoggedPush
 from steepest.models.numpy import NumpyLogisticRegression
+from steepest.models.protocol import Computed, Model
 from steepest.models.torch import TorchModel, accuracy
-from steepest.observe.commits import Commit, CommitLog, LoggedPush
 from steepest.observe.progress import Callback
 from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult
-from steepest.optimizer import OptimizerSpec
-from steepest.parameter_server import ParameterServer
-from steepest.ring import ring_allreduce
-from steepest.runtime.ray_data import RayDataset
-from steepest.settings import RunSettings
-from steepest.sgd import DistributedSGD
+from steepest.optim.spec import OptimizerSpec
+from steepest.parameter_server.api import ParameterServer
+from steepest.tensors.layout import ParameterLayout
+from steepest.trainer import DistributedSGD
 
 __all__ = [
     "AllreduceStrategy",

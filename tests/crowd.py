@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from steepest.arrays import Arrays
-from steepest.client import Client, Snapshot
-from steepest.comm.message import Kind, Message, Peer
-from steepest.comm.router import Router
-from steepest.coordinator_role import CoordinatorRole
-from steepest.pusher import Pusher
-from steepest.server_chunk import ServerChunk
-from steepest.server_group import ServerGroup
+from steepest.engine.client import Client, Snapshot
+from steepest.engine.coordinator_role import CoordinatorRole
+from steepest.engine.server_chunk import ServerChunk
+from steepest.messages.message import Kind, Message, Peer
+from steepest.parameter_server.arrays import Arrays
+from steepest.parameter_server.group import ServerGroup
+from steepest.parameter_server.pusher import Pusher
 from steepest.testing import Link, Network, server_peers
 from steepest.testing.kept import pushes_of, role_of, unanswered, undecided
+from steepest.transport.router import Router
 
 T = TypeVar("T")
 FIRST = 100  # index of the first user

@@ -19,7 +19,7 @@ import socket
 import sys
 
 ENVIRONMENT = "--serialized-runtime-env-context="
-MODULES = ("torch", "ray.actor", "steepest.runtime.process", "steepest.models.torch", "steepest.testing", "pytest")
+MODULES = ("torch", "ray.actor", "steepest.cluster.process", "steepest.models.torch", "steepest.testing", "pytest")
 
 
 #: arguments of the interpreter that make it Ray's command line, with such raylets

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from steepest.comm.frame import HEADER, ROLES, decode_header, decode_meta, encode
-from steepest.comm.message import Kind, Message, Peer
-from steepest.comm.router import Router
 from steepest.errors import DeadlineError, ProtocolError
+from steepest.messages.message import Kind, Message, Peer
 from steepest.testing import Link, Network
+from steepest.transport.frames import HEADER, ROLES, decode_header, decode_meta, encode
+from steepest.transport.router import Router
 
 ODD: tuple[Any, ...] = (
     *(None, 0, 1, 2, -1, 7, 2**31, 2**40, 2**62, 2**80, -(2**70), 1.5, -0.5, float("nan"), float("inf"), True, False),

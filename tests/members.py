@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from steepest.comm.collective import Collective
-from steepest.comm.members import MemberCollective
-from steepest.comm.message import member_peer
-from steepest.comm.router import Router
-from steepest.comm.torch_collective import TorchCollective
-from steepest.comm.wire import WireTransport
+from steepest.collectives.members import MemberCollective
+from steepest.collectives.protocol import Collective
+from steepest.collectives.torch_group import TorchCollective
+from steepest.messages.message import member_peer
 from steepest.testing import InProcessCollective
+from steepest.transport.router import Router
+from steepest.transport.sockets import WireTransport
 
 TOKEN = b"correct horse battery staple"
 SECONDS = 60.0

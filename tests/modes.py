@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from steepest.comm.message import Kind, Message
-from steepest.config import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
-from steepest.handover import ChunkState, Kept
-from steepest.observe.commits import CommitLog
-from steepest.salvage import Salvage
-from steepest.server import Server
-from steepest.server_chunk import ServerChunk
+from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
+from steepest.engine.chunk_transfer import ChunkState, Kept
+from steepest.engine.commit_log import CommitLog
+from steepest.engine.server import Server
+from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.survivors import Salvage
+from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, same_bits, samples, sgd
 

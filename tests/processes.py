@@ -16,21 +16,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from steepest.comm.channel import Address
-from steepest.comm.message import COORDINATOR, server_peer
-from steepest.comm.router import Router
-from steepest.comm.shared import BOARD_BYTES, allocate
-from steepest.comm.wire import WireTransport
-from steepest.connection import Connection
 from steepest.errors import PeerLostError
-from steepest.server_group import ServerGroup
+from steepest.messages.message import COORDINATOR, server_peer
+from steepest.parameter_server.connection import Connection
+from steepest.parameter_server.group import ServerGroup
+from steepest.tensors.shared_memory import BOARD_BYTES, allocate
 from steepest.testing.kept import channels_of, rooms_of, unsent_of
+from steepest.transport.channel import Address
+from steepest.transport.router import Router
+from steepest.transport.sockets import WireTransport
 
 SECONDS = 60.0
 TOKEN = b"correct horse battery staple"
 FIRST = 100  # index of the first user
 PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once
-PROCESSES.set_forkserver_preload(["steepest.connection", "steepest.server_group", "steepest.comm.wire"])
+PROCESSES.set_forkserver_preload(
+    ["steepest.parameter_server.connection", "steepest.parameter_server.group", "steepest.transport.sockets"]
+)
 
 
 class Child:

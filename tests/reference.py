@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from steepest.job import ModelCreator
+from steepest.data.sampler import SamplePlan
+from steepest.engine.job import ModelCreator
 from steepest.models.torch import TorchModel
-from steepest.sampler import SamplePlan
 
 Weights = dict[str, torch.Tensor]
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]

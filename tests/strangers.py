@@ -7,7 +7,7 @@ import errno
 import itertools
 import socket
 
-from steepest.comm.channel import Address
+from steepest.transport.channel import Address
 from tests.test_wire import GREETING, RUDE
 
 SAID = [said for said in RUDE.values() if b"M" * 32 not in said]

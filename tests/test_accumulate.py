@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from steepest import DistributedSGD, RunSettings
-from steepest.comm.message import Kind
-from steepest.config import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy
+from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy
+from steepest.engine.topology import Hosts
 from steepest.errors import ConfigurationError
-from steepest.hosts import Hosts
+from steepest.messages.message import Kind
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.kept import replicas_of

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.arrays import Arrays, Wanted
 from steepest.errors import ConfigurationError
+from steepest.parameter_server.arrays import Arrays, Wanted
 from tests.drawn import examples
 
 many = examples(150)

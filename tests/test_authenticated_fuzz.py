@@ -11,9 +11,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from steepest.comm.message import Kind, Message, Peer
-from steepest.comm.permissions import OPEN, TRAINING
-from steepest.hosts import Hosts
+from steepest.engine.topology import Hosts
+from steepest.messages.message import Kind, Message, Peer
+from steepest.messages.permissions import OPEN, TRAINING
 from steepest.testing import Fault, InProcessCluster, Link, Network
 from tests.crowd import Crowd, like
 from tests.fuzzing import Recorder, go_on, tell

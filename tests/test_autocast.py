@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from steepest.config import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
-from steepest.job import ModelCreator
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
 from steepest.testing.kept import replicas_of

@@ -12,12 +12,12 @@ import pytest
 import ray
 import torch
 
-from steepest.comm.channel import Channel, Event
-from steepest.comm.frame import encode
-from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
-from steepest.runtime.calls import CallTransport
-from steepest.runtime.parcels import ANSWER_HEAD, CALL_HEAD, END, HELLO, NOTHING, SAY, Parcel, unpack
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
+from steepest.transport.channel import Channel, Event
+from steepest.transport.frames import encode
+from steepest.transport.ray_calls import CallTransport
+from steepest.transport.ray_parcels import ANSWER_HEAD, CALL_HEAD, END, HELLO, NOTHING, SAY, Parcel, unpack
 from tests.drawn import seeds
 
 ME, OTHER = worker_peer(0), server_peer(0)
@@ -293,10 +293,10 @@ def test_a_long_turn_says_what_it_has_and_that_more_follows(monkeypatch: pytest.
     caller.poll(0)
     thread, found = start(callee, actor.calls[0].call)
     back.send(message(1, OTHER, ME))
-    monkeypatch.setattr("steepest.runtime.calls._GATHER_SECONDS", 3600)
+    monkeypatch.setattr("steepest.transport.ray_calls._GATHER_SECONDS", 3600)
     callee.pump()
     assert thread.is_alive()
-    monkeypatch.setattr("steepest.runtime.calls._GATHER_SECONDS", 0)
+    monkeypatch.setattr("steepest.transport.ray_calls._GATHER_SECONDS", 0)
     callee.pump()
     actor.calls[0].result.set_result(found.result(SECONDS))
     assert numbers(caller.poll(0)) == [1]
@@ -306,7 +306,7 @@ def test_a_long_turn_says_what_it_has_and_that_more_follows(monkeypatch: pytest.
 
 
 def test_a_call_is_not_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steepest.runtime.calls._HOLD_SECONDS", 0.001)
+    monkeypatch.setattr("steepest.transport.ray_calls._HOLD_SECONDS", 0.001)
     callee = CallTransport(sink, (OTHER,))
     greeted(callee)
     assert callee.answer(packed(1), ()) == NOTHING

@@ -6,8 +6,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from steepest.comm.message import server_peer
-from steepest.runtime.carrying import carry, holdings
+from steepest.cluster.chunk_transport import carry, holdings
+from steepest.messages.message import server_peer
 
 CHUNKS = range(6)
 

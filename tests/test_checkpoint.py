@@ -16,9 +16,9 @@ from safetensors.torch import load_model
 from torch import nn
 
 from steepest import DistributedSGD, ParameterServerStrategy, SimpleStrategy
-from steepest.checkpoint import MANIFEST, Checkpoint, Owner, assemble, disassemble, read, write
+from steepest.checkpoint.files import MANIFEST, Checkpoint, Owner, assemble, disassemble, read, write
 from steepest.errors import CheckpointError, SteepestError
-from steepest.model import ParameterLayout
+from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, same_bits, samples
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from steepest import Checkpoints, DistributedSGD
+from steepest.cluster.directory_lock import LOCK, Claim
 from steepest.errors import CheckpointError
-from steepest.runtime.claim import LOCK, Claim
 from steepest.testing import linear_model_creator
 from tests.processes import Child
 
@@ -64,7 +64,7 @@ def test_a_trainer_is_refused_before_anything_is_started(tmp_path: Path, monkeyp
     def start(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("steepest.sgd.Cluster", start)
+    monkeypatch.setattr("steepest.trainer.Cluster", start)
     with holder(tmp_path), pytest.raises(CheckpointError, match="give this run another path"):
         DistributedSGD(linear_model_creator(), checkpoints=Checkpoints(tmp_path))
     with pytest.raises(ZeroDivisionError):

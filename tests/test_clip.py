@@ -12,10 +12,10 @@ from test_modes import serial
 from torch.nn.utils import clip_grad_norm_
 
 from steepest import DistributedSGD, RunSettings
-from steepest.comm.message import Message
-from steepest.config import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.engine.topology import Hosts
 from steepest.errors import ConfigurationError
-from steepest.hosts import Hosts
+from steepest.messages.message import Message
 from steepest.observe.results import StepResult
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.kept import gradient_of

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.comm.collective import Collective
-from steepest.comm.shared import AVAILABLE, allocate
+from steepest.collectives.protocol import Collective
+from steepest.data.sampler import even_share
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
-from steepest.sampler import even_share
+from steepest.tensors.shared_memory import AVAILABLE, allocate
 from tests.members import GROUPS, MakeGroup, Member, group_of, pattern, together
 from tests.pairs import grid
 

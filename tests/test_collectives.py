@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from steepest import collectives, shared_reduce
-from steepest.comm.shared import AVAILABLE
+from steepest import collectives
+from steepest.collectives import shared_memory_reduce
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
+from steepest.tensors.shared_memory import AVAILABLE
 from steepest.testing.kept import rooms_of
 from tests.members import Member, group_of, pattern, together, torch_groups, wire_group
 
@@ -39,7 +40,7 @@ def torchs(size: int, do: Callable[[Any, int], Any]) -> list[Any]:
 
 
 def ours(make_group: Any, size: int, do: Callable[[int], Any]) -> list[Any]:
-    """What each member gets from `steepest.collectives`."""
+    """What each member gets from `steepest.collectives.operations`."""
 
     def within(member: Any) -> Any:
         with collectives.using(member):
@@ -217,7 +218,7 @@ def test_in_shared_memory_the_sum_is_formed_in_the_order_of_ranks(
     host: Any, size: int, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Larger and smaller ones by turns, in the same memory; few enough bytes to go through the socket, too."""
-    monkeypatch.setattr(shared_reduce, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(shared_memory_reduce, "PIECE_BYTES", 1 << 16)
     lengths = [1, 7, 400_001, 70_000, 4, 1_000_003, 150_000, 70_001]
     tensors = [
         [torch.randn(length, generator=torch.Generator().manual_seed(rank + 9 * length)) for length in lengths]

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from examples.data import load_mnist
-from steepest.comm.message import Kind, Message
-from steepest.config import AllreduceStrategy, Int8, LocalStrategy, ParameterServerStrategy, PowerSGD, TopK
+from steepest.compression.codecs import make_packing
+from steepest.config.compression import Int8, PowerSGD, TopK
+from steepest.config.run import data_directory
+from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy
+from steepest.engine.topology import Hosts
 from steepest.errors import ConfigurationError
-from steepest.hosts import Hosts
-from steepest.packing import make_packing
-from steepest.settings import data_directory
+from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
 from tests.drawn import seeds
 from tests.modes import check, counters, make, trained, worker_weights

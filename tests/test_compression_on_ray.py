@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, PowerSGD, TopK
-from steepest.checkpoint import read
+from steepest.checkpoint.files import read
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, same_bits, samples, sgd
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from steepest import connection
-from steepest.comm.message import Kind, Message
 from steepest.errors import DeadlineError, NonFiniteError, PeerLostError, ShutdownError, SteepestError
+from steepest.messages.message import Kind, Message
+from steepest.parameter_server import connection
 from tests.crowd import Crowd, User, like, values, zeros
 
 SECONDS = 30.0

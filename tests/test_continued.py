@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from steepest import DistributedSGD, IndexedStream, LocalStrategy, checkpoint
-from steepest.config import StrategyConfig
+from steepest import DistributedSGD, IndexedStream, LocalStrategy
+from steepest.checkpoint import files
+from steepest.config.strategies import StrategyConfig
 from tests.reference import Task, difference, samples, sgd
 from tests.test_sources import BATCH, LENGTH, Recorded, counting
 
@@ -39,10 +40,10 @@ def visits(trainer: DistributedSGD) -> list[int]:
 
 def older(path: Path) -> Path:
     """A checkpoint as earlier versions wrote it."""
-    saved = checkpoint.read(path)
+    saved = files.read(path)
     assert {"begun", "updates"} <= saved.about.keys()
     told = {key: value for key, value in saved.about.items() if key not in ("format", "begun", "updates")}
-    checkpoint.write(path.parent / "older", replace(saved, about=told))
+    files.write(path.parent / "older", replace(saved, about=told))
     return path.parent / "older"
 
 
@@ -62,7 +63,7 @@ def test_an_epoch_ends_in_the_order_in_which_it_was_begun(
             second.restore(tmp_path / "end")
             assert not caplog.records
             second.save(tmp_path / "same end")
-            about = checkpoint.read(tmp_path / "same end").about
+            about = files.read(tmp_path / "same end").about
             assert (about["step"], about["epoch"], about["offset"]) == (3, 1, 0)
             assert not about["left"]
             assert not about["begun"]

@@ -10,12 +10,12 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
-from steepest.coordinator import Coordinator, Outgoing
-from steepest.coordinator_role import CoordinatorRole
+from steepest.engine.coordinator_role import CoordinatorRole
 from steepest.errors import ProtocolError
-from steepest.rules import CommitAll, CommitEach, Staged
-from steepest.staging import Report, summarize
+from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.protocol.commit_rules import CommitAll, CommitEach, Staged
+from steepest.protocol.coordinator import Coordinator, Outgoing
+from steepest.protocol.push_tracking import Report, summarize
 
 CLIENT = Peer("client", 0)
 REQUESTS = WeakKeyDictionary[Coordinator, Iterator[int]]()  # the numbers of those to come
@@ -423,7 +423,7 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monke
             return []
 
     now = [100.0]
-    monkeypatch.setattr("steepest.coordinator_role.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("steepest.engine.coordinator_role.time.monotonic", lambda: now[0])
     told: list[int] = []
     commits: list[Peer] = []
     script = Script()

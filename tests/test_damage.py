@@ -13,11 +13,11 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from steepest.checkpoint import Checkpoint, read, write
+from steepest.checkpoint.files import Checkpoint, read, write
+from steepest.checkpoint.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
+from steepest.cluster.checkpoint_manager import Shelf
 from steepest.errors import CheckpointError
-from steepest.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
-from steepest.runtime.keeping import Shelf
-from steepest.tensor_file import read_tensors
+from steepest.tensors.safetensors_file import read_tensors
 from tests.reference import same_bits
 from tests.test_checkpoint import about, content, edit
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from steepest.data import Indices, Source, as_source
+from steepest.data.sources import Indices, Source, as_source
 from steepest.errors import ConfigurationError
 
 SHARES = [[2, 0], [5], [1, 3, 4]]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, RunSettings
-from steepest.comm.message import Kind, Message, Peer, server_peer, worker_peer
-from steepest.config import StrategyConfig
+from steepest.config.strategies import StrategyConfig
 from steepest.errors import ModelRaisedError, PeerLostError
+from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
 from tests.reference import Task, difference, samples, sgd
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -21,12 +21,12 @@ TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(64))
 def spoil(view: Any) -> None:
     """From now on a router that cleans up after a step meets the end of its descriptors."""
     if view.index == 1:
-        import steepest.replicas
+        import steepest.engine.replicas
 
         def fail(memory: Any) -> int:
             raise OSError(24, "Too many open files")
 
-        steepest.replicas.forget_writes = fail
+        steepest.engine.replicas.forget_writes = fail
 
 
 @pytest.mark.parametrize(

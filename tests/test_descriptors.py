@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steepest.comm import shared
-from steepest.comm.channel import Channel
-from steepest.comm.message import COORDINATOR, WHOLE, Kind, Message, server_peer, worker_peer
-from steepest.comm.shared import SHARED_FROM, Segment, allocate, forget_writes, make_writable, segment_of
-from steepest.hosts import Hosts
-from steepest.relay import Relay
+from steepest.engine.host_aggregator import Relay
+from steepest.engine.topology import Hosts
+from steepest.messages.message import COORDINATOR, WHOLE, Kind, Message, server_peer, worker_peer
+from steepest.tensors import shared_memory
+from steepest.tensors.shared_memory import SHARED_FROM, Segment, allocate, forget_writes, make_writable, segment_of
 from steepest.testing import InProcessCluster, linear_model_creator
+from steepest.transport.channel import Channel
 from tests.limits import limited
 from tests.test_wire import Node, client, ends, node, server, together, until  # noqa: F401 - fixtures
 
-pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
+pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 WORKER = worker_peer(0)
 
 

@@ -19,7 +19,9 @@ import steepest
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
 MODULES = sorted(
-    module.name for module in pkgutil.walk_packages(steepest.__path__, "steepest.") if module.name != "steepest.cli"
+    module.name
+    for module in pkgutil.walk_packages(steepest.__path__, "steepest.")
+    if module.name != "steepest.cli.main"
 )
 
 

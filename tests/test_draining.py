@@ -22,7 +22,7 @@ pytestmark = [
 PROGRAM = """
     import subprocess
     from steepest import Callback, ParameterServerStrategy, RunSettings
-    from steepest.comm.message import worker_peer
+    from steepest.messages.message import worker_peer
 
     class Notice(Callback):
         def __init__(self, node):
@@ -69,8 +69,8 @@ INTERRUPTED = """
     import signal
     import subprocess
     from steepest import Callback, RunSettings
-    from steepest.comm.message import worker_peer
-    from steepest.runtime.draining import Move
+    from steepest.messages.message import worker_peer
+    from steepest.cluster.draining import Move
 
     class Notice(Callback):
         def on_step(self, sgd, result):

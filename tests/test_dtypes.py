@@ -16,9 +16,9 @@ from safetensors.torch import load_file, load_model, save
 from torch import nn
 
 from steepest import DistributedSGD, RunSettings
-from steepest.checkpoint import Checkpoint, read, write
-from steepest.dtypes import Tensors, as_bytes, merged
-from steepest.tensor_file import read_tensors, write_tensors
+from steepest.checkpoint.files import Checkpoint, read, write
+from steepest.tensors.dtypes import Tensors, as_bytes, merged
+from steepest.tensors.safetensors_file import read_tensors, write_tensors
 from tests.reference import Task, samples, sgd
 from tests.test_checkpoint import about
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.config import ParameterServerStrategy, SimpleStrategy
-from steepest.replicas import mean_states
+from steepest.config.strategies import ParameterServerStrategy, SimpleStrategy
+from steepest.engine.replicas import mean_states
 from steepest.testing import InProcessCluster
 from tests.drawn import seeds
 from tests.pairs import grid

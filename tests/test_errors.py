@@ -24,8 +24,8 @@ from steepest import (
     StepResult,
     TorchModel,
 )
-from steepest.comm.message import Peer
-from steepest.config import StrategyConfig, as_strategy
+from steepest.config.strategies import StrategyConfig, as_strategy
+from steepest.engine.job import ModelCreator
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -36,7 +36,7 @@ from steepest.errors import (
     ResourcesError,
     ShutdownError,
 )
-from steepest.job import ModelCreator
+from steepest.messages.message import Peer
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.reference import same_bits, samples
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from steepest.settings import data_directory
+from steepest.config.run import data_directory
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = ("data", "mnist_parameter_server", "sharded_parameter_server")

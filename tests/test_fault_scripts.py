@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from steepest.comm.message import Kind, Message, server_peer, worker_peer
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
+from steepest.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.testing import Fault, InProcessCluster, InProcessTransport, Moment, with_faults
 from tests.drawn import seeds
 from tests.modes import EACH, MODES, check, counters, make, mode, shares, trained

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
-from steepest.config import ParameterServerStrategy
+from steepest.config.strategies import ParameterServerStrategy
+from steepest.engine.job import host_client
 from steepest.errors import PeerLostError
-from steepest.job import host_client
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.testing.kept import buffers_of

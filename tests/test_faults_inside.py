@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from steepest.engine.job import Job, build_models
+from steepest.engine.server import Server
+from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.survivors import assemble, catch_up, remains
 from steepest.errors import PeerLostError
-from steepest.job import Job, build_models
-from steepest.model import Cut
-from steepest.salvage import assemble, catch_up, remains
-from steepest.server import Server
-from steepest.server_chunk import ServerChunk
+from steepest.tensors.layout import Cut
 from steepest.testing import Fault, InProcessCluster, Moment, processes, replay, with_faults
 from steepest.testing.kept import exchange_of
 from tests.modes import make, mode, salvaged_weights, trainable, trained

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.comm import frame as frames
-from steepest.comm.frame import HEADER, MAGIC, MAX_META, MAX_PAYLOAD, PROTOCOL, ROLES, FrameReader, encode
-from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.errors import MessageTooLargeError, ProtocolError
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
+from steepest.transport import frames
+from steepest.transport.frames import HEADER, MAGIC, MAX_META, MAX_PAYLOAD, PROTOCOL, ROLES, FrameReader, encode
 from tests.drawn import examples
 
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer
-from steepest.comm.router import Router
+from steepest.engine.topology import Hosts
+from steepest.engine.worker import Worker
 from steepest.errors import PeerLostError, ShutdownError
-from steepest.hosts import Hosts
-from steepest.models.gates import Gates
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer
+from steepest.models.prefetch import Gates
 from steepest.testing import InProcessCluster, Network
 from steepest.testing.kept import replicas_of
-from steepest.worker import Worker
+from steepest.transport.router import Router
 from tests.drawn import seeds
 from tests.modes import Moody, check, make, trainable, trained
 from tests.reference import Task, difference, same_bits, sgd
@@ -279,7 +279,7 @@ def test_the_same_bits_as_when_steps_begin_late(
     def waits_for_all(*arguments: Any, **named: Any) -> Worker:
         return Worker(*arguments, **(named | {"wait": None}))
 
-    monkeypatch.setattr("steepest.job.Worker", waits_for_all)
+    monkeypatch.setattr("steepest.engine.job.Worker", waits_for_all)
     late = make("sync", TASK, 3, hosts=hosts)
     trained(late, 10)
     assert began.waits == waits > 0

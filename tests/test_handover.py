@@ -7,8 +7,8 @@ import weakref
 
 import torch
 
-from steepest.comm.message import worker_peer
-from steepest.handover import Kept
+from steepest.engine.chunk_transfer import Kept
+from steepest.messages.message import worker_peer
 from steepest.testing import InProcessCluster
 from tests.modes import hand_over, make, mode, trained, worker_weights
 from tests.pairs import grid

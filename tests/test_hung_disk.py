@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from steepest import Checkpoints, checkpoint
-from steepest.checkpoint import Checkpoint
+from steepest import Checkpoints
+from steepest.checkpoint import files
+from steepest.checkpoint.files import Checkpoint
+from steepest.cluster.checkpoint_manager import Keeping
+from steepest.cluster.directory_lock import Claim
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.runtime.claim import Claim
-from steepest.runtime.keeping import Keeping
 from tests.test_checkpoint import content
 from tests.test_keeping import kept
 
@@ -57,7 +58,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    disk, original = Disk(), checkpoint.write
+    disk, original = Disk(), files.write
     disk.works.set()
 
     def write(path: Path, saved: Checkpoint, progress: Any) -> None:
@@ -73,7 +74,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
         finally:
             disk.over.release()
 
-    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(files, "write", write)
     yield disk
     disk.works.set()
 
@@ -148,7 +149,7 @@ def test_with_another_error_the_end_is_quiet(tmp_path: Path, disk: Disk, caplog:
 
 
 def test_a_disk_that_is_slow_is_waited_for(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, original = Job(), checkpoint.write
+    job, original = Job(), files.write
 
     def slow(path: Path, saved: Checkpoint, progress: Any) -> None:
         for part in range(100):
@@ -156,7 +157,7 @@ def test_a_disk_that_is_slow_is_waited_for(tmp_path: Path, disk: Disk, monkeypat
             progress(path / str(part))
         original(path, saved, progress)
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(files, "write", slow)
     found = keeping(tmp_path, disk, job)
     with found.at_end():
         for step in (10, 20, 30):

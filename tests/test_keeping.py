@@ -20,10 +20,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from steepest import Callback, Checkpoints, DistributedSGD, ParameterServerStrategy, RunSettings, StepResult, checkpoint
-from steepest.config import StrategyConfig, as_strategy
+from steepest import Callback, Checkpoints, DistributedSGD, ParameterServerStrategy, RunSettings, StepResult
+from steepest.checkpoint import files
+from steepest.cluster.checkpoint_manager import Shelf
+from steepest.config.strategies import StrategyConfig, as_strategy
 from steepest.errors import CheckpointError, ConfigurationError
-from steepest.runtime.keeping import Shelf
 from steepest.testing import InProcessCluster
 from tests.conftest import ROOT
 from tests.reference import Task, same_bits, samples
@@ -120,7 +121,7 @@ def test_the_only_whole_one_stays_until_another_is_whole(tmp_path: Path, monkeyp
         with pytest.raises(CheckpointError, match="No space left"):
             put(shelf, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("steepest.runtime.keeping.shutil.rmtree", full)
+        patch.setattr("steepest.cluster.checkpoint_manager.shutil.rmtree", full)
         put(shelf, 4)
     assert (kept(tmp_path), newest(tmp_path)) == ([1, 4], 4)  # one stays half deleted
     put(shelf, 5)
@@ -143,7 +144,7 @@ def test_when_all_are_damaged_somebody_has_to_decide(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{tmp_path}.*another path"):
         shelf.newest()
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        Shelf(next(path for path in shelf.paths()) / checkpoint.MANIFEST, 1)  # a file
+        Shelf(next(path for path in shelf.paths()) / files.MANIFEST, 1)  # a file
 
 
 # -- over Ray -------------------------------------------------------------------------------------------
@@ -255,9 +256,9 @@ class TestOverRay:
             sgd.save(tmp_path / "own")
             sgd.fit(steps=10, progress=False)
         with trainer(tmp_path / "kept") as sgd:
-            saved = checkpoint.read(tmp_path / "own")
+            saved = files.read(tmp_path / "own")
             older = {key: value for key, value in saved.about.items() if key not in ("format", "left", "ends")}
-            checkpoint.write(tmp_path / "older", replace(saved, about=older))
+            files.write(tmp_path / "older", replace(saved, about=older))
             sgd.restore(tmp_path / "older")
             assert sgd.fit(steps=7, progress=False).step == 16
             assert same_bits(sgd.weights(), undisturbed(16))
@@ -298,15 +299,15 @@ class TestOverRay:
                     assert written == []
                     go.set()
 
-        original = checkpoint.write
+        original = files.write
 
-        def write(path: Path, saved: checkpoint.Checkpoint, *rest: Any) -> None:
+        def write(path: Path, saved: files.Checkpoint, *rest: Any) -> None:
             assert go.wait(60)
             assert threading.current_thread() is not threading.main_thread()
             original(path, saved, *rest)
             written.append(saved.about["step"])
 
-        monkeypatch.setattr(checkpoint, "write", write)
+        monkeypatch.setattr(files, "write", write)
         with trainer(tmp_path) as sgd:
             sgd.fit(steps=25, callbacks=[seen, Release()], progress=False)
             assert written == [10, 20, 25]
@@ -315,14 +316,14 @@ class TestOverRay:
     def test_a_write_that_fails_is_told_and_training_can_go_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        original, failing = checkpoint.write, [10, 25]
+        original, failing = files.write, [10, 25]
 
-        def write(path: Path, saved: checkpoint.Checkpoint, *rest: Any) -> None:
+        def write(path: Path, saved: files.Checkpoint, *rest: Any) -> None:
             if saved.about["step"] in failing:
                 raise CheckpointError("the disk is full")
             original(path, saved, *rest)
 
-        monkeypatch.setattr(checkpoint, "write", write)
+        monkeypatch.setattr(files, "write", write)
         with trainer(tmp_path) as sgd:
             with pytest.raises(CheckpointError, match="the disk is full"):
                 sgd.fit(steps=25, progress=False)
@@ -349,7 +350,7 @@ class TestOverRay:
                 sgd.fit(steps=4, progress=False)
                 seen.update((epoch, i) for epoch, *place in sgd.log().samples() for i in range(*place))
                 sgd.save(tmp_path / f"with {workers}")
-                rest = checkpoint.read(tmp_path / f"with {workers}").about
+                rest = files.read(tmp_path / f"with {workers}").about
                 expected = Counter({(epoch, i): 1 for epoch in range(rest["epoch"] + 1) for i in range(13)})
                 for epoch, *place in (*rest["left"], (rest["epoch"], rest["offset"], 13)):
                     expected.subtract((epoch, i) for i in range(*place))

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from steepest import history
-from steepest.comm.frame import MAX_META, encode, encode_meta
-from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
-from steepest.coordinator import Coordinator, Outgoing
 from steepest.errors import ConfigurationError, MessageTooLargeError
-from steepest.history import History
-from steepest.optimizer import OptimizerSpec, Schedule
-from steepest.rules import CommitAll, CommitEach, CommitRule
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
+from steepest.optim.spec import OptimizerSpec, Schedule
+from steepest.protocol import history
+from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitRule
+from steepest.protocol.coordinator import Coordinator, Outgoing
+from steepest.protocol.history import History
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.network import Network
+from steepest.transport.frames import MAX_META, encode, encode_meta
 from tests.modes import make, trained
 from tests.reference import Task, samples, sgd
 
@@ -170,7 +170,7 @@ def test_hyperparameters_that_do_not_fit_into_a_commit_are_refused(monkeypatch: 
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3000)]
     optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)
     names = {id(p): str(i) for i, p in enumerate(parameters)}
-    monkeypatch.setattr("steepest.optimizer.MOST_BYTES", 30_000)
+    monkeypatch.setattr("steepest.optim.spec.MOST_BYTES", 30_000)
     with pytest.raises(ConfigurationError, match=r"of 3000 parameter groups, at most 30000 fit into a commit"):
         OptimizerSpec.read(optimizer, names, learning_rate=None, lr_scheduler=lambda o: OneCycleLR(o, 0.1, 100))
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.errors import ConfigurationError, ModelError
-from steepest.model import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk, Entry, ParameterLayout
+from steepest.tensors.layout import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Chunk, Entry, ParameterLayout
 
 Parameter = tuple[str, tuple[int, ...], torch.dtype, bool]
 

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from steepest.checkpoint import assemble, disassemble
-from steepest.comm.message import Kind, Message
-from steepest.sampler import Remaining, SamplePlan
+from steepest.checkpoint.files import assemble, disassemble
+from steepest.data.sampler import Remaining, SamplePlan
+from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
 from tests.drawn import seeds
 from tests.modes import MODES, counters, hand_over, make, trained

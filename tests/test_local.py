@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.comm.message import Kind
-from steepest.config import LocalStrategy, ParameterServerStrategy
+from steepest.config.strategies import LocalStrategy, ParameterServerStrategy
+from steepest.data.sampler import SamplePlan
+from steepest.engine.topology import Hosts
 from steepest.errors import ConfigurationError
-from steepest.hosts import Hosts
-from steepest.sampler import SamplePlan
+from steepest.messages.message import Kind
 from steepest.testing import InProcessCluster, replay
 from tests.drawn import seeds
 from tests.pairs import grid

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.client import Position
-from steepest.comm.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
-from steepest.comm.router import Router
-from steepest.hosts import Hosts
-from steepest.strategies.parameter_server import PushPull
+from steepest.engine.client import Position
+from steepest.engine.push_pull import PushPull
+from steepest.engine.topology import Hosts
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster, replay, server_peers
 from steepest.testing.kept import buffers_of
+from steepest.transport.router import Router
 from tests.drawn import seeds
 from tests.modes import EACH, MODES, Moody, check, counters, make, plus_one, settle, shares, trained, worker_weights
 from tests.pairs import grid

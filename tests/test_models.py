@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from steepest.errors import ConfigurationError
-from steepest.model import Computed, Cut, Model
 from steepest.models.numpy import NumpyLogisticRegression
+from steepest.models.protocol import Computed, Model
 from steepest.models.torch import TorchModel, accuracy
+from steepest.tensors.layout import Cut
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(12, 3, generator=GENERATOR, dtype=torch.float64)

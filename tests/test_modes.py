@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.comm.message import Kind, Message, server_peer, worker_peer
-from steepest.coordinator import Coordinator
+from steepest.engine.commit_log import Commit, CommitLog
 from steepest.errors import ConfigurationError
-from steepest.observe.commits import Commit, CommitLog
+from steepest.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.observe.results import StepResult
-from steepest.optimizer import Schedule
-from steepest.rules import CommitEach
+from steepest.optim.spec import Schedule
+from steepest.protocol.commit_rules import CommitEach
+from steepest.protocol.coordinator import Coordinator
 from steepest.testing import InProcessCluster, replay
 from tests.drawn import seeds
 from tests.modes import (

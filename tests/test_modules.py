@@ -11,8 +11,8 @@ from test_equivalence import Sometimes, all_but_fixed, batch_norm, states
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from steepest.config import AllreduceStrategy, ParameterServerStrategy
-from steepest.replicas import mean_states
+from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy
+from steepest.engine.replicas import mean_states
 from steepest.testing import InProcessCluster
 from tests.modes import check, trained
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd, snapshot

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from steepest import DistributedSGD, TorchModel
-from steepest.comm import shared
-from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
-from steepest.comm.shared import allocate, forget_writes, make_writable
-from steepest.config import ParameterServerStrategy
+from steepest.config.strategies import ParameterServerStrategy
 from steepest.errors import ModelRaisedError
+from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.tensors import shared_memory
+from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits
 from tests.test_wire import Node, client, ends, node, server, until  # noqa: F401 - fixtures
 
-pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
+pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 PAGE = 4096
 
 
@@ -66,7 +66,7 @@ def test_memory_of_this_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
 def test_who_could_not_forget_does_not_share(
     lent: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "_PAGEMAP", "/nowhere")
+    monkeypatch.setattr(shared_memory, "_PAGEMAP", "/nowhere")
     assert not make_writable(lent[1])
 
 

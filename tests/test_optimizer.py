@@ -16,9 +16,9 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from steepest.errors import ConfigurationError
-from steepest.model import ParameterLayout
-from steepest.optimizer import OptimizerSpec, Schedule
-from steepest.plain_torch import take_step
+from steepest.optim.spec import OptimizerSpec, Schedule
+from steepest.optim.torch_without_compiler import take_step
+from steepest.tensors.layout import ParameterLayout
 
 Factory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -349,7 +349,7 @@ while names:
     names.pop(0)
 assert "torch._dynamo" not in sys.modules
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-assert "torch._dynamo" in sys.modules, "torch has become lazier: steepest.plain_torch can go"
+assert "torch._dynamo" in sys.modules, "torch has become lazier: steepest.optim.torch_without_compiler can go"
 """
 
 

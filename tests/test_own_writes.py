@@ -11,10 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.config import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.config.strategies import (
+    AllreduceStrategy,
+    LocalStrategy,
+    ParameterServerStrategy,
+    SimpleStrategy,
+    StrategyConfig,
+)
+from steepest.engine.replicas import seed_everything
+from steepest.engine.topology import Hosts
 from steepest.errors import ModelError
-from steepest.hosts import Hosts
-from steepest.replicas import seed_everything
 from steepest.testing import InProcessCluster, replay
 from tests.own_writes import STATEFUL, WRITERS, WRITES, Momentum, Writer
 from tests.reference import Task, same_bits

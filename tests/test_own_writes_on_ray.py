@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from steepest import Callback, DistributedSGD, TorchModel
-from steepest.config import ParameterServerStrategy
+from steepest.config.strategies import ParameterServerStrategy
 from steepest.errors import ModelError
 from steepest.testing import InProcessCluster
 from tests.own_writes import Momentum, Writer

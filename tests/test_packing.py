@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from steepest.compression.codecs import BlockInt8, Half, Largest, LowRank, Packer, Packing, check_left_out, largest
 from steepest.errors import CheckpointError, ProtocolError
-from steepest.model import ParameterLayout
-from steepest.packing import BlockInt8, Half, Largest, LowRank, Packer, Packing, check_left_out, largest
+from steepest.tensors.layout import ParameterLayout
 
 FORMATS = {
     "top-k": Largest(0.05),

@@ -19,8 +19,7 @@ import pytest
 import ray
 import torch
 
-from steepest import ParameterServer, parameter_server
-from steepest.comm.wire import WireTransport
+from steepest import ParameterServer
 from steepest.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -29,6 +28,8 @@ from steepest.errors import (
     PeerLostError,
     ShutdownError,
 )
+from steepest.parameter_server import api
+from steepest.transport.sockets import WireTransport
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -407,18 +408,18 @@ def test_servers_end_when_nobody_has_a_handle_any_more(transport: str) -> None:
 def test_connections_to_servers_that_are_gone_are_closed_when_another_is_opened() -> None:
     first = ParameterServer(initial(), 1, timeout=SECONDS)
     assert value(first.pull()) == 0
-    connection = parameter_server._connections[first._access.token]
+    connection = api._connections[first._access.token]
     running = pids(first)
     ray.get(shut_down.remote(first))
     assert all(map(ends, running))
     with ParameterServer(np.zeros(3), 1, timeout=SECONDS) as second:
         assert second.pull().tolist() == [0, 0, 0]
-    assert first._access.token not in parameter_server._connections
+    assert first._access.token not in api._connections
     assert connection.closed
 
 
 def test_servers_that_do_not_start_in_time_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_server, "_START_SECONDS", 0.001)
+    monkeypatch.setattr(api, "_START_SECONDS", 0.001)
     with pytest.raises(DeadlineError, match="waited 0.001 s in vain for the servers to start: raise timeout="):
         ParameterServer(initial(), 1, timeout=0.001)
 

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.comm.frame import ROLES
-from steepest.comm.members import MemberCollective
-from steepest.comm.message import COORDINATOR, Kind, Message, Peer, member_peer, server_peer, worker_peer
-from steepest.comm.permissions import OPEN, TRAINING, Admission
-from steepest.comm.router import Router
-from steepest.config import LocalStrategy, ParameterServerStrategy, StrategyConfig, TopK
+from steepest.collectives.members import MemberCollective
+from steepest.config.compression import TopK
+from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
+from steepest.engine.server import Server
+from steepest.engine.topology import Hosts
 from steepest.errors import ProtocolError
-from steepest.hosts import Hosts
-from steepest.server import Server
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, member_peer, server_peer, worker_peer
+from steepest.messages.permissions import OPEN, TRAINING, Admission
 from steepest.testing import Fault, InProcessCluster
+from steepest.transport.frames import ROLES
+from steepest.transport.router import Router
 from tests.crowd import Crowd, like
 from tests.modes import MODES, make, mode, trained
 from tests.reference import Task, perceptron, same_bits, samples, sgd

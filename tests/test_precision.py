@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.comm.message import Kind
-from steepest.comm.precision import WIRE_DTYPES, narrow, rounded
-from steepest.config import ParameterServerStrategy
+from steepest.config.strategies import ParameterServerStrategy
+from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError
-from steepest.sampler import SamplePlan
+from steepest.messages.message import Kind
+from steepest.tensors.half_precision import WIRE_DTYPES, narrow, rounded
 from tests.drawn import seeds
 from tests.modes import MODES, check, counters, make, trained
 from tests.reference import Task, difference, perceptron, samples, sgd

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.comm.message import Kind, Message, Peer
+from steepest.messages.message import Kind, Message, Peer
 from steepest.testing.kept import puts_of
 from tests.crowd import FIRST, Crowd, like, values, zeros
 from tests.drawn import SEEDS, runs

@@ -267,7 +267,7 @@ def test_ctrl_c_ends_everything(place: Place, managed: bool, strategy: str) -> N
 
 
 def test_the_doctor(place: Place) -> None:
-    output = place.run(sys.executable, "-c", f"{FORK}from steepest.cli import main; main()", "doctor")
+    output = place.run(sys.executable, "-c", f"{FORK}from steepest.cli.main import main; main()", "doctor")
     assert re.search(r"^  ps +\d workers: one step, loss [0-9.]+: works$", output, flags=re.MULTILINE)
     assert re.search(r"^  simple +\d workers: one step, loss [0-9.]+: works$", output, flags=re.MULTILINE)
     assert output.endswith("all is well\n")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, RunSettings
-from steepest.comm.message import server_peer
 from steepest.errors import PeerLostError
+from steepest.messages.message import server_peer
 from tests.reference import Task, difference, samples, sgd
 from tests.test_successors_on_ray import Kill, pids
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.comm.message import Kind, Message, Peer, relay_peer, server_peer, worker_peer
+from steepest.engine.host_aggregator import Relay
+from steepest.engine.topology import Hosts
 from steepest.errors import ProtocolError
-from steepest.hosts import Hosts
-from steepest.relay import Relay
+from steepest.messages.message import Kind, Message, Peer, relay_peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster
 from steepest.testing.kept import replicas_of
 from tests.crowd import twice

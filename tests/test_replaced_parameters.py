@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
-from steepest.config import StrategyConfig
+from steepest.config.strategies import StrategyConfig
 from steepest.errors import ModelError
 from steepest.testing import InProcessCluster
 from tests.reference import Task

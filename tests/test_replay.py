@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steepest import DistributedSGD, RunSettings
-from steepest.comm.message import Kind, Message
-from steepest.config import Compression, Int8, PowerSGD, TopK
+from steepest.config.compression import Compression, Int8, PowerSGD, TopK
+from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster, replay
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, samples, sgd

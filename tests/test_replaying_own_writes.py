@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from steepest import ParameterServerStrategy
-from steepest.dtypes import merged
+from steepest.engine.commit_log import CommitLog
 from steepest.errors import ConfigurationError
-from steepest.observe.commits import CommitLog
+from steepest.tensors.dtypes import merged
 from steepest.testing import Fault, InProcessCluster, replay
 from tests.own_writes import STATEFUL
 from tests.reference import Task, same_bits, samples

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
+from steepest.engine.commit_log import CommitLog
+from steepest.engine.survivors import Salvage, assemble, catch_up, remains
 from steepest.errors import ConfigurationError
-from steepest.observe.commits import CommitLog
-from steepest.salvage import Salvage, assemble, catch_up, remains
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.kept import log_of
 from tests.drawn import seeds

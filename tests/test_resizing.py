@@ -13,10 +13,10 @@ import ray
 import torch
 
 from steepest import AllreduceStrategy, Callback, DistributedSGD, ParameterServerStrategy, RunSettings, StepResult
+from steepest.cluster.process import Process
+from steepest.cluster.resizing import Range
+from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, ResourcesError
-from steepest.runtime.process import Process
-from steepest.runtime.resizing import Range
-from steepest.sampler import SamplePlan
 from tests.reference import Task, Weights, difference, samples, sgd, snapshot
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from steepest import ring, ring_allreduce
-from steepest.comm.collective import Work
+from steepest import ring_allreduce
+from steepest.collectives import ring
+from steepest.collectives.protocol import Work
+from steepest.data.sampler import even_share
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
-from steepest.sampler import even_share
 from steepest.testing import InProcessCollective
 from tests.members import GROUPS, group_of, pattern, together, torch_groups, wire_group
 

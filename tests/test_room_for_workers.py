@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from steepest import Callback, Checkpoints, DistributedSGD, ParameterServer, RunSettings
+from steepest.cluster.fit_loop import check_callbacks
+from steepest.cluster.placement import check_possible
 from steepest.errors import ConfigurationError, ResourcesError
-from steepest.runtime.fitting import check_callbacks
-from steepest.runtime.placement import check_possible
 from steepest.testing import linear_model_creator
 
 CPU = {"CPU": 1.0}

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from steepest.config import ParameterServerStrategy
-from steepest.model import ParameterLayout
-from steepest.optimizer import OptimizerSpec
-from steepest.rules import PushId
-from steepest.server_chunk import Push, ServerChunk
+from steepest.config.strategies import ParameterServerStrategy
+from steepest.engine.server_chunk import Push, ServerChunk
+from steepest.optim.spec import OptimizerSpec
+from steepest.protocol.commit_rules import PushId
+from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.drawn import seeds
 from tests.modes import trainable

@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 
-from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
-from steepest.comm.shared import AVAILABLE, SHARED_FROM, allocate, give_pages_back, segment_of
-from steepest.config import ParameterServerStrategy
-from steepest.model import ParameterLayout
-from steepest.rooms import Rooms
-from steepest.server import Server
+from steepest.config.strategies import ParameterServerStrategy
+from steepest.engine.server import Server
+from steepest.engine.weight_buffers import Rooms
+from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.tensors.layout import ParameterLayout
+from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate, give_pages_back, segment_of
 from steepest.testing import InProcessCluster, linear_model_creator
 
 COMMITS = 16
@@ -21,7 +21,7 @@ shared = pytest.mark.skipif(not AVAILABLE, reason="this platform lends no memory
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steepest.rooms.COMMITS", COMMITS)
+    monkeypatch.setattr("steepest.engine.weight_buffers.COMMITS", COMMITS)
 
 
 def pages(memory: torch.Tensor) -> int:
@@ -98,7 +98,9 @@ def test_what_is_read_stays_as_long_as_it_is() -> None:
 def test_what_is_needed_now_and_then_is_not_made_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in an asynchronous job, whose readers come and go."""
     made = []
-    monkeypatch.setattr("steepest.rooms.allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
+    monkeypatch.setattr(
+        "steepest.engine.weight_buffers.allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes)
+    )
     job = Reading(64)
     for step in range(5 * COMMITS):
         if step % 3 == 0:
@@ -150,7 +152,7 @@ def test_a_job_goes_on_as_before(wire_dtype: str | None, monkeypatch: pytest.Mon
         return cluster
 
     expected = train()
-    monkeypatch.setattr("steepest.rooms.COMMITS", 3)
+    monkeypatch.setattr("steepest.engine.weight_buffers.COMMITS", 3)
     found = train()
     assert all(torch.equal(value, expected.weights()[name]) for name, value in found.weights().items())
     assert sum(s.rooms_held for s in found.servers) <= sum(s.rooms_held for s in expected.servers)

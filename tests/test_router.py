@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from steepest.comm.channel import Event
-from steepest.comm.message import Kind, Message, Peer
-from steepest.comm.router import Router
+from steepest.messages.message import Kind, Message, Peer
+from steepest.transport.channel import Event
+from steepest.transport.router import Router
 
 ME, OTHER = Peer("worker", 0), Peer("server", 0)
 

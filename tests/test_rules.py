@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.comm.message import Kind, Message, server_peer, worker_peer
-from steepest.ledger import Ledger
-from steepest.rules import CommitAll, CommitEach, CommitFirst, CommitRule, Decision, PushId, Staged
-from steepest.staging import Counted, Done, StagedEach, StagedTogether
+from steepest.messages.message import Kind, Message, server_peer, worker_peer
+from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitFirst, CommitRule, Decision, PushId, Staged
+from steepest.protocol.push_tracking import Counted, Done, StagedEach, StagedTogether
+from steepest.protocol.sample_ledger import Ledger
 from steepest.testing.kept import ranges_of, remembered_by, undecided
 from tests.drawn import examples
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.data import Blocks
-from steepest.ledger import Ledger
-from steepest.sampler import Remaining, SamplePlan, cut, even_share, step_seed, with_ended
+from steepest.data.sampler import Remaining, SamplePlan, cut, even_share, step_seed, with_ended
+from steepest.data.sources import Blocks
+from steepest.protocol.sample_ledger import Ledger
 
 sizes = st.integers(1, 60)
 batches = st.integers(1, 70)

@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedules
 
-from steepest.comm.message import Kind, Message
-from steepest.config import LocalStrategy
-from steepest.coordinator import SCHEDULE_EVERY
-from steepest.jsonable import from_json, to_json
-from steepest.optimizer import OptimizerSpec, Schedule
-from steepest.salvage import assemble, catch_up, remains
+from steepest.config.strategies import LocalStrategy
+from steepest.engine.survivors import assemble, catch_up, remains
+from steepest.messages.message import Kind, Message
+from steepest.optim.json_values import from_json, to_json
+from steepest.optim.spec import OptimizerSpec, Schedule
+from steepest.protocol.coordinator import SCHEDULE_EVERY
 from steepest.testing import InProcessCluster
 from tests.modes import make, settle, trained
 from tests.reference import Task, same_bits, samples

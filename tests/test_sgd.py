@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, Callback, DistributedSGD, ParameterServerStrategy, SimpleStrategy, StepResult
-from steepest.config import StrategyConfig
+from steepest.config.strategies import StrategyConfig
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, same_bits, samples, sgd

@@ -14,16 +14,16 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from steepest.comm import shared
-from steepest.comm.frame import FrameReader, encode
-from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
-from steepest.comm.shared import BOARD_BYTES, NOTICE, SHARED_FROM, Segment, allocate, segment_of
 from steepest.errors import ProtocolError
+from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.tensors import shared_memory
+from steepest.tensors.shared_memory import BOARD_BYTES, NOTICE, SHARED_FROM, Segment, allocate, segment_of
+from steepest.transport.frames import FrameReader, encode
 from tests.drawn import seeds
 from tests.processes import Child
 from tests.test_wire import Node, client, ends, node, server, until  # noqa: F401 - fixtures
 
-pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
+pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 WORKER = worker_peer(0)
 
 
@@ -114,7 +114,7 @@ def test_lent_memory_that_its_owner_lets_go_of_stays_for_the_reader(
     del message
     client.turn()  # now it knows that the reader could map it
     gc.collect()
-    assert address not in shared._segments, "this end holds nothing"
+    assert address not in shared_memory._segments, "this end holds nothing"
     assert torch.equal(leaving.messages[0].payload, data_of(1 << 20))
 
 
@@ -188,7 +188,7 @@ def test_sizes_of_all_kinds_both_ways_arrive_whole_and_in_order_however_they_are
 def test_room_for_copies_is_used_again(
     ends: tuple[object, object], leaving: Node, client: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "REGION_BYTES", 2 * SHARED_FROM)
+    monkeypatch.setattr(shared_memory, "REGION_BYTES", 2 * SHARED_FROM)
     for sequence in range(5):
         for _ in range(3):
             ends[0].send(message_of(data_of(SHARED_FROM, sequence)))
@@ -207,9 +207,9 @@ def test_when_too_much_is_lent_payloads_go_through_the_socket(
         while len(near._lender._free) > 1:
             near._lender._free.pop()
     else:
-        monkeypatch.setattr(shared, "OUTBOX_BYTES", shared.REGION_BYTES)
-        monkeypatch.setattr(shared, "REGION_BYTES", SHARED_FROM)
-        monkeypatch.setattr(shared, "OUTBOX_BYTES", SHARED_FROM)
+        monkeypatch.setattr(shared_memory, "OUTBOX_BYTES", shared_memory.REGION_BYTES)
+        monkeypatch.setattr(shared_memory, "REGION_BYTES", SHARED_FROM)
+        monkeypatch.setattr(shared_memory, "OUTBOX_BYTES", SHARED_FROM)
     own = [torch.empty(SHARED_FROM, dtype=torch.uint8) for _ in range(3)]
     leaving.place = lambda message, size: own.pop() if message.payload is None else message.payload
     for sequence in range(3):
@@ -295,7 +295,7 @@ def test_memory_that_could_be_pulled_away_or_is_none_is_refused() -> None:
 )
 def test_a_notice_that_no_lender_gives_is_refused(notice: tuple[int, int, int], size: int) -> None:
     with pytest.raises(ProtocolError, match="shared memory"):
-        shared.Borrower().borrow(NOTICE.pack(*notice), size, deque([sealed(BOARD_BYTES), sealed(4096)]))
+        shared_memory.Borrower().borrow(NOTICE.pack(*notice), size, deque([sealed(BOARD_BYTES), sealed(4096)]))
 
 
 def test_a_lent_payload_over_a_stream_without_shared_memory_is_refused() -> None:

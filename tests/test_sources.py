@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steepest import DistributedSGD, IndexedStream, ParameterServerStrategy, RayDataset, TorchModel
-from steepest.comm.message import Kind, Message, worker_peer
-from steepest.config import StrategyConfig
-from steepest.data import Indices, Source, as_source
+from steepest.config.strategies import StrategyConfig
+from steepest.data.sampler import Remaining, SamplePlan
+from steepest.data.sources import Indices, Source, as_source
+from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
-from steepest.job import ModelCreator
-from steepest.sampler import Remaining, SamplePlan
+from steepest.messages.message import Kind, Message, worker_peer
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.kept import replicas_of
 from tests.reference import difference, same_bits, samples, sgd

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.comm.message import Kind, Message, server_peer
-from steepest.config import ParameterServerStrategy
+from steepest.config.strategies import ParameterServerStrategy
+from steepest.messages.message import Kind, Message, server_peer
 from steepest.testing import InProcessCluster, InProcessTransport
 from tests.drawn import SEEDS, runs
 from tests.modes import MODES, check, counters, make, mode, shares

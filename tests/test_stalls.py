@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.comm.channel import Event
-from steepest.comm.members import MemberCollective
-from steepest.comm.message import Kind, Message, Peer, member_peer
-from steepest.comm.router import Router
-from steepest.shared_reduce import shared_allreduce
+from steepest.collectives.members import MemberCollective
+from steepest.collectives.shared_memory_reduce import shared_allreduce
+from steepest.messages.message import Kind, Message, Peer, member_peer
+from steepest.transport.channel import Event
+from steepest.transport.router import Router
 from tests.members import together, wire_group
 
 ME, OTHER = Peer("worker", 0), Peer("server", 0)

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.comm import wire
-from steepest.comm.channel import Address
-from steepest.comm.message import COORDINATOR, Kind, Message, server_peer, worker_peer
-from steepest.comm.opening import ACCEPTED_AT_ONCE, LOG_SECONDS, MOST_OPENINGS, OPENING_SECONDS
-from steepest.comm.shared import AVAILABLE, SHARED_FROM, allocate
-from steepest.comm.wire import WireTransport
+from steepest.collectives.shared_memory_reduce import shared_allreduce
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError
-from steepest.shared_reduce import shared_allreduce
+from steepest.messages.message import COORDINATOR, Kind, Message, server_peer, worker_peer
+from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate
+from steepest.transport import sockets
+from steepest.transport.channel import Address
+from steepest.transport.handshake import ACCEPTED_AT_ONCE, LOG_SECONDS, MOST_OPENINGS, OPENING_SECONDS
+from steepest.transport.sockets import WireTransport
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group
@@ -312,7 +312,7 @@ def test_members_of_one_node_reduce_over_tcp_where_nothing_can_be_lent(monkeypat
         sums = [shared_allreduce(torch.full((700_000,), float(step + member.rank)), member) for step in range(4)]
         return [float(part.min()) for part in sums] + [float(part.max()) for part in sums]
 
-    monkeypatch.setattr(wire, "_dial_unix", refuse)
+    monkeypatch.setattr(sockets, "_dial_unix", refuse)
     with contextlib.ExitStack() as closing:
         members = wire_group(closing, 2)
         assert members[0].one_host

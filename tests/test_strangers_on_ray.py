@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
-from steepest.comm.opening import MOST_OPENINGS
 from steepest.testing import linear_model_creator
+from steepest.transport.handshake import MOST_OPENINGS
 from tests.strangers import Strangers
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.comm.message import Kind, Message, worker_peer
+from steepest.messages.message import Kind, Message, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
 from steepest.testing.kept import replicas_of

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from steepest import Callback, DistributedSGD, RunSettings, StepResult
-from steepest.comm.message import worker_peer
 from steepest.errors import ConfigurationError, PeerLostError
+from steepest.messages.message import worker_peer
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, difference, same_bits, samples, sgd
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from steepest import AllreduceStrategy, DistributedSGD, LocalStrategy, ParameterServerStrategy, RunSettings, TorchModel
+from steepest.engine.replicas import mean_states
 from steepest.errors import ConfigurationError
-from steepest.replicas import mean_states
 from steepest.testing import InProcessCluster, linear_model_creator, replay
 from tests.reference import Task, difference, same_bits, samples, sgd
 

@@ -10,13 +10,13 @@ from multiprocessing.connection import Connection as Pipe
 import pytest
 import torch
 
-from steepest.arrays import Arrays
-from steepest.comm import shared
-from steepest.comm.message import Kind, Message, Peer
-from steepest.server_group import ServerGroup
+from steepest.messages.message import Kind, Message, Peer
+from steepest.parameter_server.arrays import Arrays
+from steepest.parameter_server.group import ServerGroup
+from steepest.tensors import shared_memory
 from tests.processes import Crew, User, crew_of, holders_of, made_by, memory_of, until
 
-pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
+pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 SIZE = 2_000_000  # 8 MB of float32
 PULLS = 30
 LARGE = 8_000_000  # more than sockets hold

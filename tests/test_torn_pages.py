@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.comm import shared
-from steepest.comm.shared import Segment, allocate, make_writable
-from steepest.model import Chunk, Cut, ParameterLayout
-from steepest.replicas import Replicas
+from steepest.engine.replicas import Replicas
+from steepest.tensors import shared_memory
+from steepest.tensors.layout import Chunk, Cut, ParameterLayout
+from steepest.tensors.shared_memory import Segment, allocate, make_writable
 from tests.reference import Task
 
 PAGE = 4096
@@ -35,7 +35,7 @@ def planned(kind: str) -> ParameterLayout:
 
 def seen_elsewhere(owner: torch.Tensor) -> torch.Tensor:
     """Memory that is lent, as another process maps it."""
-    segment = shared.segment_of(owner)
+    segment = shared_memory.segment_of(owner)
     assert segment is not None
     attached = Segment.attach(os.dup(segment.descriptor))
     memory: Any = (ctypes.c_uint8 * len(attached)).from_address(attached.address)
@@ -43,7 +43,7 @@ def seen_elsewhere(owner: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
 
-@pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
+@pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 @pytest.mark.parametrize("kind", ["even", "whole", "kinds", "asked"])
 def test_what_is_written_to_one_chunk_hides_no_part_of_another(kind: str) -> None:
     layout = planned(kind)
@@ -82,7 +82,7 @@ def test_no_page_holds_parts_of_two_chunks(
     assert layout.nbytes - whole <= PAGE * (len(layout.chunks) + 3)
 
 
-@pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
+@pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 @pytest.mark.parametrize(("chunk_bytes", "shares"), [(None, True), (3000, False)])
 def test_weights_whose_chunks_are_smaller_than_pages_are_not_shared(chunk_bytes: int | None, shares: bool) -> None:
     wide = Task(lambda: torch.nn.Linear(3, 3000)).creator()(0, 0)

@@ -11,10 +11,10 @@ import ray
 import torch
 
 from steepest import DistributedSGD, ParameterServerStrategy, RunSettings
-from steepest.comm.message import worker_peer
-from steepest.comm.wire import WireTransport
 from steepest.errors import PeerLostError
+from steepest.messages.message import worker_peer
 from steepest.testing import InProcessCluster, linear_model_creator
+from steepest.transport.sockets import WireTransport
 from tests.reference import same_bits
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]

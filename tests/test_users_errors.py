@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from steepest import IndexedStream, TorchModel
-from steepest.comm.message import Kind
-from steepest.config import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, SimpleStrategy
+from steepest.cluster.diagnostics import raise_step_error
+from steepest.cluster.process import RemoteError
+from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, SimpleStrategy
 from steepest.errors import (
     ModelError,
     ModelRaisedError,
@@ -26,10 +27,9 @@ from steepest.errors import (
     describe_error,
     described_error,
 )
-from steepest.model import Computed
+from steepest.messages.message import Kind
 from steepest.models.numpy import NumpyLogisticRegression
-from steepest.runtime.process import RemoteError
-from steepest.runtime.supervision import raise_step_error
+from steepest.models.protocol import Computed
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples
 

@@ -13,17 +13,18 @@ import ray
 import torch
 
 from steepest import DistributedSGD, ParameterServer, ParameterServerStrategy, TorchModel
-from steepest.comm import shared, wire
-from steepest.comm.message import COORDINATOR, Kind, Message, worker_peer
-from steepest.comm.shared import SHARED_FROM, allocate
+from steepest.cluster import launch, placement
 from steepest.errors import ConfigurationError
-from steepest.runtime import launch, placement
+from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
+from steepest.tensors import shared_memory
+from steepest.tensors.shared_memory import SHARED_FROM, allocate
 from steepest.testing import InProcessCluster, linear_model_creator
+from steepest.transport import sockets
 from tests.reference import same_bits
 from tests.test_ray_places import Place, place  # noqa: F401 - a fixture
 from tests.test_wire import FAMILIES, Node, node, together, until  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.skipif(not shared.AVAILABLE, reason="memfd is Linux'")
+pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 WORKER = worker_peer(0)
 WAYS = ("wire", "shared", "unix", "tcp")
 LENDING = ("wire", "shared")
@@ -99,12 +100,12 @@ def test_a_platform_without_what_a_way_needs_is_refused_early(monkeypatch: pytes
         assert address.port
         assert not address.unix
 
-    monkeypatch.setattr(wire, "AVAILABLE", False)
+    monkeypatch.setattr(sockets, "AVAILABLE", False)
     with pytest.raises(ConfigurationError, match=r'transport="shared" needs shared memory .* give "wire"'):
         make("shared")
     with pytest.raises(ConfigurationError, match='transport="shared" needs shared memory'):
         ParameterServer(np.zeros(3), transport="shared")
-    monkeypatch.setattr(wire, "_has_unix", lambda: False)
+    monkeypatch.setattr(sockets, "_has_unix", lambda: False)
     for ways in ("shared", "unix"):
         with pytest.raises(ConfigurationError, match=f'transport="{ways}" needs Unix-domain sockets .* or "tcp"'):
             make(ways)

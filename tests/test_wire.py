@@ -15,12 +15,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 import torch
 
-from steepest.comm import opening as opening_module
-from steepest.comm import wire
-from steepest.comm.channel import Address, Channel
-from steepest.comm.frame import encode
-from steepest.comm.message import COORDINATOR, Kind, Message, Peer, worker_peer
 from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, ProtocolError
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, worker_peer
+from steepest.transport import handshake, sockets
+from steepest.transport.channel import Address, Channel
+from steepest.transport.frames import encode
 
 TOKEN = b"correct horse battery staple"
 WORKER = worker_peer(2)
@@ -41,7 +40,7 @@ class Node:
         self.alive.append(self)
         self.messages, self.opened, self.lost, self.landed = [], [], [], []
         self.place = None  # instead of fresh memory, where a payload goes
-        self.transport = wire.WireTransport(token, (peer,), node, self.sink, ways)
+        self.transport = sockets.WireTransport(token, (peer,), node, self.sink, ways)
 
     def sink(self, channel: Channel, message: Message, size: int) -> torch.Tensor | None:
         if self.place is not None:
@@ -214,7 +213,7 @@ def test_close_is_idempotent_and_leaves_no_descriptors(family):
 
 def test_a_short_token_is_no_token():
     with pytest.raises(AuthenticationError):
-        wire.WireTransport(b"short", (), "here", lambda channel, message, size: None)
+        sockets.WireTransport(b"short", (), "here", lambda channel, message, size: None)
 
 
 def test_a_wrong_token_is_refused_and_named_and_never_logged(node, server, family, caplog):
@@ -287,7 +286,7 @@ def test_a_truncated_or_damaged_frame_after_the_handshake_is_refused(ending, end
 
 @pytest.mark.parametrize("said", [b"", GREETING + NONCE[:9]], ids=["silent", "half"])
 def test_silent_connections_are_dropped_at_the_deadline(said, server, family, monkeypatch):
-    monkeypatch.setattr(opening_module, "OPENING_SECONDS", 0.0)
+    monkeypatch.setattr(handshake, "OPENING_SECONDS", 0.0)
     with dial(server.address, family) as silent:
         silent.sendall(said)
         until(lambda: server.transport.refused == 1, server)

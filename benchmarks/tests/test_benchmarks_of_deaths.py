@@ -17,9 +17,9 @@ import torch
 from benchmarks import elasticity, recovery, soak, soak_samples, stragglers
 from benchmarks.recovery_bodies import Clock, Recovery, Seen, around, kill_worker, pause_in
 from benchmarks.soak_samples import Holding, Place, holding, place, trends, trends_text
-from steepest.config import ParameterServerStrategy, as_strategy
-from steepest.observe.commits import Commit, CommitLog, LoggedPush
-from steepest.sampler import SamplePlan
+from steepest.config.strategies import ParameterServerStrategy, as_strategy
+from steepest.data.sampler import SamplePlan
+from steepest.engine.commit_log import Commit, CommitLog, LoggedPush
 from steepest.testing import linear_model_creator
 
 

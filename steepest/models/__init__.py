@@ -1,1 +1,1 @@
-"""Adapters: a framework's model as a steepest Model."""
+"""Models: the protocol that the engine drives, and the adapters for PyTorch and NumPy."""

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steepest.data import Source, as_source
+from steepest.data.sources import Source, as_source
 from steepest.errors import ConfigurationError
-from steepest.model import Arrive, Computed, Cut, ParameterLayout, Ready
-from steepest.optimizer import OptimizerSpec
+from steepest.models.protocol import Arrive, Computed, Ready
+from steepest.optim.spec import OptimizerSpec
+from steepest.tensors.layout import Cut, ParameterLayout
 
 Array = npt.NDArray[np.float64]
 
@@ -71,11 +72,11 @@ class NumpyLogisticRegression:
         return ParameterLayout.plan(parameters, split_tensors=not cut.whole, chunk_bytes=cut.chunk_bytes)
 
     def relayout(self, cut: Cut) -> None:
-        """Plans `layout` anew; see `steepest.model.Model.relayout`."""
+        """Plans `layout` anew; see `steepest.models.protocol.Model.relayout`."""
         self.layout = self._plan(cut)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Moves the parameters into the flat buffers; see `steepest.model.Model.bind`."""
+        """Moves the parameters into the flat buffers; see `steepest.models.protocol.Model.bind`."""
         for index, entry in enumerate(self.layout.entries):
             view = self.layout.entry_view(weights, index).numpy()
             view[...] = self._weights[entry.name]
@@ -83,7 +84,7 @@ class NumpyLogisticRegression:
             self._gradients[entry.name] = self.layout.entry_view(gradients, index).numpy()
 
     def move(self, weights: torch.Tensor) -> None:
-        """The parameters lie there from now on; see `steepest.model.Model.move`."""
+        """The parameters lie there from now on; see `steepest.models.protocol.Model.move`."""
         for index, entry in enumerate(self.layout.entries):
             self._weights[entry.name] = self.layout.entry_view(weights, index).numpy()
 
@@ -98,7 +99,7 @@ class NumpyLogisticRegression:
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
     ) -> Computed:
-        """The gradient in closed form; see `steepest.model.Model.compute_gradients`."""
+        """The gradient in closed form; see `steepest.models.protocol.Model.compute_gradients`."""
         arrive(None)
         loss, logs, features, labels = self._forward(batch)
         count = len(labels)

@@ -12,14 +12,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from steepest.data import Source, as_source
+from steepest.data.sources import Source, as_source
 from steepest.errors import ConfigurationError, ModelError
-from steepest.model import Arrive, Computed, Cut, ParameterLayout, Ready, checked_metrics, checked_weight
-from steepest.models.gates import Gates
-from steepest.models.writes import Writes, holders_of
-from steepest.optimizer import OptimizerSpec
-from steepest.plain_torch import without_compiler
-from steepest.scalars import describe
+from steepest.models.prefetch import Gates
+from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics, checked_weight
+from steepest.models.scalars import describe
+from steepest.models.write_check import Writes, holders_of
+from steepest.optim.spec import OptimizerSpec
+from steepest.optim.torch_without_compiler import without_compiler
+from steepest.tensors.layout import Cut, ParameterLayout
 
 LossFunction = Callable[..., "torch.Tensor | tuple[torch.Tensor, float]"]
 Metric = Callable[[Any, Any], "float | torch.Tensor"]
@@ -166,11 +167,11 @@ class TorchModel:
     # -- Model ---------------------------------------------------------------------------------
 
     def relayout(self, cut: Cut) -> None:
-        """Plans `layout` anew; see `steepest.model.Model.relayout`."""
+        """Plans `layout` anew; see `steepest.models.protocol.Model.relayout`."""
         self.layout = self._plan(cut)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Moves the parameters into the flat buffers; see `steepest.model.Model.bind`."""
+        """Moves the parameters into the flat buffers; see `steepest.models.protocol.Model.bind`."""
         self._device, self._vector = weights.device, weights
         self.module.to(self._device)
         for handle in self._hooks:
@@ -190,7 +191,7 @@ class TorchModel:
         self._writes.watch(self.layout, self._parameters, self._holders, weights)
 
     def move(self, weights: torch.Tensor) -> None:
-        """Trained parameters lie there from now on; see `steepest.model.Model.move`."""
+        """Trained parameters lie there from now on; see `steepest.models.protocol.Model.move`."""
         self._vector = weights
         for index, entry in enumerate(self.layout.entries):
             if entry.trainable:
@@ -232,7 +233,7 @@ class TorchModel:
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
     ) -> Computed:
-        """One forward and backward pass; see `steepest.model.Model.compute_gradients`."""
+        """One forward and backward pass; see `steepest.models.protocol.Model.compute_gradients`."""
         batch = self._to_device(batch)
         if self._gates is None:
             trainable = ((self._parameters[name], self.layout.index[name]) for name in self._trainable)
@@ -269,7 +270,7 @@ class TorchModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Computed:
-        """Loss and metrics in evaluation mode; see `steepest.model.Model.evaluate`."""
+        """Loss and metrics in evaluation mode; see `steepest.models.protocol.Model.evaluate`."""
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:

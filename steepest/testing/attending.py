@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from steepest.comm.message import WHOLE, Kind, Message, Peer
-from steepest.server import Server
-from steepest.server_chunk import ServerChunk
+from steepest.engine.server import Server
+from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.worker import Worker
+from steepest.messages.message import WHOLE, Kind, Message, Peer
 from steepest.testing.faults import Clock, Moment
-from steepest.worker import Worker
 
 #: Told of a step, a moment in it, and what has happened by then.
 Told = Callable[[int, Moment, str], None]

@@ -9,13 +9,10 @@ from typing import TypeVar
 
 import torch
 
-from steepest.client import Snapshot, read_log
-from steepest.comm.message import Kind, Message, Peer, relay_peer, server_peer, worker_peer
-from steepest.comm.router import Router
-from steepest.config import ParameterServerStrategy, StrategyConfig
-from steepest.errors import PeerLostError
-from steepest.hosts import Hosts
-from steepest.job import (
+from steepest.config.strategies import ParameterServerStrategy, StrategyConfig
+from steepest.engine.client import Snapshot, read_log
+from steepest.engine.commit_log import CommitLog
+from steepest.engine.job import (
     Job,
     ModelCreator,
     build_models,
@@ -28,13 +25,16 @@ from steepest.job import (
     host_worker,
     make_strategy,
 )
-from steepest.observe.commits import CommitLog
-from steepest.replicas import all_states, mean_states
-from steepest.server import Server
+from steepest.engine.replicas import all_states, mean_states
+from steepest.engine.server import Server
+from steepest.engine.topology import Hosts
+from steepest.engine.worker import Worker
+from steepest.errors import PeerLostError
+from steepest.messages.message import Kind, Message, Peer, relay_peer, server_peer, worker_peer
 from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
 from steepest.testing.script import Script
-from steepest.worker import Worker
+from steepest.transport.router import Router
 
 T = TypeVar("T")
 

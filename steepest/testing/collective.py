@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from steepest.comm.collective import Done, PointToPoint, Work
+from steepest.collectives.protocol import Done, PointToPoint, Work
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from steepest.comm.message import Kind, Peer
+from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
-from steepest.job import ModelCreator
-from steepest.model import Arrive, Computed, Model
+from steepest.messages.message import Kind, Peer
+from steepest.models.protocol import Arrive, Computed, Model
 
 #: When in a step of a worker: as the forward pass begins; as the first gradient is written; as the last one is, when
 #: the chunks without it have left; when everything has left and nothing is reported; as new weights come. Of a server:
@@ -317,7 +317,7 @@ class Watched:
     Args:
         creator: of the models.
         make_clock: given a worker's index.
-        attend: what its models have as `attend`, see `steepest.job.Description`.
+        attend: what its models have as `attend`, see `steepest.engine.job.Description`.
     """
 
     def __init__(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from steepest.comm.members import MemberCollective
-from steepest.comm.message import Peer
-from steepest.comm.router import Role, Router
-from steepest.comm.wire import WireTransport
-from steepest.coordinator import Coordinator
-from steepest.observe.commits import Commit
-from steepest.pusher import Pusher
-from steepest.replicas import Replicas
-from steepest.server import Server
-from steepest.staging import Counted, StagedEach, StagedTogether, Staging
-from steepest.strategies.protocol import Exchange
-from steepest.worker import Worker
+from steepest.collectives.members import MemberCollective
+from steepest.engine.commit_log import Commit
+from steepest.engine.exchange import Exchange
+from steepest.engine.replicas import Replicas
+from steepest.engine.server import Server
+from steepest.engine.worker import Worker
+from steepest.messages.message import Peer
+from steepest.parameter_server.pusher import Pusher
+from steepest.protocol.coordinator import Coordinator
+from steepest.protocol.push_tracking import Counted, StagedEach, StagedTogether, Staging
+from steepest.transport.router import Role, Router
+from steepest.transport.sockets import WireTransport
 
 
 def role_of(router: Router, peer: Peer) -> Role:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from steepest.job import ModelCreator
+from steepest.engine.job import ModelCreator
 from steepest.models.torch import TorchModel
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from steepest.comm.channel import Event
-from steepest.comm.frame import encode_meta
-from steepest.comm.message import Kind, Message, Peer
-from steepest.comm.router import Router
 from steepest.errors import DeadlineError, ProtocolError, ShutdownError
+from steepest.messages.message import Kind, Message, Peer
+from steepest.transport.channel import Event
+from steepest.transport.frames import encode_meta
+from steepest.transport.router import Router
 
 log = logging.getLogger(__name__)
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from steepest.comm.message import Peer, worker_peer
-from steepest.comm.router import Role, Router
+from steepest.engine.job import ModelCreator
+from steepest.engine.server import Server
+from steepest.engine.worker import Worker
 from steepest.errors import ConfigurationError
-from steepest.job import ModelCreator
-from steepest.model import Arrive
-from steepest.server import Server
+from steepest.messages.message import Peer, worker_peer
+from steepest.models.protocol import Arrive
 from steepest.testing.attending import watch_server, watch_worker
 from steepest.testing.faults import COMPUTING, Clock, Fault, Moment, Watched
-from steepest.worker import Worker
+from steepest.transport.router import Role, Router
 
 
 def with_faults(

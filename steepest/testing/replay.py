@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from steepest.checkpoint import assemble, disassemble
-from steepest.comm.message import Kind, Message, Peer, relay_peer, worker_peer
-from steepest.comm.precision import narrow_size, rounded
-from steepest.config import LocalStrategy
-from steepest.dtypes import Tensors, same_bits
+from steepest.checkpoint.files import assemble, disassemble
+from steepest.config.strategies import LocalStrategy
+from steepest.engine.commit_log import CommitLog
+from steepest.engine.host_aggregator import Relay
+from steepest.engine.job import Job, ModelCreator, build_models, build_replicas, make_strategy
+from steepest.engine.push_pull import PushPull
+from steepest.engine.replicas import Replicas, all_states, mean_states
+from steepest.engine.server import Server
 from steepest.errors import ConfigurationError
-from steepest.job import Job, ModelCreator, build_models, build_replicas, make_strategy
-from steepest.observe.commits import CommitLog
-from steepest.relay import Relay
-from steepest.replicas import Replicas, all_states, mean_states
-from steepest.server import Server
-from steepest.strategies.parameter_server import PushPull
+from steepest.messages.message import Kind, Message, Peer, relay_peer, worker_peer
+from steepest.tensors.dtypes import Tensors, same_bits
+from steepest.tensors.half_precision import narrow_size, rounded
 
 
 def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tensor]:

@@ -5,19 +5,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from steepest.comm.message import Kind, Message, Peer, worker_peer
+from steepest.engine.job import ModelCreator
+from steepest.engine.server import Server
 from steepest.errors import ConfigurationError, ShutdownError
-from steepest.job import ModelCreator
-from steepest.model import Arrive
-from steepest.server import Server
+from steepest.messages.message import Kind, Message, Peer, worker_peer
+from steepest.models.protocol import Arrive
+from steepest.protocol.coordinator import Coordinator
 from steepest.testing.attending import watch_applying
 from steepest.testing.faults import OF_MESSAGES, Clock, Fault, Moment, Watched
+from steepest.testing.network import Link, Network
+from steepest.transport.router import Router
 
-if TYPE_CHECKING:
-    from steepest.testing.cluster import InProcessCluster
-    from steepest.testing.network import Link
+
+class Watchable(Protocol):
+    """The job of one thread in which faults happen.
+
+    Attributes:
+        network: between its processes.
+        servers, coordinator: roles.
+        lives: of each worker, how many were there before it.
+    """
+
+    network: Network
+    servers: list[Server]
+    coordinator: Coordinator
+    lives: list[int]
+
+    def router(self, peer: Peer) -> Router:
+        """Return the process in which a role lives now."""
 
 
 class Script:
@@ -37,9 +54,7 @@ class Script:
         ConfigurationError: there is no such process.
     """
 
-    def __init__(
-        self, cluster: InProcessCluster, faults: Sequence[Fault], model_creator: ModelCreator, batches: int
-    ) -> None:
+    def __init__(self, cluster: Watchable, faults: Sequence[Fault], model_creator: ModelCreator, batches: int) -> None:
         self._cluster = cluster
         self._faults = tuple(faults)
         self._happened: Counter[tuple[int, int]] = Counter()  # how often: by position, and life

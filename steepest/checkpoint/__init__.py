@@ -1,0 +1,1 @@
+"""Checkpoints: files, their manifest, and which of them are kept."""

@@ -1,0 +1,268 @@
+"""Checkpoints: safetensors files and a JSON manifest, replaced atomically; nothing is unpickled.
+
+A checkpoint is a directory. `manifest.json` names the other files and their SHA-256, and ends with its own; it is
+written last and replaced in one step, so that a directory always holds one whole checkpoint.
+
+    weights-*.safetensors    parameters and buffers by the user's own names; loads into the plain module
+    optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however they were split
+    replicas-*.safetensors   each replica's own buffers as "replica/buffer"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steepest.checkpoint.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
+from steepest.config.validation import require_count, require_seconds
+from steepest.errors import CheckpointError, ConfigurationError
+from steepest.tensors.layout import ParameterLayout
+from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
+
+#: Optimizer state of one slice: which chunk, what it is, its values.
+Record = tuple[int, dict[str, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Checkpoints that `DistributedSGD.fit` keeps by itself, and that a trainer with the same ones goes on from.
+
+    Attributes:
+        path: a directory of this job's own on the driver's side; each checkpoint is a directory in it, which
+            `DistributedSGD.restore` reads as any other.
+        every: steps from one to the next; the last state of each `fit` is written too.
+        keep: how many whole ones stay there; older ones are deleted once a newer one is whole.
+        write_timeout: seconds without any progress after which a write counts as hung: training goes on without that
+            checkpoint, with a warning that names the file, and later ones are tried when the disk is back.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    path: str | Path
+    every: int = 100
+    keep: int = 3
+    write_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, Path)) or not str(self.path) or "\0" in str(self.path):
+            raise ConfigurationError(f"path={self.path!r}: give the directory in which checkpoints are to be kept")
+        require_count("every", self.every)
+        require_count("keep", self.keep)
+        require_seconds("write_timeout", self.write_timeout)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that training continues from.
+
+    Attributes:
+        weights: parameters and buffers by name.
+        optimizer: state by "parameter/key".
+        replicas: buffers by "replica/buffer".
+        about: step, epoch, offset, seed, samples, optimizer, flags (which change what state it keeps), plain
+            (state keys that are Python numbers), aliases; JSON-able. Also, but for older checkpoints, left (what is
+            left over, see `SamplePlan`), begun (in which order it is, see there), updates (that the model's optimizer
+            has made for each weight, which its schedule counts), schedule (where that stands, see `Schedule.state`; or
+            None) and ends (the first steps after epoch 0, 1, ...).
+    """
+
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    replicas: dict[str, torch.Tensor]
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The job that a checkpoint must be of: its parameters, optimizer, number of samples and buffers."""
+
+    layout: ParameterLayout
+    optimizer: str
+    flags: Mapping[str, bool]
+    samples: int | None
+    buffers: Mapping[str, torch.Tensor]
+
+    def check(self, saved: Checkpoint) -> None:
+        """Finds what does not fit, before anything is changed.
+
+        Raises:
+            CheckpointError: something does not.
+        """
+        for what, mine in (("optimizer", self.optimizer), ("flags", dict(self.flags)), ("samples", self.samples)):
+            if saved.about[what] != mine:
+                raise CheckpointError(f"it has {what} {saved.about[what]}, this job has {mine}")
+        wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
+        wanted |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers.items()}
+        found = {name: (tuple(value.shape), value.dtype) for name, value in saved.weights.items()}
+        for name in sorted(wanted.keys() | found.keys()):
+            if name not in found:
+                raise CheckpointError(f"it has no {name!r}")
+            if name not in wanted:
+                raise CheckpointError(f"it has {name!r}, the model has not")
+            for what, theirs, ours in zip(("shape", "dtype"), found[name], wanted[name], strict=True):
+                if theirs != ours:
+                    raise CheckpointError(f"{name!r} has {what} {theirs}, the model's has {ours}")
+
+
+def gather(
+    owner: Owner,
+    weights: torch.Tensor,
+    optimizer: tuple[dict[str, torch.Tensor], list[str]],
+    states: Sequence[Mapping[str, torch.Tensor]],
+    place: Mapping[str, Any],
+    apart: Mapping[str, torch.Tensor],
+) -> Checkpoint:
+    """A job's checkpoint.
+
+    Args:
+        owner: the job, with buffers averaged over its replicas.
+        weights: the flat vector.
+        optimizer: its state by "parameter/key", and which of it is plain numbers.
+        states: each replica's buffers.
+        place: step, epoch, offset, left, begun, updates, schedule, ends and seed.
+        apart: what else belongs to some process, by keys of its own.
+    """
+    state, plain = optimizer
+    about = {
+        **place,
+        "samples": owner.samples,
+        "optimizer": owner.optimizer,
+        "flags": dict(owner.flags),
+        "plain": plain,
+        "aliases": {entry.name: list(entry.aliases) for entry in owner.layout.entries if entry.aliases},
+    }
+    replicas = {f"{i}/{name}": value for i, state in enumerate(states) for name, value in state.items()}
+    return Checkpoint(owner.layout.named(weights) | dict(owner.buffers), state, {**replicas, **apart}, about)
+
+
+def assemble(layout: ParameterLayout, records: Iterable[Record]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Optimizer state as whole tensors, from the slices that servers hold.
+
+    Returns:
+        State by "parameter/key", and the names of those that are plain numbers.
+    """
+    pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+    plain: set[str] = set()
+    for _, about, value in records:
+        name = f"{about['name']}/{about['key']}"
+        pieces.setdefault(name, []).append((about["start"], about["stop"], value))
+        if about["plain"]:
+            plain.add(name)
+    whole: dict[str, torch.Tensor] = {}
+    for name, parts in pieces.items():
+        entry = layout.entries[layout.index[name.rpartition("/")[0]]]
+        parts.sort(key=lambda part: part[0])
+        if name not in plain and all(_elementwise(v, start, stop, entry.shape) for start, stop, v in parts):
+            whole[name] = torch.cat([value.reshape(-1) for _, _, value in parts]).reshape(entry.shape)
+        else:  # a step count, say: the same on every slice
+            whole[name] = parts[0][2].clone()
+    return whole, sorted(plain)
+
+
+def disassemble(layout: ParameterLayout, state: Mapping[str, torch.Tensor], plain: Iterable[str]) -> list[Record]:
+    """The reverse of `assemble`, for a layout with other chunks.
+
+    Raises:
+        CheckpointError: state of an unknown or frozen parameter.
+    """
+    by_parameter: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, value in state.items():
+        parameter, _, key = name.rpartition("/")
+        if parameter not in layout.index or not layout.entries[layout.index[parameter]].trainable:
+            raise CheckpointError(f"the checkpoint has optimizer state for {parameter!r}, which is not trained here")
+        by_parameter.setdefault(parameter, []).append((key, value))
+    numbers = set(plain)
+    records: list[Record] = []
+    for chunk in layout.chunks:
+        for piece in chunk.slices:
+            entry = layout.entries[piece.entry]
+            for key, value in by_parameter.get(entry.name, ()):
+                is_plain = f"{entry.name}/{key}" in numbers
+                about = {
+                    "name": entry.name,
+                    "key": key,
+                    "start": piece.start,
+                    "stop": piece.stop,
+                    "plain": is_plain,
+                }
+                split = piece.stop - piece.start < entry.numel
+                if split and not is_plain and tuple(value.shape) == entry.shape:
+                    value = value.reshape(-1)[piece.start : piece.stop]
+                records.append((chunk.index, about, value.clone()))
+    return records
+
+
+def _elementwise(value: torch.Tensor, start: int, stop: int, shape: tuple[int, ...]) -> bool:
+    return tuple(value.shape) in ((stop - start,), shape) and value.numel() == stop - start
+
+
+def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) -> None:
+    """Writes a checkpoint; what was at `path` before stays whole until this one is.
+
+    Args:
+        progress: told which file is worked on.
+
+    Raises:
+        CheckpointError: the path is a file, or cannot be written.
+    """
+    stamp = f"{checkpoint.about['step']}-{secrets.token_hex(4)}"
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        progress(path)
+        path.mkdir(parents=True, exist_ok=True)
+        for kind in KINDS:
+            name = f"{kind}-{stamp}.safetensors"
+            files[kind] = {"name": name, **write_tensors(path / name, getattr(checkpoint, kind), progress)}
+        unfinished = path / f".{MANIFEST}-{stamp}"
+        progress(unfinished)
+        unfinished.write_bytes(encode_manifest(files, checkpoint.about))
+        _sync(unfinished)
+        os.replace(unfinished, path / MANIFEST)
+        _sync(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write a checkpoint to {path}: {error}") from error
+    kept = {entry["name"] for entry in files.values()}
+    mine = [old for old in path.glob("*.safetensors") if old.name.split("-")[0] in files]
+    for old in (*mine, *path.glob(f".{MANIFEST}-*")):  # of the last checkpoint, or of a crash
+        if old.name not in kept:
+            progress(old)
+            with contextlib.suppress(OSError):  # an older file more does no harm
+                old.unlink()
+
+
+def read(path: Path) -> Checkpoint:
+    """Reads a checkpoint.
+
+    Raises:
+        CheckpointError: missing, of another format, incomplete or damaged.
+    """
+    try:
+        files, about = decode_manifest((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"no checkpoint at {path}: there is no {MANIFEST}") from None
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST}: {error}") from error
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for kind in KINDS:
+        name = files[kind]["name"]
+        try:
+            tensors[kind] = read_tensors(path / name, files[kind])
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"damaged checkpoint at {path}: {name}: {error}") from error
+    return Checkpoint(tensors["weights"], tensors["optimizer"], tensors["replicas"], about)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""The `steepest` command, and the demonstration that it runs."""

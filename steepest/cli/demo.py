@@ -1,0 +1,139 @@
+"""The demonstration: handwritten digits, two workers, every strategy, held against one-process training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from steepest.config.strategies import STRATEGY_NAMES
+from steepest.data.sampler import SamplePlan
+from steepest.engine.job import ModelCreator
+from steepest.engine.replicas import seed_everything
+from steepest.errors import ConfigurationError
+from steepest.models.protocol import Model
+from steepest.models.torch import TorchModel, accuracy
+from steepest.trainer import DistributedSGD
+
+Arrays = tuple[torch.Tensor, torch.Tensor]
+SEED = 0
+WORKERS = 2
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy's outcome."""
+
+    strategy: str
+    accuracy: float
+    samples_per_second: float
+    seconds: float
+    difference: float | None
+
+
+def load_digits() -> tuple[Arrays, Arrays]:
+    """scikit-learn's 1,797 digits of 8 x 8 pixels: 1,437 to train, 360 to test, in float64.
+
+    Raises:
+        ConfigurationError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError:
+        raise ConfigurationError("the demo needs scikit-learn's digits: pip install 'steepest[demo]'") from None
+    digits = datasets.load_digits()
+    x = torch.from_numpy(digits.data / 16.0).view(-1, 1, 8, 8)
+    y = torch.from_numpy(digits.target).long()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(SEED))
+    train, test = order[:1437], order[1437:]
+    return (x[train], y[train]), (x[test], y[test])
+
+
+def network() -> nn.Module:
+    """A small convolutional network, in float64 so that differences show mathematics, not rounding."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 32), nn.ReLU(),
+        nn.Linear(32, 10),
+    ).double()  # fmt: skip
+
+
+def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def asynchronous_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    """The same for training in which each worker's gradient is an update of its own: smaller steps, more of them."""
+    return torch.optim.SGD(module.parameters(), lr=0.04, momentum=0.9)
+
+
+def model_creator(train: Arrays, sgd: Callable[[nn.Module], torch.optim.Optimizer] = optimizer) -> ModelCreator:
+    """Makes a replica's model."""
+
+    def create(worker_index: int, device_index: int) -> Model:
+        metrics = {"accuracy": accuracy}
+        return TorchModel(network(), loss=F.cross_entropy, data=train, batch_size=BATCH, optimizer=sgd, metrics=metrics)
+
+    return create
+
+
+def train_in_one_process(train: Arrays, steps: int) -> dict[str, torch.Tensor]:
+    """Plain PyTorch on the whole batch of each step: what every synchronous strategy must equal."""
+    seed_everything(SEED)
+    module = network()
+    sgd = optimizer(module)
+    x, y = train
+    plan = SamplePlan(len(x), WORKERS * BATCH, SEED)
+    for step in range(steps):
+        batch = torch.from_numpy(plan.share(step, 0, 1))
+        sgd.zero_grad()
+        F.cross_entropy(module(x[batch]), y[batch]).backward()  # type: ignore[no-untyped-call]
+        sgd.step()
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def run(epochs: int = 8, *, progress: bool = True) -> list[Row]:
+    """Trains under each strategy and prints a table."""
+    from steepest.cluster.placement import ray_session
+
+    train, test = load_digits()
+    steps = epochs * SamplePlan(len(train[0]), WORKERS * BATCH, SEED).steps_per_epoch
+    rows = []
+    print(f"{len(train[0])} handwritten digits, {WORKERS} workers, {steps} steps in {epochs} epochs")
+    reference = train_in_one_process(train, steps)
+    with ray_session(num_cpus=WORKERS):
+        for strategy in STRATEGY_NAMES:
+            print(f"\nstrategy={strategy!r}", flush=True)
+            began = time.monotonic()
+            asynchronous = strategy in ("async", "ssp", "local")
+            creator = model_creator(train, asynchronous_optimizer if asynchronous else optimizer)
+            with DistributedSGD(creator, num_workers=WORKERS, strategy=strategy, seed=SEED) as sgd:
+                sgd.fit(epochs=epochs, progress=progress)
+                seen = sgd.evaluate(test).metrics["accuracy"]
+                weights = sgd.weights()
+                speed = sgd.stats().samples_per_second
+            largest = max(float((weights[name] - value).abs().max()) for name, value in reference.items())
+            difference = None if asynchronous else largest
+            rows.append(Row(strategy, seen, speed, time.monotonic() - began, difference))
+    print(table(rows))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The closing table."""
+    lines = [
+        "",
+        f"{'strategy':<12}{'test accuracy':>14}{'samples/s':>12}{'wall time':>12}{'from one process':>20}",
+    ]
+    lines += [
+        f"{row.strategy:<12}{row.accuracy:>13.1%} {row.samples_per_second:>11,.0f}{row.seconds:>10.1f} s"
+        + (f"{'(other updates)':>20}" if row.difference is None else f"{row.difference:>20.1e}")
+        for row in rows
+    ]
+    lines.append("wall time includes starting the processes; the last column is the largest difference of a weight")
+    return "\n".join(lines)

@@ -1,0 +1,337 @@
+"""Checkpoints that are kept while `fit` runs: when, which stay, and from which one a run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from steepest.checkpoint import files
+from steepest.checkpoint.files import Checkpoints
+from steepest.checkpoint.manifest import MANIFEST
+from steepest.cluster.checkpoint_writer import Writer
+from steepest.cluster.directory_lock import Claim
+from steepest.cluster.job_state import JobState
+from steepest.cluster.training import Training
+from steepest.data.sampler import SamplePlan
+from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError, SteepestError
+from steepest.observe.results import StepResult
+from steepest.tensors.safetensors_file import Progress, no_progress
+
+log = logging.getLogger(__name__)
+_NAME = re.compile(r"(\d{6,})-step-\d+")
+
+
+class Keeping:
+    """What `DistributedSGD` does about the checkpoints that it keeps, and about steps that were done before.
+
+    Training pauses while the state is read; a thread writes it. When the next one is due before it is written,
+    training waits for it: so memory holds one state at most, and a disk that is too slow is noticed.
+
+    Args:
+        policy: what to keep; None for nothing.
+        claim: on its directory, to be released at the end.
+        training, state: of the job.
+        clock: by which a write that gets nowhere is noticed.
+
+    Attributes:
+        last: the last step's result.
+    """
+
+    def __init__(
+        self,
+        policy: Checkpoints | None,
+        claim: Claim,
+        training: Training,
+        state: JobState,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.last: StepResult | None = None
+        self._ahead = 0  # steps that were done before this process began, and that `fit` was not asked for yet
+        self._policy = policy
+        self._claim = claim
+        self._training = training
+        self._state = state
+        self._shelf = Shelf(Path(policy.path), policy.keep) if policy is not None else None
+        self._writer = Writer(Path(policy.path), policy.write_timeout, clock) if policy is not None else None
+        self._written: tuple[int, int] | None = self._place  # what is on disk, or need not be
+        self._doubtful = False
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self._training.step
+
+    @property
+    def plan(self) -> SamplePlan | None:
+        """Who gets which samples; None when the data are streams."""
+        return self._training.cluster.plan[0]
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Where training stands: versions alone are counted anew by a change of size."""
+        return self._training.step, self._training.version
+
+    # -- going on ------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Goes on from the newest whole checkpoint, if there is any.
+
+        Raises:
+            CheckpointError: it is of another job; or there are some, and all of them are damaged.
+        """
+        if self._shelf is None or (found := self._shelf.newest()) is None:
+            return
+        path, saved = found
+        self._state.place(saved, path)
+        self._ahead, self._written = self._training.step, self._place
+        if (told := saved.about.get("result")) is not None:
+            self.last = StepResult.from_message(told["step"], told, told["epoch"])
+        log.warning("going on from step %d, the checkpoint at %s", self._ahead, path)
+
+    def ask(self, steps: int | None, epochs: int | None) -> int:
+        """So many steps or epochs more are to be done: up to which step.
+
+        Those that were done before this process began, and were not asked for yet, are the first of them.
+        """
+        begin = self._training.step - self._ahead
+        end = begin + (steps or 0)
+        if epochs is not None and (plan := self.plan) is not None:
+            ends = self._state.ends()
+            last = bisect_right(ends, begin) + epochs - 1
+            end = ends[last] if last < len(ends) else plan.end_of(last)
+        self._ahead = max(self._training.step - end, 0)
+        return end
+
+    def result(self) -> StepResult:
+        """The last step's result, also if it was taken before this process began."""
+        return self.last or StepResult(self._training.step, None, float("nan"), {}, 0, ())
+
+    # -- keeping -------------------------------------------------------------------------------
+
+    def stop_at(self, end: int) -> int:
+        """Up to which step workers may go on, at most up to `end`."""
+        if self._policy is None:
+            return end
+        return min(end, (self._training.step // self._policy.every + 1) * self._policy.every)
+
+    def keep_if_due(self) -> None:
+        """Between two steps: keeps the state where its turn is.
+
+        Raises:
+            CheckpointError: the one before could not be written.
+        """
+        if self._policy is not None and self._training.step % self._policy.every == 0:
+            self._keep()
+
+    def restored(self) -> None:
+        """The user has restored a checkpoint: what it has not got is to be done again."""
+        self._ahead = 0
+        self.changed()
+
+    def changed(self) -> None:
+        """The state is another one although no step was taken."""
+        self._written = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Takes steps; processes that are lost or mute would not be asked for their state afterwards."""
+        try:
+            yield
+        except BaseException as error:
+            self._doubtful = _is_doubtful(error)
+            raise
+        self._doubtful = False
+
+    @contextlib.contextmanager
+    def at_end(self) -> Iterator[None]:
+        """The state at the end is on disk, also when that comes by an error, if processes can be asked for it.
+
+        Raises:
+            CheckpointError: it, or an earlier one, could not be written.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, CheckpointError) and not _is_doubtful(error):
+                self._finish_quietly()
+            raise
+        self._finish()
+
+    def close(self, error: BaseException | None) -> None:
+        """The trainer is shut down, because of an error or in peace.
+
+        Raises:
+            CheckpointError: without an error, if the last state could not be written.
+        """
+        try:
+            if error is not None or self._doubtful or self._training.running:
+                self._finish_quietly(ask=not (_is_doubtful(error) or self._doubtful or self._training.running))
+            else:
+                self._finish()
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Keeps nothing from now on."""
+        if self._writer is not None:
+            self._writer.end(self._claim.release)  # what hangs may yet write there
+        else:
+            self._claim.release()
+
+    def _finish(self, ask: bool = True) -> None:
+        self._settle_or_raise()
+        if self._shelf is not None and ask and self._place != self._written:
+            self._keep()
+            self._settle_or_raise()
+
+    def _finish_quietly(self, ask: bool = True) -> None:
+        """There is another error already."""
+        try:
+            self._finish(ask)
+        except SteepestError as error:
+            log.error("the last state is not kept: %s", error)
+
+    def _keep(self) -> None:
+        assert self._writer is not None
+        began, step = time.monotonic(), self._training.step
+        if not self._settled():
+            log.warning("the checkpoint of step %d is not kept, training goes on: %s", step, self._writer.where())
+            return
+        try:
+            saved = self._state.collect()
+        except PeerLostError as error:  # if it can have a successor, that is asked
+            log.warning("reading the state again: %s", error)
+            saved = self._state.collect()
+        told = None if self.last is None else asdict(self.last)
+        saved = replace(saved, about={**saved.about, "result": told})
+        self._written, paused = self._place, time.monotonic() - began
+        self._writer.start(lambda progress: self._write(saved, paused, progress))
+
+    def _write(self, saved: files.Checkpoint, paused: float, progress: Progress) -> None:
+        """On a thread of its own."""
+        assert self._shelf is not None
+        step, began = saved.about["step"], time.monotonic()
+        try:
+            path = self._shelf.put(saved, progress)
+        except BaseException as error:
+            log.error("the checkpoint of step %d is not kept: %s", step, error)
+            raise
+        log.info("%s: training paused for %.3f s, written in %.3f s", path, paused, time.monotonic() - began)
+
+    def _settled(self) -> bool:
+        """Waits for what is being written; raises what came of it; whether it is done, and does not hang."""
+        settled = False
+        try:
+            settled = self._writer is None or self._writer.settled()
+        finally:
+            if not settled:
+                self._written = None
+        return settled
+
+    def _settle_or_raise(self) -> None:
+        if not self._settled():
+            assert self._writer is not None
+            raise CheckpointError(f"the last state is not kept: {self._writer.where()}")
+
+
+class Shelf:
+    """Checkpoints in one directory, numbered in the order in which they were written: ``000012-step-340``.
+
+    Args:
+        path: the directory; made if it is not there.
+        keep: how many whole ones stay.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, keep: int) -> None:
+        self._path = path
+        self._keep = keep
+        self._damaged: set[Path] = set()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot keep checkpoints in {path}: {error}") from error
+
+    def paths(self) -> list[Path]:
+        """Of all of them, damaged and unfinished ones included; the oldest first."""
+        found = [path for path in self._path.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=_number)
+
+    def newest(self) -> tuple[Path, files.Checkpoint] | None:
+        """The newest whole one; says of newer ones why they are passed over.
+
+        Raises:
+            CheckpointError: some were finished, and all of those are damaged.
+        """
+        for path in reversed(self.paths()):
+            try:
+                return path, files.read(path)
+            except CheckpointError as error:
+                log.warning("passed over: %s", error)
+                if _is_finished(path):
+                    self._damaged.add(path)
+        if self._damaged:
+            raise CheckpointError(
+                f"none of the checkpoints in {self._path} is whole: bring one back, or give another path to begin anew"
+            )
+        return None
+
+    def put(self, saved: files.Checkpoint, progress: Progress = no_progress) -> Path:
+        """Writes another one and, when it is whole, deletes those that are too many; returns its path.
+
+        Args:
+            progress: told which file is worked on.
+
+        Raises:
+            CheckpointError: it cannot be written; all others stay.
+        """
+        path = self._path
+        progress(path)
+        try:
+            number = max((_number(path) for path in self.paths()), default=0) + 1
+            path = self._path / f"{number:06d}-step-{saved.about['step']}"
+            files.write(path, saved, progress)
+        except BaseException as error:
+            if path != self._path:
+                shutil.rmtree(path, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"cannot keep a checkpoint in {self._path}: {error}") from error
+            raise
+        whole = [path for path in self.paths() if _is_finished(path) and path not in self._damaged]
+        oldest = _number(whole[-self._keep :][0])
+        for old in self.paths():
+            if _number(old) < oldest or not _is_finished(old):
+                progress(old)
+                self._delete(old)
+        return path
+
+    @staticmethod
+    def _delete(path: Path) -> None:
+        """Its manifest first: what is half deleted is not taken for a checkpoint."""
+        try:
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        except OSError as error:
+            log.warning("an old checkpoint stays, half deleted: %s", error)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.partition("-")[0])
+
+
+def _is_finished(path: Path) -> bool:
+    return (path / MANIFEST).exists()
+
+
+def _is_doubtful(error: BaseException | None) -> bool:
+    """Whether processes may be gone or mute after an error, so that nobody should wait for their answers."""
+    return isinstance(error, (PeerLostError, DeadlineError, ShutdownError))

@@ -1,0 +1,190 @@
+"""Why a step failed or a process died: our words for it, what Ray says, and the last lines that it wrote."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from steepest.cluster.process import Place, RemoteError
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ModelError,
+    ModelRaisedError,
+    NonFiniteError,
+    PeerLostError,
+    RemoteTraceback,
+    described_error,
+)
+from steepest.messages.message import Peer
+
+_LINES = 12
+
+
+def raise_step_error(meta: dict[str, Any], places: Mapping[Peer, Place]) -> NoReturn:
+    """Raises the error that the coordinator's words about a step stand for."""
+    step = meta["step"] + 1
+    if meta["reason"] == "raised":
+        place = places.get(Peer("worker", meta["worker"]))
+        where = f"worker {meta['worker']}{f' on {place.host}' if place else ''}"
+        own = described_error(meta, f"{where}, step {step}: ")
+        if isinstance(own, ModelError):
+            raise own
+        raise ModelRaisedError(
+            f"{where}: the model or its data raised in step {step}: {meta['error']}; nothing of the step was applied: "
+            "mend them and step again"
+        ) from RemoteTraceback(meta["traceback"])
+    if meta["reason"] == "schedule":
+        raise ModelRaisedError(
+            f"the learning-rate schedule raised in step {step}: {meta['error']}; nothing of the step was applied: "
+            "it must give every step's hyperparameters"
+        ) from RemoteTraceback(meta["traceback"])
+    if meta["reason"] == "nonfinite":
+        found = ", ".join(
+            f"{name!r} of worker {worker}" if worker >= 0 else f"{name!r} (the sum over workers overflows)"
+            for worker, name in meta["culprits"][:5]
+        )
+        raise NonFiniteError(
+            f"step {step}: the gradient of {found} holds NaN or infinity; nothing of the step was applied: lower the "
+            "learning rate, or look at the data and the loss"
+        )
+    raise DeadlineError(
+        f"step {step} was not committed within {meta['seconds']:g} s: still waiting for "
+        f"{', '.join(meta['awaited'])}; nothing of it was applied"
+    )
+
+
+def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
+    """The last lines of log files, without Ray's own marks."""
+    lines: list[str] = []
+    for path in paths:
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            kept = deque((line.rstrip() for line in file if not line.startswith(":")), maxlen=count)
+            lines += [line for line in kept if line]
+    return lines[-count:]
+
+
+def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
+    """`last_lines` of a process, read on its own node."""
+    if ray.get_runtime_context().get_node_id() == place.node:
+        return last_lines(place.logs)
+    affinity = NodeAffinitySchedulingStrategy(node_id=place.node, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0)(last_lines).options(scheduling_strategy=affinity)
+    try:
+        lines: list[str] = ray.get(task.remote(place.logs), timeout=timeout)
+    except ray.exceptions.RayError as error:
+        return [f"(its log cannot be read: {str(error).splitlines()[0]})"]
+    return lines
+
+
+def raise_lost(peer: Peer, place: Place | None, why: str, traceback: str = "") -> NoReturn:
+    """Raises PeerLostError for a process, with where it was and its last lines.
+
+    Args:
+        traceback: of the error that ended it, if one of its own did; it becomes the cause.
+    """
+    where, lines = "", ["(nothing)"]
+    if place is not None:
+        where = f" on {place.host} (node {place.node[:12]}, pid {place.pid})"
+        lines = fetch_last_lines(place) or lines
+    text = "\n".join(f"    {line}" for line in lines)
+    raise PeerLostError(
+        f"{peer}{where} died: {why}; the weights of the last commit are still there unless it held them "
+        f"(weights(), save()); its last lines:\n{text}"
+    ) from (RemoteTraceback(traceback) if traceback else None)
+
+
+def has_answered(call: Any) -> bool:
+    """Whether a call of an actor has returned; not if it raised, or has not ended."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+def has_raised(call: Any) -> bool:
+    """Whether a call of an actor has ended by an exception."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
+
+
+def never_ran(call: Any) -> bool:
+    """Whether a call failed because the actor's process could not start where Ray wanted it."""
+    if not ray.wait([call], timeout=0)[0]:
+        return False
+    try:
+        ray.get(call)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
+
+
+def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoReturn:
+    """Raises what a remote call raised: our own errors as they are, with who it was; others as ModelRaisedError.
+
+    Args:
+        who: the process.
+        what: it was asked to do.
+    """
+    cause = error.cause
+    if isinstance(cause, RemoteError):
+        raise_told(cause.told, who, what)
+    if isinstance(cause, ray.exceptions.RaySystemError):
+        raise ConfigurationError(
+            f"{who} cannot read what it was sent to {what}: {last_line(error)}: send what can be pickled, of modules "
+            "that the workers have too"
+        ) from RemoteTraceback(str(error))
+    raise ConfigurationError(
+        f"{who} could not send what came of it when asked to {what}: {type(cause).__name__}: {cause}; return what can "
+        "be pickled: numbers, text, tensors, arrays, and containers of these"
+    ) from RemoteTraceback(str(error))
+
+
+def raise_told(told: Mapping[str, str], who: str, what: str) -> NoReturn:
+    """The same of an error that is told as text, see `steepest.errors.describe_error`."""
+    if (own := described_error(told, f"{who}: ")) is not None:
+        raise own
+    raise ModelRaisedError(f"{who} could not {what}: {told['error']}") from RemoteTraceback(told["traceback"])
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of what an exception says."""
+    return str(error).rstrip().splitlines()[-1]
+
+
+def travelling(what: str, value: Any) -> Any:
+    """Something of the user's in Ray's store.
+
+    Raises:
+        ConfigurationError: it cannot be sent.
+    """
+    try:
+        return ray.put(value)
+    except ray.exceptions.RayError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
+        raise_unsendable(what, error)
+
+
+def raise_unsendable(what: str, error: Exception) -> NoReturn:
+    """Raises ConfigurationError for something of the user's that cannot be pickled."""
+    raise ConfigurationError(
+        f"{what} cannot be sent to the workers: {error.__cause__ or error}; make on the workers what cannot be sent"
+    ) from None

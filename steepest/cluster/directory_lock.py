@@ -1,0 +1,62 @@
+"""A directory of kept checkpoints belongs to one driver at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from steepest.checkpoint.files import Checkpoints
+from steepest.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+_UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
+LOCK = "lock"
+
+
+class Claim:
+    """A lock on the directory, which the kernel releases when this process ends, however it ends.
+
+    The file of that name says who has it; it stays there. On file systems without locks a warning is all there is.
+
+    Args:
+        policy: where checkpoints are to be kept; None for nowhere.
+
+    Raises:
+        CheckpointError: another driver has it, which is named; or the directory cannot be made or written to.
+    """
+
+    def __init__(self, policy: Checkpoints | None) -> None:
+        self.release: Callable[[], None] = lambda: None
+        if policy is None:
+            return
+        folder = Path(policy.path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = open(folder / LOCK, "a+b", buffering=0)  # noqa: SIM115 - it is open as long as the lock is held
+        except OSError as error:
+            raise CheckpointError(f"cannot keep checkpoints in {folder}: {error}") from error
+        self.release = file.close
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
+            os.register_at_fork(after_in_child=file.close)  # a child that outlives this process must not keep it
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(300).decode(errors="replace") or "another driver"
+            file.close()
+            raise CheckpointError(
+                f"cannot keep checkpoints in {folder}: {holder} keeps its own there, and two would delete each "
+                "other's; wait for its end or call its shutdown(), or give this run another path"
+            ) from None
+        except OSError as error:
+            file.close()
+            if error.errno not in _UNSUPPORTED:
+                raise CheckpointError(f"cannot keep checkpoints in {folder}: {error}") from error
+            log.warning(
+                "%s is on a file system without locks (%s): let no other driver keep its own there", folder, error
+            )

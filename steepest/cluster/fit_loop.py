@@ -1,0 +1,86 @@
+"""What `fit` does: from one place where something is to be done between two steps to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from steepest.cluster.checkpoint_manager import Keeping
+from steepest.config.validation import require_choice, require_count
+from steepest.errors import ConfigurationError
+from steepest.observe.progress import Callback, ProgressBar
+from steepest.observe.results import StepResult
+
+_METHODS = ("on_fit_begin", "on_step", "on_epoch_end", "on_fit_end")
+
+#: Takes so many steps, with statistics or without, and calls a function for each.
+Train = Callable[[int, bool, Callable[[StepResult], None]], None]
+
+
+def fit(
+    sgd: Any,
+    keeping: Keeping,
+    train: Train,
+    steps: int | None,
+    epochs: int | None,
+    callbacks: Sequence[Callback],
+    progress: bool,
+) -> StepResult:
+    """See `DistributedSGD.fit`; `sgd` is what callbacks are given."""
+    if (steps is None) == (epochs is None):
+        raise ConfigurationError(f"steps={steps!r}, epochs={epochs!r}: give exactly one of them")
+    require_count("steps", steps) if epochs is None else require_count("epochs", epochs)
+    check_callbacks(callbacks)
+    require_choice("progress", progress, (False, True))
+    callbacks = [*([ProgressBar()] if progress else []), *callbacks]
+    if epochs is not None and keeping.plan is None:
+        raise ConfigurationError("the training data are a stream without epochs: give steps=")
+    left = keeping.ask(steps, epochs) - keeping.step
+    if left <= 0:
+        return keeping.result()
+    with keeping.at_end():
+        for callback in callbacks:
+            callback.on_fit_begin(sgd, left)
+        try:
+            _take(sgd, keeping, train, left, callbacks)
+        finally:
+            for callback in callbacks:
+                callback.on_fit_end(sgd)
+    return keeping.result()
+
+
+def check_callbacks(callbacks: object) -> None:
+    """A list of callbacks, or of what has their methods.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if not isinstance(callbacks, Sequence):
+        raise ConfigurationError(f"callbacks={callbacks!r}: give a list of callbacks")
+    for callback in callbacks:
+        if isinstance(callback, type):
+            raise ConfigurationError(f"callbacks has the class {callback.__name__}: give {callback.__name__}(...)")
+        lacking = [name for name in _METHODS if not callable(getattr(callback, name, None))]
+        if lacking:
+            raise ConfigurationError(
+                f"callbacks has {callback!r}, which has no {lacking[0]}(): derive it from steepest.Callback"
+            )
+
+
+def _take(sgd: Any, keeping: Keeping, train: Train, left: int, callbacks: Sequence[Callback]) -> None:
+    def on_step(result: StepResult) -> None:
+        for callback in callbacks:
+            callback.on_step(sgd, result)
+
+    pausing = [c for c in callbacks if getattr(type(c), "on_epoch_end", None) is not Callback.on_epoch_end]
+    while left:
+        begin = keeping.step
+        until, ends_epoch = keeping.stop_at(begin + left), None
+        if pausing and keeping.plan is not None:
+            ends_epoch = keeping.plan.epoch_end(begin)
+            until = min(until, ends_epoch)
+        train(until - begin, True, on_step)
+        left -= until - begin
+        for callback in pausing if until == ends_epoch else ():
+            callback.on_epoch_end(sgd, keeping.result())
+        keeping.keep_if_due()

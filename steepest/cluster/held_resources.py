@@ -1,0 +1,87 @@
+"""What this process holds of a Ray cluster: its trainers and parameter servers that are not shut down."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, field
+
+import ray
+
+from steepest.cluster.placement import ensure_ray
+
+_lock = threading.RLock()
+_holders: list[Holder] = []
+_began: str | None = None  # the job with which steepest began Ray, which ends with the last holder that is shut down
+
+
+@dataclass(eq=False)
+class Holder:
+    """One of them.
+
+    Attributes:
+        what: it is, in words.
+        workers: reserved places.
+        bundle: resources of each.
+    """
+
+    what: str
+    workers: int = 0
+    bundle: dict[str, float] = field(default_factory=dict)
+    job: str = ""
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{name}: {amount * self.workers:g}" for name, amount in self.bundle.items())
+        return f"{self.what} ({held})"
+
+
+def hold(what: str) -> Holder:
+    """Connects to Ray if need be, see `ensure_ray`, and notes who wants it."""
+    global _began
+    with _lock:
+        if ensure_ray():
+            _began = _job()
+        holder = Holder(what, job=_job())
+        _holders.append(holder)
+        return holder
+
+
+def let_go(holder: Holder, *, dropped: bool = False) -> None:
+    """It holds nothing any more; ends Ray with the last one, if it was begun here; may be called twice.
+
+    Args:
+        dropped: it was never shut down; who knows what else uses Ray by now.
+    """
+    global _began
+    if holder not in _holders:
+        return
+    _holders.remove(holder)
+    if dropped:  # perhaps within a garbage collection, which may have come in the middle of anything
+        return
+    with _lock:
+        if ray.is_initialized() and _began == _job() and not _others(None):
+            _began = None
+            ray.shutdown()
+
+
+def who_else(holder: Holder) -> str:
+    """A sentence about what else this process holds and how to free it; empty if that is nothing."""
+    with _lock:
+        others = [other for other in _others(holder) if other.workers]
+    if not others:
+        return ""
+    held = "; sys.last_value may hold what no name does" if hasattr(sys, "last_value") else ""
+    return (
+        f"; this process holds {' and '.join(map(str, others))}: call shutdown() of what you no longer need, in a "
+        f"notebook before the name is bound to the next one{held}"
+    )
+
+
+def _others(holder: Holder | None) -> list[Holder]:
+    """Of this connection."""
+    return [other for other in _holders if other is not holder and other.job == _job()]
+
+
+def _job() -> str:
+    job: str = ray.get_runtime_context().get_job_id()
+    return job

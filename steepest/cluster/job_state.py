@@ -1,0 +1,390 @@
+"""What training goes on from: read from a job's processes, and given to them, as a checkpoint or without one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from steepest.checkpoint import files
+from steepest.cluster import remote_functions
+from steepest.cluster.launch import Cluster
+from steepest.cluster.optimizer_state import OptimizerState, mean_inner
+from steepest.cluster.training import Training
+from steepest.config.strategies import StrategyConfig
+from steepest.data.sampler import Remaining, with_ended
+from steepest.engine.client import Snapshot, read_log
+from steepest.engine.commit_log import Commit, CommitLog
+from steepest.engine.job import make_strategy
+from steepest.engine.local_sgd import Inner
+from steepest.engine.replicas import all_states, mean_states
+from steepest.engine.survivors import Salvage
+from steepest.errors import CheckpointError, ConfigurationError
+from steepest.messages.message import Peer
+from steepest.optim.spec import ScheduleState
+from steepest.tensors.dtypes import Tensors
+
+log = logging.getLogger(__name__)
+
+
+class JobState:
+    """The state of one job between two steps.
+
+    Args:
+        training: its steps.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._ends: list[int] = []  # of epochs, under earlier plans too
+        self._logs: list[CommitLog] = []  # of what the job was before
+        self._start = 0  # the version with which the log begins
+        self._gap = False  # whether a part of it is lost
+        self._told_of_schedule = False
+
+    @property
+    def _cluster(self) -> Cluster:
+        return self._training.cluster
+
+    def snapshot(self, what: str) -> Snapshot:
+        """The weights, or with "state" the optimizer's state too, at one version."""
+        client = self._cluster.client
+        future = self._cluster.on_router(lambda: client.read(what))
+        found: Snapshot = self._training.wait(future, "a snapshot of the weights")
+        return found
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters by name, also while training goes on, see `DistributedSGD.weights`; from any thread."""
+        layout = self._cluster.job.description.layout
+        found = layout.named(self.snapshot("weights").weights)
+        if not all(entry.trainable for entry in layout.entries):
+            states = all_states(self._cluster.ask_workers)
+            mean = mean_states(states, [1.0] * len(states)) if states else {}
+            found |= {name: value for name, value in mean.items() if name in found}
+        return found
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Sets parameters by name, see `DistributedSGD.set_weights`."""
+        layout = self._cluster.job.description.layout
+        snapshot = self.snapshot("weights")
+        layout.write(snapshot.weights, weights)
+        self.install(version, snapshot.weights, None)
+        frozen = [
+            e.name for e in layout.entries if not e.trainable and not weights.keys().isdisjoint({e.name, *e.aliases})
+        ]
+        if frozen:
+            self._cluster.call_workers(remote_functions.take_installed, frozen)
+
+    def log(self) -> CommitLog:
+        """Every commit so far, see `DistributedSGD.log`."""
+        commits = self._commits()
+        if commits is None:
+            raise ConfigurationError("no log was kept: give RunSettings(keep_log=True)")
+        return replace(self.part(commits), earlier=tuple(self._logs))
+
+    def _commits(self) -> list[Commit] | None:
+        """The coordinator's log, if it keeps one."""
+        client = self._cluster.client
+        if not self._cluster.settings.keep_log:
+            return None
+        future = self._cluster.on_router(lambda: read_log(client))
+        commits: list[Commit] = self._training.wait(future, "the coordinator's log")
+        return commits
+
+    def part(self, commits: Sequence[Commit] = ()) -> CommitLog:
+        """The log of the job as it is, with these commits."""
+        job, (plan, seed) = self._cluster.job, self._cluster.plan
+        where = (job.config, job.num_workers, job.devices_per_worker, seed, job.hosts, job.accumulate)
+        workers = job.description.threads
+        servers = workers if job.servers_in_workers else torch.get_num_threads() if job.strategy.in_driver else 1
+        return CommitLog(tuple(commits), *where, self._start, plan, (job.shares, job.parts), (workers, servers))
+
+    def _close_log(self, found: Salvage, before: CommitLog, version: int) -> None:
+        """The job was put together anew: what is known of its log is kept, and another one begins at a version."""
+        if found.log is not None and not self._gap:
+            commits = tuple(commit for commit in found.log if commit.version <= found.version)
+            self._logs.append(replace(before, commits=commits))
+        self._gap |= found.log is None
+        self._start = version
+
+    def install(
+        self,
+        version: int,
+        weights: torch.Tensor | None,
+        records: list[files.Record] | None,
+        state: dict[str, Any] | None = None,
+        schedule: ScheduleState | None = None,
+    ) -> None:
+        """Makes these the weights, see `Client.install`.
+
+        Args:
+            schedule: where it stands, if it is not told in `state`.
+        """
+        self._cluster.mend()  # who is missing would be waited for
+        if self._cluster.recovery is not None and "ledger" not in (state or {}):
+            self._cluster.recovery.forget()  # the copy of other ones
+        if state is None:  # what came before does not explain it
+            self._logs, self._start, self._gap = [], 0, False
+        everything = dict(state or {})
+        if schedule is not None:
+            everything["schedule"] = schedule
+        if "schedule" not in everything and (state is not None or records is not None):  # else it stays where it is
+            self._tell_of_schedule(version)
+        client = self._cluster.client
+        future = self._cluster.on_router(lambda: client.install(version, weights, records, everything or None))
+        self._training.wait(future, "servers to take new weights")
+
+    def _tell_of_schedule(self, version: int) -> None:
+        """Says once that a schedule has to be computed from its beginning."""
+        job = self._cluster.job
+        updates = job.updates_before(version // job.versions_per_step)
+        if job.description.optimizer_spec.lr_scheduler is None or not updates or self._told_of_schedule:
+            return
+        self._told_of_schedule = True
+        log.warning(
+            "the state of lr_scheduler= has no JSON, or too much of it, so the schedule is computed from its beginning "
+            "(%d steps) whenever training goes on elsewhere: give a scheduler whose state_dict() holds plain values, "
+            "or learning_rate=", updates,
+        )  # fmt: skip
+
+    def buffers(self) -> list[Tensors]:
+        """Each replica's own, and the frozen parameters that any of them has changed."""
+        return all_states(self._cluster.call_workers)
+
+    def mean_buffers(self) -> Tensors:
+        """Their mean over all replicas, which see equally many samples."""
+        states = self.buffers()
+        return mean_states(states, [1.0] * len(states))
+
+    def remaining(self) -> Remaining:
+        """What of the samples is still to come, as the coordinator has it."""
+        (plan, _), job, client = self._cluster.plan, self._cluster.job, self._cluster.client
+        if plan is None:
+            return Remaining()
+        told = self._training.wait(self._cluster.on_router(client.counters), "the coordinator's counters")
+        return plan.remaining(told["following"], told["returned"], job.shares, job.parts)
+
+    def ends(self) -> list[int]:
+        """The first steps after epoch 0, 1, ..., for those that have ended."""
+        plan = self._cluster.plan[0]
+        if plan is not None:
+            self._ends = with_ended(plan, self._ends, self._training.step)
+        return self._ends
+
+    def collect(self) -> files.Checkpoint:
+        """Everything that a checkpoint holds."""
+        snapshot = self.snapshot("state")
+        step, rest = snapshot.version // self._cluster.job.versions_per_step, self.remaining()
+        about = {
+            "step": step,
+            "epoch": rest.epoch,
+            "offset": rest.offset,
+            "left": rest.left,
+            "begun": rest.begun,
+            "updates": self._cluster.job.updates_before(step),
+            "ends": self.ends(),
+            "seed": self._cluster.plan[1],
+        }
+        states = self.buffers()
+        owner = self._owner(mean_states(states, [1.0] * len(states)))
+        everybody = range(self._cluster.job.num_workers)
+        found = OptimizerState.collect(self._cluster, snapshot, everybody, step, self._cluster.call_workers)
+        about["schedule"] = found.schedule
+        return files.gather(owner, snapshot.weights, (found.state, found.plain), states, about, found.apart)
+
+    def place(self, saved: files.Checkpoint, where: object) -> None:
+        """Goes on from a checkpoint.
+
+        Args:
+            where: it was read, for the error.
+
+        Raises:
+            CheckpointError: it is of another model, optimizer or data set; nothing has changed.
+        """
+        cluster, about = self._cluster, saved.about
+        layout = cluster.job.description.layout
+        try:
+            self._owner(self.buffers()[0]).check(saved)
+            apart, replicas = OptimizerState.split(saved.replicas)
+            state = OptimizerState(saved.optimizer, about["plain"], apart, about.get("schedule"))
+            records = state.place(cluster)
+        except CheckpointError as error:
+            raise CheckpointError(f"the checkpoint at {where} is not of this job: {error}") from error
+        if self._move_schedule(about):
+            records = state.place(cluster)
+        weights = layout.allocate()
+        layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
+        averaged = Tensors((name, value) for name, value in saved.weights.items() if name not in layout.index)
+        version = about["step"] * cluster.job.versions_per_step
+        self.install(version, weights, records, schedule=about.get("schedule"))
+        left = tuple((e, b, t) for e, b, t in about.get("left", ()))
+        begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
+        rest = Remaining(about["epoch"], about["offset"], left, begun)
+        plan, seed = cluster.job.plan(about["step"], rest, about["seed"]), about["seed"]
+        for epoch, blocks in () if plan is None else plan.begun:
+            log.warning(
+                "epoch %d ends in the order in which it was begun, with blocks of samples %.200s, later ones have "
+                "%.200s; until then a stream may be begun often", epoch, blocks, cluster.job.description.blocks,
+            )  # fmt: skip
+        before = cluster.job.plan()  # older checkpoints do not tell when epochs ended
+        guessed = [] if before is None else [min(before.end_of(e), about["step"]) for e in range(rest.epoch)]
+        self._ends = list(about.get("ends", guessed))
+        cluster.plan = (plan, seed)
+        own = remote_functions.by_replica(replicas)
+        cluster.call_workers(remote_functions.continue_from, plan, seed, own, averaged, cluster.job.replicas)
+
+    def _move_schedule(self, about: Mapping[str, Any]) -> bool:
+        """Has the learning rate's schedule stand where it stood, also if a step was several updates before.
+
+        Processes get their roles anew for that; returns whether they did. Older checkpoints do not tell.
+        """
+        cluster, step = self._cluster, about["step"]
+        ahead = about.get("updates", cluster.job.updates_before(step)) - cluster.job.updates_before(step)
+        if ahead:
+            cluster.mend()
+            cluster.job = job = replace(cluster.job, schedule_offset=cluster.job.schedule_offset + ahead)
+            cluster.reform(job.config, step, {i: i for i in range(job.num_workers)}, {}, job.num_workers)
+        return bool(ahead)
+
+    def reform(
+        self,
+        config: StrategyConfig,
+        workers: int | None = None,
+        added: Mapping[Peer, Any] | None = None,
+        keep: Mapping[int, int] | None = None,
+        seats: Mapping[int, int] | None = None,
+    ) -> None:
+        """Goes on under another strategy, or with other workers, from the last committed step.
+
+        Args:
+            workers: how many; as many as now unless given.
+            added: those of them that are new.
+            keep: those that stay, their numbers by their new ones; by default the first.
+            seats: places of new ones, see `Cluster.reform`.
+
+        Raises:
+            ConfigurationError: the processes could not talk here; nothing has changed.
+        """
+        cluster = self._cluster
+        if keep is None:
+            cluster.mend()  # who is missing could not let go of its roles
+        job, stays = cluster.job, self._stays(config)
+        snapshot = self.snapshot("standing" if stays else "state")
+        told = self._training.wait(cluster.on_router(cluster.client.counters), "the coordinator's counters")
+        count = workers or job.num_workers
+        if keep is None:
+            keep = {index: index for index in range(min(count, job.num_workers))}
+        old = list(keep.values())
+
+        def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+            return cluster.call_workers(function, *arguments, workers=old)
+
+        step = snapshot.version // job.versions_per_step
+        optimizer = OptimizerState.collect(cluster, snapshot, keep, step, call)
+        buffers = self.mean_buffers() if added else Tensors()
+        ledger = [told["following"], *told["returned"]]
+        state = {"ledger": ledger, "history": told}
+        if stays:
+            found = Salvage(snapshot.version, state, self._commits(), holders=cluster.holdings())
+        else:
+            found = Salvage(snapshot.version, state, self._commits(), snapshot.weights)
+        self.form(config, found, optimizer, buffers, count, keep, added or {}, seats)
+
+    def form(
+        self,
+        config: StrategyConfig,
+        found: Salvage,
+        optimizer: OptimizerState,
+        buffers: Tensors,
+        count: int,
+        keep: Mapping[int, int],
+        added: Mapping[Peer, Any],
+        seats: Mapping[int, int] | None = None,
+    ) -> None:
+        """Makes another job of the processes, which goes on from what was found.
+
+        Args:
+            found: weights, or where they are, and the coordinator's state; of the optimizer there is `optimizer`.
+            buffers: of those that are added.
+            count: workers.
+            keep, added, seats: see `Cluster.reform`.
+        """
+        cluster, job = self._cluster, self._cluster.job
+        plan, seed = cluster.plan
+        step, rest = found.version // job.versions_per_step, Remaining()
+        if plan is not None:
+            together = job.strategy.rule.together  # the steps are the ledger
+            following, *returned = [step * job.shares] if together else found.state["ledger"]
+            rest = plan.remaining(following, returned, job.shares, job.parts)
+            self._ends = with_ended(plan, self._ends, step)
+        weights = None if found.weights is None else job.description.layout.named(found.weights)
+        before = self.part()
+        cluster.reform(config, step, keep, added, count, seats, found.holders)
+        self._close_log(found, before, step * cluster.job.versions_per_step)
+        layout = cluster.job.description.layout
+        flat = None if weights is None else layout.allocate()
+        if flat is not None and weights is not None:
+            layout.write(flat, weights)
+        state = {"history": found.state["history"]}  # the ledger begins anew, with the plan
+        version, records = step * cluster.job.versions_per_step, optimizer.place(cluster)
+        self.install(version, flat, records, state, optimizer.schedule)
+        plan = cluster.job.plan(step, rest, seed)
+        cluster.plan = (plan, seed)
+        cluster.call_workers(remote_functions.use_plan, plan, seed)
+        if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
+            cluster.call_workers(remote_functions.load_buffers, buffers, workers=new)
+
+    def stopped(self) -> Salvage:
+        """Stops the workers, and tells where all stand; the coordinator and all servers are there."""
+        client = self._cluster.client
+        self._training.wait(self._cluster.on_router(client.revoke), "the coordinator to stop the workers")
+        cluster = self._cluster
+        stays = self._stays(cluster.job.config)
+        found = self.snapshot("standing" if stays else "state")
+        if stays:
+            return Salvage(found.version, found.state, self._commits(), holders=cluster.holdings())
+        return Salvage(found.version, found.state, self._commits(), found.weights, found.records)
+
+    def _stays(self, config: StrategyConfig) -> bool:
+        """Whether servers have what servers had: they are processes, and the model is cut as before."""
+        before, after = self._cluster.job.strategy, make_strategy(config)
+        return before.cut == after.cut and type(before) is type(after) and not (before.in_driver or after.in_driver)
+
+    def put_back(
+        self,
+        found: Salvage,
+        before: CommitLog,
+        left_out: dict[int, dict[str, torch.Tensor]],
+        inner: dict[int, Inner],
+        buffers: Sequence[Tensors],
+        added: Sequence[Peer],
+    ) -> None:
+        """Gives a job that was put together again what was found.
+
+        Args:
+            before: an empty log of the job that it was.
+            left_out: what compression has left out of each worker's gradients.
+            inner: with local SGD, what each of those that were there has of its optimizer's state.
+            buffers: of the replicas that were there.
+            added: processes that are new.
+        """
+        cluster = self._cluster
+        self._close_log(found, before, found.version)
+        mean, plain, schedule = mean_inner(list(inner.values()))
+        self.install(found.version, found.weights, found.records, found.state, schedule)
+        cluster.call_workers(remote_functions.use_plan, *cluster.plan)
+        if left_out:
+            cluster.call_workers(remote_functions.load_left_out, left_out, {})
+        if inner:
+            own = {i: state for i, (state, _, _) in inner.items()}
+            cluster.call_workers(remote_functions.load_inner_state, own, mean, plain, schedule)
+        if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
+            cluster.call_workers(remote_functions.load_buffers, mean_states(buffers, [1.0] * len(buffers)), workers=new)
+
+    def _owner(self, buffers: Mapping[str, torch.Tensor]) -> files.Owner:
+        described = self._cluster.job.description
+        spec = described.optimizer_spec
+        return files.Owner(described.layout, spec.name, spec.state_flags(), described.samples, buffers)

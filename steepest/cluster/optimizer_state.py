@@ -1,0 +1,129 @@
+"""The optimizer's state on its way to and from a checkpoint or another strategy: of servers, or of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from steepest.checkpoint import files
+from steepest.cluster import remote_functions
+from steepest.cluster.launch import Cluster
+from steepest.compression.codecs import check_left_out
+from steepest.config.strategies import LocalStrategy
+from steepest.engine.client import Snapshot
+from steepest.engine.local_sgd import Inner
+from steepest.engine.replicas import mean_states
+from steepest.engine.survivors import Salvage
+from steepest.optim.spec import ScheduleState
+
+#: Calls a function with these arguments, and the replicas of some workers before them; returns what each returned.
+Call = Callable[..., list[Any]]
+_OWN, _OUTER, _LEFT_OUT = "local:", "outer:", "compression:"
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What the model's optimizer remembers.
+
+    Attributes:
+        state: by "parameter/key"; with local SGD the mean over workers.
+        plain: which of it is plain numbers.
+        apart: with local SGD what each worker has, as "local:WORKER/parameter/key", and the outer optimizer's
+            state, as "outer:parameter/key". With compression what each worker's has left out, as
+            "compression:WORKER/left/parameter", see `Packer.state`.
+        schedule: where it stands, or stood some steps before; None if that cannot be told.
+    """
+
+    state: dict[str, torch.Tensor]
+    plain: list[str]
+    apart: dict[str, torch.Tensor] = field(default_factory=dict)
+    schedule: ScheduleState | None = None
+
+    @classmethod
+    def collect(
+        cls, cluster: Cluster, told: Snapshot | Salvage, numbers: Iterable[int], step: int, call: Call
+    ) -> OptimizerState:
+        """From what servers and the coordinator told and, with local SGD or compression, the workers.
+
+        Args:
+            numbers: that these workers will have.
+            step: committed.
+            call: calls a function of each one's replicas.
+        """
+        held, plain = files.assemble(cluster.job.description.layout, told.records)
+        if not isinstance(cluster.job.config, LocalStrategy):
+            kept = zip(numbers, call(remote_functions.left_out), strict=True) if cluster.job.compresses else ()
+            left_out = {f"{_LEFT_OUT}{w}/{name}": v for w, state in kept for name, v in state.items()}
+            return cls(held, plain, left_out, told.state.get("schedule"))
+        found = call(remote_functions.inner_state, step)
+        apart = {_OUTER + name: value for name, value in held.items()}
+        for worker, (state, _, _) in zip(numbers, found, strict=True):
+            apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}
+        mean, plain, schedule = mean_inner(found)
+        return cls(mean, plain, apart, schedule)
+
+    def place(self, cluster: Cluster) -> list[files.Record]:
+        """Gives it to the workers, if it is theirs; returns what is the servers'.
+
+        Raises:
+            CheckpointError: state of an unknown or frozen parameter.
+        """
+        layout = cluster.job.description.layout
+        if not isinstance(cluster.job.config, LocalStrategy):
+            records = files.disassemble(layout, self.state, self.plain)
+            if cluster.job.compresses:
+                own = self._by_worker(_LEFT_OUT)
+                check_left_out(layout, own.values())
+                cluster.call_workers(remote_functions.load_left_out, *_own_or_mean(own, cluster.job.num_workers))
+            return records
+        files.disassemble(layout, self.state, self.plain)  # raises before anything is changed
+        own = self._by_worker(_OWN)
+        if len(own) != cluster.job.num_workers:
+            own = {}
+        cluster.call_workers(remote_functions.load_inner_state, own, self.state, self.plain, self.schedule)
+        outer = {key.removeprefix(_OUTER): v for key, v in self.apart.items() if key.startswith(_OUTER)}
+        return files.disassemble(layout, outer, [])
+
+    def _by_worker(self, prefix: str) -> dict[int, dict[str, torch.Tensor]]:
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in self.apart.items():
+            if key.startswith(prefix):
+                worker, _, name = key.removeprefix(prefix).partition("/")
+                found.setdefault(int(worker), {})[name] = value
+        return found
+
+    @staticmethod
+    def split(replicas: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What a checkpoint has by replica: `apart`, and the rest."""
+        apart = {key: value for key, value in replicas.items() if key.startswith((_OWN, _OUTER, _LEFT_OUT))}
+        return apart, {key: value for key, value in replicas.items() if key not in apart}
+
+
+def mean_inner(found: Sequence[Inner]) -> Inner:
+    """The mean of what workers' own optimizers remember, which of it is plain numbers, and how far a schedule went."""
+    begun = [state for state, _, _ in found if state]  # not by those that have had no samples yet
+    names = set.intersection(*map(set, begun)) if begun else set()
+    shared = [{name: state[name] for name in sorted(names)} for state in begun]
+    mean = mean_states(shared, [1.0] * len(begun)) if begun else {}
+    schedules = [schedule for _, _, schedule in found if schedule is not None]
+    furthest = max(schedules, key=lambda schedule: int(schedule["step"]), default=None)
+    return mean, sorted({name for _, plain, _ in found for name in plain}), furthest
+
+
+Own = dict[int, dict[str, torch.Tensor]]
+
+
+def _own_or_mean(own: Own, workers: int) -> tuple[Own, dict[str, torch.Tensor]]:
+    """For each worker its own; for others than those that left it their mean, so that the sum of all parts stays."""
+    if len(own) == workers or not own:
+        return own, {}
+    names = {name for state in own.values() for name in state if name.startswith("left/")}
+    mean: dict[str, torch.Tensor] = {}
+    for name in sorted(names):
+        parts = [state[name] for state in own.values() if name in state]
+        mean[name] = torch.stack(parts).sum(0).div_(len(own))
+    factors = {name: value for name, value in own[min(own)].items() if not name.startswith("left/")}
+    return {}, {**mean, **factors}

@@ -1,0 +1,314 @@
+"""Ray itself: a connection, room for the processes, and what a cluster has."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from steepest.config.run import cluster_address
+from steepest.errors import ResourcesError
+
+_NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
+_FAILED_PLACES = 2  # on a node that is no good
+
+
+def ensure_ray(num_cpus: int | None = None) -> bool:
+    """Connects to Ray unless that is done: to a running cluster (RAY_ADDRESS), or to a new one.
+
+    Args:
+        num_cpus: CPUs that a new cluster has at least, whatever the machine has.
+
+    Returns:
+        Whether this call did it, so that whoever called ends it.
+    """
+    if ray.is_initialized():
+        return False
+    if (address := cluster_address()) is not None:
+        ray.init(address=address, logging_level=logging.WARNING)
+    else:
+        cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
+        # "local": not what an earlier `ray start` on this machine left, which may be dead and is asked for minutes
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
+    return True
+
+
+@contextlib.contextmanager
+def ray_session(num_cpus: int | None = None) -> Iterator[None]:
+    """Ray for the length of a block: as it is, or begun and ended here; see `ensure_ray`."""
+    began = ensure_ray(num_cpus)
+    try:
+        yield
+    finally:
+        if began:
+            ray.shutdown()
+
+
+def describe_cluster() -> str:
+    """Version, nodes and free resources of the cluster that we are connected to, in a line."""
+    free, total = ray.available_resources(), ray.cluster_resources()
+    nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+    shown = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+    return f"Ray {ray.__version__}, {nodes} nodes, free: {shown}"
+
+
+def free_cpus() -> int:
+    """Whole CPUs that are free now."""
+    return int(ray.available_resources().get("CPU", 0))
+
+
+def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
+    """What one worker reserves."""
+    bundle = {"CPU": float(cpus)}
+    if gpu:
+        bundle["GPU"] = float(devices)
+    return bundle
+
+
+@dataclass
+class Room:
+    """Reserved places: a placement group of our own, or the one that we run in.
+
+    Attributes:
+        bundles: for each worker its bundle, -1 for any.
+    """
+
+    group: PlacementGroup
+    owned: bool
+    bundles: tuple[int, ...]
+
+    def strategy(self, worker: int) -> PlacementGroupSchedulingStrategy:
+        """Where to schedule what lives beside a worker."""
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.bundles[worker % len(self.bundles)]
+        )
+
+    def release(self) -> None:
+        """Gives the places back."""
+        if self.owned:
+            remove_placement_group(self.group)
+
+
+def reserve(workers: int, bundle: dict[str, float], timeout: float, who_else: Callable[[], str] = str) -> Room:
+    """Reserves room for all workers at once.
+
+    Inside a placement group (a Ray Tune trial) its bundles are used, without the first when there are
+    more than workers, which is the trial's own.
+
+    Args:
+        who_else: says what else this process holds, if that is something.
+
+    Raises:
+        ResourcesError: the cluster did not place them in time, or never could.
+    """
+    current = ray.util.get_current_placement_group()
+    if current is not None:
+        specs = current.bundle_specs
+        fitting = [i for i, s in enumerate(specs) if all(s.get(k, 0) >= v for k, v in bundle.items())]
+        if len(fitting) < workers:
+            raise ResourcesError(
+                f"{workers} workers need {bundle} each, but the placement group that this runs in has the bundles "
+                f"{specs}: give the trial room with tune.with_resources(trainable, DistributedSGD.resources(...))"
+            )
+        return Room(current, False, tuple(fitting[-workers:]))
+    check_possible(workers, bundle, ray.nodes(), may_grow())
+    gc.collect()  # a trainer that was dropped may be part of a cycle, such as a traceback
+    room = ask_for_room(workers, bundle)
+    group = room.group
+    try:
+        ray.get(group.ready(), timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        free = _summary(ray.available_resources())
+        total = _summary(ray.cluster_resources())
+        groups = _reserved_by_others(placement_group_table(), group.id.hex())
+        remove_placement_group(group)
+        raise ResourcesError(
+            f"the cluster did not place {workers} workers within {timeout:g} s: asked {_asked(workers, bundle)}, free "
+            f"{free} of {total}{groups}{who_else()}; ask for fewer workers, stop what holds the rest, or add nodes"
+        ) from None
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    return room
+
+
+def check_possible(workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], grows: bool) -> None:
+    """Refuses what could not be placed if all nodes were free.
+
+    Args:
+        nodes: as `ray.nodes` returns them.
+        grows: whether nodes may still join.
+
+    Raises:
+        ResourcesError: it could not.
+    """
+    totals = [node["Resources"] for node in nodes if node["Alive"]]
+    fit = sum(int(min(total.get(name, 0.0) // amount for name, amount in bundle.items())) for total in totals)
+    if fit >= workers or grows:
+        return
+    total = _summary(dict(sum((Counter(total) for total in totals), Counter[str]())))
+    gpu = " with gpu=False," if bundle.get("GPU") and not any(total.get("GPU") for total in totals) else ""
+    raise ResourcesError(
+        f"{workers} workers never fit: asked {_asked(workers, bundle)}, each worker's on one node, and all that this "
+        f"Ray has is {total}, {fit} workers' worth, which no node will join; ask for fewer workers,{gpu} or connect to "
+        "a larger cluster first: ray.init(address=...)"
+    )
+
+
+def may_grow() -> bool:
+    """Whether nodes may join the cluster: not where Ray was started by this process, for itself."""
+    node = getattr(ray._private.worker, "_global_node", None)
+    return node is None or not node.is_head()
+
+
+def _reserved_by_others(table: Mapping[str, Mapping[str, Any]], own: str) -> str:
+    """What other placement groups hold, in words."""
+    held: Counter[str] = Counter()
+    for group, about in table.items():
+        if group != own and about["state"] == "CREATED":
+            for bundle in about["bundles"].values():
+                held.update({name: amount for name, amount in bundle.items() if name in ("CPU", "GPU")})
+    return f", placement groups hold {_summary(dict(held))}" if held else ""
+
+
+def _asked(workers: int, bundle: Mapping[str, float]) -> str:
+    return "{" + ", ".join(f"{name}: {value * workers:g}" for name, value in bundle.items()) + "}"
+
+
+def fitting(bundle: dict[str, float]) -> int:
+    """How many workers the cluster could place now, more or less: resources are counted over all nodes."""
+    free = ray.available_resources()
+    return int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
+
+
+def ask_for_room(workers: int, bundle: dict[str, float], without: Collection[str] = ()) -> Room:
+    """Asks for room for so many workers at once, and does not wait for it.
+
+    Args:
+        without: nodes that are no good.
+
+    Raises:
+        ResourcesError: inside of a placement group, which has what it has.
+    """
+    if ray.util.get_current_placement_group() is not None:
+        raise ResourcesError(
+            f"{workers} more workers do not fit into the placement group that this runs in: give it more bundles "
+            "with tune.with_resources(trainable, DistributedSGD.resources(...))"
+        )
+    selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
+    chosen = {"bundle_label_selector": [selector] * workers} if without else {}
+    return Room(placement_group([bundle] * workers, strategy="PACK", **chosen), True, tuple(range(workers)))
+
+
+def nodes_of(room: Room) -> tuple[str, ...]:
+    """The node of each worker."""
+    placed: dict[int, str] = placement_group_table(room.group)["bundles_to_node_id"]
+    return tuple(placed[bundle] for bundle in room.bundles)
+
+
+class Seats:
+    """Who sits where: the reserved places of all rooms, each by a number that it keeps.
+
+    Attributes:
+        order: the places of workers, in the order of these, then those that are free.
+        retired: places that nobody uses any more; they stay reserved, so that nobody else of the job gets them.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.retired: list[int] = []
+        self._rooms: list[Room] = []
+        self._all: list[tuple[Room, int]] = []
+        self._nodes: list[str] = []
+        self._failed: Counter[str] = Counter()  # by node: places in which processes died too often
+
+    def add(self, room: Room) -> None:
+        """More places."""
+        self._rooms.append(room)
+        self.order += range(len(self._all), len(self._all) + len(room.bundles))
+        self._all += [(room, worker) for worker in range(len(room.bundles))]
+        self.look()
+
+    def look(self) -> None:
+        """Finds out on which nodes they are: some may have moved."""
+        self._nodes = [node for room in self._rooms for node in nodes_of(room)]
+
+    def nodes(self, order: Sequence[int] | None = None) -> list[str]:
+        """The nodes of places, by default of those of workers and free ones."""
+        return [self._nodes[place] for place in (self.order if order is None else order)]
+
+    def strategy(self, worker: int) -> PlacementGroupSchedulingStrategy:
+        """Where to schedule what lives beside a worker."""
+        room, place = self._all[self.order[worker % len(self.order)]]
+        return room.strategy(place)
+
+    def arranged(self, workers: int, seats: Mapping[int, int]) -> list[int]:
+        """Another order: of so many workers, of whom some have these places, and the others free ones in turn."""
+        free = [place for place in self.order if place not in seats.values()]
+        return [seats[i] if i in seats else free.pop(0) for i in range(workers)] + free
+
+    def retire(self, place: int) -> None:
+        """Nobody will use it."""
+        self.order.remove(place)
+        self.retired.append(place)
+
+    def leave_out(self, places: Sequence[int]) -> str:
+        """Retires places in which processes died too often; says what becomes of that."""
+        failing = self.failing
+        for place in places:
+            self._failed[self._nodes[place]] += 1
+            self.retire(place)
+        with_node = ", and so is the node" if self.failing != failing else ""
+        return f"left out from now on{with_node}" if places else "a successor joins when it is up"
+
+    @property
+    def failing(self) -> set[str]:
+        """Nodes on which nobody is placed any more, since that was so in two places there; never all."""
+        found = {node for node, count in self._failed.items() if count >= _FAILED_PLACES}
+        return found if found and {node["NodeID"] for node in ray.nodes() if node["Alive"]} > found else set()
+
+    def release(self) -> None:
+        """Gives all back."""
+        for room in self._rooms:
+            room.release()
+        self._rooms, self._all, self.order = [], [], []
+
+
+def spread(nodes: Sequence[str], servers: int, there: Sequence[str] = ()) -> list[int]:
+    """For each server the worker beside which it is placed: nodes take turns.
+
+    Args:
+        nodes: of the workers.
+        servers: how many there will be.
+        there: the nodes of those that are there already, of which nothing is returned.
+
+    Example:
+        >>> spread(["a", "a", "b"], 3)
+        [0, 2, 0]
+        >>> spread(["a", "a", "b"], 3, ["b", "a"])
+        [0]
+    """
+    firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
+    beside = [firsts[server % len(firsts)] for server in range(servers)]
+    for node in there[:servers]:
+        beside.remove(next((at for at in beside if nodes[at] == node), beside[0]))
+    return beside
+
+
+def _summary(resources: Mapping[str, float]) -> str:
+    shown = [f"{name}: {resources.get(name, 0):g}" for name in ("CPU", "GPU") if name in resources or name == "CPU"]
+    return "{" + ", ".join(shown) + "}"

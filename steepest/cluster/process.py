@@ -1,0 +1,467 @@
+"""The process that Ray runs for a worker or a server: a router on a thread, and calls into it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+from steepest.cluster.remote_functions import sent
+from steepest.collectives import operations
+from steepest.collectives.members import MemberCollective
+from steepest.config.strategies import SimpleStrategy, StrategyConfig
+from steepest.data.sampler import SamplePlan
+from steepest.engine.chunk_transfer import ChunkState, Kept
+from steepest.engine.job import (
+    Description,
+    Job,
+    ModelCreator,
+    build_models,
+    build_replicas,
+    host_coordinator,
+    host_relay,
+    host_server,
+    host_worker,
+    make_strategy,
+)
+from steepest.engine.replicas import Memory, Replicas, memory_for
+from steepest.engine.server import Server
+from steepest.engine.survivors import Remains, catch_up, remains
+from steepest.engine.topology import Hosts
+from steepest.engine.worker import Worker
+from steepest.errors import describe_error
+from steepest.messages.message import COORDINATOR, Message, Peer, member_peer, relay_peer, server_peer, worker_peer
+from steepest.models.protocol import Model
+from steepest.tensors.allocator import keep_freed_memory, start_thread
+from steepest.tensors.dtypes import Tensors
+from steepest.tensors.layout import Cut, ParameterLayout
+from steepest.tensors.shared_memory import AVAILABLE, segment_of
+from steepest.transport.channel import Address, Channel, ChannelSink
+from steepest.transport.ray_calls import Callee, CallTransport
+from steepest.transport.ray_parcels import Bytes, Parcel
+from steepest.transport.router import Router
+from steepest.transport.sockets import WireTransport
+
+_RESULT_SECONDS = 0.02  # the driver hears of short steps together
+_NO_COLLECTIVE = (
+    'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
+    '"allreduce", with a transport other than "ray"'
+)
+
+
+class RemoteError(Exception):
+    """An exception of another process as text, which travels although the exception itself may not.
+
+    Attributes:
+        told: as `describe_error` returns it.
+    """
+
+    def __init__(self, told: dict[str, str]) -> None:
+        super().__init__(told)
+        self.told = told
+
+    def __str__(self) -> str:
+        return self.told["error"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs.
+
+    Attributes:
+        node: Ray node id.
+        logs: files that hold what it printed.
+    """
+
+    node: str
+    host: str
+    pid: int
+    logs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkerView:
+    """What a function given to `foreach_worker` sees.
+
+    Attributes:
+        index: of the worker.
+        models: its replicas; their weights are those of the last commit.
+    """
+
+    index: int
+    host: str
+    pid: int
+    models: tuple[Model, ...]
+
+
+class Process:
+    """A Ray actor's body. Its methods run on Ray's threads; all state lives on the router's thread.
+
+    Args:
+        name: for threads and logs.
+        token: the job's secret.
+        threads: torch threads.
+        keep_memory: whether to keep memory that is freed, see `steepest.tensors.allocator`.
+    """
+
+    def __init__(self, name: str, token: bytes, threads: int, keep_memory: bool = False) -> None:
+        context = ray.get_runtime_context()
+        logs = dict.fromkeys(_log_file(number) for number in (1, 2))
+        self._place = Place(
+            context.get_node_id(),
+            ray.util.get_node_ip_address(),
+            os.getpid(),
+            tuple(log for log in logs if log),
+        )
+        self._models: list[Model] = []
+        self._replicas: Replicas | None = None
+        self._memory: Memory | None = None  # for them, until they are there
+        self._worker: Worker | None = None
+        self._servers: list[Server] = []
+        self._kept = Kept()
+        self._member: MemberCollective | None = None
+        self._index = -1
+        self._token = token
+        self._router = Router()
+        self._transport: WireTransport | CallTransport = CallTransport(self._router.destination)
+        self._router.transport = self._transport
+        if keep_memory and keep_freed_memory():
+            self._router.start(name, start_thread)
+        else:
+            self._router.start(name)
+        self._on_router(lambda: torch.set_num_threads(threads))
+
+    def _on_router(self, function: Callable[[], Any]) -> Any:
+        with _as_text():
+            return self._router.call(function).result()
+
+    def alive(self) -> None:
+        """A sign of life, although the router may be in the middle of a long step."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes memory for so large a model, for the servers that it will host."""
+        self._on_router(lambda: self._kept.room(nbytes).zero_())
+
+    def prepare(self, model_creator: ModelCreator) -> None:
+        """Imports what the models need, by receiving the function that makes them."""
+
+    def place(self) -> Place:
+        """Where it runs."""
+        return self._place
+
+    def build(self, model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: Cut) -> Description:
+        """Makes the worker's models."""
+
+        def build() -> Description:
+            self._index = worker
+            self._models, description = build_models(model_creator, worker, devices, seed, cut)
+            self._memory = memory_for(description.layout)
+            return description
+
+        description: Description = self._on_router(build)
+        return description
+
+    def bind(self, job: Job, gpu: bool) -> None:
+        """Moves the models into flat buffers on their devices."""
+
+        def bind() -> None:
+            kind = "cuda" if gpu else "cpu"
+            devices = [torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))]
+            memory, self._memory = self._memory, None
+            self._replicas = build_replicas(job, self._index, self._models, devices, self._replicas, memory)
+
+        self._on_router(bind)
+
+    def release(self, cut: Cut, index: int, keep: bool) -> ParameterLayout | None:
+        """Lets go of all roles and connections, and keeps the models, if any, which will be cut into other chunks.
+
+        Args:
+            index: of the worker that it will be, if it is one.
+            keep: what its servers hold too, until `forget`.
+        """
+
+        def release_() -> ParameterLayout | None:
+            self._index = index
+            self._router.clear()
+            self._router.transport = self._transport = CallTransport(self._router.destination)
+            self._worker = self._member = None
+            self._kept = Kept(self._servers if keep else ())
+            self._servers = []
+            for model in self._models:
+                model.relayout(cut)
+            return self._models[0].layout if self._models else None
+
+        layout: ParameterLayout | None = self._on_router(release_)
+        return layout
+
+    def initial(self) -> tuple[Bytes, Tensors]:
+        """The flat weights and the first replica's state, as made."""
+        assert self._replicas is not None
+        replicas = self._replicas
+        return replicas.weights.numpy(), Tensors(replicas.models[0].state())
+
+    def open(
+        self,
+        job: Job,
+        servers: Sequence[int],
+        initial: tuple[Bytes, Tensors] | None,
+        incarnation: int = 0,
+    ) -> Address:
+        """Hosts servers (the coordinator beside the first) and this process' worker, whose life it is.
+
+        Returns:
+            Where it listens; without host and port when it is reached by calls of `exchange`.
+        """
+
+        def open_() -> Address:
+            relays = [i for i in servers if i in job.places.relays]
+            peers = (*(server_peer(index) for index in servers), *(relay_peer(index) for index in relays))
+            if 0 in servers:
+                peers = (*peers, COORDINATOR)
+            if self._replicas is not None:
+                peers = (*peers, worker_peer(self._index), member_peer(self._index))
+            else:
+                torch.set_num_threads(1)  # also where it was started as a spare worker
+            self._transport = make_transport(job, self._token, peers, self._place.node, self._router.destination)
+            self._router.transport = self._transport
+            if servers:
+                # A worker that hosts servers shares its weights with them: one copy, updated in place.
+                own = self._replicas if job.strategy.in_place else None
+                weights = own.weights if own is not None else self._kept.room(job.description.layout.nbytes)
+                if initial is not None:
+                    for chunk in job.description.layout.chunks:
+                        if not set(servers).isdisjoint(job.holders[chunk.index]):
+                            weights.numpy()[chunk.start : chunk.stop] = initial[0][chunk.start : chunk.stop]
+                if 0 in servers:
+                    host_coordinator(self._router, job, _RESULT_SECONDS)
+                for index in servers:
+                    in_place = own is not None or index in relays
+                    self._servers.append(host_server(self._router, job, index, weights, shared=in_place))
+                for index in relays:
+                    shown = segment_of(weights) is not None  # else descriptors or memory had run out
+                    host_relay(self._router, job, index, weights, shown=shown)
+            self._open_worker(job, initial, incarnation)
+            if isinstance(self._transport, WireTransport):
+                return self._transport.listen(self._place.host)
+            return Address(self._place.node, "", 0, "", peers)
+
+        address: Address = self._on_router(open_)
+        return address
+
+    def _open_worker(self, job: Job, initial: tuple[Bytes, Tensors] | None, incarnation: int) -> None:
+        if self._replicas is None:
+            return
+        self._worker = host_worker(self._router, job, self._index, self._replicas, incarnation=incarnation)
+        if initial is not None:
+            self._replicas.begin_with(initial[1])
+
+    def give(self, chunks: Sequence[int]) -> dict[int, ChunkState]:
+        """What the servers that it let go of held of these chunks."""
+        given: dict[int, ChunkState] = self._on_router(lambda: self._kept.give(chunks))
+        return given
+
+    def take_over(self, *given: Mapping[int, ChunkState]) -> None:
+        """Its servers have what those had that it let go of, or other processes'."""
+        parts = {chunk: state for part in given for chunk, state in part.items()}
+        self._on_router(lambda: self._kept.hand_over(self._servers, parts))
+
+    def forget(self) -> None:
+        """All have what the servers held that it let go of."""
+
+        def forget_() -> None:
+            self._kept = Kept()
+
+        self._on_router(forget_)
+
+    def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
+        """Connects to other processes."""
+
+        def connect_() -> None:
+            for other in others:
+                self._router.attach(connect(self._transport, other, timeout))
+
+        self._on_router(connect_)
+
+    def take_state(self, plan: SamplePlan | None, seed: int, state: Tensors | None) -> None:
+        """Goes on with the samples where the others are, and with their buffers, if there are others."""
+
+        def take() -> None:
+            assert self._replicas is not None
+            self._replicas.use_plan(plan, seed)
+            if state is not None:
+                self._replicas.begin_with(state)
+
+        self._on_router(take)
+
+    def join(self, job: Job, workers: Sequence[Address]) -> None:
+        """Tells the coordinator that this process' worker is ready, which then knows where the others are."""
+        assert self._worker is not None
+        worker = self._worker
+
+        def join() -> None:
+            transport = self._transport
+            if isinstance(transport, WireTransport):
+                self._member = MemberCollective(
+                    self._index,
+                    len(workers),
+                    self._router,
+                    job.step_timeout,
+                    lambda other: transport.connect(workers[other], job.step_timeout),
+                    generation=lambda: worker.newest_generation,
+                    one_host=AVAILABLE and transport.lends and len({address.node for address in workers}) == 1,
+                )
+            operations.install(self._member or _NO_COLLECTIVE)
+            worker.join()
+
+        self._on_router(join)
+
+    def give_up(self) -> None:
+        """Returns when this process' worker, which takes no step any more, has ended the one that it is at."""
+        if (worker := self._worker) is not None:
+            with _as_text():
+                self._on_router(worker.give_up).result()
+
+    def heard(self) -> list[Message]:
+        """What the coordinator said of late."""
+        words: list[Message] = self._on_router(lambda: self._servers[0].witness.words)
+        return words
+
+    def remains(self, heard: Sequence[Sequence[Message]]) -> Remains:
+        """What this process' servers hold when they have caught up with the others."""
+
+        def find() -> Remains:
+            for server in self._servers:
+                catch_up(server, heard)
+            return remains(self._servers)
+
+        found: Remains = self._on_router(find)
+        return found
+
+    def exchange(self, call: bytes, *payloads: Bytes) -> Parcel:
+        """Takes what a caller has to say; returns what this process has for it."""
+        assert isinstance(self._transport, CallTransport)
+        return self._transport.answer(call, payloads)
+
+    def watch(self) -> None:
+        """Returns when the process is stopped; raises what ended its router otherwise."""
+        if (error := self._router.finished.exception()) is not None:
+            raise RemoteError(describe_error(error))
+
+    def call(self, position: tuple[int, int], number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function on the replicas once they hold the weights of (generation, version).
+
+        Args:
+            number: of the call, higher than of any before, for the collective operations in it.
+        """
+        assert self._worker is not None
+        worker, member = self._worker, self._member
+
+        def run(replicas: Replicas) -> Any:
+            with member.call(number) if member is not None else contextlib.nullcontext():
+                return function(replicas, *arguments)
+
+        with _as_text():
+            future: Future[Any] = self._on_router(lambda: worker.at_version(*position, run))
+            return future.result()
+
+    def view_call(self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]) -> Any:
+        """Runs a user's function on this worker; returns its result as `sent` does."""
+        place = self._place
+
+        def run(replicas: Replicas) -> Any:
+            return sent(function, function(WorkerView(self._index, place.host, place.pid, replicas.models)))
+
+        return self.call(position, number, run)
+
+    def abandon(self, number: int, reason: str) -> None:
+        """Ends what a call awaits of other workers, because one of them failed."""
+        if (member := self._member) is not None:
+            self._router.call(lambda: member.abandon(number, reason))
+
+    def counters(self) -> dict[str, int]:
+        """Frames refused, bytes sent and bytes resident in this process; answers although a step may take long."""
+        refused = self._router.refused + self._transport.refused
+        return {"refused": refused, "bytes_sent": self._transport.bytes_sent, "resident": _resident_bytes()}
+
+    def stop(self) -> None:
+        """Closes every channel and ends the thread."""
+        self._router.stop()
+
+
+@contextlib.contextmanager
+def _as_text() -> Iterator[None]:
+    """Has what is raised travel as text: users' exceptions may not be pickled, and SystemExit would end the actor."""
+    try:
+        yield
+    except RemoteError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - raised again by the driver
+        raise RemoteError(describe_error(error)) from None
+
+
+def ways_of(config: StrategyConfig) -> str:
+    """How a job's processes talk."""
+    return "ray" if isinstance(config, SimpleStrategy) else config.transport
+
+
+def by_calls(config: StrategyConfig) -> bool:
+    """Whether a job's processes talk by actor calls, and not on the wire."""
+    return ways_of(config) == "ray"
+
+
+def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyConfig) -> Hosts:
+    """Which processes share a node; over TCP everywhere none does, as far as the others are concerned."""
+    strategy, nodes = make_strategy(config), dict[str, int]()
+
+    def number(peer: Peer) -> int:
+        node = str(peer) if ways_of(config) == "tcp" else places[peer].node
+        return nodes.setdefault(node, len(nodes))
+
+    workers = tuple(number(peer) for peer in places if peer.role == "worker")
+    servers = workers if strategy.in_workers else tuple(number(server_peer(i)) for i in range(num_servers))
+    gathers = AVAILABLE and ways_of(config) in ("wire", "shared")
+    if strategy.in_workers and len(nodes) == 1:
+        gathers = False  # each member updates its own weights, and nothing has to cross
+    return Hosts(workers, servers, gathers)
+
+
+def make_transport(
+    job: Job, token: bytes, peers: tuple[Peer, ...], node: str, sink: ChannelSink
+) -> WireTransport | CallTransport:
+    """The transport of one of the job's processes."""
+    ways = ways_of(job.config)
+    return CallTransport(sink, peers) if ways == "ray" else WireTransport(token, peers, node, sink, ways)
+
+
+def connect(
+    transport: WireTransport | CallTransport, other: Address | Callee, timeout: float, pause: float = 0.0
+) -> Channel:
+    """A channel to another process of the job; for `pause` see `CallTransport.connect`."""
+    if isinstance(other, Callee):
+        assert isinstance(transport, CallTransport)
+        return transport.connect(other.peers, other.actor, timeout, pause=pause)
+    assert isinstance(transport, WireTransport)
+    return transport.connect(other, timeout)
+
+
+def _resident_bytes() -> int:
+    """Of this process; 0 where it is not told."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _log_file(descriptor: int) -> str:
+    try:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+    return path if path.startswith("/") and os.path.isfile(path) else ""

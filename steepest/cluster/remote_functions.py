@@ -1,0 +1,131 @@
+"""What the driver has workers do between steps: functions of a worker's replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+
+from steepest.data.sampler import SamplePlan
+from steepest.engine.local_sgd import Inner, LocalReplicas
+from steepest.engine.replicas import Replicas, WorkerResult
+from steepest.errors import ConfigurationError, describe_error
+from steepest.models.protocol import Model
+from steepest.optim.spec import ScheduleState
+from steepest.tensors.dtypes import Tensors
+
+
+def load_buffers(replicas: Replicas, state: Tensors) -> None:
+    """Sets the state of every replica, see `Model.state`."""
+    for model in replicas.models:
+        model.load_state(state)
+
+
+def take_installed(replicas: Replicas, names: Sequence[str]) -> None:
+    """Sets frozen parameters of every replica to what was installed; the others stay."""
+    for model in replicas.models:
+        model.load_state({name: value for name, value in model.state().items() if name not in names})
+
+
+def name_of(function: Any) -> str:
+    """What a user calls a function, for errors."""
+    return repr(getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2])
+
+
+def sent(fn: Callable[..., Any], result: Any) -> ray.ObjectRef[tuple[Any]]:
+    """Put what a user's function returned into Ray's store, which pickles it.
+
+    Whatever the result's own methods raise is caught here; when Ray pickles what a call returned, a `SystemExit` leaves
+    the caller without an answer.
+
+    Raises:
+        ConfigurationError: it cannot be pickled.
+    """
+    try:
+        return ray.put((result,))  # a bare reference may not be put
+    except BaseException as error:
+        why = describe_error(error.__cause__ or error)["error"]
+        raise ConfigurationError(
+            f"cannot send what came of it when asked to run the function {name_of(fn)}: {why}; return what can be "
+            "pickled: numbers, text, tensors, arrays, and containers of these"
+        ) from error
+
+
+def on_models(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.ObjectRef[tuple[Any]]:
+    """Run a user's function on every replica; return the list of its results, see `sent`."""
+    return sent(fn, [fn(model) for model in replicas.models])
+
+
+def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.ObjectRef[tuple[Any]]:
+    """Run a user's function on the first replica; return its result, see `sent`."""
+    return sent(fn, fn(replicas.models[0]))
+
+
+def evaluate(replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors) -> WorkerResult:
+    """A worker's part of an evaluation, with the state averaged over all replicas in place of its own."""
+    own = replicas.models[0].state()
+    replicas.models[0].load_state(state)
+    try:
+        return replicas.evaluate(data, batch_size, replicas.worker, parts)
+    finally:
+        replicas.models[0].load_state(own)
+
+
+def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, Tensors]:
+    """Buffers by replica, from a checkpoint's "replica/buffer"."""
+    states: dict[int, Tensors] = {}
+    for key, value in flat.items():
+        replica, _, name = key.partition("/")
+        states.setdefault(int(replica), Tensors())[name] = value
+    return states
+
+
+def inner_state(replicas: Replicas, step: int) -> Inner:
+    """What a worker's own optimizer remembers, see `LocalReplicas.inner_state`."""
+    assert isinstance(replicas, LocalReplicas)
+    return replicas.inner_state(step)
+
+
+def load_inner_state(
+    replicas: Replicas,
+    own: dict[int, dict[str, torch.Tensor]],
+    mean: dict[str, torch.Tensor],
+    plain: list[str],
+    schedule: ScheduleState | None,
+) -> None:
+    """Sets it: this worker's own, or the mean when there were others."""
+    assert isinstance(replicas, LocalReplicas)
+    replicas.load_inner_state(own.get(replicas.worker, mean), plain, schedule)
+
+
+def left_out(replicas: Replicas) -> dict[str, torch.Tensor]:
+    """What compression has left out of a worker's gradients, see `Packer.state`."""
+    assert replicas.packer is not None
+    return replicas.packer.state()
+
+
+def load_left_out(replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor]) -> None:
+    """Sets it: this worker's own, or the mean when there were others."""
+    assert replicas.packer is not None
+    replicas.packer.load_state(own.get(replicas.worker, mean))
+
+
+def use_plan(replicas: Replicas, plan: SamplePlan | None, seed: int) -> None:
+    """Sets which samples belong to whom from now on."""
+    replicas.use_plan(plan, seed)
+
+
+def continue_from(
+    replicas: Replicas,
+    plan: Any,
+    seed: int,
+    states: dict[int, Tensors],
+    averaged: Tensors,
+    total: int,
+) -> None:
+    """Takes a checkpoint's place in the data and buffers: its own, or the mean when there were others."""
+    replicas.use_plan(plan, seed)
+    for index, model in enumerate(replicas.models, start=replicas.first_index):
+        model.load_state(states[index] if len(states) == total else averaged)

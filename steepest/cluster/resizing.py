@@ -1,0 +1,352 @@
+"""Another number of workers or servers: new processes start while the others train, and join between two steps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from steepest.cluster.diagnostics import has_answered, never_ran
+from steepest.cluster.draining import Move, are_up, draining
+from steepest.cluster.job_state import JobState
+from steepest.cluster.launch import Cluster
+from steepest.cluster.placement import Room, ask_for_room, check_possible, fitting, may_grow, worker_bundle
+from steepest.cluster.process import by_calls
+from steepest.cluster.worker_replacement import Start
+from steepest.config.strategies import StrategyConfig
+from steepest.engine.job import check_agreement, make_strategy
+from steepest.errors import ResourcesError
+from steepest.messages.message import Peer, worker_peer
+
+log = logging.getLogger(__name__)
+_LOOK_SECONDS = 1.0
+_LONGEST_PAUSE = 60.0
+_TELL_SECONDS = 10.0
+_TOGETHER_SECONDS = 2.0  # that one who is up waits for others, so that all join in one pause
+
+
+class Resize:
+    """One change of the number of workers or servers; its new processes begin to start at once.
+
+    Args:
+        cluster: the job's processes.
+        workers: how many there will be.
+        config: the strategy, with as many servers as there will be.
+        state: of the job.
+        wanted: told how many there are, when they are, if somebody wants exactly that many.
+
+    Raises:
+        ResourcesError: the job runs in a placement group of somebody else's, which has no more places.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workers: int,
+        config: StrategyConfig,
+        state: JobState,
+        wanted: Callable[[int], None] | None = None,
+    ) -> None:
+        self.workers = workers
+        self._wanted = wanted
+        self._cluster = cluster
+        self._config = config
+        self._state = state
+        self._began = time.monotonic()
+        self._room: Room | None = None
+        self._seats = [seat for seat in cluster.seats.order[cluster.job.num_workers :] if not self._is_taken(seat)]
+        self._added: dict[Peer, Any] = {}
+        self._servers: dict[Peer, Any] = {}
+        self._waiting: list[Any] = []  # calls that end when the workers are up, and the servers
+        self._opening: list[Any] = []
+        if (missing := workers - cluster.job.num_workers - len(self._seats)) > 0:
+            bundle = worker_bundle(cluster.job.devices_per_worker, cluster.gpu, cluster.settings.cpus_per_worker)
+            check_possible(workers, bundle, ray.nodes(), may_grow())
+            self._room = ask_for_room(missing, bundle, cluster.seats.failing)
+            self._waiting = [self._room.group.ready()]
+        else:
+            self._start()
+
+    def _is_taken(self, seat: int) -> bool:
+        return any(start.seat == seat for start in self._cluster.successors.returning)
+
+    def _start(self) -> None:
+        cluster, job = self._cluster, self._cluster.job
+        cut = make_strategy(self._config).cut
+        for index, seat in zip(range(job.num_workers, self.workers), self._seats, strict=False):
+            self._added[worker_peer(index)] = actor = cluster.start_worker(index, seat)
+            self._waiting.append(actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, cut))
+        if by_calls(self._config):
+            return  # `Cluster.reform` starts all servers anew
+        have = sum(peer.role == "server" for peer in cluster.actors)
+        self._servers = cluster.start_servers(self._config, self.workers, have)
+        nbytes = job.description.layout.nbytes
+        self._opening = [actor.reserve.remote(nbytes) for actor in self._servers.values()]
+
+    def ready(self, timeout: float = 0.0) -> bool:
+        """Whether all new processes are up and have their models.
+
+        Raises:
+            ResourcesError: there has been no room for them for `start_timeout` seconds, or they did not come up.
+            Whatever building a model raises. The job goes on as it was, after `cancel`.
+        """
+        settings = self._cluster.settings
+        if self._room is not None and not self._added:
+            done, _ = ray.wait(self._waiting, timeout=min(timeout, settings.start_timeout))
+            if not done:
+                if time.monotonic() - self._began >= settings.start_timeout:
+                    raise ResourcesError(
+                        f"the cluster has had no room for {self.workers} workers for {settings.start_timeout:g} s: it "
+                        f"goes on with {self._cluster.job.num_workers}; stop what holds the rest, or add nodes"
+                    )
+                return False
+            self._waiting = []
+            before = len(self._cluster.seats.order)
+            self._cluster.seats.add(self._room)
+            self._seats += self._cluster.seats.order[before:]
+            self._room = None
+            self._start()
+        return are_up([*self._waiting, *self._opening], timeout, self._began + 5 * settings.start_timeout)
+
+    def wait(self) -> None:
+        """Returns when it is ready."""
+        limit = self._cluster.settings.start_timeout * 5
+        while not self.ready(_LOOK_SECONDS) and time.monotonic() - self._began < limit:
+            pass  # whoever is late then is named by `apply`
+
+    def apply(self) -> None:
+        """Makes it so, between two steps."""
+        cluster, before, began = self._cluster, self._cluster.job, time.monotonic()
+        cluster.extend_deadline()
+        for peer, described in zip(self._added, cluster.get(self._waiting, "build the model"), strict=True):
+            check_agreement(before.description, described, "the job", str(peer))
+        seats = {peer.index: seat for peer, seat in zip(self._added, self._seats, strict=False)}
+        self._state.reform(self._config, self.workers, {**self._added, **self._servers}, seats=seats)
+        if self._wanted is not None:
+            self._wanted(self.workers)
+        job, step = cluster.job, cluster.client.position.version // cluster.job.versions_per_step + 1
+        cluster.note(
+            "resized",
+            f"{job.num_workers} workers and {job.num_servers} servers instead of {before.num_workers} and "
+            f"{before.num_servers} from step {step} on; training stopped for {time.monotonic() - began:.2f} s",
+        )
+
+    def cancel(self) -> None:
+        """Ends what was started for it."""
+        for actor in (*self._added.values(), *self._servers.values()):
+            ray.kill(actor, no_restart=True)
+        if self._room is not None:
+            self._room.release()
+
+    def again(self) -> Resize | None:
+        """The same change of a job that another one was made of meanwhile, if it was somebody's wish."""
+        self.cancel()
+        if self._wanted is None and self._config == self._cluster.job.config:
+            return None
+        workers = self._cluster.job.num_workers if self._wanted is None else self.workers
+        return Resize(self._cluster, workers, self._config, self._state, self._wanted)
+
+
+class Without:
+    """Goes on without the workers that are gone; the others are numbered anew. Successors join when they are up.
+
+    Args:
+        cluster: the job's processes.
+        state: of the job.
+    """
+
+    def __init__(self, cluster: Cluster, state: JobState) -> None:
+        self._cluster = cluster
+        self._state = state
+
+    def ready(self) -> bool:
+        """At once."""
+        return True
+
+    def cancel(self) -> None:
+        """Nothing was started."""
+
+    def again(self) -> None:
+        """It is made at once."""
+
+    def apply(self) -> None:
+        """Makes it so, between two steps."""
+        cluster, began = self._cluster, time.monotonic()
+        successors = cluster.successors
+        left_out = [cluster.seats.order[index] for index in successors.left_out]
+        gone = successors.let_go()
+        if not gone:
+            return  # their successors have joined meanwhile, or too few are left
+        who = [f"{worker_peer(i)} on {cluster.places[worker_peer(i)].host} died: {why}" for i, why in gone.items()]
+        alive = [index for index in range(cluster.job.num_workers) if index not in gone]
+        with successors.paused():
+            self._state.reform(cluster.job.config, len(alive), keep=dict(enumerate(alive)))
+        then = cluster.seats.leave_out(left_out)
+        step, took = cluster.client.position.version // cluster.job.versions_per_step + 1, time.monotonic() - began
+        cluster.note(
+            "left",
+            f"{', '.join(who)}; going on with {len(alive)} workers from step {step} on, {then}; no update and no "
+            f"sample is lost; training stopped for {took:.2f} s",
+        )
+
+
+class Return:
+    """Successors join a job that has gone on meanwhile without those in whose places they are.
+
+    Args:
+        cluster: the job's processes.
+        starts: that are up; each gets the number that it was made for, where that can be.
+        state: of the job.
+    """
+
+    def __init__(self, cluster: Cluster, starts: Sequence[Start], state: JobState) -> None:
+        self._cluster = cluster
+        self._state = state
+        self._keep = list(range(cluster.job.num_workers))
+        self._starts: dict[int, Start] = {}  # by place among the others, -1 and below among those that stay
+        for number, start in enumerate(reversed(starts)):
+            self._keep.insert(min(start.index, len(self._keep)), -1 - number)
+            self._starts[-1 - number] = start
+        self._built = {
+            new: start.building[0] if new == start.index else cluster.successors.build(start.actor, new)
+            for new, start in ((new, self._starts[old]) for new, old in enumerate(self._keep) if old < 0)
+        }
+
+    def ready(self) -> bool:
+        """Whether they have their models."""
+        calls = list(self._built.values())
+        up = len(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) == len(calls)
+        return up and not self._cluster.successors.starting  # who is replaced just now could not let go of its roles
+
+    def cancel(self) -> None:
+        """They will be taken in another time."""
+
+    def again(self) -> None:
+        """They will be taken in another time."""
+
+    def apply(self) -> None:
+        """Makes it so, between two steps."""
+        cluster, began = self._cluster, time.monotonic()
+        if any(never_ran(call) for call in self._built.values()):
+            return  # it died: another one starts
+        cluster.extend_deadline()
+        described = cluster.get(list(self._built.values()), "build the model")
+        for new, description in zip(self._built, described, strict=True):
+            check_agreement(cluster.job.description, description, "the job", str(worker_peer(new)))
+        joining = {new: self._starts[self._keep[new]] for new in self._built}
+        self._state.reform(
+            cluster.job.config,
+            len(self._keep),
+            {worker_peer(new): start.actor for new, start in joining.items()},
+            {new: old for new, old in enumerate(self._keep) if old >= 0},
+            {new: start.seat for new, start in joining.items()},
+        )
+        successors = cluster.successors
+        successors.returning = [start for start in successors.returning if start not in joining.values()]
+        successors.count += len(joining)
+        step, took = cluster.client.position.version // cluster.job.versions_per_step + 1, time.monotonic() - began
+        who = ", ".join(f"{worker_peer(new)} (pid {cluster.places[worker_peer(new)].pid})" for new in joining)
+        cluster.note(
+            "returned",
+            f"{who} is there again, after {time.monotonic() - min(s.began for s in joining.values()):.1f} s: "
+            f"{len(self._keep)} workers from step {step} on; training stopped for {took:.2f} s",
+        )
+        successors.prepare_if_wanted()
+
+
+class Range:
+    """As many workers as the cluster has room for, within bounds; whoever is gone is done without for a while.
+
+    Args:
+        cluster: the job's processes.
+        least, most: how many there may be; for an exact number both are that.
+        state: of the job.
+    """
+
+    def __init__(self, cluster: Cluster, least: int, most: int, state: JobState) -> None:
+        self._cluster = cluster
+        self._most = most
+        self._exact = least == most
+        # one by itself would hold all weights alone
+        self._least = min(2, most) if self._exact else least
+        self._state = state
+        self._looked = time.monotonic()
+        self._pause = _LOOK_SECONDS
+        self._heard = 0.0  # when it was asked which nodes will go
+        self._left: set[str] = set()
+        self._told: set[tuple[int, float]] = set()  # of whose absence it was said that it is long
+        self._up_since = math.inf  # when the first of those that return was up
+        cluster.successors.least = self._least
+
+    def fix(self, workers: int) -> None:
+        """From now on there are exactly that many, and nobody else is awaited."""
+        self._exact, self._most, self._least = True, workers, min(2, workers)
+        self._cluster.successors.least = self._least
+        self._cluster.successors.await_nobody()
+
+    def loss(self) -> Without | None:
+        """Whether it is time to go on without those that are gone; to be asked often."""
+        cluster, now = self._cluster, time.monotonic()
+        successors, settings = cluster.successors, cluster.settings
+        workers = cluster.job.num_workers
+        self._tell_who_is_awaited(now)
+        left = workers - len(successors.starting) - len(successors.left_out)
+        if left < self._least or left == workers:
+            return None
+        if successors.left_out:
+            return Without(cluster, self._state)
+        cold = [now - start.began for start in successors.starting.values() if not start.spare]
+        held_up = cluster.job.strategy.rule.needs(workers) == workers and left > 1
+        patience = min(settings.patience if held_up else math.inf, math.inf if self._exact else settings.start_timeout)
+        return Without(cluster, self._state) if cold and max(cold) >= patience else None
+
+    def _tell_who_is_awaited(self, now: float) -> None:
+        starting = self._cluster.successors.starting
+        self._told = {key for key in self._told if key[0] in starting}
+        for index, start in starting.items():
+            if now - start.began >= _TELL_SECONDS and (index, start.began) not in self._told:
+                self._told.add((index, start.began))
+                log.warning(
+                    "%s died %.0f s ago (%s), and its successor is not up yet: the cluster has no room for it, or it "
+                    "is slow to start", worker_peer(index), now - start.began, start.cause,
+                )  # fmt: skip
+
+    def look(self) -> Resize | Return | Move | None:
+        """What should be changed, if anything; to be asked often."""
+        cluster, now = self._cluster, time.monotonic()
+        successors, workers = cluster.successors, cluster.job.num_workers
+        if now - self._heard >= _LOOK_SECONDS:
+            self._heard = now
+            here = {place.node for place in cluster.places.values()}
+            failing = dict.fromkeys(cluster.seats.failing, 0.0)
+            for nodes, why in ((draining(), "will go"), (failing, "failed again and again")):
+                going = {node: when for node, when in nodes.items() if node in here and node not in self._left}
+                self._left |= going.keys()
+                if going:
+                    return Move(cluster, going, self._least, self._state, why)
+        recovery = cluster.recovery
+        if successors.starting:
+            return None
+        if recovery is not None and (whole := recovery.missing()) is not None:
+            return Resize(cluster, workers, whole, self._state)
+        if workers >= self._most:
+            return None
+        successors.returning = [successors.again(start) or start for start in successors.returning]
+        up = [start for start in successors.returning if has_answered(start.building[1])]
+        self._up_since = min(self._up_since, now) if up else math.inf
+        if up and (len(up) == len(successors.returning) or now - self._up_since >= _TOGETHER_SECONDS):
+            return Return(cluster, up, self._state)
+        if now - self._looked < self._pause or len(cluster.seats.retired) > self._most:
+            return None
+        self._looked = now
+        bundle = worker_bundle(cluster.job.devices_per_worker, cluster.gpu, cluster.settings.cpus_per_worker)
+        seats = len(cluster.seats.order) - len(successors.returning) - workers
+        more = min(self._most - workers - len(successors.returning), fitting(bundle) + max(seats, 0))
+        if more < 1:
+            return None
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)  # what is free may be in pieces: then it asks more rarely
+        return Resize(cluster, workers + more, cluster.job.config, self._state)

@@ -1,0 +1,306 @@
+"""The driver's side of training: grants steps, takes what comes of them, and takes back what is left over."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from steepest.cluster.diagnostics import raise_step_error
+from steepest.cluster.launch import Cluster
+from steepest.data.sampler import SamplePlan
+from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
+from steepest.messages.message import Kind, Message, Peer
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+_LOOK_SECONDS = 1.0
+_SHORT_SECONDS = 0.02  # while a process starts that others wait for
+
+
+def _unknown(step: int, plan: SamplePlan | None) -> Message:
+    """A result of which nothing is known but that the step was committed, and how many samples it covered."""
+    samples = 0 if plan is None else plan.position(step - 1).size
+    nothing: dict[str, Any] = {"samples": samples, "bytes_pushed": 0, "bytes_pulled": 0, "staleness": []}
+    return Message(Kind.RESULT, meta={"step": step, **nothing})
+
+
+class Change(Protocol):
+    """Something that is made between two steps, when it is ready."""
+
+    def ready(self) -> bool:
+        """Whether it can be made at once."""
+
+    def apply(self) -> None:
+        """Makes it; nobody is at work."""
+
+    def cancel(self) -> None:
+        """It will not be made."""
+
+    def again(self) -> Change | None:
+        """What is to be made of it when another one comes first."""
+
+
+class Range(Protocol):
+    """Bounds within which a job's size follows what the cluster has."""
+
+    def loss(self) -> Change | None:
+        """What must be changed at once, if anything."""
+
+    def look(self) -> Change | None:
+        """What should be changed, if anything."""
+
+    def fix(self, workers: int) -> None:
+        """From now on there are exactly that many."""
+
+
+class Training:
+    """Steps of one job.
+
+    Args:
+        cluster: its processes.
+        step_timeout: seconds.
+
+    Attributes:
+        cluster: its processes.
+        range: within which the number of workers changes by itself.
+        running: whether workers are at work.
+        samples, seconds, bytes_pushed, bytes_pulled: sums over all steps so far.
+    """
+
+    def __init__(self, cluster: Cluster, step_timeout: float) -> None:
+        self.running = False
+        self.samples = 0
+        self.seconds = 0.0
+        self.bytes_pushed = 0
+        self.bytes_pulled = 0
+        self.cluster = cluster
+        self._timeout = step_timeout
+        self._change: Change | None = None
+        self._urgent = False  # whether it may not be replaced by another
+        self._later: Change | None = None
+        self.range: Range | None = None
+        self._began = 0.0  # of the steps that are being taken
+
+    @property
+    def version(self) -> int:
+        """Updates committed, as far as the driver has heard."""
+        return self.cluster.client.position.version
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self.version // self.cluster.job.versions_per_step
+
+    def take(self, steps: int, stats: bool, on_step: Callable[[int, Message], None]) -> None:
+        """Grants steps and hands on each result; takes back what is not used when anything raises."""
+        self._began = time.monotonic()
+        goal, self.running = self.step + steps, True
+        taken = 0
+        stop: int | None = None  # the step after which workers stop for a change
+        try:
+            self._ask(steps, stats)
+            while taken < steps:
+                if stop is None and self._is_change_ready():
+                    stop = self._stop()
+                if stop is not None and goal - steps + taken >= stop:
+                    self._make_change()
+                    stop = None
+                    self._ask(steps - taken, stats)
+                if self.cluster.recovery is not None:
+                    self.cluster.recovery.remember()
+                outcome = self._next_outcome(stopping=stop is not None)
+                if outcome is None:
+                    continue
+                recovery = self.cluster.recovery
+                lost = self._loss(outcome)
+                if lost is not None and recovery is not None and self._can_replace(lost[0]):
+                    before, (plan, _) = self.cluster.client, self.cluster.plan
+                    recovery.recover(*lost)
+                    while not before.outcomes.empty() and taken < steps - (goal - self.step):  # the last that it heard
+                        late = before.outcomes.get()
+                        if isinstance(late, Message) and late.kind is Kind.RESULT:
+                            taken += 1
+                            self._count(late)
+                            on_step(int(late.values()["step"]), late)
+                    stop = None
+                    now = steps - (goal - self.step)
+                    while taken < now:  # committed, and the word of it was lost
+                        taken += 1
+                        late = _unknown(goal - steps + taken, plan)
+                        self._count(late)
+                        on_step(goal - steps + taken, late)
+                    taken = now  # it may have been set back
+                    if taken < steps:
+                        self._ask(steps - taken, stats)
+                    continue
+                if isinstance(outcome, PeerLostError):
+                    self._raise_lost(outcome)
+                if outcome.kind is Kind.FAILURE:
+                    taken = steps  # the coordinator has taken the rest back already
+                    self._raise_failure(outcome.values())
+                taken += 1
+                self._count(outcome)
+                on_step(int(outcome.values()["step"]), outcome)
+            if self._is_change_ready():  # workers stand still
+                self._make_change()
+            self._complete()
+        finally:
+            self.running = False
+            self.seconds += time.monotonic() - self._began
+            if taken < steps:
+                self._revoke()
+
+    def _ask(self, steps: int, stats: bool) -> None:
+        client = self.cluster.client
+        self.cluster.on_router(lambda: client.ask(steps, stats))
+
+    def _stop(self) -> int:
+        """Has workers stop soon; returns after which step."""
+        client = self.cluster.client
+        limit = self.wait(self.cluster.on_router(client.stop), "the coordinator to stop the workers")["limit"]
+        return int(limit) // self.cluster.job.versions_per_step
+
+    def request(self, change: Change) -> None:
+        """Has something changed between two steps of those that are being taken; from any thread."""
+        if self._urgent:  # that is made first
+            earlier, self._later = self._later, change
+        else:
+            earlier, self._change = self._change, change
+        if earlier is not None:
+            earlier.cancel()
+
+    def _is_change_ready(self) -> bool:
+        try:
+            if self.range is not None and not self._urgent and (loss := self.range.loss()) is not None:
+                self._later, self._change, self._urgent = self._change, loss, True
+            elif self._change is None and self.range is not None:
+                self._change = self.range.look()
+            return self._change is not None and self._change.ready()
+        except SteepestError as error:
+            log.warning("%s", error)
+            if self._change is not None:
+                self._change.cancel()
+            self._change = None
+            return False
+
+    def _make_change(self) -> None:
+        change, self._change, self._urgent = self._change, None, False
+        later, self._later = self._later, None
+        if change is not None:
+            change.apply()
+        if later is not None:
+            self._change = later.again()
+
+    def _complete(self) -> None:
+        """What is lost of copies is there again before anybody trains no more; it was done without meanwhile."""
+        recovery, deadline = self.cluster.recovery, time.monotonic() + 5 * self.cluster.settings.start_timeout
+        while recovery is not None and recovery.missing() is not None and time.monotonic() < deadline:
+            if self._is_change_ready():
+                self._make_change()
+            else:
+                time.sleep(_SHORT_SECONDS)
+
+    def _loss(self, outcome: Message | PeerLostError) -> tuple[Peer, str] | None:
+        """Who is gone, and why, if that is what has come."""
+        if isinstance(outcome, PeerLostError):
+            return self.cluster.client.lost_peer or Peer("server", 0), str(outcome)
+        meta = outcome.values()
+        if outcome.kind is Kind.FAILURE and meta["reason"] == "lost":
+            return Peer(*meta["peer"]), str(meta["why"])
+        return None
+
+    def _is_mended(self, process: Peer) -> bool:
+        """Whether `_mend` sees to the death of a process."""
+        return (process.role == "worker" and self.cluster.job.workers_are_replaced) or self._can_replace(process)
+
+    def _can_replace(self, peer: Peer) -> bool:
+        recovery = self.cluster.recovery
+        return recovery is not None and recovery.can_replace(self.cluster.process_of(peer))
+
+    def _count(self, result: Message) -> None:
+        meta = result.values()
+        self.samples += meta["samples"]
+        self.bytes_pushed += meta["bytes_pushed"]
+        self.bytes_pulled += meta["bytes_pulled"]
+
+    def _next_outcome(self, *, stopping: bool) -> Message | PeerLostError | None:
+        """The next event; None when nothing comes, and a change is ready that is not being made yet."""
+        deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
+        while True:
+            try:
+                successors = self.cluster.successors
+                successors.look(self.seconds + time.monotonic() - self._began)
+                if successors.is_due() and (gone := self._mend(None)) is not None:
+                    return gone
+                timeout = _SHORT_SECONDS if successors.starting else _LOOK_SECONDS
+                outcome = self.cluster.client.outcomes.get(timeout=timeout)
+                if isinstance(outcome, PeerLostError) or outcome.kind is not Kind.LEFT:
+                    return outcome
+                if (gone := self._mend(outcome)) is not None:
+                    return gone
+                deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
+            except queue.Empty:
+                if (gone := self._mend(None)) is not None:
+                    return gone
+                if not stopping and self._is_change_ready():
+                    return None
+                self.cluster.raise_if_dead(replaced=self._is_mended)  # who died since that can be is next
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"step {self.step + 1} was not committed within {self._timeout:g} s and the coordinator is mute"
+                    ) from None
+
+    def _mend(self, left: Message | None) -> PeerLostError | None:
+        """Replaces workers that died; returns what to say if somebody died whom only a recovery replaces."""
+        recovery = self.cluster.recovery
+        try:
+            if recovery is None or recovery.loss() is None:
+                self.cluster.successors.mend(left, wait=False)
+        except PeerLostError:
+            if recovery is None or recovery.loss() is None:
+                raise
+        if recovery is None or (loss := recovery.loss()) is None:
+            return None
+        self.cluster.client.lost_peer = loss[0]
+        return PeerLostError(loss[1])
+
+    def _revoke(self) -> None:
+        """After an error or Ctrl-C: workers become idle; steps that were committed meanwhile stay."""
+        client = self.cluster.client
+        try:
+            self.wait(self.cluster.on_router(client.revoke), "the coordinator to stop the workers")
+        except (PeerLostError, DeadlineError, ShutdownError):
+            return  # nobody is left to be stopped; the first error says why
+        while not client.outcomes.empty():
+            outcome = client.outcomes.get()
+            if isinstance(outcome, Message) and outcome.kind is Kind.RESULT:
+                self._count(outcome)
+
+    def _raise_failure(self, meta: dict[str, Any]) -> NoReturn:
+        if meta["reason"] == "deadline":
+            self.cluster.raise_if_dead()  # the better explanation
+        if meta["reason"] == "lost":
+            self.cluster.lost(Peer(*meta["peer"]), meta["why"])
+        raise_step_error(meta, self.cluster.places)
+
+    def wait(self, future: Future[T], what: str) -> T:
+        """What a future holds, within the deadline.
+
+        Raises:
+            DeadlineError, PeerLostError
+        """
+        try:
+            return future.result(self._timeout)
+        except FutureTimeoutError:
+            self.cluster.raise_if_dead()
+            raise DeadlineError(f"waited {self._timeout:g} s in vain for {what}") from None
+        except PeerLostError as error:
+            self._raise_lost(error)
+
+    def _raise_lost(self, error: PeerLostError) -> NoReturn:
+        self.cluster.lost(self.cluster.client.lost_peer or Peer("server", 0), str(error))

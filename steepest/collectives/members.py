@@ -1,0 +1,316 @@
+"""A collective over a process' channels: one member is a role of its process' router."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from steepest.collectives.protocol import PointToPoint
+from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from steepest.messages.message import Kind, Message, Peer, member_peer
+from steepest.tensors.allocator import Recycler
+from steepest.tensors.shared_memory import allocate, segment_of
+from steepest.transport.channel import Channel
+from steepest.transport.router import Router
+
+_MOST_ROUNDS = 1024
+_LENT = 0  # as a message's chunk: its payload may stay where it lies
+
+
+@dataclass
+class _Round:
+    """What passes between the members within one call, or within one generation; nothing passes between two of them.
+
+    Attributes:
+        sent, awaited: messages so far, by member.
+        posted: messages that are awaited, by member and number.
+        arrived: payloads that nobody has asked for yet.
+        aborted: why, if it is.
+    """
+
+    sent: Counter[int] = field(default_factory=Counter)
+    awaited: Counter[int] = field(default_factory=Counter)
+    posted: dict[tuple[int, int], Receipt] = field(default_factory=dict)
+    arrived: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    aborted: str = ""
+
+
+class Receipt:
+    """A message to come; `memory` is where it is wanted, or None to leave it where it lies."""
+
+    def __init__(self, member: MemberCollective, source: int, nbytes: int, memory: torch.Tensor | None) -> None:
+        self._member, self._source, self._nbytes = member, source, nbytes
+        self.memory = memory
+        self.found: torch.Tensor | None = None
+
+    def take(self, payload: torch.Tensor) -> None:
+        """It has come."""
+        if self.memory is not None and self.memory is not payload and self.memory.numel() == payload.numel():
+            payload = self.memory.copy_(payload)
+        self.found = payload
+
+    def wait(self) -> None:
+        """Returns when it is here."""
+        self.bytes()
+
+    def bytes(self) -> torch.Tensor:
+        """The payload."""
+        self._member.until(lambda: self.found is not None, "a message", self._source)
+        assert self.found is not None
+        if self.found.numel() != self._nbytes:
+            raise ConfigurationError(
+                f"member {self._source} sent {self.found.numel()} bytes where member {self._member.rank} awaits "
+                f"{self._nbytes}: both must give tensors of one shape and dtype, and call the same operations"
+            )
+        return self.found
+
+
+class _Sending:
+    """A message that leaves."""
+
+    def __init__(self, member: MemberCollective, to: int, payload: torch.Tensor) -> None:
+        self._member, self._to, self._payload = member, to, payload
+
+    def wait(self) -> None:
+        """Returns when all of it has left."""
+        self._member.until(lambda: self._member.has_left(self._payload, self._to), "taking a message", self._to)
+
+
+class MemberCollective(PointToPoint):
+    """A `Collective` whose members are roles: messages travel over the channels of their processes.
+
+    Everything happens on the router's thread; who waits turns the router. A member connects to those of lower rank
+    when it first has to do with them, and is connected to by the others; a channel that is there already is used.
+
+    Args:
+        rank, size, deadline: see `PointToPoint`.
+        router: of this process; the role `member_peer(rank)` is hosted on it here.
+        connect: opens a channel to the process of a member of lower rank.
+        generation: tells the membership; when it changes, what is in progress ends with `PeerLostError`, and the
+            collective works again.
+        one_host: whether all members share a host and lend each other memory.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        router: Router,
+        deadline: float,
+        connect: Callable[[int], Channel] | None = None,
+        *,
+        generation: Callable[[], int] = lambda: 0,
+        one_host: bool = False,
+    ) -> None:
+        super().__init__(rank, size, deadline)
+        self.one_host = one_host
+        self._router = router
+        self._connect = connect
+        self._generation = generation
+        self._call = 0  # number of the call in progress, 0 between calls
+        self._last_call = 0
+        self._rounds: dict[tuple[int, int], _Round] = {}
+        self._unsent: dict[int, list[Message]] = {}  # to members of higher rank who have not connected yet
+        self._rooms: dict[int, torch.Tensor] = {}
+        self._results = Recycler(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy())
+        self._lost = ""
+        self._deliver = router.sender(member_peer(rank))
+        router.host(member_peer(rank), self)
+
+    @contextlib.contextmanager
+    def call(self, number: int) -> Iterator[None]:
+        """Keeps what passes between members within it apart from all else; numbers rise, alike on all members."""
+        before, self._call = self._call, number
+        try:
+            yield
+        finally:
+            self._call, self._last_call = before, max(self._last_call, number)
+            self._rounds.pop((0, number), None)
+
+    def abandon(self, number: int, reason: str) -> None:
+        """Ends what is, or will be, in progress here in a call."""
+        if number > self._last_call:
+            self._round((0, number)).aborted = reason
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _key(self) -> tuple[int, int]:
+        return (0, self._call) if self._call else (self._generation(), 0)
+
+    def _over(self, key: tuple[int, int]) -> bool:
+        generation, call = key
+        return 0 < call <= self._last_call if call else generation < self._generation()
+
+    def _round(self, key: tuple[int, int] | None = None) -> _Round:
+        key = self._key() if key is None else key
+        here = self._rounds.get(key)
+        if here is None:
+            for old in [old for old in self._rounds if self._over(old)]:
+                del self._rounds[old]
+            here = self._rounds[key] = _Round()
+        return here
+
+    def _send(self, memory: torch.Tensor, to: int) -> _Sending:
+        if segment_of(memory) is not None:
+            memory = memory.clone()  # or the receiver would read it where it lies, for who knows how long
+        self._post(memory, to)
+        self._router.pump()  # who sends may do other things before it waits
+        return _Sending(self, to, memory)
+
+    def lend(self, memory: torch.Tensor, to: int) -> None:
+        """Sends bytes that the receiver may read where they lie: they stay as they are until it is known to be done."""
+        self._post(memory, to, _LENT)
+
+    def borrow(self, nbytes: int, source: int) -> Receipt:
+        """The next message, which was sent with `lend`: its `bytes` are not to be written to."""
+        return self._await(source, nbytes, None)
+
+    def room(self, number: int, nbytes: int) -> torch.Tensor:
+        """Memory to lend from, as often as it is asked for: nobody may be reading there any more."""
+        if number not in self._rooms or self._rooms[number].numel() < nbytes:
+            self._rooms[number] = allocate(1 << (nbytes - 1).bit_length())  # readers map each for good: few
+        return self._rooms[number][:nbytes]
+
+    def result(self, nbytes: int) -> torch.Tensor:
+        """Memory for what a call returns (flat, uint8, with anything in it): it serves again when no view is left."""
+        return self._results.empty(1 << (nbytes - 1).bit_length())[:nbytes]  # few sizes, so that little is kept
+
+    def leave_rooms(self) -> None:
+        """That memory is not used again, because somebody may be reading there."""
+        self._rooms.clear()
+
+    def pump(self) -> None:
+        """Has messages leave that wait for company."""
+        self._router.pump()
+
+    def _receive(self, memory: torch.Tensor, source: int) -> Receipt:
+        return self._await(source, memory.numel(), memory)
+
+    def _post(self, memory: torch.Tensor, to: int, chunk: int = -1) -> None:
+        key = self._key()
+        here = self._round()
+        self._raise_if_over(key, here)
+        number = here.sent[to]
+        here.sent[to] += 1
+        generation, call = key
+        message = Message(Kind.DATA, generation, version=call, sequence=number, chunk=chunk, payload=memory)
+        self._reach(to)
+        self._put(to, message)
+
+    def _put(self, to: int, message: Message) -> None:
+        if self._router.channel(member_peer(to)) is None:
+            self._unsent.setdefault(to, []).append(message)
+        else:
+            self._deliver(member_peer(to), message)
+
+    def _await(self, source: int, nbytes: int, memory: torch.Tensor | None) -> Receipt:
+        here = self._round()
+        self._raise_if_over(self._key(), here)
+        place = source, here.awaited[source]
+        here.awaited[source] += 1
+        receipt = Receipt(self, source, nbytes, memory)
+        if place in here.arrived:
+            receipt.take(here.arrived.pop(place))
+        else:
+            here.posted[place] = receipt
+            self._reach(source)
+        return receipt
+
+    def _reach(self, other: int) -> None:
+        if other < self.rank and self._connect is not None and self._router.channel(member_peer(other)) is None:
+            self._router.pump()  # others may wait for what was sent before, as long as this one waits here
+            self._router.attach(self._connect(other))
+            self._deliver(member_peer(other), Message(Kind.DATA))  # so that it sends what it could not
+            self._router.pump()
+
+    def has_left(self, memory: torch.Tensor, to: int) -> bool:
+        """Whether what was sent to a member may be written to again."""
+        if any(message.payload is memory for message in self._unsent.get(to, ())):
+            return False
+        if self._router.in_use(memory):
+            self._router.pump()
+        return not self._router.in_use(memory)
+
+    def until(self, condition: Callable[[], bool], what: str, other: int) -> None:
+        """Turns the router until something holds that another member brings about."""
+        key, limit = self._key(), time.monotonic() + self.deadline
+        here = self._round()
+        while not condition():
+            self._raise_if_over(key, here)
+            left = limit - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"member {self.rank} waited {self.deadline:g} s in vain for {what} by member {other}"
+                )
+            self._router.wait(left)
+
+    def _raise_if_over(self, key: tuple[int, int], here: _Round) -> None:
+        if self._lost or here.aborted:
+            raise PeerLostError(self._lost or f"the collective was aborted: {here.aborted}")
+        if self._over(key):
+            raise PeerLostError("the step was given up: a new generation has begun")
+
+    def abort(self, reason: str) -> None:
+        """Ends every operation in progress, here and at the other members."""
+        self._round().aborted = reason
+        for other in self._others():
+            with contextlib.suppress(PeerLostError, DeadlineError, ProtocolError):
+                self._reach(other)
+        self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
+        generation, call = self._key()
+        for other in self._others():
+            self._put(other, Message(Kind.ABORT, generation, version=call, meta={"reason": reason[:1000]}))
+        self._router.pump()
+
+    # -- Role ----------------------------------------------------------------------------------
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Where an arriving payload goes: into the tensor that awaits it, if there is one."""
+        assert message.source is not None
+        if message.chunk == _LENT and message.payload is not None:
+            return message.payload
+        key = message.generation, message.version
+        here = self._rounds.get(key)
+        receipt = here.posted.get((message.source.index, message.sequence)) if here is not None else None
+        if receipt is None or receipt.memory is None or receipt.memory.numel() != size or self._over(key):
+            return torch.empty(size, dtype=torch.uint8)
+        return receipt.memory
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Acts on one message."""
+        if source.role != "member" or message.kind not in (Kind.DATA, Kind.ABORT):
+            raise ProtocolError(f"{message.kind.name} from {source} at a member")
+        if not 0 <= source.index < self.size:
+            raise ProtocolError(f"{source} is none of {self.size} members")
+        for kept in self._unsent.pop(source.index, ()):
+            self._deliver(source, kept)
+        key = message.generation, message.version
+        if self._over(key):
+            return
+        if key not in self._rounds and len(self._rounds) >= _MOST_ROUNDS:
+            raise ProtocolError(f"{source} is {_MOST_ROUNDS} calls or generations ahead of member {self.rank}")
+        here = self._round(key)
+        if message.kind is Kind.ABORT:
+            here.aborted = here.aborted or str(message.values().get("reason"))
+        elif message.payload is not None:
+            place = source.index, message.sequence
+            if place in here.posted:
+                here.posted.pop(place).take(message.payload)
+            else:
+                here.arrived[place] = message.payload
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """A member is gone: nothing will be whole again, and those who await others hear of it from here."""
+        if peer.role == "member" and 0 <= peer.index < self.size and not self._lost:
+            self._lost = f"{peer} is gone ({reason})"
+            self._tell(self._lost)
+
+    def tick(self, now: float) -> None:
+        """Who waits looks at the time."""

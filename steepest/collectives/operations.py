@@ -1,0 +1,197 @@
+"""Collective operations for code of your own, close to torch.distributed's: what it writes to, these return.
+
+They work among the members of the *current* collective: in workers of `DistributedSGD` all of them, elsewhere that of
+`using`. Every member calls the same operations in the same order, with tensors of the same shape and dtype, on the CPU.
+Inputs are never written to. Reductions take the members in the order of their ranks, or go around the ring; all members
+get the same bits.
+
+Every function raises `ConfigurationError` where there is no current collective, or for tensors that cannot travel;
+`DeadlineError`, naming the member that is awaited, when it takes too long; `PeerLostError` when a member is gone, or
+its function has raised.
+
+Example:
+    >>> from steepest import collectives
+    >>> from steepest.testing import InProcessCollective
+    >>> with collectives.using(InProcessCollective.group(1)[0]):
+    ...     collectives.all_reduce(torch.tensor([3.0, 4.0]), op="mean")
+    tensor([3., 4.])
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+
+import torch
+
+from steepest.collectives.members import MemberCollective
+from steepest.collectives.protocol import Collective, Work
+from steepest.collectives.ring import OPS, check_reduction, ring_allreduce
+from steepest.collectives.shared_memory_reduce import shared_allreduce
+from steepest.errors import ConfigurationError
+
+#: The collective, or why there is none.
+_current: ContextVar[Collective | str] = ContextVar(
+    "collective",
+    default="there is no current collective here: call it in a worker (sgd.foreach_worker), on the thread that runs "
+    "your function, or within collectives.using(...)",
+)
+
+
+class Receiving:
+    """A tensor on its way here."""
+
+    def __init__(self, tensor: torch.Tensor, work: Work) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, when it is here."""
+        self._work.wait()
+        return self._tensor
+
+
+@contextlib.contextmanager
+def using(collective: Collective | str) -> Iterator[None]:
+    """Makes a collective the current one of this thread for the length of a block; a string says why there is none."""
+    token = _current.set(collective)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def install(collective: Collective | str) -> None:
+    """The same for good."""
+    _current.set(collective)
+
+
+def current() -> Collective:
+    """The collective that the functions below use."""
+    found = _current.get()
+    if isinstance(found, str):
+        raise ConfigurationError(found)
+    return found
+
+
+def rank() -> int:
+    """This member's place, from 0."""
+    return current().rank
+
+
+def size() -> int:
+    """Number of members."""
+    return current().size
+
+
+def barrier() -> None:
+    """Returns when every member has called it."""
+    current().barrier()
+
+
+def isend(tensor: torch.Tensor, dst: int) -> Work:
+    """Begins to send; after `wait` the tensor may be written to again."""
+    return current().isend(tensor.detach().contiguous(), dst)
+
+
+def irecv(like: torch.Tensor, src: int) -> Receiving:
+    """Begins to receive a tensor of the shape and dtype of another one; `wait` returns it."""
+    received = _empty(like)
+    return Receiving(received, current().irecv(received, src))
+
+
+def send(tensor: torch.Tensor, dst: int) -> None:
+    """Sends a tensor."""
+    isend(tensor, dst).wait()
+
+
+def recv(like: torch.Tensor, src: int) -> torch.Tensor:
+    """The next tensor that a member sends here, of the shape and dtype of `like`."""
+    return irecv(like, src).wait()
+
+
+def broadcast(tensor: torch.Tensor, src: int) -> torch.Tensor:
+    """The tensor of member `src`."""
+    return current().broadcast(tensor.detach().contiguous().view(-1), _member(src)).view(tensor.shape)
+
+
+def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """The members' tensors reduced by "sum", "mean", "min", "max" or "product".
+
+    In shared memory when all members share a host, else around the ring.
+    """
+    members = current()
+    if isinstance(members, MemberCollective) and members.one_host:
+        return shared_allreduce(tensor, members, op)
+    return ring_allreduce(tensor, members, op)
+
+
+def reduce(tensor: torch.Tensor, dst: int, op: str = "sum") -> torch.Tensor | None:
+    """The same for member `dst` alone; None for the others."""
+    check_reduction(tensor, op)
+    parts = gather(tensor, dst)
+    return None if parts is None else _reduced(parts, op)
+
+
+def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
+    """The members' `tensors[rank()]` reduced: each gives one tensor for every member, of one shape and dtype."""
+    check_reduction(tensors[0], op)
+    own = _one_each(tensors)
+    parts = [tensor.clone() if other == rank() else torch.empty_like(own[0]) for other, tensor in enumerate(own)]
+    current().exchange(_others(own), _others(parts))
+    return _reduced(parts, op)
+
+
+def scatter(like: torch.Tensor, tensors: Sequence[torch.Tensor] | None = None, src: int = 0) -> torch.Tensor:
+    """This member's tensor of those that member `src` gives, one for every member; of the shape and dtype of `like`."""
+    if rank() != _member(src):
+        return recv(like, src)
+    own = _one_each(tensors or ())
+    current().exchange(_others(own), {})
+    return own[src].clone()
+
+
+def gather(tensor: torch.Tensor, dst: int = 0) -> list[torch.Tensor] | None:
+    """Everybody's tensor, by rank, for member `dst`; None for the others."""
+    if rank() != _member(dst):
+        send(tensor, dst)
+        return None
+    parts = [tensor.detach().clone() if other == dst else _empty(tensor) for other in range(size())]
+    current().exchange({}, _others(parts))
+    return parts
+
+
+def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Everybody's tensor, by rank."""
+    own = tensor.detach().contiguous()
+    parts = [own.clone() if other == rank() else _empty(own) for other in range(size())]
+    current().exchange(_others([own] * size()), _others(parts))
+    return parts
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype)
+
+
+def _others(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {other: tensor for other, tensor in enumerate(tensors) if other != rank()}
+
+
+def _member(other: int) -> int:
+    if not 0 <= other < size():
+        raise ConfigurationError(f"there is no member {other}: give one of 0 to {size() - 1}")
+    return other
+
+
+def _one_each(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if len(tensors) != size():
+        raise ConfigurationError(f"{len(tensors)} tensors for {size()} members: give one for each, by rank")
+    return [tensor.detach().contiguous() for tensor in tensors]
+
+
+def _reduced(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """In the order of ranks; the first part is written to."""
+    total = parts[0]
+    for part in parts[1:]:
+        OPS[op](total, part, out=total)
+    return total / len(parts) if op == "mean" else total

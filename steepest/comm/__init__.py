@@ -1,1 +1,0 @@
-"""What carries messages: channels, frames, the wire, and the router of one process."""

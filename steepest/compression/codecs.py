@@ -1,0 +1,484 @@
+"""How float32 gradients travel between hosts in fewer bytes: rounded, the largest elements only, or as factors.
+
+Formats are functions of a chunk, without state; what they leave out of a gradient a `Packer` adds to the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from steepest.config.compression import Compression, Int8, TopK
+from steepest.errors import CheckpointError, ProtocolError
+from steepest.tensors.half_precision import WIRE_DTYPES, narrow, narrow_size
+from steepest.tensors.layout import Chunk, ParameterLayout, Slice
+from steepest.tensors.shared_memory import allocate
+
+_ALIGNMENT = 64
+_BUCKET = 1 << 16  # elements whose place a 16-bit number tells
+_FEW = 1 << 14  # elements that are not worth a look at a sample of them
+#: state of one chunk that a format goes on with: a matrix for each slice that it factors
+Factors = dict[int, torch.Tensor]
+
+
+class Packing(Protocol):
+    """A format of chunks of float32."""
+
+    #: whether what is left out is worth keeping for the next gradient
+    lossy: bool
+
+    def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
+        """Bytes of a chunk in this format; None when it travels as it is."""
+
+    def pack(
+        self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
+    ) -> bool:
+        """Writes a chunk; whether it can be told in this format.
+
+        Args:
+            values: float32, finite; when the format is lossy, what was left out is there afterwards.
+            out: uint8, flat, of the format's size.
+            factors: of the same sender's gradient before; changed.
+        """
+
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Looks whether a payload of the right size can be added.
+
+        Raises:
+            ProtocolError: it cannot.
+        """
+
+    def add(
+        self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
+    ) -> None:
+        """Adds chunks that were checked, each multiplied by a factor, to float32."""
+
+
+class Half:
+    """Half precision: float16 or bfloat16, rounded to the nearest."""
+
+    lossy = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
+        """Half as many."""
+        return narrow_size(chunk.dtype, chunk.nbytes, self.dtype)
+
+    def pack(
+        self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
+    ) -> bool:
+        """Rounds; float16 ends at 65,504."""
+        return narrow(values.view(torch.uint8), self.dtype, out)
+
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Any bytes can be added."""
+
+    def add(
+        self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
+    ) -> None:
+        """Widens."""
+        for payload, factor in packed:
+            out.add_(payload.view(self.dtype), alpha=factor)
+
+
+class BlockInt8:
+    """Each block of elements as int8 and one float32, by which they are multiplied.
+
+    The scales come first. Block-wise quantization as in Dettmers et al. 2022 (arXiv:2110.02861), to evenly spaced
+    values.
+    """
+
+    lossy = True
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+
+    def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
+        """A byte for each element, and four for each block."""
+        count = chunk.nbytes // 4
+        return _if_less(chunk, count + 4 * -(-count // self._block))
+
+    def _parts(self, flat: torch.Tensor, scales: torch.Tensor) -> Iterator[tuple[slice, tuple[int, int], torch.Tensor]]:
+        """Where the full blocks lie, their shape and scales; then the same for what remains."""
+        full = flat.numel() // self._block
+        if full:
+            yield slice(0, full * self._block), (full, self._block), scales[:full, None]
+        if rest := flat.numel() - full * self._block:
+            yield slice(full * self._block, None), (1, rest), scales[full:, None]
+
+    def _views(self, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        border = 4 * -(-count // self._block)
+        return packed[:border].view(torch.float32), packed[border:].view(torch.int8)
+
+    def pack(
+        self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
+    ) -> bool:
+        """Rounds to the nearest of 255 values from minus to plus the greatest of the block."""
+        scales, rounded = self._views(out, values.numel())
+        for where, shape, scale in self._parts(values, scales):
+            block = values[where].view(shape)
+            low, high = torch.aminmax(block, dim=1, keepdim=True)
+            scale.copy_(torch.maximum(high, low.neg_())).div_(127)
+            levels = block.div(scale.clamp(min=torch.finfo(torch.float32).tiny)).round_()
+            rounded[where].view(shape).copy_(levels)
+            block.addcmul_(levels, scale.expand(shape), value=-1)
+        return True
+
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Any bytes can be added."""
+
+    def add(
+        self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
+    ) -> None:
+        """Multiplies by the scales."""
+        for payload, factor in packed:
+            scales, rounded = self._views(payload, out.numel())
+            for where, shape, scale in self._parts(out, scales):
+                out[where].view(shape).add_(rounded[where].view(shape) * (scale * factor))
+
+
+class Largest:
+    """The elements of greatest magnitude, in 4 bytes each.
+
+    First a scale (float32), the number of elements in each bucket of 65,536 (int32), then their places in it (16 bits)
+    and their values divided by the scale (float16). The idea is that of Aji and Heafield 2017 (arXiv:1704.05021),
+    error feedback included; only those above a threshold estimated from a sample are sorted, as in Lin et al. 2018
+    (arXiv:1712.01887), but the choice is exact.
+    """
+
+    lossy = True
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+
+    def _counts(self, chunk: Chunk) -> tuple[int, int, int]:
+        """Elements, those of them that travel, and buckets."""
+        count = chunk.nbytes // 4
+        return count, math.ceil(count * self._ratio), -(-count // _BUCKET)
+
+    def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
+        """Four for each of the largest, and a little more."""
+        _, chosen, buckets = self._counts(chunk)
+        return _if_less(chunk, 4 + 4 * buckets + 4 * chosen)
+
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Looks at the places: as many as should be, none behind the end of the chunk."""
+        count, chosen, _ = self._counts(chunk)
+        _, counts, places, _ = self._views(payload, chunk)
+        if int(counts.min()) < 0 or int(counts.sum(dtype=torch.int64)) != chosen:
+            raise ProtocolError(f"chunk {chunk.index}: {chosen} elements should come, {counts.tolist()} are named")
+        last = places[chosen - int(counts[-1]) :]  # in the last bucket, which may be shorter than the others
+        at = (len(counts) - 1) * _BUCKET + (int(last.max()) + _BUCKET // 2 if last.numel() else 0)
+        if at >= count:
+            raise ProtocolError(f"element {at} of chunk {chunk.index}, which has {count}")
+
+    def _views(self, packed: torch.Tensor, chunk: Chunk) -> list[torch.Tensor]:
+        _, chosen, buckets = self._counts(chunk)
+        kinds = [(4, torch.float32), (4 * buckets, torch.int32), (2 * chosen, torch.int16), (2 * chosen, torch.float16)]
+        at = list(accumulate((nbytes for nbytes, _ in kinds), initial=0))
+        return [packed[begin:end].view(dtype) for (begin, end), (_, dtype) in zip(pairwise(at), kinds, strict=True)]
+
+    def pack(
+        self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
+    ) -> bool:
+        """Chooses and rounds; the rounding is left out too."""
+        _, chosen, buckets = self._counts(chunk)
+        scale, counts, places, halves = self._views(out, chunk)
+        indices = largest(values, chosen)
+        picked = values[indices]
+        greatest = picked.abs().max()
+        scale.copy_(greatest)
+        counts.copy_(torch.bincount(indices >> 16, minlength=buckets))
+        places.copy_((indices & (_BUCKET - 1)).to(torch.int32).sub_(_BUCKET // 2))
+        halves.copy_(picked / greatest.clamp(min=torch.finfo(torch.float32).tiny))
+        values[indices] = picked.addcmul_(halves.float(), greatest.expand(chosen), value=-1)
+        return True
+
+    def add(
+        self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
+    ) -> None:
+        """Adds to the places that are named."""
+        _, chosen, buckets = self._counts(chunk)
+        for payload, factor in packed:
+            scale, counts, places, halves = self._views(payload, chunk)
+            bucket = torch.arange(buckets).repeat_interleave(counts.long(), output_size=chosen)
+            indices = bucket.mul_(_BUCKET).add_(places).add_(_BUCKET // 2)
+            out.index_add_(0, indices, halves.float().mul_(float(scale) * factor))
+
+
+def largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The places, ascending, of the elements of greatest magnitude.
+
+    Args:
+        values: float32, flat.
+        count: how many.
+
+    Example:
+        >>> largest(torch.tensor([0.5, -3.0, 1.0]), 2).tolist()
+        [1, 2]
+    """
+    sizes = values.abs()
+    total = sizes.numel()
+    if total > _FEW and count < total // 8:
+        step = max(total // _FEW, 1)
+        sample = sizes[::step]
+        expected = count / step
+        few = min(math.ceil(expected + 4 * math.sqrt(expected) + 4), sample.numel())
+        least = float(sample.topk(few, sorted=False).values.min())
+        candidates = torch.from_numpy(np.flatnonzero(sizes.numpy() >= np.float32(least)))  # ten times as fast as torch
+        if candidates.numel() >= count:  # else the sample was not like the whole
+            chosen = sizes[candidates].topk(count, sorted=False).indices
+            return candidates[chosen].sort().values
+    return sizes.topk(count, sorted=False).indices.sort().values
+
+
+class LowRank:
+    """Each tensor of two or more dimensions as a product P Q' of rank r, as PowerSGD has it.
+
+    One power iteration for each gradient, from the factor Q of the one before: P = orthogonalized M Q, then Q = M' P
+    (Vogels et al. 2019, arXiv:1905.13727). There the workers' P and Q are averaged in two rounds; here each worker's
+    product travels by itself in one, and the products are added up. Everything else travels as it is. A chunk has to
+    hold whole tensors.
+    """
+
+    lossy = True
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def _pieces(self, layout: ParameterLayout, chunk: Chunk) -> Iterator[tuple[Slice, slice, tuple[int, int, int]]]:
+        """Each slice, where in the chunk it lies, and (rows, columns, rank); rank 0 for as it is."""
+        for piece in chunk.slices:
+            entry = layout.entries[piece.entry]
+            begin = (entry.offset - chunk.start) // 4 + piece.start
+            count = piece.stop - piece.start
+            rows = entry.shape[0] if count == entry.numel and len(entry.shape) > 1 else 1
+            columns = count // rows
+            rank = min(self._rank, rows, columns)
+            pays = (rows + columns) * rank < count
+            yield piece, slice(begin, begin + count), (rows, columns, rank if pays else 0)
+
+    def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
+        """Four for each element of the factors, and of what is not factored."""
+        pieces = [shape for _, _, shape in self._pieces(layout, chunk)]
+        return _if_less(chunk, sum(4 * _numbers(*shape) for shape in pieces))
+
+    def pack(
+        self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
+    ) -> bool:
+        """One power iteration."""
+        at = 0
+        for piece, where, (rows, columns, rank) in self._pieces(layout, chunk):
+            mine = out.view(torch.float32)[at : at + _numbers(rows, columns, rank)]
+            at += mine.numel()
+            if not rank:
+                mine.copy_(values[where])
+                values[where] = 0.0
+                continue
+            matrix = values[where].view(rows, columns)
+            before = factors.get(piece.entry)
+            if before is None or before.shape != (rank, columns):
+                before = torch.randn(rank, columns, generator=torch.Generator().manual_seed(piece.entry))
+            p, q = mine[: rows * rank].view(rank, rows), mine[rows * rank :].view(rank, columns)  # transposed: faster
+            p.copy_(torch.linalg.qr((before @ matrix.T).T).Q.T)
+            torch.mm(p, matrix, out=q)
+            matrix.addmm_(p.T, q, alpha=-1)
+            factors[piece.entry] = q.clone()
+        return True
+
+    def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
+        """Any bytes can be added."""
+
+    def add(
+        self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
+    ) -> None:
+        """All products of a tensor at once."""
+        at = 0
+        flat = [(payload.view(torch.float32), factor) for payload, factor in packed]
+        for _, where, (rows, columns, rank) in self._pieces(layout, chunk):
+            border, end = at + rows * rank, at + _numbers(rows, columns, rank)
+            if rank:
+                left = [payload[at:border].view(rank, rows) * factor for payload, factor in flat]
+                right = [payload[border:end].view(rank, columns) for payload, _ in flat]
+                out[where].view(rows, columns).addmm_(torch.cat(left).T, torch.cat(right))
+            else:
+                for payload, factor in flat:
+                    out[where].add_(payload[at:end], alpha=factor)
+            at = end
+
+
+def _numbers(rows: int, columns: int, rank: int) -> int:
+    return (rows + columns) * rank if rank else rows * columns
+
+
+def _if_less(chunk: Chunk, size: int) -> int | None:
+    return size if chunk.dtype is torch.float32 and size < chunk.nbytes else None
+
+
+def make_packing(choice: str | Compression | None) -> Packing | None:
+    """The format that a user chose; None for as they are."""
+    if choice is None or isinstance(choice, str):
+        return None if choice is None else Half(WIRE_DTYPES[choice])
+    if isinstance(choice, TopK):
+        return Largest(choice.ratio)
+    return BlockInt8(choice.block) if isinstance(choice, Int8) else LowRank(choice.rank)
+
+
+class Packer:
+    """One sender's gradients: packed, with what was left out of one added to the next (error feedback).
+
+    What is left out of a gradient counts once that is committed: a step that is repeated starts from the same.
+    Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv:1901.09847) show what it is good for.
+
+    Args:
+        packing: the format.
+        packed: by chunk, whether it is to be packed.
+        own_pending: makes copies of what has not left yet before memory changes.
+    """
+
+    def __init__(
+        self,
+        layout: ParameterLayout,
+        packing: Packing | None,
+        packed: Sequence[bool],
+        own_pending: Callable[[torch.Tensor], None] = lambda memory: None,
+    ) -> None:
+        self._layout = layout
+        self._packing = packing
+        self._own_pending = own_pending
+        self._places: dict[int, slice] = {}  # in `_room`
+        end = 0
+        for chunk in layout.chunks if packing is not None else ():
+            size = packing.size(layout, chunk) if packing is not None and packed[chunk.index] else None
+            if size is not None and chunk.trainable:
+                self._places[chunk.index] = slice(end, end + size)
+                end = -(-(end + size) // _ALIGNMENT) * _ALIGNMENT
+        self._end = end
+        self._room: torch.Tensor | None = None
+        self._left: dict[int, torch.Tensor] = {}  # by chunk: float32, of the gradient of a worker's mean loss
+        self._factors: dict[int, Factors] = {}
+        self._spare: dict[int, torch.Tensor] = {}
+        self._next: dict[int, tuple[torch.Tensor, Factors]] = {}  # the same as of the gradient that is on its way
+
+    def begin(self) -> None:
+        """A gradient begins to leave; one before it that was not committed never will be."""
+        for chunk, (left, _) in self._next.items():
+            self._spare[chunk] = left
+        self._next.clear()
+
+    def commit(self) -> None:
+        """The gradient that left is part of the weights."""
+        for chunk, (left, factors) in self._next.items():
+            if chunk in self._left:
+                self._spare[chunk] = self._left[chunk]
+            self._left[chunk], self._factors[chunk] = left, factors
+        self._next.clear()
+
+    def pack(
+        self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
+    ) -> torch.Tensor:
+        """One chunk as it travels: as it is, if it is not to be packed, or not finite.
+
+        Args:
+            payload: flat bytes; the gradient of the worker's mean loss is ``unit / total * payload``.
+            absent: entries that have no gradient.
+        """
+        place = self._places.get(index)
+        if place is None or self._packing is None:
+            return payload
+        if self._room is None:
+            self._room = allocate(self._end)
+        chunk, out = self._layout.chunks[index], self._room[place]
+        self._own_pending(out)
+        if not self._packing.lossy:
+            return out if self._packing.pack(self._layout, chunk, payload.view(torch.float32), out, {}) else payload
+        values = self._spare.pop(index, None)
+        if values is None:
+            values = torch.empty(chunk.nbytes // 4, dtype=torch.float32)
+        gradient, left = payload.view(torch.float32), self._left.get(index)
+        if left is None:
+            values.copy_(gradient)
+        else:
+            torch.add(gradient, left, alpha=total / unit, out=values)
+        if not math.isfinite(sum_of_squares(values)):
+            self._spare[index] = values
+            return payload
+        for piece in self._absent(chunk, absent):
+            values[piece] = 0.0
+        factors = dict(self._factors.get(index, {}))
+        self._packing.pack(self._layout, chunk, values, out, factors)
+        if unit != total:
+            values.mul_(unit / total)
+        for piece in self._absent(chunk, absent):
+            values[piece] = 0.0 if left is None else left[piece]
+        self._next[index] = (values, factors)
+        return out
+
+    def _absent(self, chunk: Chunk, absent: frozenset[int]) -> Iterator[slice]:
+        for piece in chunk.slices:
+            if piece.entry in absent:
+                begin = (self._layout.entries[piece.entry].offset - chunk.start) // 4 + piece.start
+                yield slice(begin, begin + piece.stop - piece.start)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of what it goes on with: "left/PARAMETER", flat, and "factor/PARAMETER"."""
+        found: dict[str, torch.Tensor] = {}
+        for index, left in self._left.items():
+            chunk = self._layout.chunks[index]
+            for piece in chunk.slices:
+                entry = self._layout.entries[piece.entry]
+                whole = found.setdefault(f"left/{entry.name}", torch.zeros(entry.numel))
+                begin = (entry.offset - chunk.start) // 4 + piece.start
+                whole[piece.start : piece.stop] = left[begin : begin + piece.stop - piece.start]
+            for number, factor in self._factors[index].items():
+                found[f"factor/{self._layout.entries[number].name}"] = factor.clone()
+        return found
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from what `state` returned, by whatever chunks; from nothing, if it is empty."""
+        self._left.clear()
+        self._factors.clear()
+        self.begin()
+        for index in self._places if state else ():
+            chunk = self._layout.chunks[index]
+            left, factors = torch.zeros(chunk.nbytes // 4), self._factors.setdefault(index, {})
+            for piece in chunk.slices:
+                entry = self._layout.entries[piece.entry]
+                whole = state.get(f"left/{entry.name}")
+                begin = (entry.offset - chunk.start) // 4 + piece.start
+                if whole is not None:
+                    left[begin : begin + piece.stop - piece.start] = whole[piece.start : piece.stop]
+                if (factor := state.get(f"factor/{entry.name}")) is not None:
+                    factors[piece.entry] = factor.clone()
+            self._left[index] = left
+
+
+def check_left_out(layout: ParameterLayout, states: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    """What `Packer.state` returned must be of this model.
+
+    Raises:
+        CheckpointError: it is not; says in what.
+    """
+    for key, value in chain.from_iterable(state.items() for state in states):
+        kind, _, name = key.partition("/")
+        entry = layout.entries[layout.index[name]] if name in layout.index else None
+        if kind not in ("left", "factor") or entry is None or (kind == "left" and value.shape != (entry.numel,)):
+            raise CheckpointError(f"what compression left out has {key!r} of shape {tuple(value.shape)}, the model not")
+
+
+def sum_of_squares(vector: torch.Tensor) -> float:
+    """The sum of squares of a flat vector; infinite or NaN only when an element is."""
+    if vector.dtype in (torch.float32, torch.float64):
+        result = float(torch.dot(vector, vector))
+    else:
+        result = float(torch.linalg.vector_norm(vector, dtype=torch.float32)) ** 2
+    if math.isfinite(result) or not bool(torch.isfinite(vector).all()):
+        return result
+    return min(float(torch.linalg.vector_norm(vector, dtype=torch.float64)), 1e154) ** 2  # float32 overflowed

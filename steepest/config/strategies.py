@@ -1,0 +1,335 @@
+"""Strategies: frozen, validated when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from steepest.config.compression import COMPRESSION_BY_NAME, Compression, WireDtype
+from steepest.config.validation import is_finite_number, require_choice, require_count
+from steepest.errors import ConfigurationError
+
+
+def check_copies(num_servers: int | None, replication: int) -> None:
+    """At least as many servers as copies, if their number is given.
+
+    Raises:
+        ConfigurationError: there are fewer, or either is no count.
+    """
+    require_count("replication", replication)
+    if num_servers is not None and require_count("num_servers", num_servers) < replication:
+        raise ConfigurationError(
+            f"replication={replication} with num_servers={num_servers}: each copy is on another server; "
+            "give more servers, or leave num_servers out"
+        )
+
+
+def check_clip_norm(value: float | None) -> None:
+    """None, or a positive, finite number.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if value is not None and not (is_finite_number(value) and value > 0):
+        raise ConfigurationError(
+            f"clip_norm={value!r:.40}: give a positive number, or None to leave gradients as they are"
+        )
+
+
+#: how processes talk: see `ParameterServerStrategy`
+TRANSPORTS = ("wire", "shared", "unix", "tcp", "ray")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimpleStrategy:
+    """Gradients averaged centrally on the driver, through Ray's object store: the reference.
+
+    Attributes:
+        clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    name = "simple"
+
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_clip_norm(self.clip_norm)
+
+
+class _OnTheWire:
+    """What every strategy has whose processes exchange gradients by themselves."""
+
+    chunk_bytes: int | None
+    nonfinite: str
+    transport: str
+    wire_dtype: WireDtype | tuple[WireDtype, str | None]
+    clip_norm: float | None
+
+    def _check_wire(self, transports: tuple[str, ...] = TRANSPORTS) -> None:
+        if self.chunk_bytes is not None:
+            require_count("chunk_bytes", self.chunk_bytes)
+        require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
+        require_choice("transport", self.transport, transports)
+        check_clip_norm(self.clip_norm)
+        if isinstance(self.wire_dtype, tuple) and len(self.wire_dtype) != 2:
+            raise ConfigurationError(f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls")
+        push, pull = self.wire_dtypes
+        if not isinstance(push, Compression):
+            require_choice("wire_dtype", push, (None, "fp16", "bf16", *COMPRESSION_BY_NAME))
+        if isinstance(pull, Compression) or (isinstance(pull, str) and pull in COMPRESSION_BY_NAME):
+            raise ConfigurationError(
+                f"wire_dtype={self.wire_dtype!r}: compression is for gradients; weights travel as they are, or as "
+                '"fp16" or "bf16": give a pair, such as ("int8", "bf16")'
+            )
+        require_choice("wire_dtype of pulls", pull, (None, "fp16", "bf16"))
+
+    @property
+    def wire_dtypes(self) -> tuple[WireDtype, str | None]:
+        """In which pushes and pulls travel; a compression alone is for pushes."""
+        push, pull = self.wire_dtype if isinstance(self.wire_dtype, tuple) else (self.wire_dtype, None)
+        push = COMPRESSION_BY_NAME.get(push, push) if isinstance(push, str) else push
+        if not isinstance(self.wire_dtype, tuple) and isinstance(push, str):
+            pull = push
+        return push, pull
+
+    @property
+    def compression(self) -> Compression | None:
+        """Of gradients, with error feedback; None without."""
+        push, _ = self.wire_dtypes
+        return push if isinstance(push, Compression) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllreduceStrategy(_OnTheWire):
+    """Allreduce: no servers; each worker adds up and updates one slice of the weights, and all gather the slices.
+
+    The optimizer's state is thereby sharded: each worker keeps that of its own slice.
+
+    Attributes:
+        sharded: False for a whole copy of the optimizer's state in every worker. Each gradient then goes to every
+            other worker, which adds all of them up by itself: W - 1 times the bytes of a gradient instead of
+            2 (W - 1) / W, and one hop instead of two. By default True, and False where gradients are compressed.
+        replication: how many workers hold, and update, each slice; with 2 any one may die and nothing is lost.
+        hierarchical: on several hosts, whether the gradients of a host's workers are added up in its shared memory
+            before they leave it, and weights come to it once; otherwise every pair of workers exchanges by itself.
+        chunk_bytes: size of a chunk; by default 1/3 to 4 MB by the size of the model.
+        nonfinite: what happens to an update with NaN or infinity: "refuse", "skip" or "pass", as for
+            `ParameterServerStrategy`.
+        transport: how processes talk: "wire", "shared", "unix" or "tcp", as for `ParameterServerStrategy`.
+        wire_dtype: "fp16" or "bf16": float32 gradients and new weights travel between hosts in half the bytes; a pair
+            sets it for gradients and for weights. "int8", "topk" or "powersgd", or `Int8`, `TopK` or `PowerSGD` with
+            other settings than theirs: gradients travel compressed, from every worker to every other one, as soon
+            as there is more than one host; what that leaves out is added to the worker's next gradient.
+        clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
+
+    Raises:
+        ConfigurationError: a value out of range.
+
+    Example:
+        >>> AllreduceStrategy(wire_dtype="bf16").name
+        'allreduce'
+    """
+
+    name = "allreduce"
+
+    sharded: bool | None = None
+    replication: int = 1
+    hierarchical: bool = True
+    chunk_bytes: int | None = None
+    nonfinite: str = "refuse"
+    transport: str = "wire"
+    wire_dtype: WireDtype | tuple[WireDtype, str | None] = None
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("sharded", self.sharded, (None, False, True))
+        require_count("replication", self.replication)
+        require_choice("hierarchical", self.hierarchical, (False, True))
+        self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
+        if self.sharded and self.compression is not None:
+            raise ConfigurationError(
+                f"sharded=True with wire_dtype={self.wire_dtype!r}: what is gathered then is new weights, which "
+                "compression would damage; leave sharded out, and everybody gets the compressed gradients"
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each worker keeps a slice of the optimizer's state."""
+        return self.compression is None if self.sharded is None else self.sharded
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerStrategy(_OnTheWire):
+    """Parameter server: servers hold the weights and apply the optimizer to what workers push.
+
+    Attributes:
+        mode: which pushes make one update. "sync": the mean of all workers' gradients of a step. "async":
+            each worker's gradient by itself, as it arrives. "ssp": likewise, but no worker is more than
+            `staleness` steps ahead of the slowest (stale synchronous parallel, Ho et al. 2013).
+        num_servers: server processes; by default one for each node that has workers, and at least `replication`.
+        replication: how many servers hold each chunk, on different nodes where there are several: all of them apply
+            every update, so that with 2 any server may die, and the coordinator with it, and nothing is lost.
+        chunk_bytes: size of a chunk; by default 1/3 to 4 MB by the size of the model.
+        staleness: the bound, in steps for "ssp" (3 unless given) and in updates for ``correction="drop"``.
+        correction: what "async" and "ssp" do about gradients of older weights. None: nothing.
+            "learning_rate": the learning rate is divided by the staleness (Zhang et al. 2016). "drop": above
+            `staleness` the gradient is dropped, and its samples are computed again with new weights.
+        backup_workers: "sync" only: a step takes the first ``num_workers - backup_workers`` gradients (Chen
+            et al. 2016); the samples of the others return to the pool.
+        nonfinite: what happens to an update with NaN or infinity. "refuse": an error that names the tensor.
+            "skip": it is left out, and counted. "pass": it is applied.
+        transport: how processes talk. "wire": over shared memory and Unix-domain sockets inside a host, over TCP
+            between hosts. To force a way: "shared" (shared memory and Unix-domain sockets alone; all processes must
+            be on one node), "unix" (as "wire" without shared memory), "tcp" (everywhere, as if each process were on a
+            host of its own), "ray" (actor calls, for networks where no other port is open).
+        wire_dtype: "fp16" or "bf16": float32 gradients and weights travel between hosts in half the bytes; servers
+            add up, apply and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. What
+            does not fit into fp16 travels as float32. "int8", "topk" or "powersgd", or `Int8`, `TopK` or `PowerSGD`:
+            gradients travel compressed to servers of other hosts, by themselves from each worker, and what that
+            leaves out is added to the worker's next gradient; weights travel as they are, or as the pair says.
+        clip_norm: the whole gradient of an update is scaled by ``min(1, clip_norm / (norm + 1e-6))``, as
+            `torch.nn.utils.clip_grad_norm_` does it, where `norm` is the 2-norm over all parameters that are trained.
+            "async" and "ssp" clip each worker's gradient by itself. Not together with backup workers.
+
+    Raises:
+        ConfigurationError: a value out of range, or two that do not go together.
+    """
+
+    mode: str = "sync"
+    num_servers: int | None = None
+    replication: int = 1
+    chunk_bytes: int | None = None
+    staleness: int | None = None
+    correction: str | None = None
+    backup_workers: int = 0
+    nonfinite: str = "refuse"
+    transport: str = "wire"
+    wire_dtype: WireDtype | tuple[WireDtype, str | None] = None
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        check_copies(self.num_servers, self.replication)
+        if self.staleness is not None:
+            require_count("staleness", self.staleness, 0)
+        require_count("backup_workers", self.backup_workers, 0)
+        require_choice("mode", self.mode, ("sync", "async", "ssp"))
+        require_choice("correction", self.correction, (None, "learning_rate", "drop"))
+        self._check_wire()
+        if self.mode != "sync" and self.backup_workers:
+            raise ConfigurationError(f"backup_workers={self.backup_workers} with mode={self.mode!r}: they are for sync")
+        if self.clip_norm is not None and self.backup_workers:
+            raise ConfigurationError(
+                f"clip_norm={self.clip_norm} with backup_workers={self.backup_workers}: which gradients a step takes "
+                "is decided before their mean is formed, so its norm is not known; leave one of them out"
+            )
+        if self.compression is not None and (self.backup_workers or self.correction == "drop"):
+            raise ConfigurationError(
+                f"wire_dtype={self.wire_dtype!r} with backup_workers={self.backup_workers} and "
+                f"correction={self.correction!r}: of a gradient that is dropped nothing would be left for the next one"
+            )
+        if self.mode == "sync" and (self.staleness is not None or self.correction is not None):
+            raise ConfigurationError("staleness and correction are for async and ssp: with sync nothing is stale")
+        if self.mode == "ssp" and self.correction == "drop":
+            raise ConfigurationError('correction="drop" is for async: ssp makes workers wait instead')
+        if self.mode == "async" and (self.staleness is None) == (self.correction == "drop"):
+            raise ConfigurationError(
+                f'mode="async" with staleness={self.staleness} and correction={self.correction!r}: give staleness=, '
+                'the bound, together with correction="drop", or neither; mode="ssp" makes workers wait instead'
+            )
+
+    @property
+    def name(self) -> str:
+        """As `DistributedSGD(strategy=...)` takes it."""
+        return "ps" if self.mode == "sync" else self.mode
+
+    @property
+    def lead(self) -> int:
+        """For "ssp": by how many steps a worker may be ahead of the slowest."""
+        return 3 if self.staleness is None else self.staleness
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStrategy(_OnTheWire):
+    """Local SGD: each worker trains by itself, and every `sync_every` batches what all have changed is averaged.
+
+    A step is one such round: `sync_every` batches on every replica, each followed by an update of the worker's own
+    weights by the model's optimizer (whose schedule counts these updates), then one update of everybody's weights by
+    the mean of the workers' changes, with an outer optimizer. Train with "allreduce" first and go on with
+    `DistributedSGD.set_strategy` for post-local SGD (Lin et al. 2020, arXiv:1808.07217).
+
+    Attributes:
+        sync_every: batches between two averagings.
+        outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich 2019).
+        outer_momentum, nesterov: its momentum; DiLoCo (Douillard et al. 2023) has 0.7, 0.9 and Nesterov's.
+        num_servers: server processes; by default none, and each worker averages one slice, as in "allreduce".
+        replication: how many servers or workers hold each slice; with 2 any one may die. Only what its own optimizer
+            remembered is lost: its successor begins with the mean of the others'.
+        clip_norm: the greatest norm of each worker's gradient of one batch, as for `ParameterServerStrategy`.
+        hierarchical, chunk_bytes, nonfinite, transport, wire_dtype: as for `AllreduceStrategy`.
+
+    Raises:
+        ConfigurationError: a value out of range, or Nesterov's momentum without momentum.
+    """
+
+    name = "local"
+
+    sync_every: int = 8
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    nesterov: bool = False
+    num_servers: int | None = None
+    replication: int = 1
+    hierarchical: bool = True
+    chunk_bytes: int | None = None
+    nonfinite: str = "refuse"
+    clip_norm: float | None = None
+    transport: str = "wire"
+    wire_dtype: WireDtype | tuple[WireDtype, str | None] = None
+
+    def __post_init__(self) -> None:
+        require_count("sync_every", self.sync_every)
+        check_copies(self.num_servers, self.replication)
+        for name in ("hierarchical", "nesterov"):
+            require_choice(name, getattr(self, name), (False, True))
+        if not is_finite_number(self.outer_lr) or self.outer_lr <= 0:
+            raise ConfigurationError(f"outer_lr={self.outer_lr!r:.40}: give a positive number")
+        if not is_finite_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(f"outer_momentum={self.outer_momentum!r}: give a number from 0 to below 1")
+        if self.nesterov and not self.outer_momentum:
+            raise ConfigurationError("nesterov=True with outer_momentum=0: give the momentum too, 0.9 say")
+        self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
+        if self.compression is not None:
+            raise ConfigurationError(
+                f'wire_dtype={self.wire_dtype!r}: local SGD sends changes of weights, in "fp16", "bf16" or as they are'
+            )
+
+
+StrategyConfig = SimpleStrategy | ParameterServerStrategy | AllreduceStrategy | LocalStrategy
+_BY_NAME: dict[str, StrategyConfig] = {
+    "simple": SimpleStrategy(),
+    "ps": ParameterServerStrategy(),
+    "allreduce": AllreduceStrategy(),
+    "local": LocalStrategy(),
+    "async": ParameterServerStrategy(mode="async"),
+    "ssp": ParameterServerStrategy(mode="ssp"),
+}
+STRATEGY_NAMES = tuple(_BY_NAME)
+
+
+def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
+    """A strategy's settings from its name, or as given.
+
+    Raises:
+        ConfigurationError: no strategy of that name.
+    """
+    if isinstance(strategy, (SimpleStrategy, ParameterServerStrategy, AllreduceStrategy, LocalStrategy)):
+        return strategy
+    if not isinstance(strategy, str) or strategy not in _BY_NAME:
+        names = ", ".join(repr(name) for name in STRATEGY_NAMES)
+        raise ConfigurationError(
+            f"strategy={strategy!r}: give one of {names}, or SimpleStrategy(...), ParameterServerStrategy(...), "
+            "AllreduceStrategy(...), LocalStrategy(...)"
+        )
+    return _BY_NAME[strategy]

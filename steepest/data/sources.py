@@ -1,0 +1,281 @@
+"""Sources of batches: arrays, datasets, DataLoaders, numbered streams, and streams that choose for themselves."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from steepest.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+Indices = npt.NDArray[np.int64]
+
+#: Samples that are read together: blocks of so many, which come in order; or the sizes of blocks in any order.
+Blocks = int | tuple[int, ...]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where a replica's batches come from.
+
+    One whose samples are read in blocks says so in an attribute `blocks` (see `steepest.data.sampler.SamplePlan`).
+    """
+
+    @property
+    def size(self) -> int | None:
+        """Number of samples, or None for a stream that chooses its batches itself."""
+
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
+        """One batch for each array of sample indices, in order; with `prefetch`, shares may be taken ahead."""
+
+
+class ArraySource:
+    """Arrays or tensors with one length; a batch is the tuple of their rows.
+
+    Example:
+        >>> import numpy as np
+        >>> source = ArraySource((np.arange(4.0), np.arange(4)))
+        >>> next(source.open([np.array([2, 0])]))
+        (array([2., 0.]), array([2, 0]))
+    """
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        if any(array.ndim == 0 for array in arrays):
+            raise ConfigurationError("one of the data arrays is a scalar, and a scalar has no samples")
+        lengths = [len(array) for array in arrays]
+        if not lengths or min(lengths) != max(lengths) or min(lengths) == 0:
+            raise ConfigurationError(f"data arrays have lengths {lengths}: give one or more of one length above 0")
+        self._arrays = tuple(arrays)
+        self.size: int | None = lengths[0]
+
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
+        """Yields tuples of rows."""
+        tensors = any(isinstance(array, torch.Tensor) for array in self._arrays)
+        for share in shares:
+            if tensors:
+                index = torch.from_numpy(share)
+                yield tuple(a[index] if isinstance(a, torch.Tensor) else a[share] for a in self._arrays)
+            else:
+                yield tuple(array[share] for array in self._arrays)
+
+
+class DatasetSource:
+    """A map-style dataset, with the settings of a DataLoader where one was given."""
+
+    def __init__(self, dataset: Any, loader: DataLoader[Any] | None = None) -> None:
+        self.size: int | None = len(dataset)
+        if not self.size:
+            raise ConfigurationError("the dataset is empty: give at least one sample")
+        self._dataset = dataset
+        self._loader = loader
+
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
+        """Yields collated batches, prefetched by the loader's worker processes where it has any."""
+        loader = self._loader
+        if loader is not None and loader.num_workers and prefetch:
+            generator = torch.Generator()  # the loader seeds its processes from it, not from the step's own
+            generator.set_state(torch.get_rng_state())
+            again = DataLoader(
+                self._dataset,
+                batch_sampler=cast(Any, (share.tolist() for share in shares)),
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                generator=generator,
+                prefetch_factor=loader.prefetch_factor,
+            )
+            yield from again
+            return
+        collate = default_collate if loader is None else loader.collate_fn
+        many = getattr(self._dataset, "__getitems__", None)
+        for share in shares:
+            indices = share.tolist()
+            yield collate(many(indices) if many is not None else [self._dataset[i] for i in indices])
+
+
+class IndexedStream:
+    """A stream of numbered samples that can be begun anywhere: divided, visited and resumed exactly.
+
+    Blocks of samples come in the stream's order in each epoch; within a block they are shuffled anew. Every worker
+    reads each block that holds samples of its own, in order, keeps the last two in memory, and collates its own samples
+    only. It begins the stream again (`make`) for a new epoch, after a restore, for samples that another worker
+    gave back, and where it has nothing to do with the next block. So with blocks of at least a step's samples, and
+    any number of workers, each worker reads all of the stream, once per epoch; with blocks much smaller than its
+    share, little more than its own, but it seeks in each step.
+
+    Args:
+        make: ``make(start)`` returns an iterable of samples from number `start` on (0 <= start < length), the same
+            ones in the same order whenever it is called, in any process.
+        length: samples in all.
+        block: samples that are shuffled together; 1 leaves the stream's order as it is.
+        collate_fn: makes a list of samples a batch; by default torch's. What costs much (decoding) and what is random
+            (augmentation) belongs here.
+
+    Raises:
+        ConfigurationError: `make` cannot be called, `length` or `block` is no positive number; later, in a step: the
+            stream ends before `length`.
+
+    Example:
+        >>> stream = IndexedStream(lambda start: range(start, 6), length=6, block=3)
+        >>> next(stream.open([np.array([5, 3])]))
+        tensor([5, 3])
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Iterable[Any]],
+        length: int,
+        block: int = 1024,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        if not callable(make):
+            raise ConfigurationError(f"make is a {type(make).__name__}: give a function of the first sample's number")
+        for name, value in (("length", length), ("block", block)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: give a positive number of samples")
+        self.size: int | None = length
+        self.blocks: Blocks = block
+        self._make, self._length, self._block, self._collate = make, length, block, collate_fn
+        self._kept: dict[int, list[Any]] = {}
+        self._reader: tuple[int, Iterator[Any]] | None = None  # the number of the sample that comes next
+
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
+        """Yields collated batches; quick for shares that lie in the order of the sample plan."""
+        for share in shares:
+            yield self._collate([self._read(i // self._block)[i % self._block] for i in share.tolist()])
+
+    def _read(self, block: int) -> list[Any]:
+        if block not in self._kept:
+            begin = block * self._block
+            end = min(begin + self._block, self._length)
+            at, stream = self._reader or (-1, iter(()))
+            self._reader = None  # one that raises is of no use any more
+            if at != begin:
+                stream = iter(self._make(begin))
+            if len(self._kept) > 1:  # replicas, and shares that others gave back, lie about the border of two
+                del self._kept[next(iter(self._kept))]
+            samples = list(islice(stream, end - begin))
+            if len(samples) < end - begin:
+                raise ConfigurationError(
+                    f"the stream ended before sample {begin + len(samples)}, its length is {self._length}: give the "
+                    "number of samples that make(0) yields, and let make(start) begin at sample start"
+                )
+            self._reader = (end, stream)
+            self._kept[block] = samples
+        return self._kept[block]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": {}, "_reader": None}  # which lie in this process
+
+
+class StreamSource:
+    """An iterable that chooses its batches itself; begun again when it ends.
+
+    It forfeits disjoint shares, one visit per epoch and exact resume, because only the iterable knows
+    which samples it gives; `IndexedStream` does not.
+    """
+
+    size: int | None = None
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
+        """Yields the iterable's own batches; `shares` is not looked at."""
+        while True:
+            empty = True
+            for batch in self._batches:
+                empty = False
+                yield batch
+            if empty:
+                raise ConfigurationError("the stream of batches is empty: give an iterable that can be begun again")
+
+
+def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
+    """Makes what a user calls data into a source and a batch size.
+
+    Args:
+        data: an array or tensor, a tuple or list of them, a map-style dataset, a DataLoader, an IndexedStream or
+            any other `Source`, a materialized Ray Dataset, an IterableDataset of samples, or an iterable of batches.
+        batch_size: samples per replica and step; may be None with a DataLoader that has one, and with
+            streams that yield whole batches.
+
+    Raises:
+        ConfigurationError: no batch size, a DataLoader with a sampler of its own, empty data.
+    """
+    if type(data).__module__.startswith("ray.data."):  # whoever has one has Ray, which the core does not import
+        data = importlib.import_module("steepest.data.ray_dataset").RayDataset(data)
+    batched = batch_size is not None
+    loader_source = _from_loader(data) if isinstance(data, DataLoader) else None
+    if batch_size is None and isinstance(data, DataLoader):
+        batch_size = data.batch_size
+    source = data if isinstance(data, Source) and callable(data.open) else None
+    streams = isinstance(data, IterableDataset) or not (hasattr(data, "__len__") or hasattr(data, "__getitem__"))
+    if batch_size is None and source is None and (streams or isinstance(loader_source, StreamSource)):
+        batch_size = 1  # a stream's batches have the size that they have
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ConfigurationError(f"batch_size={batch_size!r}: give a positive number of samples per replica")
+    if (source := source or loader_source) is not None:
+        return source, batch_size
+    if isinstance(data, Mapping):
+        raise ConfigurationError(
+            f"data is a {type(data).__name__}: give a data set whose samples are dicts, or a tuple of arrays"
+        )
+    if isinstance(data, (np.ndarray, torch.Tensor)):
+        return ArraySource((data,)), batch_size
+    if isinstance(data, (tuple, list)) and data and all(isinstance(a, (np.ndarray, torch.Tensor)) for a in data):
+        return ArraySource(data), batch_size
+    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+        if not hasattr(data, "__iter__"):
+            raise ConfigurationError(
+                f"data is a {type(data).__name__}: give arrays, a map-style dataset, a DataLoader or an iterable"
+            )
+        log.warning(
+            "training data is a %s that chooses its own batches: samples are not divided among replicas, "
+            "epochs are not exact and a restored run starts the stream anew; an IndexedStream has none of these limits",
+            type(data).__name__,
+        )
+        if isinstance(data, IterableDataset) and batched:  # it yields samples, as torch's DataLoader takes it
+            data = DataLoader(data, batch_size=batch_size)
+        return StreamSource(data), batch_size
+    if not hasattr(data, "__len__"):
+        raise ConfigurationError(f"the dataset {type(data).__name__} has no length: add __len__")
+    return DatasetSource(data), batch_size
+
+
+def _from_loader(loader: DataLoader[Any]) -> Source:
+    if isinstance(loader.dataset, IterableDataset):
+        log.warning(
+            "the DataLoader streams an IterableDataset: samples are not divided among replicas (see IndexedStream)"
+        )
+        return StreamSource(loader)
+    sampler = loader.sampler
+    own: object = sampler if type(sampler) not in (SequentialSampler, RandomSampler) else None
+    if loader.batch_size is None:
+        if loader.batch_sampler is None:
+            raise ConfigurationError("the DataLoader has batch_size=None and makes no batches: give it a batch size")
+        own = loader.batch_sampler
+    if own is not None:
+        raise ConfigurationError(
+            f"the DataLoader has a sampler of its own ({type(own).__name__}): steepest divides and shuffles the "
+            "samples itself, so that each is seen once per epoch on any number of workers; leave sampler= and "
+            "batch_sampler= out"
+        )
+    if isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples != len(cast(Any, loader.dataset))
+    ):
+        raise ConfigurationError("the DataLoader samples with replacement or a part only: leave its sampler= out")
+    if loader.drop_last:
+        log.warning("drop_last=True is not followed: the last batch of an epoch is divided evenly instead")
+    return DatasetSource(loader.dataset, loader)

@@ -1,0 +1,80 @@
+"""Chunks of servers that end, for the servers that come after them: what stays in a process is not sent anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from steepest.engine.optimizer_records import state_message, state_tensor
+from steepest.engine.server import Server
+from steepest.tensors.shared_memory import allocate
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class ChunkState:
+    """A chunk on its way to another process.
+
+    Attributes:
+        weights: its bytes.
+        records: its optimizer's state, see `ServerChunk.state`: what each is, and its bytes.
+    """
+
+    weights: Bytes
+    records: list[tuple[dict[str, Any], Bytes]]
+
+
+class Kept:
+    """What a process' servers held when they ended.
+
+    Args:
+        servers: of one layout; nobody tells them anything any more.
+    """
+
+    def __init__(self, servers: Sequence[Server] = ()) -> None:
+        self._chunks = {index: held for server in servers for index, held in server.chunks.items()}
+        self._room = servers[0].room if servers else None
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """A flat vector for servers to come: that in which chunks lie already, if it has that size."""
+        if self._room is None or self._room.numel() != nbytes:
+            self._room = allocate(nbytes)
+        return self._room
+
+    def give(self, chunks: Iterable[int]) -> dict[int, ChunkState]:
+        """For servers in another process."""
+        return {index: self._state(index) for index in chunks}
+
+    def _state(self, index: int) -> ChunkState:
+        held = self._chunks[index]
+        records = []
+        for about, value in held.state():
+            message = state_message(0, index, about, value)
+            payload = torch.empty(0, dtype=torch.uint8) if message.payload is None else message.payload
+            records.append((message.values(), payload.numpy()))
+        return ChunkState(held.weights.numpy(), records)
+
+    def hand_over(self, servers: Iterable[Server], given: Mapping[int, ChunkState]) -> None:
+        """Gives servers of the same layout their chunks: of those that ended here, or else what others gave."""
+        for server in servers:
+            for index, held in server.chunks.items():
+                if (own := self._chunks.get(index)) is not None:
+                    records = own.state()
+                    if own.weights.data_ptr() != held.weights.data_ptr():
+                        held.weights.copy_(own.weights)
+                else:
+                    records = [(about, _tensor(about, payload)) for about, payload in given[index].records]
+                    held.weights.numpy()[:] = given[index].weights
+                held.clear_state()
+                for about, value in records:
+                    held.load_state(about, value)
+
+
+def _tensor(about: dict[str, Any], payload: Bytes) -> torch.Tensor:
+    return state_tensor(about, torch.from_numpy(payload.copy()) if payload.size else None)

@@ -1,0 +1,327 @@
+"""The client: the driver's end. Asks for steps, reads one version over all servers, installs state."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from steepest.checkpoint.files import Record
+from steepest.engine.commit_log import Commit
+from steepest.engine.optimizer_records import checked_state_size, state_message, state_tensor
+from steepest.errors import ConfigurationError, PeerLostError, ProtocolError, ShutdownError
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
+from steepest.tensors.layout import ParameterLayout
+
+T = TypeVar("T")
+Holders = Sequence[Sequence[int]]
+
+
+@dataclass
+class Snapshot:
+    """Everything asked for, at one version.
+
+    Attributes:
+        weights: the flat vector.
+        records: optimizer state, slice by slice; empty unless asked for.
+        state: of the coordinator, with the optimizer's, see `Salvage`.
+    """
+
+    version: int
+    weights: torch.Tensor
+    records: list[Record] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Where a job stands: generation and version; it only grows."""
+
+    generation: int
+    version: int
+
+
+@dataclass
+class _Read:
+    future: Future[Snapshot]
+    snapshot: Snapshot
+    awaited: set[int]  # servers that have not sent everything
+    records: dict[tuple[Any, ...], Record] = field(default_factory=dict)  # by place: a copy changes nothing
+
+
+@dataclass
+class _Install:
+    future: Future[Position]
+    version: int
+    unacknowledged: set[int]  # numbers of messages
+    anew: bool = False
+    state: dict[str, Any] | None = None
+
+
+class Client:
+    """A state machine over messages; its methods are called on the router's thread.
+
+    Args:
+        layout: of the model.
+        holders: the servers of each chunk.
+        num_servers: how many there are.
+        send: how to send.
+
+    Attributes:
+        lost_peer: the first that was lost, as far as the client has heard.
+    """
+
+    def __init__(self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send) -> None:
+        #: RESULT, FAILURE and LEFT messages, or the loss of a peer, in the order of events
+        self.outcomes: queue.SimpleQueue[Message | PeerLostError] = queue.SimpleQueue()
+        self.position = Position(0, 0)
+        self._layout = layout
+        self._holders = holders
+        self._servers = num_servers
+        self._send = send
+        self._requests = 0
+        self._reads: dict[int, _Read] = {}
+        self._installs: dict[int, _Install] = {}
+        self._counters: dict[int, Future[dict[str, Any]]] = {}
+        self._left: set[tuple[int, int]] = set()  # workers and their lives, of which it has heard that they ended
+        self._gone: PeerLostError | None = None
+        self.lost_peer: Peer | None = None
+
+    def ask(self, steps: int, stats: bool) -> None:
+        """Grants that many more steps; each ends as one entry of `outcomes`."""
+        if self._gone is not None:
+            while not self.outcomes.empty():  # results of earlier steps, later than the word that somebody is gone
+                self.outcomes.get()
+            self.outcomes.put(self._gone)
+            return
+        self._requests += 1
+        self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": steps, "stats": stats}))
+
+    def revoke(self) -> Future[Position]:
+        """Takes back what is granted but not committed; the future tells where the job stands then."""
+        self._requests += 1
+        install = _Install(Future(), -1, set())
+        self._installs[self._requests] = install
+        self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": 0, "revoke": True}))
+        return self._unless_gone(install.future)
+
+    def stop(self) -> Future[dict[str, Any]]:
+        """Has workers stop at the end of a step soon; the future tells at which version ("limit"), which will come."""
+        self._requests += 1
+        future = self._counters[self._requests] = Future()
+        self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": 0, "stop": True}))
+        return self._unless_gone(future)
+
+    def read(self, what: str) -> Future[Snapshot]:
+        """The weights (`what` is "weights") or all state ("state"), at one version over all servers.
+
+        Or, once all of them are there, only which version that is, and the coordinator's state ("standing").
+        """
+        self._requests += 1
+        weights = torch.empty(0) if what == "standing" else self._layout.allocate()
+        read = _Read(Future(), Snapshot(-1, weights), set(range(self._servers)))
+        self._reads[self._requests] = read
+        self._send(COORDINATOR, Message(Kind.READ, sequence=self._requests, meta={"what": what}))
+        return self._unless_gone(read.future)
+
+    def install(
+        self,
+        version: int,
+        weights: torch.Tensor | None,
+        records: list[Record] | None,
+        state: dict[str, Any] | None = None,
+    ) -> Future[Position]:
+        """Makes these the weights, as that version; with `records`, the optimizer's state too, and samples begin anew.
+
+        Args:
+            version: from now on.
+            weights: flat; None for those that servers have, and their optimizers' state.
+            records: optimizer state; None to leave it, and the order of samples, as they are.
+            state: of the coordinator, or parts of it, see `Salvage`; what is missing begins anew, but for the schedule,
+                which then has to find its way.
+        """
+        self._requests += 1
+        messages = [] if weights is None else self._puts(weights, records)
+        install = _Install(Future(), version, set(range(len(messages))), records is not None, state)
+        self._installs[self._requests] = install
+        for number, (server, message) in enumerate(messages):
+            message.version = number  # by which it is acknowledged
+            self._send(server_peer(server), message)
+        if not messages:
+            self._order(self._requests, install)
+        return self._unless_gone(install.future)
+
+    def _puts(self, weights: torch.Tensor, records: list[Record] | None) -> list[tuple[int, Message]]:
+        """What servers are sent of it, by server."""
+        messages = []
+        for chunk, holders in enumerate(self._holders):
+            view = self._layout.chunk_view(weights, chunk).clone()
+            for server in holders:
+                messages.append((server, Message(Kind.PUT, sequence=self._requests, chunk=chunk, payload=view)))
+        if records is not None:
+            for server in range(self._servers):  # its word that optimizer state is replaced, even by none
+                messages.append((server, Message(Kind.STATE, sequence=self._requests, meta={})))
+            for chunk, about, value in records:
+                copy = value.clone()
+                for server in self._holders[chunk]:
+                    messages.append((server, state_message(self._requests, chunk, about, copy)))
+        return messages
+
+    def declare_lost(self, worker: int, life: int, why: str) -> None:
+        """Has a worker given up that is silent or cut off; a LEFT in `outcomes` says when it is."""
+        self._send(COORDINATOR, Message(Kind.LEFT, meta={"worker": worker, "life": life, "why": why}))
+
+    def counters(self, log_from: int | None = None) -> Future[dict[str, Any]]:
+        """The coordinator's counters; or a page of its log, from an entry on."""
+        self._requests += 1
+        future = self._counters[self._requests] = Future()
+        meta = None if log_from is None else {"log": log_from}
+        self._send(COORDINATOR, Message(Kind.STATS, sequence=self._requests, meta=meta))
+        return self._unless_gone(future)
+
+    def _unless_gone(self, future: Future[T]) -> Future[T]:
+        """Whoever is gone will not answer: the future fails now."""
+        if self._gone is not None:
+            self._fail_all(self._gone)
+        return future
+
+    # -- Role ----------------------------------------------------------------------------------
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Where an arriving payload goes."""
+        read = self._reads.get(message.sequence)
+        if read is None or (message.source is not None and message.source.index not in read.awaited):
+            return None  # nobody waits for it any more
+        if message.kind is Kind.WEIGHTS and 0 <= message.chunk < len(self._layout.chunks):
+            view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
+            if view.numel() == size:
+                return view
+        elif message.kind is Kind.STATE:
+            return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
+        raise ProtocolError(f"a client takes no {message.kind.name} of {size} bytes for chunk {message.chunk}")
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Acts on one message."""
+        match message.kind:
+            case Kind.LEFT:
+                told = message.values()
+                if (left := (told["worker"], told["life"])) not in self._left:
+                    self._left.add(left)
+                    self.position = max(self.position, Position(message.generation, message.version))
+                    self.outcomes.put(message)
+            case Kind.RESULT | Kind.FAILURE:
+                position = Position(message.generation, message.version)
+                if position > self.position:  # else it is a copy: a failure begins a generation
+                    self.position = position
+                    self.outcomes.put(message)
+            case Kind.WEIGHTS | Kind.STATE | Kind.END:
+                if message.sequence in self._reads:
+                    self._take(source, message, self._reads[message.sequence])
+                elif message.sequence in self._installs:
+                    self._acknowledge(message, self._installs[message.sequence])
+            case Kind.INSTALLED:
+                install = self._installs.pop(message.sequence, None)
+                if message.meta:  # a refusal
+                    peer, why = Peer(*message.meta["peer"]), message.meta["why"]
+                    self.lost_peer = self.lost_peer or peer
+                    if install is not None:
+                        install.future.set_exception(PeerLostError(f"nothing was installed: {peer} is gone ({why})"))
+                    return
+                self.position = max(self.position, Position(message.generation, message.version))
+                if install is not None:
+                    install.future.set_result(self.position)
+            case Kind.STATS:
+                waiting = self._counters.pop(message.sequence, None)
+                if waiting is not None:
+                    waiting.set_result(message.values())
+            case _:
+                raise ProtocolError(f"a client does not take {message.kind.name}")
+
+    def _take(self, source: Peer, message: Message, read: _Read) -> None:
+        if source.index not in read.awaited:
+            return  # a copy
+        if message.kind is Kind.WEIGHTS:
+            view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
+            if message.payload is not None and message.payload.data_ptr() != view.data_ptr():
+                view.copy_(message.payload)
+        elif message.kind is Kind.STATE:
+            about = message.values()
+            place = (message.chunk, about["name"], about["key"], about["start"])
+            read.records[place] = (message.chunk, about, state_tensor(about, message.payload))
+        else:
+            if read.snapshot.version not in (-1, message.version):
+                raise ProtocolError(f"versions {read.snapshot.version} and {message.version} in one snapshot")
+            read.snapshot.version = message.version
+            read.snapshot.state |= message.values().get("state", {})
+            read.awaited.discard(source.index)
+            if not read.awaited:
+                del self._reads[message.sequence]
+                read.snapshot.records += read.records.values()
+                read.future.set_result(read.snapshot)
+
+    def _acknowledge(self, message: Message, install: _Install) -> None:
+        if message.version not in install.unacknowledged:
+            return  # a copy
+        install.unacknowledged.discard(message.version)
+        if not install.unacknowledged:
+            self._order(message.sequence, install)
+
+    def _order(self, sequence: int, install: _Install) -> None:
+        order = Message(Kind.INSTALL, sequence=sequence, version=install.version)
+        order.meta = {"anew": install.anew, "state": install.state}
+        self._send(COORDINATOR, order)
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """A server or the coordinator is gone: whatever waits for it fails, now and later."""
+        if peer.role in ("server", "coordinator") and self._gone is None:
+            self._gone = PeerLostError(f"{peer} is gone ({reason})")
+            self.lost_peer = self.lost_peer or peer
+            self._fail_all(self._gone)
+            self.outcomes.put(self._gone)
+
+    def close(self) -> None:
+        """Nothing will arrive any more."""
+        self._fail_all(ShutdownError("the trainer is shut down"))
+
+    def _fail_all(self, error: PeerLostError | ShutdownError) -> None:
+        reads, self._reads = self._reads, {}
+        installs, self._installs = self._installs, {}
+        counters, self._counters = self._counters, {}
+        futures: list[Future[Any]] = [*(read.future for read in reads.values()), *counters.values()]
+        futures += [install.future for install in installs.values()]
+        for future in futures:
+            future.set_exception(error)
+
+    def tick(self, now: float) -> None:
+        """Deadlines are those of the callers."""
+
+
+def read_log(client: Client) -> Future[list[Commit]]:
+    """All of the coordinator's log, page by page; called on the router's thread.
+
+    Raises:
+        ConfigurationError: it keeps none (in the future).
+    """
+    everything: Future[list[Commit]] = Future()
+    commits: list[Commit] = []
+
+    def take(page: Future[dict[str, Any]]) -> None:
+        if page.exception() is not None:
+            everything.set_exception(page.exception())
+            return
+        entries = page.result()["log"]
+        if entries is None:
+            everything.set_exception(ConfigurationError("no log was kept: give RunSettings(keep_log=True)"))
+            return
+        commits.extend(Commit.from_entry(entry) for entry in entries)
+        if len(commits) < page.result()["length"]:
+            client.counters(len(commits)).add_done_callback(take)
+        else:
+            everything.set_result(commits)
+
+    client.counters(0).add_done_callback(take)
+    return everything

@@ -1,0 +1,104 @@
+"""The log of commits: everything that a serial replay of a run needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from steepest.config.strategies import StrategyConfig
+from steepest.data.sampler import SamplePlan
+from steepest.engine.topology import Hosts
+
+
+class LoggedPush(NamedTuple):
+    """One contribution to a commit.
+
+    Attributes:
+        worker, incarnation, sequence: whose push it was.
+        pulled: the version whose weights it was computed from.
+        share: which samples: with n shares in a step, part ``share % n`` of step ``share // n`` of the plan.
+    """
+
+    worker: int
+    incarnation: int
+    sequence: int
+    pulled: int
+    share: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One update.
+
+    Attributes:
+        version: that it made.
+        pushes: contributions, in the order in which they were added up.
+        hyperparameters: by parameter group, where a schedule changed them; None when nowhere.
+        rate: factor of the learning rate (1 unless divided by the staleness).
+        skipped: whether it was left out because of NaN or infinity.
+        clip: factor of the gradient (1 unless its norm exceeded `clip_norm`).
+    """
+
+    version: int
+    pushes: tuple[LoggedPush, ...]
+    hyperparameters: list[dict[str, Any]] | None
+    rate: float
+    skipped: bool
+    clip: float = 1.0
+
+    @classmethod
+    def from_entry(cls, entry: list[Any]) -> Commit:
+        """From the coordinator's words."""
+        version, pushes, *rest = entry
+        return cls(version, tuple(LoggedPush(*push) for push in pushes), *rest)
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """For each contribution, updates between its pull and its application."""
+        return tuple(self.version - 1 - push.pulled for push in self.pushes)
+
+
+@dataclass(frozen=True)
+class CommitLog:
+    """Every commit since training began, or since weights were last set or restored.
+
+    Attributes:
+        commits: in order, since the job was last put together anew: by another size or strategy, or after a death.
+        strategy, num_workers, devices_per_worker, seed: of the trainer.
+        hosts: where its workers and servers ran, which says whose gradients were added up first; None for apart.
+        accumulate: micro-batches of each of its replicas in a step.
+        start: the version before the first of these commits.
+        plan: which samples each share is; None for that of a run's beginning.
+        cuts: into how many shares each step is cut, and into how many batches.
+        threads: torch threads of each worker, and of each server; None where they are not known.
+        earlier: the logs of what the job was before, oldest first, each without any of its own.
+    """
+
+    commits: tuple[Commit, ...]
+    strategy: StrategyConfig
+    num_workers: int
+    devices_per_worker: int
+    seed: int
+    hosts: Hosts | None = None
+    accumulate: int = 1
+    start: int = 0
+    plan: SamplePlan | None = None
+    cuts: tuple[int, int] = (0, 0)
+    threads: tuple[int, int] | None = None
+    earlier: tuple[CommitLog, ...] = ()
+
+    @property
+    def parts(self) -> tuple[CommitLog, ...]:
+        """All logs, this one last."""
+        return (*self.earlier, self)
+
+    def samples(self) -> Iterator[tuple[int, int, int]]:
+        """Which samples were committed: (epoch, begin, end) in the order of that epoch, for each contribution.
+
+        Without those of a stream, which has no epochs.
+        """
+        for part in self.parts:
+            if part.plan is not None:
+                for push in (push for commit in part.commits for push in commit.pushes):
+                    yield from part.plan.places(push.share, *part.cuts)

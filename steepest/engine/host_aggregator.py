@@ -1,0 +1,188 @@
+"""A host's relay: its workers' gradients leave added up, and weights arrive once for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from steepest.compression.codecs import Packer, Packing, sum_of_squares
+from steepest.engine.incoming_weights import ArrivingWeights, Key
+from steepest.errors import ProtocolError
+from steepest.messages.message import WHOLE, Kind, Message, Peer, Send, server_peer, worker_peer
+from steepest.tensors.layout import ParameterLayout
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """One chunk of a version: the pushes that are here, by worker."""
+
+    pushes: dict[int, Message] = field(default_factory=dict)
+    left: bool = False
+
+
+class Relay:
+    """What the workers of one host share, where every member contributes to every version.
+
+    It lives beside a server of the host. Chunks that servers of other hosts hold are pushed to it; it adds the
+    workers' gradients up in the order of the workers and pushes the sum on. New weights come to it, each chunk
+    once, and lie in one vector, which workers that can take as their own (`Replicas.adopt`); a server in the same
+    process updates its chunks there in place. That is safe because nobody reads weights when all have reported:
+    no version is committed before.
+
+    Args:
+        index: of the relay, and of the server beside which it lives.
+        owners: the server of each chunk.
+        workers: of the host.
+        weights: the vector, uint8 and flat; zeros but for what a server of this process holds.
+        send: how to send.
+        own_pending: makes copies of what has not left yet before memory changes.
+        wire_formats: how float32 chunks leave, and in which dtype they arrive; None for as they are.
+        checked: whether to look for NaN and infinity, so that the server can tell whose they are.
+        shown: whether workers may use the vector as their own; not where what is sent of it is a copy.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: ParameterLayout,
+        owners: Sequence[int],
+        workers: Sequence[int],
+        weights: torch.Tensor,
+        send: Send,
+        own_pending: Callable[[torch.Tensor], None] = lambda memory: None,
+        *,
+        wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None),
+        checked: bool = True,
+        shown: bool = True,
+    ) -> None:
+        self._index = index
+        self._can_be_shown = shown
+        self._layout = layout
+        self._owners = [server_peer(owner) for owner in owners]
+        self._workers = tuple(workers)
+        self._send = send
+        self._own_pending = own_pending
+        self._packer = Packer(layout, wire_formats[0], [True] * len(owners), own_pending)
+        self._checked = checked
+        self._weights = ArrivingWeights(f"relay {index}", layout, weights, wire_formats[1])
+        self._shown = -1  # the generation in which workers were last told where the weights lie
+        self._step: Key = (-1, -1)
+        self._gathering: dict[int, _Gathering] = {}  # by chunk, of that step
+        self._sum = torch.empty(0, dtype=torch.uint8)
+
+    # -- Role ----------------------------------------------------------------------------------
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Where an arriving payload goes: gradients stay where they are lent, weights come into the vector."""
+        if message.kind is not Kind.PUSH:
+            return self._weights.destination(message, size)
+        if not 0 <= message.chunk < len(self._owners) or size != self._layout.chunks[message.chunk].nbytes:
+            raise ProtocolError(f"a push of {size} bytes for chunk {message.chunk}, which has no such size")
+        if (message.generation, message.version) < self._step:
+            return None
+        return message.payload if message.payload is not None else torch.empty(size, dtype=torch.uint8)
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Acts on one message."""
+        if message.kind is Kind.PUSH:
+            self._gather(source, message)
+        elif self._weights.receive(message):
+            self._pass_on(message)
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """The coordinator decides what a loss means; what was gathered is void in the next generation."""
+
+    def tick(self, now: float) -> None:
+        """A relay has no deadlines of its own."""
+
+    # -- weights -------------------------------------------------------------------------------
+
+    def _pass_on(self, message: Message) -> None:
+        """Tells the workers of a chunk that has come."""
+        reload = bool(message.values().get("reload"))
+        if reload and self._can_be_shown and message.generation > self._shown:
+            self._shown = message.generation
+            for worker in self._workers:
+                where = Message(Kind.WEIGHTS, message.generation, version=message.version, chunk=WHOLE)
+                where.payload = self._weights.vector
+                self._send(worker_peer(worker), where)
+        for worker in self._workers:
+            notice = Message(Kind.WEIGHTS, message.generation, version=message.version, chunk=message.chunk)
+            notice.meta = message.meta
+            notice.payload = self._layout.chunk_view(self._weights.vector, message.chunk)
+            self._send(worker_peer(worker), notice)
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def _gather(self, source: Peer, message: Message) -> None:
+        if source.index not in self._workers:
+            raise ProtocolError(f"worker {source.index} is not of the host of relay {self._index}")
+        step = (message.generation, message.version)
+        if step < self._step:
+            return  # of a step that is over
+        if message.version > max(self._weights.newest[1], 0) + 1 and self._weights.newest[0] >= message.generation:
+            raise ProtocolError(f"a push from version {message.version}, of which no weights can have come")
+        if step > self._step:
+            self._step = step
+            self._gathering = {}
+        gathering = self._gathering.setdefault(message.chunk, _Gathering())
+        if gathering.left:
+            return  # a copy
+        gathering.pushes[source.index] = message
+        if len(gathering.pushes) == len(self._workers):
+            self._push_on(message.chunk, [gathering.pushes[worker] for worker in self._workers])
+            self._gathering[message.chunk] = _Gathering(left=True)
+
+    def _push_on(self, chunk: int, pushes: list[Message]) -> None:
+        """Everybody's gradient of a chunk is there."""
+        weighing = [push for push in pushes if push.payload is not None and push.weight]
+        unit = weighing[0].weight if weighing else 0.0
+        payload = weighing[0].payload if weighing else None
+        if len(weighing) > 1:
+            payload = self._add_up(chunk, weighing)
+        if payload is not None and self._checked and not self._is_finite(chunk, payload):
+            for push in pushes:
+                self._leave(chunk, [push], push.payload, push.weight)
+        else:
+            self._leave(chunk, pushes, payload, unit)
+
+    def _is_finite(self, chunk: int, payload: torch.Tensor) -> bool:
+        return math.isfinite(sum_of_squares(payload.view(self._layout.chunks[chunk].dtype)))
+
+    def _leave(self, chunk: int, pushes: list[Message], payload: torch.Tensor | None, unit: float) -> None:
+        first = pushes[0]
+        message = Message(Kind.PUSH, first.generation, first.incarnation, first.sequence, first.version, chunk)
+        message.weight, message.total = unit, math.fsum(push.total for push in pushes)
+        absent = [frozenset(push.values().get("absent", ())) for push in pushes if push.payload is not None]
+        message.meta = {"pushes": [[worker, push.incarnation, push.sequence] for worker, push in self._named(pushes)]}
+        if absent and (everywhere := frozenset.intersection(*absent)):
+            message.meta["absent"] = sorted(everywhere)
+        if payload is not None:
+            message.payload = payload
+            if len(pushes) > 1:
+                message.payload = self._packer.pack(chunk, payload, unit, message.total, frozenset())
+        self._send(self._owners[chunk], message)
+
+    @staticmethod
+    def _named(pushes: list[Message]) -> list[tuple[int, Message]]:
+        return [(push.source.index, push) for push in pushes if push.source is not None]
+
+    def _add_up(self, chunk: int, weighing: list[Message]) -> torch.Tensor:
+        """The sum in units of the first one's weight, in memory that is this chunk's alone."""
+        if not self._sum.numel():
+            self._sum = torch.empty(self._layout.nbytes, dtype=torch.uint8)
+        place = self._layout.chunk_view(self._sum, chunk)
+        self._own_pending(place)
+        dtype = self._layout.chunks[chunk].dtype
+        result = place.view(dtype)
+        first, *rest = weighing
+        assert first.payload is not None
+        augend = first.payload.view(dtype)
+        for push in rest:
+            assert push.payload is not None
+            torch.add(augend, push.payload.view(dtype), alpha=push.weight / first.weight, out=result)
+            augend = result
+        return place

@@ -1,0 +1,460 @@
+"""One job: the facts that all its processes share, and its roles put together in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from steepest.compression.codecs import Packing
+from steepest.config.strategies import AllreduceStrategy, LocalStrategy, SimpleStrategy, StrategyConfig
+from steepest.data.sampler import Remaining, SamplePlan
+from steepest.data.sources import Blocks
+from steepest.engine.allreduce import Allreduce
+from steepest.engine.client import Client
+from steepest.engine.coordinator_role import CoordinatorRole
+from steepest.engine.exchange import Strategy
+from steepest.engine.host_aggregator import Relay
+from steepest.engine.local_exchange import Local
+from steepest.engine.local_sgd import LocalReplicas
+from steepest.engine.push_pull import ServerStrategy
+from steepest.engine.replicas import Memory, Replicas, seed_everything
+from steepest.engine.server import Server
+from steepest.engine.topology import Hosts
+from steepest.engine.worker import Worker
+from steepest.errors import ModelError
+from steepest.messages.fields import Limits
+from steepest.messages.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
+from steepest.messages.permissions import TRAINING, Admission
+from steepest.models.protocol import Model
+from steepest.optim.spec import OptimizerSpec, Schedule
+from steepest.protocol.coordinator import Coordinator
+from steepest.tensors.layout import Cut, ParameterLayout
+from steepest.transport.router import Role, Router
+
+ModelCreator = Callable[[int, int], Model]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one worker's models turned out to be; all workers must agree.
+
+    Attributes:
+        threads: of torch, in the process that has them.
+        attend: an attribute of models made for tests: told of each server and worker as it is put into a process.
+    """
+
+    layout: ParameterLayout
+    optimizer_spec: OptimizerSpec
+    samples: int | None
+    batch_size: int
+    blocks: Blocks | None = None
+    threads: int = 1
+    attend: Callable[[Router, Peer, Role], None] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """The facts of one job, the same in every process.
+
+    Attributes:
+        description: of the model.
+        config: the strategy as the user chose it.
+        num_workers, devices_per_worker, num_servers: how many of each.
+        seed: of initial weights, order of samples and random state.
+        step_timeout: seconds.
+        keep_log: whether the coordinator keeps every commit, for a replay.
+        hosts: where workers and servers run; by default each on a host of its own.
+        accumulate: micro-batches of each replica in a step.
+        schedule_offset: where the learning-rate schedule stands at step 0, see `updates_before`.
+        replaces: whether a worker that is lost is replaced, where that can be.
+    """
+
+    description: Description
+    config: StrategyConfig
+    num_workers: int
+    devices_per_worker: int
+    num_servers: int
+    seed: int
+    step_timeout: float
+    keep_log: bool = False
+    hosts: Hosts | None = None
+    accumulate: int = 1
+    schedule_offset: int = 0
+    replaces: bool = False
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The way of training."""
+        return make_strategy(self.config)
+
+    @cached_property
+    def server_spec(self) -> OptimizerSpec:
+        """The optimizer that servers apply."""
+        return self.strategy.server_spec(self.description.optimizer_spec)
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The server that answers for each chunk."""
+        return self.description.layout.deal(self.num_servers)
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The servers that hold each chunk: the first answers for it, the others have copies, updated alike."""
+        hosts, count = self.places.servers, self.num_servers
+
+        def rank(owner: int, other: int) -> tuple[bool, int]:  # best where the owner's host is not
+            return hosts[other] == hosts[owner] and other != owner, (other - owner) % count
+
+        nearest = [sorted(range(count), key=lambda other: rank(owner, other)) for owner in range(count)]
+        found = [(owner, *(other for other in order if other != owner)) for owner, order in enumerate(nearest)]
+        return tuple(found[owner][: self.replication] for owner in self.owners)
+
+    @property
+    def replication(self) -> int:
+        """How many servers hold each chunk; with one worker all live in its process."""
+        return 1 if self.num_workers == 1 else min(self.strategy.replication, self.num_servers)
+
+    @cached_property
+    def places(self) -> Hosts:
+        """Where workers and servers run; relays serve those that all contribute to every version."""
+        if self.hosts is None:
+            if self.strategy.in_workers:
+                return Hosts(tuple(range(self.num_workers)), tuple(range(self.num_servers)))
+            return Hosts.apart(self.num_workers, self.num_servers)
+        if self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1:
+            return self.hosts
+        return replace(self.hosts, gathers=False)
+
+    @property
+    def limits(self) -> Limits:
+        """How many workers, servers and chunks messages can be about."""
+        return Limits(self.num_workers, self.num_servers, len(self.description.layout.chunks))
+
+    @property
+    def servers_in_workers(self) -> bool:
+        """Whether no process is a server only; a single worker always hosts its servers."""
+        return self.strategy.in_workers or (self.num_workers == 1 and not self.strategy.in_driver)
+
+    @property
+    def workers_are_replaced(self) -> bool:
+        """Whether another worker takes the place of one that is lost: it must have held nothing that others need."""
+        if isinstance(self.config, (SimpleStrategy, LocalStrategy)) or self.config.transport == "ray":
+            return False
+        return self.replaces and not self.servers_in_workers
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas."""
+        return self.num_workers * self.devices_per_worker
+
+    @property
+    def shares(self) -> int:
+        """Workers' gradients that make one step."""
+        return self.strategy.rule.pushes_per_step(self.num_workers)
+
+    @property
+    def versions_per_step(self) -> int:
+        """Updates that make one step."""
+        return self.strategy.rule.versions_per_step(self.num_workers)
+
+    @property
+    def wire_formats(self) -> tuple[Packing | None, torch.dtype | None]:
+        """How float32 chunks are pushed and pulled; one worker shares its memory with its servers."""
+        return (None, None) if self.num_workers == 1 else self.strategy.wire_formats
+
+    @property
+    def compresses(self) -> bool:
+        """Whether workers keep what compression leaves out of their gradients."""
+        packing = self.wire_formats[0]
+        return packing is not None and packing.lossy
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step."""
+        return self.parts * self.description.batch_size
+
+    @property
+    def parts(self) -> int:
+        """Batches of one step."""
+        return self.shares * self.devices_per_worker * self.accumulate * self.strategy.updates
+
+    def updates_before(self, step: int) -> int:
+        """How many updates the model's optimizer has made for any weight before a step, which its schedule counts."""
+        return step * self.strategy.updates + self.schedule_offset
+
+    def plan(self, step: int = 0, remaining: Remaining | None = None, seed: int | None = None) -> SamplePlan | None:
+        """Who gets which samples from a step on; None when the data are streams."""
+        samples, rest = self.description.samples, remaining or Remaining()
+        if samples is None:
+            return None
+        seed = self.seed if seed is None else seed
+        blocks = self.description.blocks
+        begun = tuple(each for each in rest.begun if each[1] != blocks)
+        return SamplePlan(samples, self.global_batch, seed, step, rest.epoch, rest.offset, blocks, rest.left, begun)
+
+
+def make_strategy(config: StrategyConfig) -> Strategy:
+    """The strategy that a configuration stands for."""
+    if isinstance(config, LocalStrategy):
+        return Local(config)
+    return Allreduce(config) if isinstance(config, AllreduceStrategy) else ServerStrategy(config)
+
+
+def build_models(
+    model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: Cut
+) -> tuple[list[Model], Description]:
+    """Makes a worker's models and describes them.
+
+    The global random state is seeded alike before each, so that initial weights do not depend on how
+    many replicas there are.
+
+    Raises:
+        ModelError: something is not a `Model`, or two of them disagree.
+    """
+    models: list[Model] = []
+    for device in range(devices):
+        seed_everything(seed)
+        model = model_creator(worker, device)
+        if not isinstance(model, Model):
+            raise ModelError(
+                f"model_creator({worker}, {device}) returned {type(model).__name__}: return a steepest model, such as "
+                "TorchModel(module, loss=..., data=..., batch_size=..., optimizer=...)"
+            )
+        if cut != Cut():
+            model.relayout(cut)
+        models.append(model)
+    attend = getattr(models[0], "attend", None)
+    threads = torch.get_num_threads()
+    described = [
+        Description(
+            m.layout,
+            m.optimizer_spec,
+            None if m.data.size is None else _count("data.size", m.data.size),
+            _count("batch_size", m.batch_size),
+            getattr(m.data, "blocks", None),
+            threads,
+            attend,
+        )
+        for m in models
+    ]
+    for device, other in enumerate(described):
+        check_agreement(described[0], other, f"worker {worker} device 0", f"worker {worker} device {device}")
+    return models, described[0]
+
+
+def _count(name: str, value: Any) -> int:
+    """A number of samples that a model tells of."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ModelError(f"the model's {name} is {value!r:.200}: it must be a positive number of samples")
+    return int(value)
+
+
+def check_agreement(first: Description, other: Description, first_name: str, other_name: str) -> None:
+    """Two replicas must be alike.
+
+    Raises:
+        ModelError: they are not; says in what.
+    """
+    difference = first.layout.difference(other.layout)
+    for what, a, b in (
+        ("batch size", first.batch_size, other.batch_size),
+        ("number of samples", first.samples, other.samples),
+        ("blocks of samples", first.blocks, other.blocks),
+        ("optimizer", first.optimizer_spec.name, other.optimizer_spec.name),
+        ("parameter groups", first.optimizer_spec.groups, other.optimizer_spec.groups),
+    ):
+        if difference is None and a != b:
+            difference = f"{what} {a!s:.2000}, the other has {b!s:.2000}"
+    if difference is not None:
+        raise ModelError(
+            f"replicas disagree: {first_name} has {difference} ({other_name}); model_creator must build the same "
+            "model for every worker and device"
+        )
+
+
+def build_replicas(
+    job: Job,
+    worker: int,
+    models: Sequence[Model],
+    devices: Sequence[torch.device],
+    before: Replicas | None = None,
+    memory: Memory | None = None,
+) -> Replicas:
+    """A worker's models, bound to flat buffers on their devices.
+
+    Args:
+        before: what they were bound to as part of an earlier job, which goes on being used where that can be.
+        memory: for others.
+    """
+    first_index, leased = worker * job.devices_per_worker, not job.strategy.rule.together
+    replicas: Replicas
+    if isinstance(job.config, LocalStrategy):
+        replicas = LocalReplicas(
+            models,
+            devices,
+            job.description.optimizer_spec,
+            first_index=first_index,
+            shares=job.shares,
+            seed=job.seed,
+            accumulate=job.accumulate,
+            updates=job.strategy.updates,
+            updates_before=job.updates_before,
+            clip_norm=job.config.clip_norm,
+            memory=memory,
+        )
+    elif type(before) is Replicas and before.leased == leased and before.layout.chunks == models[0].layout.chunks:
+        before.renumber(first_index, job.shares)
+        return before
+    else:
+        replicas = Replicas(
+            models,
+            devices,
+            first_index=first_index,
+            shares=job.shares,
+            seed=job.seed,
+            accumulate=job.accumulate,
+            leased=leased,
+            memory=memory,
+        )
+    if before is not None:
+        replicas.go_on_from(before)
+    return replicas
+
+
+def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
+    """Makes the coordinator live in this process; for `pause` see `CoordinatorRole`."""
+    chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec, job.updates_before)
+    coordinator = Coordinator(
+        members=frozenset(range(job.num_workers)),
+        servers=tuple(range(job.num_servers)),
+        holding=frozenset(server for chunk in chunks if chunk.trainable for server in job.holders[chunk.index]),
+        rule=job.strategy.rule,
+        hyperparameters=schedule.at,
+        schedule=schedule,
+        step_timeout=job.step_timeout,
+        nonfinite=job.strategy.nonfinite,
+        clip_norm=job.strategy.clip_norm,
+        scale_rate=job.strategy.scale_rate,
+        keep_log=job.keep_log,
+        waits=job.workers_are_replaced,
+        witnessed=job.replication > 1,
+    )
+    _host(router, job, COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR), router.pump, pause))
+    return coordinator
+
+
+def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, shared: bool = False) -> Server:
+    """Makes a server live in this process.
+
+    Args:
+        weights: the flat vector with the initial values.
+        shared: whether workers compute with them there: then they stay where they are.
+    """
+    peer = server_peer(index)
+    server = Server(
+        index,
+        job.description.layout,
+        job.holders,
+        job.server_spec,
+        weights,
+        router.sender(peer),
+        router.in_use,
+        own_pending=router.own_pending if shared else None,
+        in_workers=job.strategy.in_workers,
+        together=job.strategy.rule.together,
+        wire_formats=job.wire_formats,
+        hosts=job.places,
+        checked=job.strategy.nonfinite != "pass" or job.strategy.clip_norm is not None,
+    )
+    _host(router, job, peer, server)
+    return server
+
+
+def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor, *, shown: bool = True) -> Relay:
+    """Makes the relay beside a server live in this process.
+
+    Args:
+        weights: the flat vector of the server of this process, which updates its chunks in place.
+        shown: see `Relay`.
+    """
+    peer = relay_peer(index)
+    relay = Relay(
+        index,
+        job.description.layout,
+        job.owners,
+        job.places.relays[index],
+        weights,
+        router.sender(peer),
+        router.own_pending,
+        wire_formats=job.wire_formats,
+        checked=job.strategy.nonfinite != "pass",
+        shown=shown,
+    )
+    _host(router, job, peer, relay)
+    return relay
+
+
+def host_worker(
+    router: Router,
+    job: Job,
+    index: int,
+    replicas: Replicas,
+    wait: Callable[[], None] | None = None,
+    incarnation: int = 0,
+) -> Worker:
+    """Makes a worker live in this process; it still has to `join`.
+
+    Args:
+        incarnation: which life of this worker.
+        wait: what to do in the middle of a step to receive more of its weights; by default a turn of the router.
+    """
+    peer = worker_peer(index)
+    send = router.sender(peer)
+    alone = job.num_workers == 1
+    adopt = _refuse if job.servers_in_workers else replicas.adopt  # it stays with the vector that its server updates
+    exchange = job.strategy.exchange(
+        index, replicas.layout, job.holders, replicas.weights, send, job.places, adopt, alone=alone
+    )
+    replicas.packer = exchange.packer
+    early = (wait or router.wait) if job.strategy.rule.together and not alone else None
+    # where all contribute to each version, no weights come before a worker has computed its gradient
+    pump = router.pump_both_ways if job.strategy.in_workers and job.strategy.rule.together else router.pump
+    worker = Worker(
+        index,
+        replicas,
+        exchange,
+        send,
+        members=job.num_workers,
+        incarnation=incarnation,
+        pump=pump,
+        flush=router.pump,
+        wait=early,
+    )
+    replicas.use_plan(job.plan(), job.seed)
+    _host(router, job, peer, worker)
+    return worker
+
+
+def _host(router: Router, job: Job, peer: Peer, role: Role) -> None:
+    router.host(peer, role)
+    router.admission = Admission(TRAINING, job.limits)
+    if job.description.attend is not None and peer.role in ("server", "worker"):
+        job.description.attend(router, peer, role)
+
+
+def _refuse(weights: torch.Tensor) -> bool:
+    """Nobody else's vector is used."""
+    return False
+
+
+def host_client(router: Router, job: Job, index: int) -> Client:
+    """Makes a client live in this process."""
+    peer = Peer("client", index)
+    client = Client(job.description.layout, job.holders, job.num_servers, router.sender(peer))
+    _host(router, job, peer, client)
+    return client

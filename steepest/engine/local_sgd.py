@@ -1,0 +1,175 @@
+"""Local SGD: several updates by each worker's own optimizer, then one of the difference that they made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from steepest.checkpoint.files import Record, assemble, disassemble
+from steepest.compression.codecs import sum_of_squares
+from steepest.engine.replicas import Batches, ChunkReady, Memory, Replicas, WorkerResult, summarize_batches
+from steepest.engine.server_chunk import ServerChunk
+from steepest.models.protocol import Arrive, Model
+from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
+from steepest.protocol.push_tracking import clip_factor
+
+#: What a worker's own optimizer remembers by "parameter/key", which of it is plain numbers, where its schedule stands.
+Inner = tuple[dict[str, torch.Tensor], list[str], ScheduleState | None]
+
+
+class LocalReplicas(Replicas):
+    """Replicas whose share of a step is `updates` batches each, with an update after every one of them.
+
+    What they push is the difference between the weights that they began with and those that they ended with, of which
+    the servers make one update of their own (the outer one). The worker then has the weights again that it began with,
+    until those of the next version are here, so that a step that fails leaves no trace. State of the inner optimizer
+    stays with its worker.
+
+    References: Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767; Douillard et al. 2023,
+    DiLoCo, arXiv:2311.08105.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Model],
+        devices: Sequence[torch.device],
+        spec: OptimizerSpec,
+        *,
+        first_index: int,
+        shares: int,
+        seed: int,
+        accumulate: int,
+        updates: int,
+        updates_before: Callable[[int], int],
+        clip_norm: float | None,
+        memory: Memory | None = None,
+    ) -> None:
+        super().__init__(
+            models,
+            devices,
+            first_index=first_index,
+            shares=shares,
+            seed=seed,
+            accumulate=accumulate,
+            updates=updates,
+            memory=memory,
+        )
+        self._accumulate = accumulate
+        self._updates = updates
+        self._updates_before = updates_before
+        self._clip_norm = clip_norm
+        self._schedule = Schedule(spec)
+        self._recipe = [{k: v for k, v in hyper.items() if k not in ("fused", "foreach")} for _, hyper in spec.groups]
+        self._base = self.layout.allocate()
+        chunks = [self.layout.chunks[index] for index in self._trainable]
+        self._held = {
+            chunk.index: ServerChunk(chunk, self.layout, spec, self.layout.chunk_view(self.weights, chunk.index), False)
+            for chunk in chunks
+        }
+        self._number = -1  # of the last share
+        self._before: list[Record] = []  # the inner optimizer's state before it
+        self._schedule_before: ScheduleState | None = None
+
+    def adopt(self, weights: torch.Tensor) -> bool:
+        """Each worker's weights are its own."""
+        return False
+
+    def compute(
+        self, number: int, chunk_ready: ChunkReady, metrics: bool, arrive: Arrive = lambda entry: None
+    ) -> WorkerResult:
+        """Takes one share's updates and hands on what they changed; see `Replicas.compute`."""
+        arrive(None)
+        self._begin(number)
+        counts = self._counts(number)
+        first = self._updates_before(number // self._shares)
+        parts: list[Batches] = []
+        self._base.copy_(self.weights)
+        try:
+            for update in range(self._updates):
+                micros = range(update * self._accumulate, (update + 1) * self._accumulate)
+                batches = [(replica, m) for replica, count in enumerate(counts) for m in micros if m < count]
+                if batches:
+                    parts.append(self._compute_each(number, batches, counts, self._keep, metrics, lambda entry: None))
+                    self._update(first + update)
+            result = summarize_batches(parts)
+            if result.weight:
+                self._push_difference(result.weight, chunk_ready)
+            else:
+                self._nothing(chunk_ready)
+        finally:
+            self.weights.copy_(self._base)
+            self.weights_changed()
+        return result
+
+    def _begin(self, number: int) -> None:
+        """A share that is computed again, because its step failed, begins where it began before."""
+        if number == self._number:
+            self._load(self._before)
+            self._schedule.go_on_from(self._schedule_before)
+        else:
+            self._before = [(index, about, value.clone()) for index, about, value in self._records()]
+            self._schedule_before = self._schedule.state()
+        self._number = number
+
+    def _keep(self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
+        """One chunk of an inner gradient; applied when the backward pass no longer needs the weights."""
+        held = self._held[index]
+        if not unit:
+            return
+        held.mean, held.absent = payload.view(held.chunk.dtype), absent
+        if unit != total:
+            held.mean.div_(total / unit)
+
+    def _update(self, at: int) -> None:
+        means = [held.mean for held in self._held.values() if held.mean is not None]
+        if self._clip_norm is not None:
+            factor = clip_factor(math.sqrt(math.fsum(map(sum_of_squares, means))), self._clip_norm)
+            for mean in means if factor != 1.0 else ():
+                mean.mul_(factor)
+        changed = self._schedule.at(at)  # what a schedule leaves alone returns to the recipe's value
+        hyper = [{**recipe, **now} for recipe, now in zip(self._recipe, changed, strict=True)]
+        for held in self._held.values():
+            held.apply(hyper, 1.0)
+        self.weights_changed()
+
+    def _push_difference(self, weight: float, chunk_ready: ChunkReady) -> None:
+        for index in reversed(self._trainable):
+            dtype = self.layout.chunks[index].dtype
+            base, now, difference = (
+                self.layout.chunk_view(vector, index).view(dtype) for vector in (self._base, self.weights, self._sum)
+            )
+            torch.sub(base, now, out=difference)
+            chunk_ready(index, difference.view(torch.uint8), weight, weight, frozenset())
+
+    # -- the inner optimizer's state -----------------------------------------------------------
+
+    def _records(self) -> list[Record]:
+        return [(index, about, value) for index, held in self._held.items() for about, value in held.state()]
+
+    def _load(self, records: Sequence[Record]) -> None:
+        for held in self._held.values():
+            held.clear_state()
+        for index, about, value in records:
+            self._held[index].load_state(about, value.clone())
+
+    def inner_state(self, step: int) -> Inner:
+        """What its optimizer remembers.
+
+        Args:
+            step: steps committed. What was computed for a later one counts for nothing.
+        """
+        given_up = self._number // self._shares >= step
+        state, plain = assemble(self.layout, self._before if given_up else self._records())
+        schedule = self._schedule_before if given_up else self._schedule.state()
+        return {name: value.clone() for name, value in state.items()}, plain, schedule
+
+    def load_inner_state(
+        self, state: Mapping[str, torch.Tensor], plain: Sequence[Any], schedule: ScheduleState | None
+    ) -> None:
+        """Sets what `inner_state` returns."""
+        self._load(disassemble(self.layout, state, plain))
+        self._schedule.go_on_from(schedule)
+        self._number = -1

@@ -1,0 +1,583 @@
+"""A server: stages pushed chunks, reduces them, and applies the optimizer when told to commit."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from steepest.compression.codecs import Packing
+from steepest.engine.optimizer_records import checked_state_size, state_message, state_tensor
+from steepest.engine.server_chunk import Push, ServerChunk
+from steepest.engine.topology import Hosts
+from steepest.engine.weight_buffers import Rooms
+from steepest.errors import ProtocolError
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, worker_peer
+from steepest.optim.spec import OptimizerSpec
+from steepest.protocol.commit_rules import PushId
+from steepest.protocol.decision_log import Witness
+from steepest.protocol.push_tracking import MOST_CULPRITS, MOST_PUSHES, Done
+from steepest.tensors.half_precision import narrow, narrow_size
+from steepest.tensors.layout import ParameterLayout
+
+log = logging.getLogger(__name__)
+
+_MOST_PUTS = 16  # states of one client that are not installed
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """One push that is being staged: chunks still to come, and what is known of those that came."""
+
+    missing: int
+    squares: list[float] = field(default_factory=list)
+    culprits: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Put:
+    """What a client wants to be the state, as far as it has come."""
+
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)
+    state: list[tuple[int, dict[str, Any], torch.Tensor]] = field(default_factory=list)
+
+
+class Server:
+    """One server's chunks: a state machine over messages.
+
+    Args:
+        index: of the server.
+        holders: the servers of each chunk, for all chunks of the layout: the first answers for it, the others have
+            copies.
+        spec: the optimizer; None to add what is pushed to the weights.
+        weights: the flat vector; this server's chunks in it are read now and updated in place.
+        send: how to send.
+        in_use: whether somebody may be reading weights where they lie, or has yet to be sent them.
+        in_workers: whether each server lives in the process of the worker of its index, which gets from it what it has.
+        own_pending: makes copies for those; None to make the new weights elsewhere.
+        wire_formats: how workers of other hosts push float32 chunks, and in which dtype they pull them; None for as
+            they are.
+        hosts: where everybody runs, and which workers have a relay; None when all are apart.
+        together: whether every member contributes to every version: pushes are reduced as they arrive.
+        open_to_all: whether anybody may push, members or not.
+        checked: whether to compute the size of gradients, and with it to look for NaN and infinity.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: ParameterLayout,
+        holders: Sequence[Sequence[int]],
+        spec: OptimizerSpec | None,
+        weights: torch.Tensor,
+        send: Send,
+        in_use: Callable[[torch.Tensor], bool] = lambda weights: False,
+        *,
+        in_workers: bool = False,
+        own_pending: Callable[[torch.Tensor], None] | None = None,
+        wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None),
+        hosts: Hosts | None = None,
+        together: bool = True,
+        open_to_all: bool = False,
+        checked: bool = True,
+    ) -> None:
+        self.version = 0
+        self.generation = 0
+        self.refused = 0
+        self._index = index
+        self._send = send
+        self._in_workers = in_workers
+        self._holders = holders
+        self._copies = any(len(servers) > 1 for servers in holders)
+        self.witness = Witness()
+        self._own_pending = own_pending
+        self._in_use = in_use
+        self._packing, self._pull_dtype = wire_formats
+        self._hosts = hosts or Hosts.apart(0, index + 1)
+        self._host = self._hosts.servers[index]
+        self._rooms = Rooms(layout.nbytes, in_use, weights)
+        self._narrow_rooms = Rooms(layout.nbytes // 2, in_use)  # of what workers pull narrow
+        self._narrowed: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}  # by chunk: of which version, its bytes
+        self._together = together
+        self._checked = checked
+        self._open_to_all = open_to_all
+        self._layout = layout
+        self._chunks = {
+            chunk.index: ServerChunk(
+                chunk,
+                layout,
+                spec,
+                layout.chunk_view(weights, chunk.index),
+                checked,
+                keeps_mean=len(holders[chunk.index]) > 1,
+            )
+            for chunk in layout.chunks
+            if index in holders[chunk.index]
+        }
+        self._answers_for = {chunk for chunk in self._chunks if holders[chunk][0] == index}
+        self._trainable = [chunk for chunk in self._chunks.values() if chunk.chunk.trainable]
+        self._base = [dict(hyper) for _, hyper in spec.groups] if spec is not None else []
+        self._changed = False  # whether a schedule has changed hyperparameters
+        self._members: frozenset[int] = frozenset()
+        self._early: list[tuple[Peer, Message]] = []  # pushes of a generation or version that is not known here yet
+        self._early_of: Counter[Peer] = Counter()
+        self._arriving: dict[PushId, _Arriving] = {}
+        self._done = Done()
+        self._together_now = _Arriving(len(self._trainable))
+        self._puts: dict[tuple[Peer, int], _Put] = {}  # by who puts, and in which request
+        self._installed: dict[Peer, int] = {}  # the last request of each
+        self._ended: dict[int, int] = {}  # by worker, the last of its lives that are over
+        self._gone: set[Peer] = set()  # whoever put something and left; it may be installed all the same
+
+    @property
+    def chunks(self) -> dict[int, ServerChunk]:
+        """What it holds."""
+        return self._chunks
+
+    @property
+    def room(self) -> torch.Tensor:
+        """The flat vector in which its chunks lie, or the first of them."""
+        lying = next((held.weights for held in self._chunks.values() if held.chunk.nbytes), torch.empty(0))
+        return self._rooms.of(lying)
+
+    @property
+    def rooms_held(self) -> int:
+        """Flat vectors that take memory: one, and those that readers need, or needed not long ago."""
+        return self._rooms.held + self._narrow_rooms.held
+
+    # -- Role ----------------------------------------------------------------------------------
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Where an arriving payload goes: a push into a staging buffer of its chunk, or it stays where it is lent."""
+        if message.kind is Kind.STATE:
+            return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
+        held = self._chunks.get(message.chunk)
+        sizes = [held.chunk.nbytes] if held is not None else []
+        if held is not None and message.kind is Kind.PUSH:
+            sizes.append((self._packing and self._packing.size(self._layout, held.chunk)) or sizes[0])
+        if message.kind not in (Kind.PUSH, Kind.PUT) or held is None or size not in sizes:
+            raise ProtocolError(
+                f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server {self._index} expects "
+                f"{held.chunk.nbytes if held else 'none of it'}"
+            )
+        if message.kind is Kind.PUT:
+            return torch.empty(size, dtype=torch.uint8)
+        if message.generation < self.generation or (self._together and message.version < self.version):
+            return None  # late: received and dropped
+        return message.payload if message.payload is not None else held.staging_buffer(size)
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Acts on one message."""
+        match message.kind:
+            case Kind.PUSH:
+                self._stage(source, message)
+            case Kind.COMMIT:
+                self._commit(message)
+            case Kind.DISCARD:
+                self._discard(message)
+            case Kind.MEMBERS:
+                self._begin_generation(message)
+            case Kind.SNAPSHOT:
+                self._snapshot(message)
+            case Kind.PUT:
+                self._receive_weights(source, message)
+            case Kind.STATE:
+                self._receive_state(source, message)
+            case _:
+                raise ProtocolError(f"a server does not take {message.kind.name}")
+        if self._copies:
+            self.witness.hear(message)
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """The coordinator decides what a loss means; it is told once all that arrived is staged."""
+        self._installed.pop(peer, None)  # who comes in its place counts from one again
+        self._gone |= {source for source, _ in self._puts if source == peer}
+        if self._open_to_all and peer.role == "worker":
+            for push in [push for push in self._arriving if push.worker == peer.index]:
+                self._forget(push)
+            self._done.forget(peer.index)
+            self._send(COORDINATOR, Message(Kind.LEFT, meta={"worker": peer.index}))
+
+    def tick(self, now: float) -> None:
+        """A server has no deadlines of its own."""
+
+    # -- stage ---------------------------------------------------------------------------------
+
+    def _stage(self, source: Peer, message: Message) -> None:
+        next_one = (
+            self._copies and self._together and message.version == self.version + 1
+        )  # elsewhere this is committed
+        if message.generation > self.generation or (next_one and message.generation == self.generation):
+            self._keep_early(source, message)
+            return
+        held = self._chunks.get(message.chunk)
+        if held is None or not held.chunk.trainable:
+            raise ProtocolError(f"chunk {message.chunk} takes no gradients on server {self._index}")
+        pushes = self._pushes_of(source, message)
+        push, covered = pushes[0], frozenset(push.worker for push in pushes)
+        reasons = [reason for push in pushes if (reason := self._reason_to_refuse(push, message, held)) is not None]
+        reason = max(reasons, default=None)
+        if reason is not None:
+            self.refused += 1
+            held.release(message.payload)
+            if reason:
+                raise ProtocolError(f"push of chunk {message.chunk} at version {message.version}: {reason}")
+            return
+        absent = frozenset(int(entry) for entry in message.values().get("absent", ()))
+        payload = message.payload
+        packing = self._packing if payload is not None and payload.numel() != held.chunk.nbytes else None
+        if packing is not None and payload is not None:
+            packing.check(self._layout, held.chunk, payload)
+        if payload is not None and not self._together and message.chunk not in self._answers_for:
+            payload = held.own(payload)  # its worker goes on when it has the weights, which come from elsewhere
+        held.staged[push] = Push(covered, payload, message.weight, message.total, absent, packing)
+        if self._together:
+            if held.contributors() >= self._members:
+                self._reduce(held)
+        else:
+            self._count(push, held, message.version)
+
+    def _keep_early(self, source: Peer, message: Message) -> None:
+        """Keeps a push that overtook the coordinator's word; as many of each sender as two steps have, and copies."""
+        served = len(self._hosts.relays.get(source.index, ())) if source.role == "relay" else 1
+        self._early.append((source, message))
+        self._early_of[source] += 1
+        if self._early_of[source] > 4 * len(self._trainable) * served:
+            oldest = next(push for peer, push in self._early if peer == source)
+            self._early = [(peer, push) for peer, push in self._early if push is not oldest]
+            self._early_of[source] -= 1
+            self.refused += 1
+            if (held := self._chunks.get(oldest.chunk)) is not None:
+                held.release(oldest.payload)
+            raise ProtocolError(
+                f"{source} has pushed more than two steps before this server was told of them: its oldest push, of "
+                f"chunk {oldest.chunk} at generation {oldest.generation} and version {oldest.version}, is dropped"
+            )
+
+    def _pushes_of(self, source: Peer, message: Message) -> list[PushId]:
+        """Whose gradient it is: the sender's, or those of workers of its host."""
+        if source.role != "relay":
+            return [PushId(source.index, message.incarnation, message.sequence)]
+        pushes = sorted(PushId(*map(int, push)) for push in message.values()["pushes"])
+        served = self._hosts.relays.get(source.index, ())
+        if not pushes or not all(push.worker in served for push in pushes):
+            raise ProtocolError(f"{source} pushes for workers {[push.worker for push in pushes]}, it serves {served}")
+        return pushes
+
+    def _reason_to_refuse(self, push: PushId, message: Message, held: ServerChunk) -> str | None:
+        """None to take it; empty when it is merely late; at most once in any case."""
+        late = message.generation < self.generation or push.incarnation <= self._ended.get(push.worker, -1)
+        if late or push in self._done:
+            return ""
+        if not self._open_to_all and push.worker not in self._members:
+            return f"worker {push.worker} is no member"
+        if push in held.staged:
+            return "it is staged already"
+        if not self._together:
+            return self._reason_against_another(push, held)
+        if message.version < self.version:
+            return ""
+        if message.version > self.version or push.worker in held.contributors():
+            return "out of place"
+        return None
+
+    @staticmethod
+    def _reason_against_another(push: PushId, held: ServerChunk) -> str | None:
+        """Whoever pushes on and on without a commit is refused before the memory is gone."""
+        if len(held.staged) < MOST_PUSHES:
+            return None
+        own = sum(other.worker == push.worker for other in held.staged)
+        return None if own < MOST_PUSHES else f"worker {push.worker} has {own} pushes that are not committed"
+
+    def _reduce(self, held: ServerChunk) -> None:
+        """Every member's push of a chunk is there."""
+        order = sorted(held.staged)
+        now = self._together_now
+        held.reduce(order)
+        squares = held.squares()
+        if not math.isfinite(squares):
+            now.culprits += held.culprits(order)
+        if held.chunk.index in self._answers_for:
+            now.squares.append(squares)
+        now.missing -= 1
+        if now.missing == 0:
+            about = self._about(now)
+            self._send(COORDINATOR, Message(Kind.STAGED, self.generation, version=self.version, meta=about))
+
+    def _count(self, push: PushId, held: ServerChunk, pulled: int) -> None:
+        """One more chunk of a push is there."""
+        arriving = self._arriving.get(push)
+        if arriving is None:
+            arriving = self._arriving[push] = _Arriving(len(self._trainable))
+        squares = held.check(push)
+        if not math.isfinite(squares):
+            arriving.culprits += held.culprits([push])
+        if held.chunk.index in self._answers_for:
+            arriving.squares.append(squares)
+        arriving.missing -= 1
+        if arriving.missing == 0:
+            del self._arriving[push]
+            about = Message(Kind.STAGED, self.generation, push.incarnation, push.sequence, pulled)
+            about.meta = {"worker": push.worker, **self._about(arriving)}
+            self._send(COORDINATOR, about)
+
+    def _about(self, arriving: _Arriving) -> dict[str, Any]:
+        """What the coordinator has to know of a gradient: its size, and who sent NaN."""
+        about: dict[str, Any] = {}
+        if self._checked:
+            about["squares"] = sum(sorted(arriving.squares))  # the same in whatever order chunks came
+        if arriving.culprits:
+            about["culprits"] = [list(culprit) for culprit in arriving.culprits[:MOST_CULPRITS]]
+        return about
+
+    def _forget(self, push: PushId) -> None:
+        self._arriving.pop(push, None)
+        self._done.add(push)
+        for held in self._trainable:
+            if push in held.staged:
+                held.forget(push)
+
+    # -- commit and apply ----------------------------------------------------------------------
+
+    def _commit(self, message: Message) -> None:
+        if message.version <= self.version or message.generation < self.generation:
+            return  # a copy of one that is applied
+        meta = message.values()
+        pushes = [PushId(*push) for push in meta["pushes"]]
+        hyper = meta.get("hyper") or [{} for _ in self._base]
+        self._check_commit(message, pushes, hyper)
+        if self._changed or any(hyper):  # what a schedule leaves alone returns to the recipe's value
+            self._changed = True
+            hyper = [{**base, **changed} for base, changed in zip(self._base, hyper, strict=True)]
+            hyper = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in hyper]
+        self.version = message.version
+        self._together_now = _Arriving(len(self._trainable))
+        skip = bool(meta.get("skip"))
+        readers = list(dict.fromkeys((self._hosts.reader_of(worker), sequence) for worker, sequence in meta["readers"]))
+        for held in reversed(self._trainable):  # first layers first: the next forward pass wants them first
+            if not skip:
+                if not self._together:
+                    held.reduce(push for push in pushes if push in held.staged or not self._hosts.relays)
+                held.clip(meta.get("clip", 1.0))
+                held.apply(hyper, message.weight, self._make_way(held))
+            for push in pushes:
+                if push in held.staged:  # what a relay added up is staged as the first of them
+                    held.forget(push)
+            for reader, sequence in readers:
+                self._send_weights(reader, held, sequence)
+        if not self._together:
+            for push in pushes:
+                self._done.add(push)
+        if self._copies and self._index == 1:  # in another process than the coordinator
+            self._send(COORDINATOR, Message(Kind.LOGGED, self.generation, version=self.version))
+        if self._rooms.look():
+            self._give_rooms_back()
+        self._stage_early()
+
+    def _check_commit(self, message: Message, pushes: list[PushId], hyper: list[dict[str, Any]]) -> None:
+        """Looks whether all of a commit can be applied, before any of it is.
+
+        Raises:
+            ProtocolError: it cannot.
+        """
+        here = (self.generation, self.version)
+        if (message.generation, message.version) != (self.generation, self.version + 1):
+            raise ProtocolError(f"COMMIT of {(message.generation, message.version)} at generation, version {here}")
+        missing = self._together and self._together_now.missing > 0
+        if not self._together and not self._hosts.relays:  # what a relay added up is staged as the first of them
+            staged = self._trainable[0].staged if self._trainable else dict.fromkeys(pushes)
+            missing = any(push in self._arriving or push not in staged for push in pushes)
+        if missing and not message.values().get("skip"):
+            raise ProtocolError(f"COMMIT of pushes {pushes} that are not whole on server {self._index}")
+        known = len(hyper) == len(self._base) and all(
+            changed.keys() <= base.keys() | {"lr"} for base, changed in zip(self._base, hyper, strict=True)
+        )
+        if not known:
+            raise ProtocolError(f"COMMIT with hyper={hyper!r:.80}: the optimizer has {len(self._base)} groups")
+
+    def _make_way(self, held: ServerChunk) -> torch.Tensor | None:
+        """Before weights change: where the new ones go, or None when they may take the place of the old ones."""
+        if self._own_pending is not None:
+            self._own_pending(held.weights)
+            return None
+        if not self._in_use(held.weights):
+            return None
+        return self._rooms.free(held.chunk.start, held.chunk.stop)
+
+    def _give_rooms_back(self) -> None:
+        """Frees memory that no reader has needed for a while."""
+        chunks = [held.chunk for held in self._chunks.values()]
+        for held in self._chunks.values():
+            if (room := self._rooms.moved(held.weights, held.chunk.start, held.chunk.stop)) is not None:
+                room.copy_(held.weights)
+                held.move(room)
+        self._rooms.shrink([held.weights for held in self._chunks.values()], [(c.start, c.stop) for c in chunks])
+        self._narrowed.clear()
+        sizes = [(c, narrow_size(c.dtype, c.nbytes, self._pull_dtype)) for c in chunks]
+        self._narrow_rooms.shrink([], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size])
+
+    def _discard(self, message: Message) -> None:
+        """These pushes will never be committed; whoever made them goes on with the weights as they are."""
+        if (message.generation, message.version) != (self.generation, self.version):
+            return  # a copy: the coordinator's words come in order
+        meta = message.values()
+        for push in meta["pushes"]:
+            self._forget(PushId(*push))
+        if "ended" in meta:
+            worker, life = meta["ended"]
+            self._ended[worker] = life
+            for push in [push for push in self._arriving if push.worker == worker and push.incarnation <= life]:
+                self._forget(push)
+        if "joined" in meta:
+            self._members |= {meta["joined"]}  # it may have been missing when the generation began
+            for held in self._chunks.values():
+                self._send_weights(worker_peer(meta["joined"]), held, reload=True)
+        for worker, sequence in meta["readers"]:
+            for held in reversed(self._trainable):
+                self._send_weights(worker_peer(worker), held, sequence)
+
+    def _send_weights(self, reader: Peer, held: ServerChunk, sequence: int = 0, *, reload: bool = False) -> None:
+        """Sends a chunk to who gets it from here: from its own process, or else from who answers for it."""
+        holders = self._holders[held.chunk.index]
+        own = self._in_workers and reader.role == "worker" and reader.index in holders
+        if self._index != (reader.index if own else holders[0]):
+            return
+        message = Message(Kind.WEIGHTS, self.generation, sequence=sequence, version=self.version)
+        message.meta = {"reload": True} if reload else None
+        message.chunk = held.chunk.index
+        message.payload = self._as_pulled(held, reader)
+        self._send(reader, message)
+
+    def _as_pulled(self, held: ServerChunk, reader: Peer) -> torch.Tensor:
+        """A chunk's weights as a reader receives them; rounded once for all workers of other hosts."""
+        chunk, wire = held.chunk, self._pull_dtype
+        if reader.role not in ("worker", "relay"):  # it may be slow, and what changes in place cannot be lent to it
+            return held.weights if self._own_pending is None else held.weights.clone()
+        size = narrow_size(chunk.dtype, chunk.nbytes, wire)
+        if size is None or wire is None or not chunk.trainable or self._hosts.host_of(reader) == self._host:
+            return held.weights
+        version, narrowed = self._narrowed.get(chunk.index, ((-1, -1), held.weights))
+        if version != (self.generation, self.version):
+            begin = chunk.start // 2
+            narrowed = self._narrow_rooms.free(begin, begin + size)
+            if not narrow(held.weights, wire, narrowed):
+                narrowed = held.weights
+            self._narrowed[chunk.index] = ((self.generation, self.version), narrowed)
+        return narrowed
+
+    # -- membership and state ------------------------------------------------------------------
+
+    def _begin_generation(self, message: Message) -> None:
+        if (message.generation, message.version) <= (self.generation, self.version):
+            return  # a copy
+        meta = message.values()
+        self.version = message.version
+        if message.generation > self.generation or not self._open_to_all:
+            self.generation = message.generation
+            self._members = frozenset(meta["workers"])
+            for held in self._trainable:
+                held.discard()
+            self._arriving.clear()
+            self._done.clear()
+            self._together_now = _Arriving(len(self._trainable))
+        for role, index, sequence in meta.get("install", ()):
+            self._install(Peer(role, index), sequence)
+        if meta["reload"]:
+            for reader in dict.fromkeys(self._hosts.reader_of(worker) for worker in sorted(self._members)):
+                for held in self._chunks.values():
+                    self._send_weights(reader, held, reload=True)
+        self._stage_early()
+
+    def _stage_early(self) -> None:
+        early, self._early = self._early, []
+        self._early_of.clear()
+        for source, push in early:
+            try:
+                self._stage(source, push)
+            except ProtocolError as error:
+                log.warning("refused %s from %s: %s", push.kind.name, source, error)
+
+    def _begin_put(self, source: Peer, message: Message) -> _Put | None:
+        """Where to put it; nowhere when it is a copy of what was installed."""
+        if message.sequence <= self._installed.get(source, 0):
+            return None
+        key = (source, message.sequence)
+        if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
+            raise ProtocolError(f"{source} has put {_MOST_PUTS} states that it has not had installed")
+        if source in self._gone or key not in self._puts:
+            self._puts = {other: put for other, put in self._puts.items() if other[0] not in self._gone}
+            self._gone.clear()
+            self._puts[key] = _Put()
+        end = Message(Kind.END, sequence=message.sequence, version=message.version, chunk=message.chunk)
+        self._send(source, end)
+        return self._puts[key]
+
+    def _install(self, source: Peer, sequence: int) -> None:
+        """Makes what a client put the state; optimizer state only together with weights of a checkpoint."""
+        put = self._puts.pop((source, sequence), None)
+        if put is None or not self._can_install(source, put):
+            return
+        if source not in self._gone:
+            self._installed[source] = sequence
+        self._puts = {key: other for key, other in self._puts.items() if key[0] != source or key[1] > sequence}
+        for index, payload in put.weights.items():
+            held = self._chunks[index]
+            if (room := self._make_way(held)) is not None:
+                held.move(room)
+            held.weights.copy_(payload)
+        if put.state:
+            for held in self._chunks.values():
+                held.clear_state()
+            for index, about, value in put.state:
+                if "name" in about:
+                    self._chunks[index].load_state(about, value)
+
+    def _can_install(self, source: Peer, put: _Put) -> bool:
+        """Whether optimizers can go on from what somebody unknown has put."""
+        if self._open_to_all and put.state:
+            try:
+                for index, held in self._chunks.items():
+                    held.try_state([(about, value) for at, about, value in put.state if at == index])
+            except ProtocolError as error:
+                self.refused += 1
+                log.warning("refused what %s has put: %s", source, error)
+                return False
+        return True
+
+    def _snapshot(self, message: Message) -> None:
+        meta = message.values()
+        reader = Peer(str(meta["reader"][0]), int(meta["reader"][1]))
+        wanted = meta.get("chunks")
+        asked = [held for index, held in self._chunks.items() if index in self._answers_for]
+        for held in asked if meta["what"] != "standing" else ():
+            if wanted is None or held.chunk.index in wanted:
+                self._send_weights(reader, held, message.sequence)
+        if meta["what"] == "state":
+            for held in asked:
+                for about, value in held.state():
+                    self._send(reader, state_message(message.sequence, held.chunk.index, about, value.clone()))
+        end = Message(Kind.END, self.generation, sequence=message.sequence, version=self.version)
+        end.meta = {"state": meta["state"]} if "state" in meta else None
+        self._send(reader, end)
+
+    def _receive_weights(self, source: Peer, message: Message) -> None:
+        if message.payload is None or message.chunk not in self._chunks:
+            raise ProtocolError(f"PUT of {message.payload} for chunk {message.chunk} at server {self._index}")
+        if (put := self._begin_put(source, message)) is not None:
+            put.weights[message.chunk] = message.payload
+
+    def _receive_state(self, source: Peer, message: Message) -> None:
+        about = dict(message.values())
+        value = torch.empty(0)
+        if "name" in about:
+            value = state_tensor(about, message.payload)
+            if (held := self._chunks.get(message.chunk)) is None:
+                raise ProtocolError(f"optimizer state for chunk {message.chunk}: server {self._index} does not hold it")
+            held.check_state(about, value)
+        if (put := self._begin_put(source, message)) is not None:
+            put.state.append((message.chunk, about, value))

@@ -1,0 +1,344 @@
+"""One chunk on its server: weights, optimizer, staged pushes, their mean."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from steepest.compression.codecs import Half, Packing, sum_of_squares
+from steepest.errors import ProtocolError
+from steepest.optim.spec import Hyperparameters, OptimizerSpec
+from steepest.optim.torch_without_compiler import take_step
+from steepest.protocol.commit_rules import PushId
+from steepest.tensors.layout import Chunk, ParameterLayout
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Push:
+    """One worker's gradient of one chunk, staged, or the sum of several: never changed until its commit is applied.
+
+    The gradient of the workers' batch is ``unit / total * payload``; `total` is the batch's sample weight.
+    """
+
+    workers: frozenset[int]
+    payload: torch.Tensor | None
+    unit: float
+    total: float
+    absent: frozenset[int]
+    packing: Packing | None
+
+
+class ServerChunk:
+    """One chunk on its server: weights, optimizer, staged pushes and their weighted mean.
+
+    Args:
+        spec: the optimizer; None to add what is pushed to the weights.
+        weights: the chunk's bytes; updated in place, or in a room that `apply` is given.
+        checked: whether to compute squares, in which NaN and infinity are seen.
+        keeps_mean: whether payloads may change once their mean is formed, and not only when it is applied.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        layout: ParameterLayout,
+        spec: OptimizerSpec | None,
+        weights: torch.Tensor,
+        checked: bool = True,
+        keeps_mean: bool = False,
+    ) -> None:
+        self.chunk = chunk
+        self.weights = weights
+        self.staged: dict[PushId, Push] = {}
+        self.mean: torch.Tensor | None = None
+        self.absent: frozenset[int] = frozenset()
+        self._layout = layout
+        self._spec = spec
+        self._checked = checked and chunk.dtype.is_floating_point
+        self._sum: torch.Tensor | None = None  # memory for a mean of several
+        # staging memory, all of it, by id; a connection that breaks in the middle of a payload lets go of its part
+        self._buffers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        self._spare: dict[int, list[torch.Tensor]] = {}  # what of it is free, by size
+        self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
+        self._parameters = [
+            torch.nn.Parameter(view, requires_grad=chunk.dtype.is_floating_point)
+            for view in layout.slice_views(chunk, weights)
+        ]
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._groups: list[int] = []
+        if chunk.trainable and spec is not None:
+            slices = list(zip(self._names, self._parameters, strict=True))
+            self._optimizer, self._groups = spec.build(slices)
+        # torch's own optimizers leave gradients as they are; others get one that they may write to
+        gentle = spec is None or type(self._optimizer).__module__.startswith("torch.optim")
+        self._lends_mean = gentle and not keeps_mean
+
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory for one push; free again after its commit."""
+        if spare := self._spare.get(nbytes):
+            return spare.pop()
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._buffers[id(buffer)] = buffer
+        return buffer
+
+    def release(self, payload: torch.Tensor | None) -> None:
+        """Takes back the staging buffer, if it is one, of a push that is done with."""
+        if payload is not None and self._buffers.get(id(payload)) is payload:
+            self._spare.setdefault(payload.numel(), []).append(payload)
+
+    def own(self, payload: torch.Tensor) -> torch.Tensor:
+        """The same in memory of this server's own."""
+        if self._buffers.get(id(payload)) is payload:
+            return payload
+        buffer = self.staging_buffer(payload.numel())
+        buffer.copy_(payload)
+        return buffer
+
+    @property
+    def _accumulator(self) -> torch.Tensor:
+        if self._sum is None:
+            self._sum = torch.empty_like(self.weights).view(self.chunk.dtype)
+        return self._sum
+
+    def contributors(self) -> set[int]:
+        """The workers whose gradients are staged."""
+        return {worker for push in self.staged.values() for worker in push.workers}
+
+    def check(self, push: PushId) -> float:
+        """The sum of the squares of one staged gradient; not finite when an element is not."""
+        staged = self.staged[push]
+        if staged.payload is None or not self._checked:
+            return 0.0
+        factor = staged.unit / staged.total if staged.total else 1.0
+        return sum_of_squares(self._values(staged)) * (factor * factor)  # infinite, where ** would raise
+
+    def _values(self, push: Push) -> torch.Tensor:
+        """A payload's elements: of half precision in that, of other formats unpacked."""
+        assert push.payload is not None
+        if push.packing is None:
+            return push.payload.view(self.chunk.dtype)
+        if isinstance(push.packing, Half):
+            return push.payload.view(push.packing.dtype)
+        return self._unpacked([push], push.unit, torch.empty_like(self.weights).view(self.chunk.dtype))
+
+    def _unpacked(self, pushes: Sequence[Push], total: float, out: torch.Tensor) -> torch.Tensor:
+        """The sum of packed payloads, by unit."""
+        out.zero_()
+        for packing in dict.fromkeys(push.packing for push in pushes):
+            assert packing is not None
+            same = [(p.payload, p.unit / total) for p in pushes if p.payload is not None and p.packing is packing]
+            packing.add(self._layout, self.chunk, same, out)
+        return out
+
+    def reduce(self, chosen: Iterable[PushId]) -> None:
+        """Forms the weighted mean of staged pushes, in the given order."""
+        pushes = [self.staged[push] for push in chosen]
+        total = math.fsum(push.total for push in pushes)
+        pushes = [push for push in pushes if push.payload is not None and push.unit != 0.0]
+        if not pushes or total == 0.0:
+            self.mean = None
+            return
+        self.absent = frozenset.intersection(*(push.absent for push in pushes))
+        packed = [push for push in pushes if push.packing is not None and push.packing.lossy]
+        if packed:
+            self.mean = self._unpacked(packed, total, self._accumulator)
+            for push in pushes:
+                if push not in packed:
+                    _add(self.mean, self._values(push), push.unit / total)
+            return
+        wide = all(push.packing is None for push in pushes)
+        (first, unit), *rest = [(self._values(push), push.unit) for push in pushes]
+        result = first
+        if rest or unit != total or not self._lends_mean or not wide:
+            result = self._accumulator
+            if all(other == unit for _, other in rest):  # divided by a count: the mean of equal values is that value
+                if rest and wide:
+                    torch.add(first, rest.pop(0)[0], out=result)
+                else:
+                    result.copy_(first)
+                for gradient, _ in rest:
+                    _add(result, gradient)
+                if unit != total:
+                    result.div_(total / unit)
+            else:
+                result.copy_(first).mul_(unit / total)
+                for gradient, other in rest:
+                    _add(result, gradient, other / total)
+        self.mean = result
+
+    def squares(self) -> float:
+        """The sum of the squares of the mean; not finite when an element is not."""
+        return sum_of_squares(self.mean) if self._checked and self.mean is not None else 0.0
+
+    def clip(self, factor: float) -> None:
+        """Multiplies the mean, which moves into memory of its own: payloads stay as they are."""
+        if self.mean is not None and factor != 1.0:
+            self.mean = torch.mul(self.mean, factor, out=self._accumulator)
+
+    def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
+        """(worker, parameter) of each of these gradients that holds NaN or infinity."""
+        found = []
+        for push in chosen:
+            if self.staged[push].payload is not None:
+                payload = self._values(self.staged[push]).to(self.chunk.dtype).view(torch.uint8)
+                views = self._layout.slice_views(self.chunk, payload)
+                for name, view in zip(self._names, views, strict=True):
+                    if not bool(torch.isfinite(view).all()):
+                        found.append((push.worker, name))
+        return found or [(-1, self._names[0])]  # each is finite, only their sum is not
+
+    def apply(self, hyper: Sequence[Hyperparameters], rate: float, room: torch.Tensor | None = None) -> None:
+        """One optimizer step with the mean, learning rates multiplied by `rate`.
+
+        Args:
+            room: where the new weights go, when the old ones must not change; None to change them in place.
+        """
+        if self.mean is None:
+            return
+        if self._optimizer is None:
+            old, new = self.weights, self.weights if room is None else room
+            torch.add(old.view(self.chunk.dtype), self.mean, out=new.view(self.chunk.dtype))
+            self.weights = new
+            self.mean = None
+            return
+        if room is not None:
+            room.copy_(self.weights)
+            self.move(room)
+        self.set_hyperparameters(hyper)
+        if rate != 1.0:
+            own = [group["lr"] for group in self._optimizer.param_groups]
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["lr"] * rate
+        views = self._layout.slice_views(self.chunk, self.mean.view(torch.uint8))
+        for piece, parameter, view in zip(self.chunk.slices, self._parameters, views, strict=True):
+            parameter.grad = None if piece.entry in self.absent else view
+        self._step(self._optimizer)
+        for parameter in self._parameters:
+            parameter.grad = None
+        if rate != 1.0:
+            for group, lr in zip(self._optimizer.param_groups, own, strict=True):
+                group["lr"] = lr
+        self.mean = None
+
+    def move(self, room: torch.Tensor) -> None:
+        """The weights are there from now on."""
+        self.weights = room
+        for parameter, view in zip(self._parameters, self._layout.slice_views(self.chunk, room), strict=True):
+            parameter.data = view
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        """torch's fused SGD cannot begin one parameter's momentum while another's runs; the plain one can."""
+        begun = {bool(optimizer.state.get(p)) for p in self._parameters if p.grad is not None}
+        fused = [group for group in optimizer.param_groups if group.get("fused")]
+        if len(begun) < 2 or not isinstance(optimizer, torch.optim.SGD):
+            fused = []
+        for group in fused:
+            group["fused"] = False
+        take_step(optimizer)
+        for group in fused:
+            group["fused"] = True
+
+    def forget(self, push: PushId) -> None:
+        """A staged push is done with."""
+        self.release(self.staged.pop(push).payload)
+
+    def discard(self) -> None:
+        """Forgets all that is staged."""
+        for push in self.staged.values():
+            self.release(push.payload)
+        self.staged.clear()
+        self.mean = None
+
+    def set_hyperparameters(self, hyper: Sequence[Hyperparameters]) -> None:
+        """Sets what a schedule changed; `hyper` has one entry for each group of the recipe."""
+        if self._optimizer is None:
+            return
+        for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+            for key, value in hyper[index].items():
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+    def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
+        """The optimizer's state: (description, tensor) of each slice and key."""
+        records: list[tuple[dict[str, Any], torch.Tensor]] = []
+        if self._optimizer is None:
+            return records
+        for piece, name, parameter in zip(self.chunk.slices, self._names, self._parameters, strict=True):
+            for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
+                about = {"name": name, "key": key, "start": piece.start, "stop": piece.stop}
+                if isinstance(value, torch.Tensor):
+                    records.append(({**about, "plain": False}, value))
+                elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                    records.append(({**about, "plain": True}, torch.tensor(value, dtype=torch.float64)))
+                else:
+                    log.debug("optimizer state %s of %s is not saved: %s", key, name, type(value).__name__)
+        return records
+
+    def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
+        """Sets one record of `state`.
+
+        Raises:
+            ProtocolError: it is none of this chunk.
+        """
+        parameter = self.check_state(about, value)
+        assert self._optimizer is not None
+        self._optimizer.state[parameter][about["key"]] = value.item() if about["plain"] else value
+
+    def check_state(self, about: dict[str, Any], value: torch.Tensor) -> torch.nn.Parameter:
+        """The slice that a record of `state` is about.
+
+        Raises:
+            ProtocolError: it is none of this chunk.
+        """
+        missing = [name for name in ("key", "start", "plain") if name not in about]
+        if missing or self._optimizer is None or (about["plain"] and value.numel() != 1):
+            raise ProtocolError(f"optimizer state {about!r:.200} makes no sense for chunk {self.chunk.index}")
+        for piece, name, parameter in zip(self.chunk.slices, self._names, self._parameters, strict=True):
+            if name == about["name"] and piece.start == about["start"]:
+                self._check_form(about["key"], value, parameter, self._optimizer)
+                return parameter
+        raise ProtocolError(f"no slice of {about['name']!r} at {about['start']} in chunk {self.chunk.index}")
+
+    @staticmethod
+    def _check_form(key: str, value: torch.Tensor, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """torch's fused kernels read as many elements as the parameter has, wherever the state ends."""
+        fused = any(group.get("fused") for group in optimizer.param_groups) and key != "step"
+        if fused and (value.numel(), value.dtype) != (parameter.numel(), parameter.dtype):
+            raise ProtocolError(
+                f"optimizer state {key} of {value.numel()} elements and {value.dtype} for a slice of "
+                f"{parameter.numel()} and {parameter.dtype}"
+            )
+
+    def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        """Takes a step from such optimizer state elsewhere.
+
+        Raises:
+            ProtocolError: that fails.
+        """
+        if self._optimizer is None:
+            return
+        twin = ServerChunk(self.chunk, self._layout, self._spec, self.weights.clone(), checked=False)
+        try:
+            for about, value in records:
+                twin.load_state(about, value.clone())
+            twin.mean = torch.zeros_like(twin.weights).view(self.chunk.dtype)
+            twin.apply([{} for _ in self._spec.groups] if self._spec is not None else [], 1.0)
+        except Exception as error:
+            raise ProtocolError(f"optimizer state with which no step can be taken: {error}") from error
+
+    def clear_state(self) -> None:
+        """Forgets the optimizer's state."""
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+
+
+def _add(total: torch.Tensor, gradient: torch.Tensor, factor: float = 1.0) -> None:
+    """Adds a gradient; a narrow one is widened as it is added."""
+    total.add_(gradient, alpha=factor) if factor != 1.0 else total.add_(gradient)

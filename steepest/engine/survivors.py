@@ -1,0 +1,86 @@
+"""What is left of a job when servers die: survivors are brought to one version, and every chunk is found again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from steepest.checkpoint.files import Record
+from steepest.engine.commit_log import Commit
+from steepest.engine.server import Server
+from steepest.messages.message import COORDINATOR, Message
+from steepest.protocol.decision_log import missing
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What one process' servers hold.
+
+    Attributes:
+        position: generation and version.
+        chunks: that they hold.
+        state: what the coordinator said last of its ledger and history, and of its schedule if it did.
+        log: entries of the coordinator's log.
+    """
+
+    position: tuple[int, int]
+    chunks: frozenset[int]
+    state: dict[str, Any]
+    log: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Salvage:
+    """A whole job's state at one version.
+
+    Attributes:
+        state: of the coordinator: "ledger" (see `Leases.state`), "history" and, if there is one that can be carried,
+            "schedule" (see `Schedule.state`), which may stand at a step before.
+        log: every commit until then, if they were kept and are known.
+        weights: the flat vector; None if chunks are where they were.
+        records: with weights, the optimizer's state.
+        holders: else the processes that have each chunk.
+    """
+
+    version: int
+    state: dict[str, Any]
+    log: list[Commit] | None = None
+    weights: torch.Tensor | None = None
+    records: list[Record] = field(default_factory=list)
+    holders: Mapping[int, Sequence[Any]] | None = None
+
+
+def catch_up(server: Server, heard: Iterable[Sequence[Message]]) -> None:
+    """Tells a server what it missed of all that any server has heard.
+
+    A version is committed when it is staged on every server, so whatever one of them has heard of, all can apply; and
+    a worker's gradient is not overwritten before the worker has the weights that it led to.
+    """
+    for word in missing(server.witness.words, heard):
+        server.handle(COORDINATOR, word)
+
+
+def remains(servers: Sequence[Server]) -> Remains:
+    """What is left in a process."""
+    chunks = frozenset(index for server in servers for index in server.chunks)
+    words = servers[0].witness.words
+    state = dict(words[-1].values()["state"]) if words else {}
+    if servers[0].witness.schedule:
+        state["schedule"] = servers[0].witness.schedule
+    return Remains((servers[0].generation, servers[0].version), chunks, state, servers[0].witness.log)
+
+
+def assemble(chunks: int, found: Mapping[T, Remains]) -> Salvage | None:
+    """One state from what processes hold; None if one of that many chunks is lost."""
+    newest = max(found.values(), key=lambda part: part.position)
+    whole = {process: part.chunks for process, part in found.items() if part.position == newest.position}
+    holders = {chunk: [process for process, held in whole.items() if chunk in held] for chunk in range(chunks)}
+    if not all(holders.values()):
+        return None
+    log = [Commit.from_entry(entry) for entry in newest.log]
+    return Salvage(newest.position[1], newest.state, log, holders=holders)

@@ -1,0 +1,367 @@
+"""A worker: takes its samples, computes, pushes, takes new weights, for as many steps as are granted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from steepest.engine.exchange import Exchange
+from steepest.engine.incoming_weights import Key
+from steepest.engine.replicas import Replicas, WorkerResult
+from steepest.errors import MessageTooLargeError, ModelError, PeerLostError, ShutdownError, describe_error
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_MOST_METRICS = 10_000  # all workers' fit into one message
+
+
+class _AbandonedError(Exception):
+    """A step that began early has lost its weights; passes through the model's code."""
+
+
+@dataclass
+class _Waiting:
+    """A call that waits for weights of some version."""
+
+    generation: int
+    version: int
+    run: Callable[[], None]
+    fail: Callable[[Exception], None]
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """A gradient that was pushed: of which share, from which version, with what result, and what each push was.
+
+    Its chunks lie where the replicas' next gradient will.
+    """
+
+    share: int
+    version: int
+    result: WorkerResult
+    pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
+
+
+class Worker:
+    """One worker's loop as a state machine over messages.
+
+    It computes inside `handle`, when a message brings what was missing: credit from the coordinator, or
+    the last chunk of new weights.
+
+    Args:
+        index: of the worker.
+        replicas: its copies of the model.
+        exchange: its end of the strategy.
+        send: how to send.
+        members: number of workers; the share of each in a step that all of them take together.
+        incarnation: which life of this worker.
+        pump: called between pushes, so that bytes move during the backward pass.
+        flush: called before a step, so that what other roles of this process have to say does not wait for its end.
+        wait: takes one turn of this process' router in the middle of a step, so that it may begin before all weights
+            are here; None to begin when they are.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        replicas: Replicas,
+        exchange: Exchange,
+        send: Send,
+        *,
+        members: int = 1,
+        incarnation: int = 0,
+        pump: Callable[[], None] = lambda: None,
+        flush: Callable[[], None] = lambda: None,
+        wait: Callable[[], None] | None = None,
+    ) -> None:
+        self.version = -1
+        self.generation = 0
+        self._index = index
+        self._replicas = replicas
+        self._exchange = exchange
+        self._send = send
+        self._members = members
+        self._incarnation = incarnation
+        self._pump = pump
+        self._flush = flush
+        self._wait = wait
+        self._stepping = self._stopped = False
+        self._arriving: Key | None = None  # the weights of the step that is being taken, until all are here
+        self._deferred: list[tuple[Peer, Message]] = []  # what came in the middle of a step
+        self._superseded = False  # by a new generation, in the middle of a step
+        self._defect: BaseException | None = None  # what this process' own work raised in the middle of the model's
+        self._reported = 0  # bytes of weights that the coordinator was told of
+        self._waiting = 0.0  # seconds, in the middle of a step
+        self._limit = -1
+        self._lease: tuple[int, int] | None = None  # a share of the samples, and the version to compute it from
+        self._stats = True
+        self._baseline = 0  # generation since which arriving weights count
+        self._floor = 0  # version at which the generation began: weights before it are out of date
+        self._complete = (0, -1)
+        self._pushed = (0, -1)  # generation and version of the last push
+        self._computed: _Computed | None = None  # the last gradient, as long as it may be asked for again
+        self._granted = (0, -1)  # generation and version of the last lease
+        self._calls: list[_Waiting] = []
+        self._gone: PeerLostError | None = None  # without servers no newer version will come
+        self._waited = 0.0
+        self._pushed_at = 0.0
+
+    @property
+    def newest_generation(self) -> int:
+        """Of which this worker has heard, maybe in the middle of a step."""
+        return max([self.generation, *(m.generation for _, m in self._deferred if m.kind is Kind.MEMBERS)])
+
+    def join(self) -> None:
+        """Tells the coordinator that this worker is ready."""
+        self._send(COORDINATOR, Message(Kind.JOIN, incarnation=self._incarnation))
+
+    def at_version(self, generation: int, version: int, function: Callable[[Replicas], T]) -> Future[T]:
+        """Runs a function on the replicas as soon as they hold the weights of a version."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._replicas))
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller
+                future.set_exception(error)
+
+        self._calls.append(_Waiting(generation, version, run, future.set_exception))
+        self._run_calls()
+        if self._gone is not None and not self._stopped:
+            self._fail_calls(self._gone)
+        return future
+
+    # -- Role ----------------------------------------------------------------------------------
+
+    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+        """Where an arriving payload goes."""
+        return self._exchange.destination(message, size)
+
+    def handle(self, source: Peer, message: Message) -> None:
+        """Acts on one message, and takes steps as long as nothing is missing."""
+        if self._stepping and message.kind is not Kind.WEIGHTS:
+            self._deferred.append((source, message))
+            self._superseded |= message.kind is Kind.MEMBERS and message.generation > self.generation
+            return
+        self._take(source, message)
+        if self._stepping:
+            return
+        self._go_on()
+        while self._deferred:
+            self._take(*self._deferred.pop(0))
+            self._go_on()
+
+    def _take(self, source: Peer, message: Message) -> None:
+        match message.kind:
+            case Kind.GRANT:
+                if message.generation == self.generation:
+                    self._take_grant(message)
+            case Kind.MEMBERS:
+                if message.generation <= self.generation:
+                    return  # a copy
+                self.generation = message.generation
+                self._limit = self._floor = message.version
+                self._lease = None
+                if not message.values().get("again"):  # weights may be others, or what the models do
+                    self._computed = None
+                if message.values()["reload"]:
+                    self._baseline = message.generation
+                    self.version = -1
+                    self._take_version()
+                self._run_calls()  # that knew of the generation before
+            case _:
+                complete = self._exchange.receive(source, message)
+                if complete is not None:
+                    self._complete = max(self._complete, complete)
+                    self._take_version()
+
+    def _go_on(self) -> None:
+        """Takes a step if there is one to take."""
+        if self._stopped:
+            return
+        if self._floor <= self.version and self._complete[0] <= self.generation:
+            share = self._next_share(self.version)
+            if share is not None:
+                self._step(share, self.version)
+            elif self._begins_early():
+                share = self._next_share(self.version + 1)
+                if share is not None:
+                    self._arriving = (self.generation, self.version + 1)
+                    self._waited = time.perf_counter() - self._pushed_at
+                    self._step(share, self.version + 1)
+
+    def _begins_early(self) -> bool:
+        """Whether the next version is on its way to a worker that has nothing else to do."""
+        pushed = self._pushed == (self.generation, self.version)
+        return self._wait is not None and pushed and self._exchange.arriving == (self.generation, self.version + 1)
+
+    def give_up(self) -> Future[None]:
+        """Takes no step any more; the future is done when the one that is being taken has ended."""
+        self._stopped = self._superseded = True
+        return self.at_version(0, -1, lambda replicas: None)
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """Without the coordinator or a server there is nothing to do; the driver is told by them or by Ray."""
+        if peer.role in ("coordinator", "server"):
+            self._gone = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
+            self._fail_calls(self._gone)
+
+    def _fail_calls(self, error: PeerLostError) -> None:
+        calls = [call for call in self._calls if call.version >= 0]  # the others need nobody's weights
+        self._calls = [call for call in self._calls if call.version < 0]
+        for call in calls:
+            call.fail(error)
+
+    def tick(self, now: float) -> None:
+        """A worker has no deadlines of its own; the coordinator watches over each step."""
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _take_grant(self, message: Message) -> None:
+        meta = message.values()
+        self._stats = bool(meta.get("stats", True))
+        if "lease" not in meta:
+            self._limit = max(self._limit, message.version)
+        elif (message.generation, message.version) > self._granted:  # else it is a copy
+            self._granted = (message.generation, message.version)
+            self._lease = (int(meta["lease"]), message.version)
+            self._exchange.committed(int(meta.get("committed", 0)))
+
+    def _next_share(self, version: int) -> int | None:
+        """What to compute with the weights of a version: number of a share, or None."""
+        if self._pushed == (self.generation, version):
+            return None
+        if self._lease is not None:
+            share, needed = self._lease
+            if version < needed:
+                return None
+            self._lease = None
+            return share
+        return version * self._members + self._index if version < self._limit else None
+
+    def _take_version(self) -> None:
+        generation, version = self._complete
+        if generation >= self._baseline and version != self.version:
+            self.version = version
+            if not self._stepping:
+                self._waited = time.perf_counter() - self._pushed_at if self._pushed_at else 0.0
+            self._replicas.weights_changed()
+            self._run_calls()
+
+    def _run_calls(self) -> None:
+        if self._stepping:
+            return  # afterwards
+        ready = [c for c in self._calls if c.generation <= self.generation and c.version <= self.version]
+        self._calls = [call for call in self._calls if call not in ready]
+        for call in ready:
+            call.run()
+        if ready:
+            self._replicas.forget_writes()
+
+    def _step(self, share: int, version: int) -> None:
+        self._stepping, self._superseded, self._waiting = True, False, 0.0
+        try:
+            self._compute(share, version)
+        finally:
+            self._stepping, self._arriving = False, None
+        self._run_calls()
+
+    def _arrive(self, entry: int | None) -> None:
+        """Returns when the weights of a parameter (of all, with None) are here, in the middle of a step."""
+        if self._arriving is None or self._exchange.has(entry, self._arriving):
+            return
+        assert self._wait is not None
+        began = time.perf_counter()
+        while not self._exchange.has(entry, self._arriving):
+            if self._superseded or self._gone is not None:
+                raise _AbandonedError("the step was given up before its weights had come")
+            with self._own_work():
+                self._wait()
+        self._waiting += time.perf_counter() - began
+        if entry is None:
+            self._arriving = None
+
+    def _compute(self, share: int, version: int) -> None:
+        self._pushed = (self.generation, version)
+        self._exchange.begin(self.generation, version, self._incarnation)
+        self._flush()
+        try:
+            result = self._compute_once(share, version)
+            self._replicas.refuse_writes()
+            if len(result.metrics) > _MOST_METRICS:
+                raise ModelError(f"it has {len(result.metrics)} metrics, at most {_MOST_METRICS} fit: leave some out")
+        except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit(); the driver is told
+            if self._defect is None:
+                self._replicas.forget_writes()
+                self._computed = None
+                self._fail(version, error)
+                return
+        if self._defect is not None:
+            raise self._defect
+        sequence = self._exchange.end()
+        meta: dict[str, Any] = {"samples": result.samples, "bytes": self._exchange.bytes_pushed}
+        meta["pulled"] = self._exchange.bytes_pulled - self._reported
+        self._reported += meta["pulled"]
+        if self._stats:
+            timings = {**result.timings, "wait": self._waited + self._waiting}
+            timings["compute"] -= self._waiting
+            meta |= {"loss": result.loss, "metrics": result.metrics, "timings": timings}
+        report = Message(Kind.REPORT, self.generation, self._incarnation, sequence, version, meta=meta)
+        report.total = result.weight
+        try:
+            self._send(COORDINATOR, report)
+        except MessageTooLargeError as error:
+            self._fail(version, error)
+            return
+        self._pushed_at = time.perf_counter()
+
+    def _compute_once(self, share: int, version: int) -> WorkerResult:
+        """Pushes the gradient of a share; the one that is there if somebody else is why it is asked for again."""
+        done, self._computed = self._computed, None
+        if done is None or (done.share, done.version) != (share, version):
+            pushes: list[Any] = []
+
+            def push(*chunk: Any) -> None:
+                pushes.append(chunk)
+                self._push(*chunk)
+
+            done = _Computed(share, version, self._replicas.compute(share, push, self._stats, self._arrive), pushes)
+        else:
+            self._arrive(None)
+            for chunk in done.pushes:
+                self._push(*chunk)
+        self._computed = done
+        return done.result
+
+    def _push(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
+        with self._own_work():
+            self._exchange.ready(chunk, payload, unit, total, absent)
+            self._pump()
+
+    @contextlib.contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """Work of this process in the middle of the model's code: what it raises is no error of the model's."""
+        try:
+            yield
+        except _AbandonedError:
+            raise
+        except ShutdownError as error:
+            raise _AbandonedError("the process is shut down") from error
+        except BaseException as error:
+            self._defect = error
+            raise _AbandonedError("the process cannot go on") from error
+
+    def _fail(self, version: int, error: BaseException) -> None:
+        if isinstance(error, _AbandonedError):
+            log.debug("worker %d: step at version %d abandoned", self._index, version)
+            return
+        meta: dict[str, Any] = dict(describe_error(error))
+        self._send(COORDINATOR, Message(Kind.FAILED, self.generation, self._incarnation, version=version, meta=meta))

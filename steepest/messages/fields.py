@@ -1,0 +1,212 @@
+"""What a field of a message may hold: small predicates, put together into one schema for each kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+from steepest.messages.message import WHOLE
+
+#: The greatest number in any field. Sums of a few of them fit into 64 bits.
+MOST = 1 << 62
+#: The greatest weight of a gradient. The square of its inverse is a number, too.
+HEAVIEST = 1e100
+#: Characters of a text: a traceback is cut to 20,000.
+_TEXT = 1 << 16
+
+
+_LISTS = {list, tuple}
+
+
+class Limits(NamedTuple):
+    """How many workers, servers and chunks there are; by default as many as a header can number."""
+
+    workers: int = 1 << 31
+    servers: int = 1 << 31
+    chunks: int = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field.
+
+    Attributes:
+        allowed: what it may hold, in words.
+        fits: whether it may hold a value, in a job of these limits. Never raises, whatever JSON made.
+        needed: whether it must be there.
+    """
+
+    allowed: str
+    fits: Callable[[Any, Limits], bool]
+    needed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What a message of one kind, from one role to another, holds.
+
+    Attributes:
+        meta: the fields of `Message.meta` that any role looks at; others may be there, and are ignored.
+        weighs: whether its weight and total say what its payload weighs.
+        header: fields of the header that mean something here, beside the version and the chunk, which always do.
+        about_chunk: whether it is about one chunk, and not about all or none.
+        may_be_bare: whether it may come without any of `meta`, although parts of that belong together.
+    """
+
+    meta: Mapping[str, Field] = field(default_factory=dict)
+    header: Mapping[str, Field] = field(default_factory=dict)
+    about_chunk: bool = False
+    weighs: bool = False
+    may_be_bare: bool = False
+
+    @property
+    def lowest_chunk(self) -> int:
+        """The lowest chunk index that it may have."""
+        return 0 if self.about_chunk else WHOLE
+
+    @property
+    def needs_meta(self) -> bool:
+        """Whether some of `meta` must be there."""
+        return not self.may_be_bare and any(field.needed for field in self.meta.values())
+
+
+def needed(field: Field) -> Field:
+    """The same field, which must be there."""
+    return replace(field, needed=True)
+
+
+def _is_count(value: Any, most: int = MOST) -> bool:
+    return type(value) is int and 0 <= value < most
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and -MOST < value < MOST)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _TEXT
+
+
+def _is_plain(value: Any) -> bool:
+    """A hyperparameter: a number, a switch, a word, nothing; or a few of them, such as betas."""
+    single = value is None or isinstance(value, bool) or _is_number(value) or _is_text(value)
+    return single or (_is_list(value) and all(_is_number(part) or isinstance(part, bool) for part in value))
+
+
+COUNT = Field("an integer from 0 to 2**62", lambda value, limits: _is_count(value))
+ZERO = Field("0", lambda value, limits: value == 0)
+NUMBER = Field("a number", lambda value, limits: _is_number(value))
+FINITE = Field("a finite number", lambda value, limits: _is_number(value) and math.isfinite(value))
+ZERO_OR_ONE = Field("0 or 1", lambda value, limits: value in (0, 1))
+FLAG = Field("true or false", lambda value, limits: isinstance(value, bool))
+TEXT = Field(f"a text of at most {_TEXT} characters", lambda value, limits: _is_text(value))
+WORKER = Field("the index of a worker", lambda value, limits: _is_count(value, limits.workers))
+CHUNK = Field("the index of a chunk", lambda value, limits: _is_count(value, limits.chunks))
+RECORD = Field("an object", lambda value, limits: isinstance(value, dict))
+NOTHING = Field("nothing: leave it out", lambda value, limits: False)
+ANYTHING = Field("anything", lambda value, limits: True)
+
+
+def one_of(*words: str) -> Field:
+    """One of these words."""
+    return Field(" or ".join(map(repr, words)), lambda value, limits: isinstance(value, str) and value in words)
+
+
+def many(each: Field) -> Field:
+    """A list of any length."""
+    fits = each.fits
+    return Field(
+        f"a list, of each {each.allowed}",
+        lambda value, limits: _is_list(value) and all(fits(part, limits) for part in value),
+    )
+
+
+def rows(width: int) -> Field:
+    """A list of any length of lists of this length: the index of a worker, and integers. Of these COMMIT has many."""
+
+    def fits(value: Any, limits: Limits) -> bool:
+        if not _is_list(value) or not set(map(type, value)) <= _LISTS or not set(map(len, value)) <= {width}:
+            return False
+        flat = list(chain.from_iterable(value))
+        if not flat:
+            return True
+        return (
+            set(map(type, flat)) == {int}
+            and min(flat) >= 0
+            and max(flat) < MOST
+            and max(flat[::width]) < limits.workers
+        )
+
+    return Field(f"a list of lists of {width}: the index of a worker, and integers from 0 to 2**62", fits)
+
+
+def some(each: Field) -> Field:
+    """A list of one or more."""
+    other = many(each)
+    return Field(f"{other.allowed}, not empty", lambda value, limits: other.fits(value, limits) and len(value) > 0)
+
+
+def row(*parts: Field) -> Field:
+    """A list of just these."""
+    checks = tuple(part.fits for part in parts)
+
+    def fits(value: Any, limits: Limits) -> bool:
+        if not _is_list(value) or len(value) != len(checks):
+            return False
+        return all(check(part, limits) for check, part in zip(checks, value, strict=True))
+
+    return Field("a list of " + ", ".join(part.allowed for part in parts), fits)
+
+
+def numbers_by_name() -> Field:
+    """An object of numbers."""
+    return Field(
+        "an object of numbers",
+        lambda value, limits: (
+            isinstance(value, dict)
+            and (set(map(type, value.values())) <= {float} or all(map(_is_number, value.values())))
+        ),
+    )
+
+
+def plain_by_name() -> Field:
+    """An object of hyperparameters."""
+    return Field(
+        "an object of plain values",
+        lambda value, limits: isinstance(value, dict) and all(_is_plain(part) for part in value.values()),
+    )
+
+
+def nothing_or(other: Field) -> Field:
+    """Null, or this."""
+    return Field(f"null, or {other.allowed}", lambda value, limits: value is None or other.fits(value, limits))
+
+
+def whole(fields: Mapping[str, Field]) -> Field:
+    """An object with such fields, and maybe others."""
+    required = [name for name, part in fields.items() if part.needed]
+
+    def fits(value: Any, limits: Limits) -> bool:
+        if not isinstance(value, dict) or not all(name in value for name in required):
+            return False
+        return all(part.fits(value[name], limits) for name, part in fields.items() if name in value)
+
+    return Field("an object with " + ", ".join(f"{name}: {part.allowed}" for name, part in fields.items()), fits)
+
+
+def unfit(fields: Iterable[tuple[str, Field]], values: Mapping[str, Any], limits: Limits) -> str | None:
+    """What is wrong with the first field that may not hold what it holds; None when all may."""
+    for name, part in fields:
+        if name not in values:
+            if part.needed:
+                return f"{name} is missing: give {part.allowed}"
+        elif not part.fits(values[name], limits):
+            return f"{name}={values[name]!r:.80}: give {part.allowed}"
+    return None

@@ -1,0 +1,1 @@
+"""Optimizers as recipes: their classes, parameter groups and schedules."""

@@ -1,0 +1,374 @@
+"""torch.optim as a recipe: read off the user's optimizer, rebuilt over slices of the flat vector."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from steepest.errors import ConfigurationError
+from steepest.optim.json_values import from_json, to_json
+from steepest.optim.torch_without_compiler import take_step, without_compiler
+
+log = logging.getLogger(__name__)
+Hyperparameters = dict[str, Any]
+#: Where a schedule stands, JSON-able; see `Schedule.state`.
+ScheduleState = dict[str, Any]
+
+#: Bytes of JSON that hyperparameters of a step, or a schedule's state, may have: they travel in one message.
+MOST_BYTES = 1 << 20
+_MANY_GROUPS = 2500  # fewer are not measured: they have less
+_CATCH_UP = 400_000  # calls times groups, of a scheduler, for which others may wait: a fraction of a second
+_TRIED_STEPS = 4
+_STATELESS_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "nesterov")
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer's class, defaults and parameter groups by name, and its schedule.
+
+    Attributes:
+        cls: any `torch.optim.Optimizer` subclass whose step needs no closure.
+        defaults: keyword arguments for its constructor.
+        groups: (parameter names, hyperparameters) of each group.
+        elementwise: whether each element's update depends on that element alone, so that a tensor may be
+            split over servers; found by trying.
+        lr_scheduler: makes a torch scheduler for an optimizer; stepped once per training step.
+        learning_rate: or: the learning rate of every group as a function of the step.
+        schedule_id: identifies a scheduler whose state can be carried, as far as its first steps tell it from
+            another; empty if there is none, or if it can only be computed from its beginning.
+    """
+
+    cls: type[torch.optim.Optimizer]
+    defaults: Hyperparameters
+    groups: tuple[tuple[tuple[str, ...], Hyperparameters], ...]
+    elementwise: bool = True
+    lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    learning_rate: Callable[[int], float] | None = None
+    schedule_id: str = ""
+
+    @classmethod
+    def read(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        *,
+        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        learning_rate: Callable[[int], float] | None = None,
+    ) -> OptimizerSpec:
+        """Reads the recipe off an optimizer.
+
+        Args:
+            optimizer: built by the user over the module's parameters.
+            names: parameter name by `id(parameter)`.
+            lr_scheduler, learning_rate: the schedule, at most one of them.
+
+        Raises:
+            ConfigurationError: not an optimizer, a parameter that is not the module's, an optimizer that
+                cannot be rebuilt or needs a closure, a schedule that cannot run.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(
+                f"the optimizer factory returned {type(optimizer).__name__}: return a torch.optim.Optimizer"
+            )
+        if lr_scheduler is not None and learning_rate is not None:
+            raise ConfigurationError("both lr_scheduler= and learning_rate= are given: give one of them")
+        groups = []
+        for group in optimizer.param_groups:
+            unknown = [p for p in group["params"] if id(p) not in names]
+            if unknown:
+                raise ConfigurationError(
+                    f"the optimizer holds a tensor of shape {tuple(unknown[0].shape)} that is not a parameter of "
+                    "the module: build it over module.parameters()"
+                )
+            hyper = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append((tuple(names[id(p)] for p in group["params"]), hyper))
+        defaults = {key: _plain(value) for key, value in optimizer.defaults.items()}
+        spec = cls(type(optimizer), defaults, tuple(groups), True, lr_scheduler, learning_rate)
+        spec = replace(spec, elementwise=_is_elementwise(spec))
+        Schedule(spec).at(1)  # a schedule that cannot run is found here, not on a server
+        return replace(spec, schedule_id=_identify(spec))
+
+    @property
+    def name(self) -> str:
+        """The optimizer's class name."""
+        return self.cls.__name__
+
+    def state_flags(self) -> dict[str, bool]:
+        """The switches that change what state the optimizer keeps (amsgrad, centered ...), by group and name."""
+        return {
+            f"{index}.{key}": value
+            for index, (_, hyper) in enumerate(self.groups)
+            for key, value in sorted(hyper.items())
+            if isinstance(value, bool) and key not in _STATELESS_FLAGS
+        }
+
+    def trainable(self) -> set[str]:
+        """Names of the parameters that the optimizer updates."""
+        return {name for names, _ in self.groups for name in names}
+
+    @without_compiler()
+    def build(self, slices: Sequence[tuple[str, torch.Tensor]]) -> tuple[torch.optim.Optimizer, list[int]]:
+        """An optimizer over slices of parameters, fused where torch has that.
+
+        Args:
+            slices: (parameter name, tensor) pairs.
+
+        Returns:
+            The optimizer, and for each of its groups the index of the group in `groups`.
+        """
+        groups, indices = [], []
+        for index, (names, hyper) in enumerate(self.groups):
+            members = set(names)
+            tensors = [tensor for name, tensor in slices if name in members]
+            if tensors:
+                groups.append({"params": tensors, **hyper})
+                indices.append(index)
+        arguments = self._arguments()
+        if "fused" in arguments:
+            for fused in (True, False) if self._may_fuse(slices) else (False,):
+                try:
+                    chosen = [{**group, "fused": fused} for group in groups]
+                    return self.cls(chosen, **{**arguments, "fused": fused}), indices
+                except RuntimeError:
+                    if not fused:
+                        raise  # else torch has no fused kernel for this dtype
+        return self.cls(groups, **arguments), indices
+
+    def _may_fuse(self, slices: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Whether the user leaves it open and torch's fused kernels can be trusted.
+
+        Fused SGD leaves most of a half-precision tensor as it was on the CPU (pytorch/pytorch#191763).
+        """
+        settled = any(self.defaults.get(key) for key in ("foreach", "capturable", "differentiable"))
+        precise = all(tensor.dtype in (torch.float32, torch.float64) for _, tensor in slices)
+        return precise and not settled and self.defaults.get("fused") is not False
+
+    def _arguments(self) -> Hyperparameters:
+        parameters = inspect.signature(self.cls.__init__).parameters
+        anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return {key: value for key, value in self.defaults.items() if anything or key in parameters}
+
+
+class Schedule:
+    """The hyperparameters of each step: a pure function of the step, whatever was asked before.
+
+    Stepped once per training step, as in ``optimizer.step(); scheduler.step()``. Steps backwards begin anew.
+
+    Args:
+        count: how often it is stepped before a training step; by default as often as there were steps.
+    """
+
+    def __init__(self, spec: OptimizerSpec, count: Callable[[int], int] = lambda step: step) -> None:
+        self._spec = spec
+        self._count = count
+        self._base = [dict(hyper) for _, hyper in spec.groups]
+        self._step = 0
+        self._scheduler: LRScheduler | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def at(self, step: int) -> list[Hyperparameters]:
+        """What differs from the recipe's hyperparameters in a step, group by group.
+
+        Raises:
+            ConfigurationError: the schedule gives no finite learning rate, needs more than the step, or changes more
+                than fits into a message. Also what the user's own schedule raises.
+        """
+        spec, step = self._spec, self._count(step)
+        if spec.learning_rate is not None:
+            rate = spec.learning_rate(step)
+            if isinstance(rate, bool) or not isinstance(rate, Real) or not math.isfinite(rate):
+                raise ConfigurationError(f"learning_rate({step}) returned {rate!r}: return a finite number")
+            return [{"lr": float(rate)} for _ in self._base]
+        if spec.lr_scheduler is None:
+            return [{} for _ in self._base]
+        self._advance(step, step + 1)
+        assert self._optimizer is not None
+        changed = []
+        for base, group in zip(self._base, self._optimizer.param_groups, strict=True):
+            now = {key: _plain(group[key]) for key in base}
+            changed.append({key: value for key, value in now.items() if value != base[key]})
+        for key, value in ((key, value) for group in changed for key, value in group.items()):
+            if not _is_plain(value):
+                raise ConfigurationError(
+                    f"{type(self._scheduler).__name__} set {key!r} to {value!r:.200} in step {step}: let it set numbers"
+                )
+        if len(changed) > _MANY_GROUPS and (size := len(json.dumps(changed))) > MOST_BYTES:
+            raise ConfigurationError(
+                f"the schedule changes {size} bytes of hyperparameters of {len(changed)} parameter groups, at most "
+                f"{MOST_BYTES} fit into a commit: make fewer groups"
+            )
+        return changed
+
+    def reach(self, step: int) -> bool:
+        """Goes on towards a step for a fraction of a second, for `at`; returns whether it is there."""
+        if self._spec.lr_scheduler is None:
+            return True
+        try:
+            return self._advance(self._count(step), max(1, _CATCH_UP // max(len(self._base), 40)))
+        except Exception:  # noqa: BLE001 - the user's schedule; `at` raises it again where it is told
+            return True
+
+    def _advance(self, step: int, most: int) -> bool:
+        if self._optimizer is None or step < self._step:
+            self._begin()
+        assert self._optimizer is not None
+        assert self._scheduler is not None
+        own = not self._spec.cls.__module__.startswith("torch.")  # torch's change no hyperparameters
+        try:
+            for _ in range(min(step - self._step, most)):
+                if own or self._step == 0:
+                    self._optimizer.step()
+                self._scheduler.step()
+                self._step += 1
+        except Exception as error:
+            name = type(self._scheduler).__name__
+            self._scheduler = self._optimizer = None  # it may be half a step further
+            if isinstance(error, TypeError):
+                raise ConfigurationError(
+                    f"{name} needs more than the step ({error}): use a scheduler of the step alone, or learning_rate="
+                ) from error
+            raise
+        return self._step == step
+
+    def state(self) -> ScheduleState | None:
+        """Return where it stands, for `go_on_from`; None if there is nothing that could be carried.
+
+        It is JSON-able, and at most `MOST_BYTES` long.
+        """
+        if not self._spec.schedule_id or self._scheduler is None or self._optimizer is None:
+            return None
+        groups = []
+        for base, group in zip(self._base, self._optimizer.param_groups, strict=True):
+            own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({k: v for k, v in own.items() if k not in base or (type(v), v) != (type(base[k]), base[k])})
+        try:
+            scheduler, changed = to_json(self._scheduler.state_dict()), to_json(groups)
+        except Exception:  # noqa: BLE001 - of the user's scheduler, which cannot be written down from here on
+            return None
+        state = {"schedule": self._spec.schedule_id, "step": self._step, "scheduler": scheduler, "groups": changed}
+        return None if len(groups) > _MANY_GROUPS and len(json.dumps(state)) > MOST_BYTES else state
+
+    def go_on_from(self, state: ScheduleState | None) -> None:
+        """Stands where another one stood, if that was the same schedule; otherwise `at` finds its way by itself."""
+        same = isinstance(state, dict) and state.get("schedule") == self._spec.schedule_id
+        if state is None or not self._spec.schedule_id or not same:
+            return
+        try:
+            self._load(state)
+        except Exception:  # of the user's scheduler, or of a state that was written by hand
+            log.exception("the schedule cannot go on from its state, and is computed from its beginning")
+            self._scheduler = self._optimizer = None
+
+    def _load(self, state: ScheduleState) -> None:
+        self._begin()
+        assert self._optimizer is not None
+        assert self._scheduler is not None
+        self._optimizer.step()  # as before the other's last step, else the scheduler warns
+        self._scheduler.load_state_dict(from_json(state["scheduler"]))
+        changes = from_json(state["groups"])
+        for base, group, changed in zip(self._base, self._optimizer.param_groups, changes, strict=True):
+            group.update({**base, **changed})
+        if not isinstance(state["step"], int) or state["step"] < 0:
+            raise ValueError(f"a schedule cannot stand at step {state['step']!r}")
+        self._step = state["step"]
+
+    def _begin(self) -> None:
+        assert self._spec.lr_scheduler is not None
+        groups = [
+            {"params": [torch.nn.Parameter(torch.zeros(1, 1))], **hyper} for _, hyper in self._spec.groups
+        ]  # a matrix, because Muon takes nothing else
+        self._optimizer = self._spec.cls(groups, **self._spec._arguments())
+        self._scheduler = self._spec.lr_scheduler(self._optimizer)
+        if not isinstance(self._scheduler, LRScheduler):
+            raise ConfigurationError(
+                f"lr_scheduler= returned {type(self._scheduler).__name__}: return a torch.optim.lr_scheduler, or "
+                "give a function of the step as learning_rate="
+            )
+        self._step = 0
+
+
+def _identify(spec: OptimizerSpec) -> str:
+    """A digest of a scheduler's beginning, and of its first steps; empty if another one does not go on as it does."""
+    if spec.lr_scheduler is None:
+        return ""
+    spec = replace(spec, schedule_id="tried")
+    straight, other = Schedule(spec), Schedule(spec)
+    seen: list[Any] = [straight.at(0), straight.state()]
+    for step in range(1, _TRIED_STEPS + 1):
+        state = straight.state()
+        if state is None:
+            return ""
+        try:
+            seen.append(straight.at(step))
+        except Exception:  # noqa: BLE001 - of the user's schedule, which may be as short as that
+            break
+        try:
+            other._load(json.loads(json.dumps(state)))
+            if repr(other.at(step)) != repr(seen[-1]):
+                return ""
+        except Exception:  # noqa: BLE001 - it cannot go on
+            return ""
+    return hashlib.sha256(json.dumps([spec.name, seen], default=repr).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as plain Python: tensors and NumPy scalars become numbers, lists tuples."""
+    if isinstance(value, (torch.Tensor, np.generic)):
+        return value.item()
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a hyperparameter can be sent to servers."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_elementwise(spec: OptimizerSpec) -> bool:
+    """Compares three steps on a whole tensor with three on its two halves."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(4, 6, generator=generator, dtype=torch.float64))
+    flat = whole.detach().clone().flatten()
+    halves = [torch.nn.Parameter(flat[:7].clone()), torch.nn.Parameter(flat[7:].clone())]
+    name = next((name for names, _ in spec.groups for name in names), None)
+    if name is None:
+        raise ConfigurationError("the optimizer has no parameters: build it over module.parameters()")
+
+    def steps(parameters: list[torch.nn.Parameter], gradients: list[list[torch.Tensor]]) -> None:
+        toy = replace(spec, groups=((tuple("p" for _ in parameters), _lively(spec.groups[0][1])),))
+        optimizer, _ = toy.build([("p", parameter) for parameter in parameters])
+        for gradient in gradients:
+            for parameter, part in zip(parameters, gradient, strict=True):
+                parameter.grad = part
+            take_step(optimizer)
+
+    gradients = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3)]
+    try:
+        steps([whole], [[gradient.clone()] for gradient in gradients])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{spec.name} cannot be rebuilt or stepped on a server ({error}): use an optimizer whose step() "
+            "needs no closure, takes dense gradients, and whose constructor takes its defaults"
+        ) from error
+    try:
+        steps(halves, [[g.flatten()[:7].clone(), g.flatten()[7:].clone()] for g in gradients])
+    except (ValueError, RuntimeError, AssertionError, IndexError):
+        return False  # it wants the tensor's own shape
+    return torch.allclose(whole.detach().flatten(), torch.cat([half.detach() for half in halves]), rtol=1e-9, atol=0)
+
+
+def _lively(hyper: Hyperparameters) -> Hyperparameters:
+    """A learning rate of zero (warm-up) would hide every difference."""
+    return {**hyper, "lr": 0.1} if "lr" in hyper else dict(hyper)

@@ -1,0 +1,406 @@
+"""ParameterServer: shared arrays that any Ray task or actor may pull, and push updates to."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from steepest.checkpoint.files import Record
+from steepest.cluster.held_resources import Holder, hold, let_go
+from steepest.cluster.process import RemoteError
+from steepest.config.strategies import TRANSPORTS
+from steepest.config.validation import require_choice, require_count, require_seconds
+from steepest.engine.client import Snapshot
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    RemoteTraceback,
+    ShutdownError,
+    SteepestError,
+    described_error,
+)
+from steepest.parameter_server.arrays import Arrays, ArrayTree, OptimizerFactory
+from steepest.parameter_server.connection import Connection
+from steepest.parameter_server.group import ServerGroup
+from steepest.parameter_server.process import Access, ServerProcess
+from steepest.tensors.shared_memory import segment_of
+from steepest.transport.ray_calls import threads_for
+from steepest.transport.sockets import check_ways
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_START_SECONDS = 60.0  # that servers may take at least
+_USERS_BY_CALLS = 32  # processes that may use a server by actor calls at the same time
+
+# The connections of this process, by secret: a handle arrives anew with every task, its connection stays.
+_connections: dict[bytes, Connection] = {}
+_opening = threading.RLock()
+_handles: WeakValueDictionary[int, ParameterServer] = WeakValueDictionary()  # of this process, by id
+
+
+class ParameterServer:
+    """Arrays on server processes, which any number of Ray tasks and actors pull, and push updates to.
+
+    Each push is one update: applied on all servers or on none, at most once, in one order for everybody. A
+    pull shows all arrays at one version, never a half-applied update. The object itself is the handle:
+    pass it to tasks and actors as an argument.
+
+    Args:
+        initial: a NumPy array or torch tensor (CPU, floating-point or integer), or a dict of them by name.
+            Any size; it is cut into chunks which are dealt to the servers.
+        num_shards: server processes; they are used at the same time.
+        update: "add": what is pushed is added.
+        optimizer: instead: builds a torch optimizer over a list of parameters; what is pushed are gradients.
+        nonfinite: what happens to a push with NaN or infinity: "refuse" (the push raises), "skip" (it is left
+            out, and makes a version that changes nothing) or "pass".
+        transport: "wire", "shared", "unix", "tcp" or "ray": how processes talk, as for `ParameterServerStrategy`.
+            With "shared" the servers are on this process' node, and so must be all that use them.
+        timeout: seconds that any call may take; the start of the servers may take a minute in any case.
+        max_in_flight: asynchronous pushes of one process; a further one waits for the first to be committed.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+
+    Example:
+        >>> server = ParameterServer(np.zeros(1000), num_shards=2)          # doctest: +SKIP
+        >>> @ray.remote
+        ... def work(server):
+        ...     for _ in range(10):
+        ...         weights = server.pull()
+        ...         server.push(np.ones(1000))
+        >>> ray.get([work.remote(server) for _ in range(4)])                # doctest: +SKIP
+        >>> server.pull()[0]                                                # doctest: +SKIP
+        40.0
+
+    Reference: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014.
+    """
+
+    def __init__(
+        self,
+        initial: ArrayTree,
+        num_shards: int = 2,
+        update: str = "add",
+        *,
+        optimizer: OptimizerFactory | None = None,
+        nonfinite: str = "refuse",
+        transport: str = "wire",
+        timeout: float = 60.0,
+        max_in_flight: int = 8,
+    ) -> None:
+        require_choice("update", update, ("add",))
+        require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
+        require_choice("transport", transport, TRANSPORTS)
+        check_ways(transport)
+        shards = require_count("num_shards", num_shards)
+        arrays = Arrays.plan(initial, optimizer, None)
+        group = ServerGroup(arrays, shards, nonfinite)
+        limits = (require_seconds("timeout", timeout), require_count("max_in_flight", max_in_flight))
+        patience = max(timeout, _START_SECONDS)
+        self._holder: Holder | None = hold("a parameter server")
+        self._shut_down = False
+        token = secrets.token_bytes(32)
+        servers: list[Any] = []
+        try:
+            concurrency = 16 + (threads_for(_USERS_BY_CALLS + shards) if transport == "ray" else 0)
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            where = here if transport == "shared" else "SPREAD"
+            actor = ray.remote(ServerProcess).options(
+                num_cpus=0, scheduling_strategy=where, max_concurrency=concurrency, max_restarts=0
+            )
+            servers = [actor.remote(f"steepest server {i}", token, 1) for i in range(shards)]
+            memory = arrays.bytes_of(initial, "initial")
+            stored = ray.put({name: part.numpy() for name, part in memory.items()})
+            opened = [s.open_group.remote(group, i, stored, transport) for i, s in enumerate(servers)]
+            addresses = _get(opened, patience, "the servers to start")
+            self._access = Access(group, tuple(servers), tuple(a for a in addresses if a), token, *limits, transport)
+            _handles[id(self)] = self
+            first = self._access.callees(1)
+            _get([s.connect.remote(first, patience) for s in servers[1:]], patience, "the servers to connect")
+        except BaseException:
+            for server in servers:
+                ray.kill(server, no_restart=True)
+            let_go(self._holder)
+            raise
+
+    # -- pull and push -------------------------------------------------------------------------
+
+    def pull(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        range: tuple[int, int] | None = None,
+        out: ArrayTree | None = None,
+    ) -> ArrayTree:
+        """The arrays, all at one version: as they were given, one or a dict.
+
+        Args:
+            names: only this array, or a dict of only these.
+            range: only elements [begin, end) of one array, as if it were flat.
+            out: arrays to write to, instead of new ones; saves the time to allocate them.
+
+        Raises:
+            ConfigurationError: an unknown name, a range or `out` that does not fit.
+            DeadlineError, PeerLostError, ShutdownError
+        """
+        chosen = [names] if isinstance(names, str) else names
+        if chosen is not None and self._arrays.single:
+            raise ConfigurationError("names= is for a dict of arrays: this server holds one array")
+        wanted, pulled = self._arrays.request(chosen, range, out, self._connection().recycler)
+        self._run(lambda connection: connection.pusher.pull(wanted), "a pull")
+        return pulled[names] if isinstance(names, str) and range is None and out is None else pulled
+
+    def push(self, update: ArrayTree) -> int:
+        """Pushes an update and returns when it is committed: every later pull, from anywhere, shows it.
+
+        Args:
+            update: arrays of the shapes and dtypes of `initial`; of a dict, some may be left out.
+
+        Returns:
+            The version that it made.
+
+        Raises:
+            ConfigurationError: an unknown name, another shape or dtype.
+            NonFiniteError: it holds NaN or infinity (see `nonfinite`). Nothing of it was applied.
+            DeadlineError, PeerLostError, ShutdownError
+        """
+        memory = self._owned(update)
+        return self._run(lambda connection: connection.pusher.push(memory), "a push to be committed", memory)
+
+    def push_async(self, update: ArrayTree) -> Future[int]:
+        """Pushes an update without waiting; the future holds the version that it made, or what went wrong.
+
+        Several may be in flight; with `max_in_flight` of them this waits for the first. The arrays may be
+        changed as soon as it returns. When the last handle in a process goes, or the process ends, pushes in
+        flight are waited for.
+
+        Raises:
+            As `push`, except that what the servers find is raised by the future.
+        """
+        memory = self._owned(update)
+        connection = self._connection()
+        return connection.push_async(lambda: connection.pusher.push(memory), list(memory.values()))
+
+    def push_pull(self, update: ArrayTree, *, out: ArrayTree | None = None) -> ArrayTree:
+        """Pushes an update and returns all arrays at just the version that it made: one round instead of two.
+
+        Args:
+            update: as for `push`.
+            out: as for `pull`.
+
+        Raises:
+            As `push`.
+        """
+        memory = self._arrays.bytes_of(update, "update")
+        wanted, pulled = self._arrays.request(None, None, out, self._connection().recycler)
+        self._run(lambda connection: connection.pusher.push(memory, wanted), "a push to be committed", memory)
+        return pulled
+
+    def empty(self) -> ArrayTree:
+        """New arrays, of all names, with anything in them, for `push_pull`: servers of this host read them in place.
+
+        Other arrays are copied first. After a `DeadlineError` leave them as they are and take new ones: the
+        push may still be committed.
+
+        Example:
+            >>> update = server.empty()                                      # doctest: +SKIP
+            >>> update[:] = 1.0                                              # doctest: +SKIP
+            >>> weights = server.push_pull(update)                           # doctest: +SKIP
+        """
+        return self._arrays.request(None, None, None, self._connection().updates)[1]
+
+    def flush(self) -> None:
+        """Waits until every asynchronous push of this process is committed or refused."""
+        self._connection().flush()
+
+    @property
+    def version(self) -> int:
+        """How many updates are committed."""
+        counters = self._run(lambda connection: connection.client.counters(), "the version")
+        return int(counters["version"])
+
+    @property
+    def num_shards(self) -> int:
+        """Server processes."""
+        return self._access.group.num_servers
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything at one version: "version", "arrays", the kind of "update" and the "optimizer" state, if any.
+
+        Plain tensors in dicts and lists: `torch.save` and `torch.load` with ``weights_only=True`` keep it.
+        """
+        snapshot: Snapshot = self._run(lambda connection: connection.client.read("state"), "the state")
+        records = [[chunk, about, value] for chunk, about, value in snapshot.records]
+        arrays = self._arrays.layout.named(snapshot.weights)
+        return {"version": snapshot.version, "update": self._rule, "arrays": arrays, "optimizer": records}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sets arrays and optimizer state to what `state_dict` of a like server gave, as a new version.
+
+        Raises:
+            ConfigurationError: it is of other arrays.
+        """
+        layout = self._arrays.layout
+        if {"arrays", "optimizer"} - set(state):
+            raise ConfigurationError("state has no 'arrays' or no 'optimizer': give what state_dict() returned")
+        names = {entry.name for entry in layout.entries}
+        if set(state["arrays"]) != names:
+            raise ConfigurationError(f"state holds {sorted(state['arrays'])}, this server {sorted(names)}")
+        if state.get("update", self._rule) != self._rule:
+            raise ConfigurationError(f"state is of updates by {state['update']!r}, this server's are by {self._rule!r}")
+        self._arrays.bytes_of(state["arrays"][""] if self._arrays.single else state["arrays"], "state")
+        weights = layout.allocate()
+        layout.write(weights, state["arrays"])
+        records: list[Record] = [(int(chunk), dict(about), value) for chunk, about, value in state["optimizer"]]
+        places = {(c.index, layout.entries[s.entry].name, s.start, s.stop) for c in layout.chunks for s in c.slices}
+        theirs = {(chunk, about["name"], about["start"], about["stop"]) for chunk, about, _ in records}
+        if not theirs <= places or (records and self._arrays.spec is None):
+            raise ConfigurationError("state is of an optimizer or of a cut into chunks that this server does not have")
+        self._run(lambda connection: connection.client.install(0, weights, records), "the state to be installed")
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends the servers, for everybody; may be called twice."""
+        if self._shut_down:
+            return
+        self._shut_down = True
+        with _opening:
+            connection = _connections.pop(self._access.token, None)
+        if connection is not None:
+            connection.close()
+        if ray.is_initialized():
+            for server in self._access.servers:
+                ray.kill(server, no_restart=True)
+        if self._holder is not None:
+            let_go(self._holder)
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        entries = self._arrays.layout.entries
+        elements = sum(entry.numel for entry in entries)
+        return f"ParameterServer({len(entries)} arrays, {elements} elements, num_shards={self.num_shards})"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _handle, (self._access,)
+
+    def __del__(self) -> None:
+        if (holder := getattr(self, "_holder", None)) is not None:
+            let_go(holder, dropped=True)  # the servers end when no process has a handle of them
+        access: Access | None = getattr(self, "_access", None)
+        if access is None or (connection := _connections.get(access.token)) is None:
+            return
+        _flush(connection)
+        others = [other for other in list(_handles.values()) if other is not self]
+        if not access.addresses and all(other._access.token != access.token for other in others):
+            _connections.pop(access.token, None)  # it holds the actors, which would live on
+            connection.close()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    @property
+    def _rule(self) -> str:
+        """What is done with updates: "add", or the optimizer and the switches that change what state it keeps."""
+        spec = self._arrays.spec
+        if spec is None:
+            return "add"
+        return " ".join([spec.name, *(flag for flag, on in spec.state_flags().items() if on)])
+
+    @property
+    def _arrays(self) -> Arrays:
+        return self._access.group.arrays
+
+    def _owned(self, update: ArrayTree) -> dict[str, torch.Tensor]:
+        """Memory of an update that may be changed before every server has read it."""
+        memory = self._arrays.bytes_of(update, "update")
+        return {name: part.clone() if segment_of(part) is not None else part for name, part in memory.items()}
+
+    def _connection(self) -> Connection:
+        if self._shut_down:
+            raise ShutdownError("this parameter server is shut down: make another one")
+        access = self._access
+        connection = _connections.get(access.token)
+        if connection is None or connection.closed:
+            with _opening:
+                connection = _connections.get(access.token)
+                if connection is None or connection.closed:
+                    _close_lost()
+                    connection = _connections[access.token] = access.connect()
+        return connection
+
+    def _run(
+        self, begin: Callable[[Connection], Future[T]], what: str, memory: Mapping[str, torch.Tensor] | None = None
+    ) -> T:
+        connection = self._connection()
+        return connection.run(lambda: begin(connection), what, (memory or {}).values())
+
+
+def _handle(access: Access) -> ParameterServer:
+    """A handle in another process."""
+    server = ParameterServer.__new__(ParameterServer)
+    server._access = access
+    _handles[id(server)] = server
+    server._shut_down, server._holder = False, None
+    return server
+
+
+def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
+    try:
+        results: list[Any] = ray.get(refs, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        raise DeadlineError(f"waited {timeout:g} s in vain for {what}: raise timeout=") from None
+    except ray.exceptions.RayTaskError as error:
+        if not isinstance(error.cause, RemoteError):
+            raise
+        raise described_error(error.cause.told, "a server: ") or PeerLostError(
+            f"a server failed: waited for {what}, and {error.cause}"
+        ) from RemoteTraceback(error.cause.told["traceback"])
+    except ray.exceptions.RayActorError as error:
+        raise PeerLostError(f"a server died while starting: {' '.join(str(error).split())}") from error
+    return results
+
+
+def _close_lost() -> None:
+    """Closes connections to servers that are gone: a process may meet many in its life."""
+    for token, connection in list(_connections.items()):
+        if not connection.turning_here and connection.lost():
+            del _connections[token]
+            connection.close()
+
+
+def _flush(connection: Connection) -> None:
+    """Waits for what is in flight; what cannot be committed any more is said in the log."""
+    try:
+        if connection.pusher.pushing and not connection.turning_here:
+            connection.flush()
+    except SteepestError as error:
+        log.warning("pushes in flight were not committed: %s", error)
+
+
+@atexit.register
+def _flush_all() -> None:
+    for connection in list(_connections.values()):
+        with contextlib.suppress(RuntimeError):  # interpreters that end refuse new threads
+            _flush(connection)
+            connection.close()

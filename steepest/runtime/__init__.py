@@ -1,1 +1,0 @@
-"""Ray: starts, places, watches and ends processes. Shells without decisions."""

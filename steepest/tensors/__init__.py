@@ -1,0 +1,1 @@
+"""How tensors lie in memory, on the wire and in files."""

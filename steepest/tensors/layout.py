@@ -1,0 +1,301 @@
+"""Named parameters as one flat vector, cut into chunks."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from steepest.errors import ConfigurationError, ModelError
+
+MIN_CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 4 << 20
+_ALIGNMENT = 64
+_PAGE = mmap.PAGESIZE  # what a process writes to memory that it shares hides a whole page from it, see `tensors.shared_memory`
+_DIVISIBLE = 12  # so that each of 2, 3, 4 or 6 servers holds as much as the others
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a model is cut into chunks.
+
+    Attributes:
+        chunk_bytes: size of a chunk; None for the layout's own choice.
+        whole: whether each tensor has to lie in one chunk.
+    """
+
+    chunk_bytes: int | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named parameter and its place in the flat vector.
+
+    Attributes:
+        offset: in bytes.
+        aliases: further names of the same tensor (tied parameters).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    offset: int = 0
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of one entry that lies in one chunk: elements [start, stop) of the flattened entry."""
+
+    entry: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes [start, stop) of the flat vector: the unit of transfer, of the optimizer, of checkpoints.
+
+    Attributes:
+        trainable: whether gradients flow for it; the others hold frozen parameters.
+    """
+
+    index: int
+    dtype: torch.dtype
+    trainable: bool
+    start: int
+    stop: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """The flat view over named parameters.
+
+    Parameters lie in backward order (last layers first) so that the first chunks are complete first
+    while the backward pass goes on; grouped by dtype, trainable ones before frozen ones. Each group begins on a page
+    of memory, and so does each chunk, unless smaller ones were asked for.
+
+    Example:
+        >>> import torch
+        >>> layout = ParameterLayout.plan([("a", (2, 3), torch.float32, True), ("b", (3,), torch.float32, True)])
+        >>> [entry.name for entry in layout.entries], len(layout.chunks), layout.nbytes
+        (['b', 'a'], 1, 64)
+    """
+
+    entries: tuple[Entry, ...]
+    chunks: tuple[Chunk, ...]
+    nbytes: int = field(default=0)
+
+    @classmethod
+    def plan(
+        cls,
+        parameters: Sequence[tuple[str, tuple[int, ...], torch.dtype, bool]],
+        *,
+        aliases: Mapping[str, tuple[str, ...]] | None = None,
+        split_tensors: bool = True,
+        chunk_bytes: int | None = None,
+        integers: bool = False,
+    ) -> ParameterLayout:
+        """Lays parameters out.
+
+        Args:
+            parameters: (name, shape, dtype, trainable) in the module's order.
+            aliases: further names of tied parameters, by first name.
+            split_tensors: whether a tensor may lie in several chunks; False for optimizers that
+                are not element-wise.
+            chunk_bytes: size of a chunk; by default 1/3 to 4 MB, by the size of the model.
+            integers: whether trainable ones may be integers, which can be added to but have no gradient.
+
+        Raises:
+            ModelError: a name occurs twice, or a dtype is not floating-point.
+        """
+        seen: set[str] = set()
+        kinds: dict[tuple[bool, torch.dtype], list[Entry]] = {}
+        for name, shape, dtype, trainable in reversed(parameters):
+            if name in seen:
+                raise ModelError(f"two parameters are named {name!r}: names must be unique")
+            seen.add(name)
+            if trainable and not dtype.is_floating_point and not integers:
+                raise ModelError(f"parameter {name!r} is {dtype}: only floating-point parameters can be trained")
+            entry = Entry(name, tuple(shape), dtype, trainable, 0, (aliases or {}).get(name, ()))
+            kinds.setdefault((not trainable, dtype), []).append(entry)
+        total = sum(entry.nbytes for group in kinds.values() for entry in group)
+        target = chunk_bytes or min(max(total // 16, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        entries: list[Entry] = []
+        chunks: list[Chunk] = []
+        offset = 0
+        for (frozen, dtype), group in sorted(kinds.items(), key=lambda item: item[0][0]):
+            begin = _aligned(offset, _PAGE if any(entry.nbytes for entry in group) else _ALIGNMENT)
+            placed, borders = _place(group, begin, len(entries), target, whole=not split_tensors)
+            entries += [entry for _, entry in placed]
+            offset = placed[-1][1].offset + placed[-1][1].nbytes
+            if split_tensors:
+                cuts = _even_cuts(begin, offset, target, dtype.itemsize, 1 if chunk_bytes else _DIVISIBLE)
+                borders = list(pairwise(cuts))
+            for start, stop in borders:
+                slices = _slices(placed, start, stop, dtype.itemsize)
+                chunks.append(Chunk(len(chunks), dtype, not frozen, start, stop, slices))
+        return cls(tuple(entries), tuple(chunks), _aligned(offset, _ALIGNMENT))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Entry index by name."""
+        return {entry.name: i for i, entry in enumerate(self.entries)}
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """For each entry, the chunks that it lies in."""
+        found: list[list[int]] = [[] for _ in self.entries]
+        for chunk in self.chunks:
+            for piece in chunk.slices:
+                found[piece.entry].append(chunk.index)
+        return tuple(tuple(chunks) for chunks in found)
+
+    @cached_property
+    def on_pages(self) -> bool:
+        """Whether no page of memory holds parts of two chunks."""
+        return all(chunk.start % _PAGE == 0 for chunk in self.chunks)
+
+    def allocate(self) -> torch.Tensor:
+        """A zeroed flat buffer: uint8, `nbytes` long."""
+        return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+    def entry_view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """One parameter as a view of a flat buffer, in its own shape and dtype."""
+        entry = self.entries[index]
+        return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+
+    def chunk_view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """One chunk as uint8 view of a flat buffer."""
+        chunk = self.chunks[index]
+        return buffer[chunk.start : chunk.stop]
+
+    def slice_views(self, chunk: Chunk, data: torch.Tensor) -> list[torch.Tensor]:
+        """The slices of a chunk as views of its bytes; whole tensors in their own shape."""
+        views = []
+        for piece in chunk.slices:
+            entry = self.entries[piece.entry]
+            begin = entry.offset + piece.start * entry.dtype.itemsize - chunk.start
+            end = entry.offset + piece.stop * entry.dtype.itemsize - chunk.start
+            view = data[begin:end].view(entry.dtype)
+            views.append(view.view(entry.shape) if piece.stop - piece.start == entry.numel else view)
+        return views
+
+    def deal(self, num_servers: int) -> tuple[int, ...]:
+        """The server of each chunk: round-robin by bytes, so that servers are busy together."""
+        loads = [0] * num_servers
+        owners = []
+        for chunk in self.chunks:
+            server = loads.index(min(loads))
+            loads[server] += chunk.nbytes
+            owners.append(server)
+        return tuple(owners)
+
+    def named(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of a flat buffer's parameters, by name."""
+        last_first = reversed(list(enumerate(self.entries)))
+        return {entry.name: self.entry_view(buffer, index).clone() for index, entry in last_first}
+
+    def write(self, buffer: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
+        """Writes parameters by name (or alias) into a flat buffer; those not named stay.
+
+        Raises:
+            ConfigurationError: an unknown name or another shape; nothing is written then.
+        """
+        known = {name: i for i, entry in enumerate(self.entries) for name in (entry.name, *entry.aliases)}
+        given = {name: torch.as_tensor(value) for name, value in weights.items()}
+        for name, value in given.items():
+            if name not in known:
+                raise ConfigurationError(f"no parameter is named {name!r}: there are {', '.join(list(known)[:8])} ...")
+            if tuple(value.shape) != (shape := self.entries[known[name]].shape):
+                raise ConfigurationError(f"{name!r} has shape {tuple(value.shape)}, the model's has {shape}")
+        for name, value in given.items():
+            self.entry_view(buffer, known[name]).copy_(value)
+
+    def difference(self, other: ParameterLayout) -> str | None:
+        """What tells two layouts apart, in words; None when they agree."""
+        for mine, theirs in zip(self.entries, other.entries, strict=False):
+            for attribute in ("name", "shape", "dtype", "trainable"):
+                a, b = getattr(mine, attribute), getattr(theirs, attribute)
+                if a != b:
+                    return f"parameter {mine.name!r} has {attribute} {a}, the other has {b}"
+        if len(self.entries) != len(other.entries):
+            return f"{len(self.entries)} parameters, the other has {len(other.entries)}"
+        return None if self.chunks == other.chunks else "the same parameters cut into other chunks"
+
+
+def _aligned(offset: int, unit: int) -> int:
+    return -(-offset // unit) * unit
+
+
+def _place(
+    group: Sequence[Entry], begin: int, first: int, target: int, *, whole: bool
+) -> tuple[list[tuple[int, Entry]], list[tuple[int, int]]]:
+    """Entries one after the other, with their indices; and chunks of at least `target` bytes of `whole` ones.
+
+    Where tensors stay whole, a chunk that is not small begins on a page.
+    """
+    placed: list[tuple[int, Entry]] = []
+    borders: list[tuple[int, int]] = []
+    left = sum(entry.nbytes for entry in group)
+    offset = start = begin
+    for index, entry in enumerate(group, start=first):
+        placed.append((index, replace(entry, offset=offset)))
+        offset += entry.nbytes
+        left -= entry.nbytes
+        if whole and offset > start and (offset - start >= target or not left):
+            borders.append((start, offset))
+            offset = start = _aligned(offset, _PAGE) if left and _unit(target, 1) == _PAGE else offset
+    return placed, borders
+
+
+def _unit(target: int, itemsize: int) -> int:
+    """What borders of chunks of some size are multiples of."""
+    return next((unit for unit in (_PAGE, _ALIGNMENT) if target >= 4 * unit), itemsize)
+
+
+def _even_cuts(start: int, stop: int, target: int, itemsize: int, multiple: int) -> list[int]:
+    """Borders of pieces of at most `target` bytes, equally large up to alignment; of many, a multiple of a number."""
+    size = stop - start
+    if size == 0:
+        return []
+    unit = _unit(target, itemsize)
+    pieces = -(-size // max(target // unit * unit, unit))
+    if 3 * pieces >= multiple:
+        pieces = -(-pieces // multiple) * multiple
+    cuts = {start + -(-(size * i) // (pieces * unit)) * unit for i in range(1, pieces)}  # upwards: none exceeds
+    return [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
+
+
+def _slices(placed: Sequence[tuple[int, Entry]], start: int, stop: int, itemsize: int) -> tuple[Slice, ...]:
+    found = []
+    for index, entry in placed:
+        begin, end = max(start, entry.offset), min(stop, entry.offset + entry.nbytes)
+        if begin < end:
+            found.append(Slice(index, (begin - entry.offset) // itemsize, (end - entry.offset) // itemsize))
+    return tuple(found)

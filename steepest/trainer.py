@@ -1,0 +1,528 @@
+"""DistributedSGD: what a user drives."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from steepest.checkpoint import files
+from steepest.checkpoint.files import Checkpoints
+from steepest.cluster import remote_functions
+from steepest.cluster.checkpoint_manager import Keeping
+from steepest.cluster.directory_lock import Claim
+from steepest.cluster.dropped_trainers import drop
+from steepest.cluster.fit_loop import fit
+from steepest.cluster.job_state import JobState
+from steepest.cluster.launch import Cluster
+from steepest.cluster.placement import worker_bundle
+from steepest.cluster.process import WorkerView
+from steepest.cluster.recovery import Recovery
+from steepest.cluster.remote_functions import name_of
+from steepest.cluster.resizing import Range, Resize
+from steepest.cluster.training import Training
+from steepest.config.run import RunSettings
+from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig, as_strategy
+from steepest.config.validation import require_choice, require_count, require_range
+from steepest.data.sampler import SamplePlan
+from steepest.engine.commit_log import CommitLog
+from steepest.engine.job import Job, ModelCreator
+from steepest.engine.replicas import Replicas, WorkerResult
+from steepest.errors import ConfigurationError, ShutdownError
+from steepest.messages.message import Message
+from steepest.models.protocol import Model
+from steepest.observe.progress import Callback
+from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult, stragglers
+
+T = TypeVar("T")
+_LARGEST_SEED = 2**63 - 1  # that torch takes
+
+
+class DistributedSGD:
+    """Trains one model on many workers.
+
+    Starts Ray when it is not running, places the workers, builds the model on each and waits until all
+    are up. Use it as a context manager, or call `shutdown`; a trainer that is garbage-collected ends its processes with
+    a warning, and does not write the last state.
+
+    Args:
+        model_creator: called as ``model_creator(worker_index, device_index)`` for each replica; returns a
+            `Model`, such as `TorchModel`. Random state is seeded alike before each call.
+        num_workers: worker processes; or (min, max) for as many as the cluster has room for, at the beginning and
+            later: `fit` and `step` take new ones in as nodes come, and go on without those that die when there is no
+            room for a successor for `settings.start_timeout` seconds. Below `min` they wait for one.
+        devices_per_worker: replicas in each of them.
+        gpu: each replica on a GPU of its own instead of the CPU.
+        strategy: "ps", "allreduce", "local", "async", "ssp", "simple", or a strategy object with its settings.
+        accumulate: batches whose gradients each replica adds up in a step, one after the other; a step covers
+            ``workers * devices * accumulate * batch_size`` samples.
+        seed: of initial weights, order of samples and random state.
+        settings: CPUs per worker and deadlines.
+        checkpoints: what `fit` keeps by itself. The newest whole checkpoint that is there already is restored, and
+            `fit` leaves out as many steps as that has: so the same program, started again, ends where it would have
+            ended.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+        CheckpointError: kept checkpoints are of another model, optimizer or data set, or all are damaged; or another
+            driver keeps its own in that directory now.
+        ModelError, ModelRaisedError: the model is, or building it raised.
+        ResourcesError: the cluster cannot place the workers within `settings.start_timeout` seconds; or never could.
+
+    Example:
+        >>> with DistributedSGD(model_creator, num_workers=2) as sgd:      # doctest: +SKIP
+        ...     sgd.fit(epochs=3)
+        ...     print(sgd.evaluate(test_set))
+    """
+
+    def __init__(
+        self,
+        model_creator: ModelCreator,
+        num_workers: int | tuple[int, int] = 1,
+        devices_per_worker: int = 1,
+        gpu: bool = False,
+        strategy: str | StrategyConfig = "ps",
+        *,
+        accumulate: int = 1,
+        seed: int = 0,
+        settings: RunSettings | None = None,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
+        _check_creator(model_creator)
+        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+            raise ConfigurationError(f"checkpoints={checkpoints!r}: give steepest.Checkpoints(path), or None")
+        if settings is not None and not isinstance(settings, RunSettings):
+            raise ConfigurationError(f"settings={settings!r}: give steepest.RunSettings(...), or None")
+        require_choice("gpu", gpu, (False, True))
+        least, most = require_range("num_workers", num_workers)
+        devices = require_count("devices_per_worker", devices_per_worker)
+        seed, accumulate = require_count("seed", seed, 0), require_count("accumulate", accumulate)
+        if seed > _LARGEST_SEED:
+            raise ConfigurationError(f"seed={seed}: give an integer of at most {_LARGEST_SEED}")
+        chosen = self._chosen(strategy, least)
+        self._settings = settings or RunSettings()
+        self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
+        self._cluster: Cluster | None = None
+        with contextlib.ExitStack() as undo:
+            claim = Claim(checkpoints)
+            undo.callback(claim.release)
+            self._cluster = cluster = Cluster(
+                model_creator, (least, most), devices, gpu, chosen, seed, self._settings, accumulate
+            )
+            undo.callback(cluster.shutdown)
+            self._training = Training(cluster, self._settings.step_timeout)
+            self._state = JobState(self._training)
+            cluster.recovery = Recovery(cluster, self._state)
+            self._training.range = Range(cluster, least, most, self._state)
+            self._keeping = Keeping(checkpoints, claim, self._training, self._state)
+            self._keeping.resume()
+            undo.pop_all()
+        self._dropped = weakref.finalize(self, drop, cluster, self._keeping, os.getpid())
+        self._dropped.atexit = False  # Ray ends everything then
+
+    @property
+    def strategy(self) -> StrategyConfig:
+        """The way of training, with its settings."""
+        return self._job.config
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes."""
+        return self._job.num_workers
+
+    @property
+    def num_servers(self) -> int:
+        """Servers, in processes of their own or in those of workers."""
+        return self._job.num_servers
+
+    @property
+    def devices_per_worker(self) -> int:
+        """Replicas of each worker."""
+        return self._job.devices_per_worker
+
+    @property
+    def accumulate(self) -> int:
+        """Batches of each replica in a step."""
+        return self._job.accumulate
+
+    @property
+    def _job(self) -> Job:
+        return self._training.cluster.job
+
+    @property
+    def _plan(self) -> SamplePlan | None:
+        return self._training.cluster.plan[0]
+
+    # -- training ------------------------------------------------------------------------------
+
+    def step(self, fetch_stats: bool = True) -> StepResult:
+        """Takes one step: one batch (or `accumulate` of them) on every replica; returns when it is committed.
+
+        Args:
+            fetch_stats: compute and return loss, metrics and timings too.
+
+        Raises:
+            ModelRaisedError: the model or its data raised; the traceback is the cause.
+            ModelError: the model breaks its protocol: it writes to trained parameters, or a metric is no number.
+            NonFiniteError: a gradient holds NaN or infinity.
+            DeadlineError: the step was not committed within `settings.step_timeout` seconds.
+            PeerLostError: a process died.
+            ShutdownError: after `shutdown`.
+        """
+        with self._idle():
+            results: list[StepResult] = []
+            self._train(1, fetch_stats, results.append)
+            return results[-1]
+
+    def fit(
+        self,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        progress: bool = True,
+    ) -> StepResult:
+        """Takes many steps; workers drive themselves meanwhile.
+
+        With `checkpoints`, the first steps that are asked for are those that were done before this process began,
+        and are left out; nothing is called for them. Steps that `step` takes are not left out.
+
+        Args:
+            steps, epochs: how long; exactly one of them. An epoch ends where the data have been seen
+                once; the first may have begun before.
+            callbacks: called for each step and, if they ask for it, between epochs.
+            progress: show a progress bar on standard error.
+
+        Returns:
+            The last step's result; the one that the restored checkpoint tells of, if all that is asked for was done.
+
+        Raises:
+            As `step`; and what a callback raises. Steps committed until then stay.
+            CheckpointError: a checkpoint could not be written; told by the next one that is due, or at the end.
+        """
+        with self._idle():
+            return fit(self, self._keeping, self._train, steps, epochs, callbacks, progress)
+
+    def _train(self, steps: int, stats: bool, on_step: Callable[[StepResult], None]) -> None:
+        self._live()
+
+        def on_result(step: int, result: Message) -> None:
+            epoch = self._plan.position(step - 1).epoch if self._plan is not None else None
+            self._keeping.last = StepResult.from_message(step, result.values(), epoch)
+            on_step(self._keeping.last)
+
+        with self._keeping.watched():
+            self._training.take(steps, stats, on_result)
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def evaluate(self, data: Any, batch_size: int | None = None) -> EvaluationResult:
+        """Loss and metrics over a data set, shared out over the workers, with the last committed weights.
+
+        Args:
+            data: what the model takes as training data, but of known length.
+            batch_size: samples at once; by default the model's own.
+        """
+        with self._idle():
+            cluster = self._live()
+            state = self._state.mean_buffers()
+            parts = self.num_workers
+            results: list[WorkerResult] = cluster.call_workers(
+                remote_functions.evaluate, data, batch_size, parts, state, what="evaluate"
+            )
+            weight = sum(result.weight for result in results)
+            if not weight:
+                raise ConfigurationError("evaluate() was given no samples")
+
+            def mean(values: list[tuple[float, float]]) -> float:
+                return sum(value * w for value, w in values) / sum(w for _, w in values)
+
+            names = sorted({name for result in results for name in result.metrics})
+            metrics = {
+                name: mean([(r.metrics[name], r.weight) for r in results if name in r.metrics]) for name in names
+            }
+            loss = mean([(result.loss, result.weight) for result in results])
+            return EvaluationResult(loss, metrics, sum(result.samples for result in results))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """CPU copies of all parameters by name, at one version; at any time, from any thread.
+
+        Frozen parameters that the model itself changes (a momentum encoder's, say) are averaged over replicas, as
+        buffers are. While training goes on, each replica tells of its own between two of its steps, which may take as
+        long as a step.
+        """
+        self._live()
+        return self._state.weights()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """`weights`, further names of tied parameters, and buffers averaged over replicas.
+
+        Loads into the plain module: ``module.load_state_dict(sgd.state_dict())``.
+        """
+        with self._idle():
+            layout = self._job.description.layout
+            state = layout.named(self._state.snapshot("weights").weights) | self._state.mean_buffers()
+            for entry in layout.entries:
+                for alias in entry.aliases:
+                    state[alias] = state[entry.name]
+            return state
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Sets parameters by name on all servers and workers; those not named, and the optimizer, stay.
+
+        Raises:
+            ConfigurationError: an unknown name or another shape.
+        """
+        with self._idle():
+            self._state.set_weights(weights, self._training.version)
+            self._keeping.changed()
+
+    def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
+        """Runs a function in every worker process, between steps; returns what each returned.
+
+        Raises:
+            ModelRaisedError: the function raised; its traceback is the cause.
+            ConfigurationError: the function, or what it returned, cannot be pickled.
+        """
+        with self._idle():
+            return self._live().call_workers(fn, view=True, what=f"run the function {name_of(fn)}")
+
+    def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
+        """Runs a function on every replica of the model, in its process, between steps; raises as `foreach_worker`."""
+        with self._idle():
+            parts = self._live().call_workers(remote_functions.on_models, fn, what=f"run the function {name_of(fn)}")
+            return [result for part in parts for result in part]
+
+    def for_model(self, fn: Callable[[Model], T]) -> T:
+        """Runs a function on the first replica only; raises as `foreach_worker`."""
+        with self._idle():
+            what = f"run the function {name_of(fn)}"
+            result: T
+            (result,) = self._live().call_workers(remote_functions.on_first_model, fn, workers=[0], what=what)
+            return result
+
+    def warmup(self) -> None:
+        """Computes one gradient on every replica and throws it away, so that the first step is not the slowest."""
+        with self._idle():
+            self._live().call_workers(Replicas.warmup, what="compute a gradient")
+
+    def stats(self) -> Stats:
+        """Counters of the job so far."""
+        cluster = self._live()
+        counters = self._wait(self._on_router(cluster.client.counters), "the coordinator's counters")
+        processes = cluster.counters()
+        training = self._training
+        return Stats(
+            step=counters["step"],
+            version=counters["version"],
+            generation=counters["generation"],
+            samples=training.samples,
+            seconds=training.seconds,
+            bytes_pushed=training.bytes_pushed,
+            bytes_pulled=training.bytes_pulled,
+            refused=sum(process["refused"] for process in processes.values()),
+            memory={str(peer): process["resident"] for peer, process in processes.items()},
+            skipped=counters["skipped"],
+            dropped=counters["dropped"],
+            staleness=Staleness(dict(counters["staleness"])),
+            workers=self.num_workers,
+            servers=self.num_servers,
+            replaced=cluster.replaced,
+            paces=(paces := dict(counters["paces"])),
+            stragglers=stragglers(paces, dict(counters["slow"])),
+            events=tuple(cluster.events),
+        )
+
+    def log(self) -> CommitLog:
+        """Every commit so far: whose pushes, over which samples, computed from which version.
+
+        `steepest.testing.replay` applies it serially, which gives the same weights.
+
+        Raises:
+            ConfigurationError: without ``RunSettings(keep_log=True)``.
+        """
+        self._live()
+        return self._state.log()
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Writes a checkpoint: weights, optimizer state, buffers, and the place in the data.
+
+        Args:
+            path: a directory; a checkpoint that is there is replaced when the new one is whole.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        with self._idle():
+            files.write(Path(path), self._state.collect())
+
+    def restore(self, path: str | Path) -> None:
+        """Continues from a checkpoint, at any number of workers and servers, under any strategy.
+
+        With the same global batch the samples go on exactly where they stopped.
+
+        Raises:
+            CheckpointError: missing, damaged, or of another model, optimizer or data set. Nothing changes then.
+        """
+        with self._idle():
+            self._state.place(files.read(Path(path)), path)
+            self._keeping.restored()
+
+    def set_strategy(self, strategy: str | StrategyConfig) -> None:
+        """Goes on under another strategy, from the last committed step; the workers and their models stay.
+
+        Weights, optimizer state, buffers and the place in the data are carried over exactly.
+
+        Args:
+            strategy: as `DistributedSGD` takes it.
+
+        Raises:
+            ConfigurationError: no such strategy, or its processes could not talk here; then nothing has changed.
+        """
+        with self._idle():
+            self._state.reform(self._chosen(strategy, self.num_workers))
+            self._keeping.changed()
+
+    def resize(self, workers: int | None = None, servers: int | None = None) -> None:
+        """Goes on with another number of workers, or of servers, from the next step on; nothing is lost or repeated.
+
+        New processes start first. Between two steps it returns when that is done; while training is under way (called
+        by a callback, or from another thread) it returns at once, training goes on until they are up, and then stops
+        for a moment. A step covers more samples with more workers.
+
+        Args:
+            workers: how many; as many as now unless given.
+            servers: how many, under a strategy that has servers of its own; as many as now unless given.
+
+        Raises:
+            ConfigurationError: a wrong number, or a strategy without servers.
+            ResourcesError: the cluster has no room for them; then nothing has changed.
+        """
+        cluster = self._live()
+        config, count = self.strategy, self.num_workers
+        if servers is not None:
+            if not isinstance(config, (ParameterServerStrategy, LocalStrategy)) or self._job.strategy.in_workers:
+                raise ConfigurationError(f"servers={servers} under {config.name!r}: its servers live in the workers")
+            config = dataclasses.replace(config, num_servers=require_count("servers", servers))
+        if workers is not None:
+            count = require_count("workers", workers)
+        assert self._training.range is not None
+        wanted = None if workers is None else self._training.range.fix
+        change = Resize(cluster, count, self._chosen(config, count), self._state, wanted)
+        if self._training.running:
+            self._training.request(change)
+            return
+        with self._idle():
+            try:
+                change.wait()
+                change.apply()
+            except BaseException:
+                change.cancel()
+                raise
+
+    @staticmethod
+    def _chosen(strategy: str | StrategyConfig, workers: int) -> StrategyConfig:
+        config = as_strategy(strategy)
+        backup = getattr(config, "backup_workers", 0)
+        if backup and backup >= workers:
+            raise ConfigurationError(
+                f"backup_workers={backup} with num_workers={workers}: nobody would be left whose gradient a "
+                "step takes; give fewer backup workers, or more workers"
+            )
+        return config
+
+    # -- life ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def resources(
+        num_workers: int = 1, devices_per_worker: int = 1, gpu: bool = False, cpus_per_worker: int = 1
+    ) -> Any:
+        """What a Ray Tune trial must reserve: ``tune.with_resources(trainable, DistributedSGD.resources(2))``."""
+        from ray.tune import PlacementGroupFactory
+
+        bundle = worker_bundle(devices_per_worker, gpu, cpus_per_worker)
+        return PlacementGroupFactory([{}, *[bundle] * require_count("num_workers", num_workers)])
+
+    def shutdown(self) -> None:
+        """Ends all processes of this job, and Ray if it was started here; may be called twice.
+
+        With `checkpoints`, what was trained since the last one is written before.
+
+        Raises:
+            CheckpointError: it could not be written; everything has ended all the same.
+        """
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            self._dropped.detach()
+            try:
+                self._keeping.close(error)
+            finally:
+                cluster.shutdown()
+
+    def __enter__(self) -> DistributedSGD:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(error)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _idle(self) -> Iterator[None]:
+        with self._lock:
+            if self._training.running:
+                raise ConfigurationError(
+                    "on_step is called while workers go on: there is weights() and stats(); everything else belongs "
+                    "into on_epoch_end, or between steps of a loop of your own"
+                )
+            self._live()
+            yield
+
+    def _live(self) -> Cluster:
+        if self._cluster is None:
+            raise ShutdownError("this trainer is shut down: make another one")
+        return self._cluster
+
+    def _on_router(self, function: Callable[[], T]) -> T:
+        found: T = self._live().on_router(function)
+        return found
+
+    def _wait(self, future: Future[T], what: str) -> T:
+        self._live()
+        return self._training.wait(future, what)
+
+
+def _check_creator(model_creator: object) -> None:
+    """Check that it can be called as it will be.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    wanted = "give a function of (worker_index, device_index) that returns a model"
+    if not callable(model_creator):
+        raise ConfigurationError(f"model_creator={model_creator!r}: {wanted}")
+    try:
+        signature = inspect.signature(model_creator)
+    except ValueError:  # some that are written in C have none
+        return
+    try:
+        signature.bind(0, 0)
+    except TypeError as error:
+        raise ConfigurationError(f"model_creator={model_creator!r} takes {signature}, {error}: {wanted}") from None

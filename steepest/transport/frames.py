@@ -1,0 +1,318 @@
+"""How a message lies on a stream: a fixed header, a little JSON, raw bytes. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from steepest.errors import MessageTooLargeError, ProtocolError
+from steepest.messages.message import Kind, Message, Peer
+from steepest.tensors.shared_memory import NOTICE
+
+MAGIC = b"sP"
+PROTOCOL = 1
+# magic, protocol, kind, source (role, index), target (role, index), generation, incarnation,
+# sequence, version, chunk, weight, total, bytes of JSON, bytes of payload
+HEADER = struct.Struct("<2sBBBiBiIIQqiddIQ")
+MAX_META = 4 << 20
+MAX_PAYLOAD = 1 << 36
+ROLES = ("coordinator", "server", "worker", "client", "relay", "member")
+_ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
+_KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
+_READ_AHEAD = 1 << 16
+_to_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: `json.dumps` makes one for each call
+_from_json = json.JSONDecoder().decode
+_LENT = 1 << 63  # in the size of a payload: it lies in shared memory, a notice follows in its place
+
+# Between the channels themselves: a reader wants a lent payload sent, because it cannot map it; the message that
+# follows is that one, and comes before those that have arrived since.
+_CONTROL = struct.Struct(f"<2sBI{HEADER.size - 7}x")
+_CONTROL_MAGIC = b"sC"
+SEND_AGAIN, SENT_AGAIN = 1, 2
+
+#: Where an arriving payload of that many bytes goes: a uint8 tensor of just that size, or None to
+#: receive and discard it. When the message has its payload already, it lies in memory of the sender: that
+#: tensor may be returned, to leave it there, and must not be written to. Raises ProtocolError to refuse it.
+Sink = Callable[[Message, int], "torch.Tensor | None"]
+
+
+def buffer_of(payload: torch.Tensor) -> memoryview:
+    """The bytes of a one-dimensional uint8 tensor, without a copy."""
+    return payload.numpy().data
+
+
+def encode(message: Message, notice: bytes = b"") -> bytes:
+    """Header and JSON of a message; the payload follows as it lies in memory, or is lent by a notice.
+
+    Raises:
+        MessageTooLargeError: its JSON is longer than `MAX_META`.
+    """
+    source, target = message.source, message.target
+    assert source is not None
+    assert target is not None
+    meta = encode_meta(message)
+    size = 0 if message.payload is None else message.payload.numel()
+    size |= _LENT if notice else 0
+    head = HEADER.pack(
+        MAGIC, PROTOCOL, message.kind, _ROLE_NUMBER[source.role], source.index, _ROLE_NUMBER[target.role],
+        target.index, message.generation, message.incarnation, message.sequence, message.version,
+        message.chunk, message.weight, message.total, len(meta), size,
+    )  # fmt: skip
+    return head + meta + notice
+
+
+def control(what: int, slot: int) -> bytes:
+    """What a channel says to the other end of itself about the payload lent in a slot."""
+    return _CONTROL.pack(_CONTROL_MAGIC, what, slot)
+
+
+def encode_meta(message: Message) -> bytes:
+    """The JSON of a message.
+
+    Raises:
+        MessageTooLargeError: it is longer than `MAX_META`.
+    """
+    meta = b"" if message.meta is None else _to_json(message.meta).encode()
+    if len(meta) > MAX_META:
+        raise MessageTooLargeError(
+            f"{message.kind.name} for {message.target} carries {len(meta)} bytes beside its payload, "
+            f"at most {MAX_META} fit into a message"
+        )
+    return meta
+
+
+def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:
+    """A message without its JSON and payload, and their sizes in bytes.
+
+    Raises:
+        ProtocolError: wrong magic, protocol version, kind, role, or a size beyond the limits.
+    """
+    (magic, protocol, kind, source_role, source_index, target_role, target_index, generation, incarnation,
+     sequence, version, chunk, weight, total, meta_size, payload_size) = HEADER.unpack_from(data)  # fmt: skip
+    if magic != MAGIC:
+        raise ProtocolError(f"frame starts with {magic!r}, not {MAGIC!r}: the sender is not a steepest process")
+    if protocol != PROTOCOL:
+        raise ProtocolError(f"frame of protocol {protocol}, this process speaks {PROTOCOL}: update one of them")
+    if meta_size > MAX_META or payload_size & ~_LENT > MAX_PAYLOAD:
+        raise ProtocolError(f"oversized frame: {meta_size} bytes of JSON, {payload_size} bytes of payload")
+    try:
+        message = Message(
+            _KINDS[kind], generation, incarnation, sequence, version, chunk, weight, total,
+            source=Peer(ROLES[source_role], source_index), target=Peer(ROLES[target_role], target_index),
+        )  # fmt: skip
+    except (KeyError, IndexError) as error:
+        raise ProtocolError(f"frame of unknown kind or role: {error}") from None
+    return message, meta_size, payload_size
+
+
+def decode_meta(data: bytes | memoryview) -> dict[str, object]:
+    """The JSON object of a frame.
+
+    Raises:
+        ProtocolError: not JSON, or not an object.
+    """
+    try:
+        meta = _from_json(str(data, "utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"frame with damaged JSON: {error}") from None
+    if not isinstance(meta, dict):
+        raise ProtocolError(f"frame whose JSON is a {type(meta).__name__}, not an object")
+    return meta
+
+
+class FrameReader:
+    """Turns a byte stream into messages; payloads are received straight into the sink's memory.
+
+    Args:
+        receive_into: reads into a buffer and returns the number of bytes, 0 at the end of the stream;
+            raises BlockingIOError when nothing is there.
+        sink: tells where each payload goes.
+        borrow: a payload that is not in the stream, by its notice and size; None when it cannot be had there. Messages
+            that follow are then held back until it has been sent again.
+        send_again: called with a slot when the other end cannot have what was lent to it there.
+    """
+
+    def __init__(
+        self,
+        receive_into: Callable[[memoryview], int],
+        sink: Sink,
+        borrow: Callable[[memoryview, int], torch.Tensor | None] | None = None,
+        send_again: Callable[[int], None] | None = None,
+    ) -> None:
+        self._receive_into = receive_into
+        self._sink = sink
+        self._borrow = borrow
+        self._send_again = send_again
+        self._held: deque[Message | None] = deque()  # behind a message whose payload is to come, which is None
+        self._is_missing = False  # whether the payload of the message that is being read cannot be had
+        self._is_again = False  # whether the message that is being read comes for the second time
+        self._lent = False  # whether the payload of the message that is being read is not in the stream
+        self._ahead = bytearray(_READ_AHEAD)  # bytes read but not yet understood: [start, end)
+        self._view = memoryview(self._ahead)
+        self._start = 0
+        self._end = 0
+        self._message: Message | None = None
+        self._meta_size = 0
+        self._payload_size = 0
+        self._payload: memoryview | None = None
+        self._received = 0
+        self._discard: memoryview | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the stream is known to have failed behind the last message: the next `read` says how."""
+        return self._failure is not None
+
+    @property
+    def missing(self) -> int:
+        """Bytes to come of the payload that is being received."""
+        return self._payload_size - self._received if self._payload is not None else 0
+
+    def read(self) -> list[Message]:
+        """Every message that is complete by now; returns when the stream would block.
+
+        What ends the stream is raised only after the messages before it have been returned.
+
+        Raises:
+            EOFError: the stream ended between frames.
+            ProtocolError: it ended inside a frame, or a frame is malformed.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        messages: list[Message] = []
+        try:
+            full = True
+            while full:  # what does not fill its buffer is all that is there
+                full = self._read_payload(self._payload) if self._payload is not None else self._fill()
+                self._parse(messages)
+            return messages
+        except BlockingIOError:
+            return messages
+        except (EOFError, OSError, ProtocolError) as error:
+            if not messages:
+                raise
+            self._failure = error.with_traceback(None)  # without the frames, and the messages in them
+            return messages
+
+    def _fill(self) -> bool:
+        if self._start:
+            if self._end > self._start:
+                self._view[: self._end - self._start] = bytes(self._view[self._start : self._end])
+            self._end -= self._start
+            self._start = 0
+        needed = HEADER.size if self._message is None else self._meta_size + NOTICE.size
+        if needed > len(self._ahead):
+            grown = bytearray(needed)
+            grown[: self._end] = self._view[: self._end]
+            self._ahead, self._view = grown, memoryview(grown)
+        room = self._view[self._end :] if self._end else self._view
+        count = self._receive_into(room)
+        if count == 0:
+            if self._end or self._message is not None:
+                raise ProtocolError("stream ended inside a frame")
+            raise EOFError
+        self._end += count
+        return count == len(room)
+
+    def _read_payload(self, payload: memoryview) -> bool:
+        """Receives into the destination, or, discarding, into the same scratch over and over."""
+        left = self._payload_size - self._received
+        if self._discard is not None:
+            target = self._discard[: min(left, len(self._discard))]
+        else:
+            target = payload[self._received :]
+        count = self._receive_into(target) if left else 0
+        if count == 0 and left:
+            raise ProtocolError("stream ended inside a frame's payload")
+        self._received += count
+        return count == len(target)
+
+    def _parse(self, messages: list[Message]) -> None:
+        while True:
+            if self._message is None:
+                if self._end - self._start < HEADER.size:
+                    return
+                header = self._view[self._start : self._start + HEADER.size]
+                if header[:2] == _CONTROL_MAGIC:
+                    self._take_control(header)
+                    continue
+                self._message, self._meta_size, size = decode_header(header)
+                self._payload_size, self._lent = size & ~_LENT, bool(size & _LENT)
+                self._start += HEADER.size
+            message = self._message
+            if self._payload is None:
+                if self._end - self._start < self._meta_size + NOTICE.size * self._lent:
+                    return
+                if self._meta_size:
+                    message.meta = decode_meta(self._view[self._start : self._start + self._meta_size])
+                    self._start += self._meta_size
+                if self._lent:
+                    self._take_lent(message)
+                elif self._payload_size:
+                    self._open_payload(message)
+            if self._payload is not None:
+                if self._received < self._payload_size:
+                    return
+                self._payload = self._discard = None
+            self._message = None
+            if self._held or self._is_missing:
+                self._hold(message, messages)
+            else:
+                messages.append(message)
+
+    def _take_control(self, header: memoryview) -> None:
+        _, what, slot = _CONTROL.unpack(header)
+        self._start += HEADER.size
+        if what == SEND_AGAIN and self._send_again is not None:
+            self._send_again(slot)
+        elif what == SENT_AGAIN and self._held and not self._is_again:
+            self._is_again = True
+        else:
+            raise ProtocolError("a word between channels that makes no sense")
+
+    def _hold(self, message: Message, messages: list[Message]) -> None:
+        """Keeps messages in order although one comes for the second time."""
+        if self._is_again:
+            self._is_again = False
+            self._held[0] = message
+            while self._held and (ready := self._held[0]) is not None:
+                messages.append(ready)
+                self._held.popleft()
+        else:
+            self._held.append(None if self._is_missing else message)
+        self._is_missing = False
+
+    def _open_payload(self, message: Message) -> None:
+        size = self._payload_size
+        destination = self._sink(message, size)
+        ahead = min(size, self._end - self._start)
+        if destination is None:
+            self._payload = self._discard = memoryview(bytearray(min(size, 1 << 18)))
+        else:
+            assert destination.numel() == size, "the sink gave a buffer of another size"
+            self._payload, self._discard = buffer_of(destination), None
+            self._payload[:ahead] = self._view[self._start : self._start + ahead]
+            message.payload = destination
+        self._received = ahead
+        self._start += ahead
+
+    def _take_lent(self, message: Message) -> None:
+        """Leaves the payload where it lies, or copies it where it is wanted."""
+        if self._borrow is None:
+            raise ProtocolError("a payload in shared memory over a stream that has none")
+        notice = self._view[self._start : self._start + NOTICE.size]
+        self._start += NOTICE.size
+        lent = message.payload = self._borrow(notice, self._payload_size)
+        if lent is None:
+            self._is_missing = True
+            return
+        destination = self._sink(message, self._payload_size)
+        if destination is not None and destination is not lent:
+            destination.copy_(lent)
+        message.payload = destination

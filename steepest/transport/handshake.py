@@ -1,0 +1,400 @@
+"""The opening of a connection: both ends prove that they know the job's token before anything else is understood.
+
+======== ====================================================================================================
+from     bytes
+======== ====================================================================================================
+acceptor the greeting, its nonce
+caller   the greeting, its nonce, the size of its hello, the hello (its own roles, those it means), its proof
+acceptor the size of its answer, the answer (its own roles), its proof
+======== ====================================================================================================
+
+A proof is an HMAC-SHA256 of both nonces and of what the same end says. In place of the answer's size the acceptor may
+say that the proof is wrong, or that it needs the place for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import logging
+import os
+import random
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from steepest.errors import AuthenticationError, ProtocolError
+from steepest.messages.message import Peer
+from steepest.transport.frames import ROLES
+
+log = logging.getLogger(__name__)
+
+MOST_OPENINGS = 48
+ACCEPTED_AT_ONCE = 16  # in one turn, which may come in the middle of a training step
+OPENING_SECONDS = 5.0
+LOG_SECONDS = 60.0
+_GREETING = b"steepest/1\n"
+_NONCE = 32
+_PROOF = 32
+_FIXED = len(_GREETING) + _NONCE + 4
+_HELLO_LIMIT = 4096
+_REFUSED = struct.pack("<I", 0xFFFFFFFF)
+_BUSY = struct.pack("<I", 0xFFFFFFFE)
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_ROOT = 0
+
+
+class BusyError(Exception):
+    """The other end gave this connection's place to another one: to be tried again."""
+
+
+def names_of(peers: tuple[Peer, ...]) -> str:
+    """Roles of one process as text."""
+    return " + ".join(str(peer) for peer in peers) or "a peer"
+
+
+def _proof(token: bytes, side: bytes, first: bytes, second: bytes, said: bytes) -> bytes:
+    return hmac.new(token, b"\0".join((side, first, second, said)), hashlib.sha256).digest()
+
+
+def _pack(peers: tuple[Peer, ...]) -> bytes:
+    return b"".join(struct.pack("<Bi", ROLES.index(peer.role), peer.index) for peer in peers)
+
+
+def _unpack(data: bytes) -> tuple[Peer, ...]:
+    try:
+        return tuple(Peer(ROLES[role], index) for role, index in struct.iter_unpack("<Bi", data))
+    except (struct.error, IndexError):
+        raise ProtocolError("handshake names unknown roles") from None
+
+
+def _pack_hello(own: tuple[Peer, ...], meant: tuple[Peer, ...]) -> bytes:
+    return struct.pack("<H", len(own)) + _pack(own + meant)
+
+
+def _unpack_hello(data: bytes) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
+    if len(data) < 2:
+        raise ProtocolError("handshake names no roles")
+    count = struct.unpack_from("<H", data)[0]
+    peers = _unpack(data[2:])
+    return peers[:count], peers[count:]
+
+
+# -- the caller's end ------------------------------------------------------------------------------
+
+
+def prove(
+    sock: socket.socket, token: bytes, own: tuple[Peer, ...], meant: tuple[Peer, ...], deadline: float
+) -> tuple[Peer, ...]:
+    """Opens a connected socket, blocking; returns the roles that the other end proves to host.
+
+    Args:
+        own: roles of this process.
+        meant: roles that the other end should host; none for any.
+        deadline: by `time.monotonic`.
+
+    Raises:
+        AuthenticationError: the two ends do not know the same token.
+        ProtocolError: it is not a steepest process of this version, or hosts other roles than those that are meant.
+        BusyError: it needs the place.
+        TimeoutError: no answer by the deadline.
+        OSError: the connection broke.
+    """
+    theirs = _receive_exactly(sock, len(_GREETING) + _NONCE, deadline)
+    if not theirs.startswith(_GREETING):
+        raise ProtocolError("the other end is not a steepest process of this version")
+    first, second = theirs[len(_GREETING) :], secrets.token_bytes(_NONCE)
+    hello = _pack_hello(own, meant)
+    proof = _proof(token, b"connect", first, second, hello)
+    with contextlib.suppress(ConnectionError):  # what it said before it closed is still to be read
+        sock.sendall(_GREETING + second + struct.pack("<I", len(hello)) + hello + proof)
+    prefix = _receive_exactly(sock, 4, deadline)
+    if prefix == _REFUSED:
+        raise AuthenticationError("the other end refuses this process: the two have different tokens")
+    if prefix == _BUSY:
+        raise BusyError
+    size = struct.unpack("<I", prefix)[0]
+    if size > _HELLO_LIMIT:
+        raise ProtocolError("oversized handshake")
+    answer = _receive_exactly(sock, size, deadline)
+    expected = _proof(token, b"accept", second, first, answer)
+    if not hmac.compare_digest(_receive_exactly(sock, _PROOF, deadline), expected):
+        raise AuthenticationError("the other end does not know this job's token")
+    found = _unpack(answer)
+    if meant and set(found) != set(meant):
+        raise ProtocolError(
+            f"{names_of(meant)} was meant, but {names_of(found)} answers there: the address is out of date"
+        )
+    return found
+
+
+def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+        part = sock.recv(size - len(data))
+        if not part:
+            raise ConnectionError("it closed the connection during the handshake")
+        data += part
+    return bytes(data)
+
+
+# -- the accepting end -----------------------------------------------------------------------------
+
+
+class Refusals:
+    """Counts refused connections and logs them: the first at once, then at most a line a minute with their number."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.count = 0
+        self._clock = clock
+        self._untold = 0
+        self._last = ""
+        self._next = -float("inf")
+
+    def add(self, who: str, reason: str) -> None:
+        """Counts one."""
+        self.count += 1
+        self._untold += 1
+        self._last = f"{who}: {reason}"
+        self.tell()
+
+    def tell(self, *, all_of_it: bool = False) -> None:
+        """Logs what was not, when a minute has passed since the last line."""
+        if self._untold and (all_of_it or self._clock() >= self._next):
+            self._next = self._clock() + LOG_SECONDS
+            number = "a connection" if self._untold == 1 else f"{self._untold} connections, the last of them"
+            log.warning("refused %s from %s", number, self._last)
+            self._untold = 0
+
+
+@dataclass(eq=False)
+class _Opening:
+    """A connection that has proven nothing: a bare socket and at most `_HELLO_LIMIT` bytes."""
+
+    sock: socket.socket
+    origin: str
+    deadline: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE))
+    received: bytearray = field(default_factory=bytearray)
+
+
+class Openings:
+    """The accepting end of a process: listeners, and connections until they have proven the token.
+
+    What strangers can cost is bounded: `MOST_OPENINGS` sockets without buffers of this process, each for at most
+    `OPENING_SECONDS`, `ACCEPTED_AT_ONCE` new ones in a turn, a line of the log a minute. When descriptors run out,
+    one of them gives way; if there is none, a reserved descriptor serves to accept and turn away, so that a listener
+    never stays ready for what cannot be accepted.
+
+    When all places are taken a new connection gets that of a random one, of the address from which most come. So
+    strangers at other addresses than an honest peer's take no place of its, and of strangers at the same one it is
+    safe with probability (1 - 1/48)^n when it answers before n more of them are accepted. What has been said is read
+    before others are accepted. Who loses a place, or is too slow, is told so and tries again until its own deadline
+    (`BusyError`).
+
+    Over Unix-domain sockets, which every user of the host can reach, only this user and root are heard at all.
+
+    Args:
+        selector: that of the transport; what is registered has a function as its data, to be called when it is ready.
+        adopt: takes over a socket whose other end has proven to host these roles.
+        clock: in seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        peers: tuple[Peer, ...],
+        selector: selectors.BaseSelector,
+        adopt: Callable[[socket.socket, tuple[Peer, ...]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.refusals = Refusals(clock)
+        self._token = token
+        self._peers = peers
+        self._selector = selector
+        self._adopt = adopt
+        self._clock = clock
+        self._ready: list[socket.socket] = []  # listeners
+        self._open: dict[_Opening, None] = {}  # oldest first
+        self._random = random.Random(secrets.randbits(64))  # not the user's
+        self._reserved = -1
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accepts connections from now on."""
+        listener.setblocking(False)
+        self._reserve()
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._ready.append(listener))
+
+    def limit(self, timeout: float) -> float:
+        """A wait of so many seconds, or until somebody's time is up."""
+        if self._open:
+            timeout = min(timeout, next(iter(self._open)).deadline - self._clock())
+        return timeout
+
+    def turn(self) -> None:
+        """Accepts some of those who wait, and closes what has not proven the token in time; after each wait."""
+        ready, self._ready = self._ready, []
+        for listener in ready:
+            for _ in range(ACCEPTED_AT_ONCE):
+                if not self._accept(listener):
+                    break
+        while self._open and (oldest := next(iter(self._open))).deadline <= self._clock():
+            self._refuse(oldest, "no proof of the token in time", _BUSY)
+        self.refusals.tell()
+
+    def close(self) -> None:
+        """Closes what has not proven the token; listeners are whose they were."""
+        for opening in list(self._open):
+            self._drop(opening)
+        if self._reserved >= 0:
+            os.close(self._reserved)
+            self._reserved = -1
+        self.refusals.tell(all_of_it=True)
+
+    def _accept(self, listener: socket.socket) -> bool:
+        """Whether there may be more."""
+        try:
+            sock, address = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return False
+        except OSError as error:
+            return error.errno in _NO_DESCRIPTOR and self._turn_away(listener)
+        sock.setblocking(False)
+        origin, stranger = _origin(sock, address)
+        if stranger:
+            sock.close()
+            self.refusals.add(origin, "a Unix-domain socket serves the user who owns it")
+            return True
+        if len(self._open) >= MOST_OPENINGS:
+            self._make_room()
+        self._greet(sock, origin)
+        return True
+
+    def _greet(self, sock: socket.socket, origin: str) -> None:
+        opening = _Opening(sock, origin, self._clock() + OPENING_SECONDS)
+        try:
+            sock.send(_GREETING + opening.nonce)
+            self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(opening))
+        except OSError as error:  # it is gone already, or nothing more can be watched
+            sock.close()
+            self.refusals.add(origin, f"handshake: {error}")
+        else:
+            self._open[opening] = None
+
+    def _turn_away(self, listener: socket.socket) -> bool:
+        """Frees a descriptor: that of an opening, or the reserved one, to be rid of who waits."""
+        if self._open:
+            self._make_room()
+            return True
+        self._reserve()
+        if self._reserved < 0:
+            return False
+        os.close(self._reserved)
+        self._reserved = -1
+        with contextlib.suppress(OSError):
+            sock, address = listener.accept()
+            with sock:
+                sock.setblocking(False)
+                self.refusals.add(_origin(sock, address)[0], "this process has no descriptor left")
+                sock.send(_GREETING + bytes(_NONCE) + _BUSY)
+        self._reserve()
+        return True
+
+    def _reserve(self) -> None:
+        if self._reserved < 0:
+            with contextlib.suppress(OSError):
+                self._reserved = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _make_room(self) -> None:
+        crowds = Counter(opening.origin for opening in self._open)
+        most = max(crowds.values())
+        victim = self._random.choice([opening for opening in self._open if crowds[opening.origin] == most])
+        self._refuse(victim, "others want its place", _BUSY)
+
+    def _hear(self, opening: _Opening) -> None:
+        if opening not in self._open:
+            return  # it gave way a moment ago
+        try:
+            if (said := self._receive(opening)) is not None:
+                self._answer(opening, *said)
+        except BlockingIOError:
+            return
+        except AuthenticationError as error:
+            self._refuse(opening, str(error), _REFUSED)
+        except ProtocolError as error:
+            self._refuse(opening, str(error))
+        except OSError as error:
+            self._refuse(opening, f"handshake: {error}")
+
+    def _receive(self, opening: _Opening) -> tuple[bytes, bytes] | None:
+        """The other end's nonce and hello when they are complete and proven."""
+        data = opening.received
+        wanted = _FIXED
+        if len(data) >= _FIXED:
+            wanted += struct.unpack_from("<I", data, _FIXED - 4)[0] + _PROOF
+        if wanted > _HELLO_LIMIT:
+            raise ProtocolError("oversized handshake")
+        part = opening.sock.recv(wanted - len(data))
+        if not part:
+            raise ProtocolError("connection closed during the handshake")
+        data += part
+        if not _GREETING.startswith(data[: len(_GREETING)]):
+            raise ProtocolError("the other end is not a steepest process of this version")
+        if len(data) < _FIXED or len(data) < _FIXED + struct.unpack_from("<I", data, _FIXED - 4)[0] + _PROOF:
+            return None
+        second, hello = bytes(data[len(_GREETING) : _FIXED - 4]), bytes(data[_FIXED:-_PROOF])
+        expected = _proof(self._token, b"connect", opening.nonce, second, hello)
+        if not hmac.compare_digest(bytes(data[-_PROOF:]), expected):
+            raise AuthenticationError("a peer that does not know this job's token")
+        return second, hello
+
+    def _answer(self, opening: _Opening, second: bytes, hello: bytes) -> None:
+        """Says who is here; who meant another one hears that, and is not let in."""
+        peers, meant = _unpack_hello(hello)
+        mine = _pack(self._peers)
+        proof = _proof(self._token, b"accept", second, opening.nonce, mine)
+        opening.sock.send(struct.pack("<I", len(mine)) + mine + proof)  # it fits: nothing else was sent but a greeting
+        if meant and set(meant) != set(self._peers):
+            raise ProtocolError(f"{names_of(peers)} means {names_of(meant)}, not {names_of(self._peers)}")
+        del self._open[opening]
+        self._selector.unregister(opening.sock)
+        self._adopt(opening.sock, peers)
+
+    def _refuse(self, opening: _Opening, reason: str, last_word: bytes = b"") -> None:
+        self.refusals.add(opening.origin, reason)
+        if last_word:
+            with contextlib.suppress(OSError):
+                opening.sock.send(last_word)
+        self._drop(opening)
+
+    def _drop(self, opening: _Opening) -> None:
+        if self._open.pop(opening, self) is None:
+            self._selector.unregister(opening.sock)
+        opening.sock.close()
+
+
+def _origin(sock: socket.socket, address: object) -> tuple[str, bool]:
+    """Where a connection comes from, and whether that is a user whom nobody here knows.
+
+    IPv6 addresses of one network of 64 bits are one origin.
+    """
+    if sock.family == socket.AF_UNIX:
+        uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
+        return f"user {uid}", uid not in (os.geteuid(), _ROOT)
+    assert isinstance(address, tuple)
+    host = str(address[0]).partition("%")[0]
+    if sock.family == socket.AF_INET6:
+        network = socket.inet_pton(socket.AF_INET6, host)[:8] + bytes(8)
+        host = f"{socket.inet_ntop(socket.AF_INET6, network)}/64"
+    return host, False

@@ -1,0 +1,421 @@
+"""The wire: framed streams over TCP between hosts and Unix-domain sockets inside one.
+
+One thread serves all sockets of a process with `selectors`; nothing blocks but `poll`. Payloads leave
+from the tensors' memory (`sendmsg`) and arrive in it (`recv_into`). A connection opens with a mutual
+proof that both ends know the job's token (`steepest.transport.handshake`); until then not a byte of it is
+understood as a frame, and it is no channel.
+
+Which sockets, and whether payloads are lent in shared memory, may be narrowed by `ways`:
+
+======== ================================== ==============
+ways     inside a host                      between hosts
+======== ================================== ==============
+"wire"   Unix-domain sockets, shared memory TCP
+"shared" Unix-domain sockets, shared memory refused
+"unix"   Unix-domain sockets                TCP
+"tcp"    TCP                                TCP
+======== ================================== ==============
+
+All processes of a job are given the same. The sender decides whether it lends: an end that does not lend still
+takes what is lent to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable
+
+import torch
+
+from steepest.errors import AuthenticationError, ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from steepest.messages.message import Message, Peer
+from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, Lending
+from steepest.transport.channel import Address, ChannelSink, Event
+from steepest.transport.handshake import BusyError, Openings, names_of, prove
+from steepest.transport.stream import WireChannel
+
+log = logging.getLogger(__name__)
+
+_SOCKET_BUFFER = 4 << 20
+_BACKLOG = 512
+_PATIENCE_SECONDS = 0.25
+_PAUSE_SECONDS = 0.005  # before a place is asked for again
+_BRISK_SECONDS = 0.0006  # what a short wait is; waking a process that sleeps costs a good part of it
+_BRISK_AFTER = 16  # short waits in a row; where processes compute, there is a long one in every step
+
+
+def check_ways(ways: str, *nodes: str) -> None:
+    """Checks that processes on these nodes can talk so; over "wire", "tcp" and "ray" they always can.
+
+    Raises:
+        ConfigurationError: they cannot.
+    """
+    if ways in ("shared", "unix") and not _has_unix():
+        raise ConfigurationError(
+            f'transport="{ways}" needs Unix-domain sockets as Linux has them: give "wire" or "tcp"'
+        )
+    if ways != "shared":
+        return
+    if not AVAILABLE:
+        raise ConfigurationError('transport="shared" needs shared memory as Linux has it (memfd): give "wire"')
+    for other in nodes:
+        if other != nodes[0]:
+            raise ConfigurationError(
+                f'transport="shared", but node {nodes[0][:12]} and node {other[:12]} share no memory: have all '
+                'processes on one node, the driver too, or give transport="wire"'
+            )
+
+
+def _has_unix() -> bool:
+    """Whether names of sockets may lie in the abstract namespace, where nothing has to be cleaned up."""
+    return os.path.exists("/proc/net/unix")
+
+
+class WireTransport:
+    """A `Transport` over sockets.
+
+    Args:
+        token: the job's secret, at least 16 bytes.
+        peers: the roles of this process, told to the other end.
+        node: a name equal for processes that may meet on a Unix-domain socket.
+        sink: where arriving payloads go.
+        ways: "wire", "shared", "unix" or "tcp"; see above.
+        clock: for what strangers may take; in seconds, monotonic.
+
+    Raises:
+        ConfigurationError: this platform does not have what `ways` needs.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        peers: tuple[Peer, ...],
+        node: str,
+        sink: ChannelSink,
+        ways: str = "wire",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if len(token) < 16:
+            raise AuthenticationError("the job's token is shorter than 16 bytes")
+        check_ways(ways)
+        self.ways = ways
+        self.lends = ways in ("wire", "shared")
+        self.sink = sink
+        self.node = node
+        self.peers = peers
+        self._broke_off = 0  # peers that broke the protocol
+        self.bytes_sent = 0
+        self._token = token
+        self._selector = selectors.DefaultSelector()
+        self._listeners: list[socket.socket] = []
+        self._channels: set[WireChannel] = set()
+        self._events: list[Event] = []
+        self._gathering: list[WireChannel] = []
+        self.lending = Lending()
+        self._openings = Openings(token, peers, self._selector, self._welcome, clock)
+        self._wake_in, self._wake_out = socket.socketpair()
+        for sock in (self._wake_in, self._wake_out):
+            sock.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wake)
+        self._short = 0  # waits that were short, one after another
+        self._closed = False
+
+    @property
+    def refused(self) -> int:
+        """Connections that were refused: of strangers, and of peers that broke the protocol."""
+        return self._broke_off + self._openings.refusals.count
+
+    # -- opening -------------------------------------------------------------------------------
+
+    def listen(self, host: str) -> Address:
+        """Listens on a free TCP port of an IPv4 or IPv6 address and on a Unix-domain socket, as far as `ways` has them.
+
+        Raises:
+            ConfigurationError: the address is none of this host.
+        """
+        listeners, port, unix_name = [], 0, ""
+        if self.ways != "shared":
+            listeners.append(_listen_tcp(host))
+            port = listeners[0].getsockname()[1]
+        if self.ways != "tcp" and _has_unix():
+            unix_name = f"\0steepest-{os.getpid()}-{secrets.token_hex(8)}"
+            listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listeners[-1].bind(unix_name)
+            listeners[-1].listen(_BACKLOG)
+        for sock in listeners:
+            self._openings.listen(sock)
+        self._listeners += listeners
+        return Address(self.node, host, port, unix_name, self.peers)
+
+    def connect(self, address: Address, timeout: float = 10.0) -> WireChannel:
+        """Connects to a listening process, over a Unix-domain socket when it is on the same node.
+
+        Where that cannot be reached (containers of one node with networks of their own), TCP takes its place unless
+        `ways` forces one, and nothing is lent.
+
+        Raises:
+            PeerLostError: nobody listens there, or not for long.
+            AuthenticationError: the two ends do not know the same token.
+            ProtocolError: it is not a steepest process of this version, or not the one that the address names.
+            DeadlineError: no answer within `timeout` seconds.
+            ConfigurationError: it is on another node, which `ways` excludes.
+        """
+        check_ways(self.ways, self.node, address.node)
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        where = f"{names_of(address.peers)} at {host}" + (f":{address.port}" if address.port else "")
+        deadline = time.monotonic() + timeout
+        while True:
+            sock = None
+            try:
+                sock = self._dial(address, deadline)
+                return self._adopt(sock, where, prove(sock, self._token, self.peers, address.peers, deadline))
+            except BusyError:
+                _close(sock)
+                time.sleep(_PAUSE_SECONDS * (1 + secrets.randbelow(4)))
+            except TimeoutError:
+                _close(sock)
+                raise DeadlineError(f"{where} did not answer the handshake within {timeout:g} s") from None
+            except OSError as error:
+                _close(sock)
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    time.sleep(_PAUSE_SECONDS)  # that says nothing about the other end
+                    continue
+                raise PeerLostError(f"cannot connect to {where}: {error}") from error
+            except ProtocolError:
+                _close(sock)
+                raise
+
+    def _dial(self, address: Address, deadline: float) -> socket.socket:
+        if address.unix and address.node == self.node and self.ways != "tcp":
+            try:
+                return _dial_unix(address.unix, deadline)
+            except ConnectionRefusedError as error:
+                if self.ways != "wire":
+                    raise ConnectionRefusedError(
+                        f"{error}; it has ended, or this process is in another network namespace of the node, where "
+                        f'transport="{self.ways}" reaches nobody: give "wire" or "tcp"'
+                    ) from error
+        return _dial_tcp(address, deadline)
+
+    def _adopt(self, sock: socket.socket, name: str, peers: tuple[Peer, ...]) -> WireChannel:
+        channel = WireChannel(self, sock, name, peers)
+        _tune(sock)
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ, channel)
+        self._channels.add(channel)
+        return channel
+
+    def _welcome(self, sock: socket.socket, peers: tuple[Peer, ...]) -> None:
+        self._events.append(Event(self._adopt(sock, names_of(peers), peers), None, "opened"))
+
+    # -- serving -------------------------------------------------------------------------------
+
+    def poll(self, timeout: float) -> list[Event]:
+        """Moves bytes both ways; waits up to `timeout` seconds for the first event."""
+        gathering, self._gathering = self._gathering, []
+        for channel in gathering:
+            if not channel.closed:
+                channel.flush()
+        self.lending.confirm()
+        if self._events:
+            timeout = 0.0
+        timeout = self._openings.limit(timeout)
+        for key, mask in self._select(max(timeout, 0.0)):
+            channel = key.data
+            if not isinstance(channel, WireChannel):
+                channel()
+                continue
+            if mask & selectors.EVENT_WRITE and not channel.closed:
+                channel.flush()
+            if mask & selectors.EVENT_READ and not channel.closed:
+                self._read(channel)
+        self._openings.turn()
+        events, self._events = self._events, []
+        return events
+
+    def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """Waits; after many short waits for small messages at first without sleeping, which would take longer.
+
+        Whoever else wants the processor has it meanwhile.
+        """
+        if not timeout:
+            return self._selector.select(0)
+        began = time.perf_counter()
+        found: list[tuple[selectors.SelectorKey, int]] = []
+        while self._short >= _BRISK_AFTER and not found and time.perf_counter() - began < _BRISK_SECONDS:
+            found = self._selector.select(0)
+            if not found:
+                os.sched_yield()
+        if not found:
+            found = self._selector.select(timeout)
+            self._short = self._short + 1 if time.perf_counter() - began < _BRISK_SECONDS else 0
+        return found
+
+    def _read(self, channel: WireChannel) -> None:
+        try:
+            messages = channel._reader.read()
+            self._events += [Event(channel, message) for message in messages]
+            channel.await_bytes(channel._reader.missing)
+            if channel._reader.missing or any(
+                m.payload is not None and m.payload.numel() >= SHARED_FROM for m in messages
+            ):
+                self._short = 0
+            if channel._reader.failed:
+                channel._reader.read()  # raises what follows those messages
+        except BlockingIOError:
+            return
+        except EOFError:
+            self.lose(channel, "connection closed")
+        except ProtocolError as error:
+            self.refuse(channel, str(error))
+        except OSError as error:
+            self.lose(channel, str(error))
+
+    def pump(self) -> None:
+        """Sends what can be sent now, without waiting."""
+        for channel in [channel for channel in self._channels if channel.pending]:
+            channel.flush()
+
+    def in_use(self, memory: torch.Tensor) -> bool:
+        """Whether a peer may still be reading this memory where it lies, or some of it has not left yet."""
+        return self.lending.in_use(memory) or any(c.holds(memory) for c in self._channels if c.pending)
+
+    def wake(self) -> None:
+        """Ends a `poll` in progress; may be called from any thread."""
+        with contextlib.suppress(BlockingIOError, OSError):  # already woken, or closed
+            self._wake_out.send(b"\0")
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_in.recv(4096):
+                pass
+
+    # -- called by channels --------------------------------------------------------------------
+
+    def count(self, message: Message) -> None:
+        """Adds a sent message to the counters."""
+        if message.payload is not None:
+            self.bytes_sent += message.payload.numel()
+
+    def gather(self, channel: WireChannel) -> None:
+        """What a channel holds leaves with the next `poll` or `pump`."""
+        self._gathering.append(channel)
+
+    def watch(self, channel: WireChannel, writing: bool) -> None:
+        """Sets whether the selector also waits for a channel to take bytes."""
+        if not channel.closed:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
+            self._selector.modify(channel._socket, events, channel)
+
+    def refuse(self, channel: WireChannel, reason: str) -> None:
+        """Counts and logs a peer that broke the protocol, and closes its channel."""
+        self._broke_off += 1
+        log.warning("refused %s: %s", channel.name, reason)
+        self.lose(channel, f"refused: {reason}")
+
+    def lose(self, channel: WireChannel, reason: str) -> None:
+        """Closes a channel and reports it."""
+        if not channel.closed:
+            self.forget(channel)
+            self._events.append(Event(channel, None, reason))
+
+    def forget(self, channel: WireChannel) -> None:
+        """Closes a channel without an event."""
+        if not channel.closed:
+            channel.closed = True
+            channel.pending = 0
+            channel._queue.clear()
+            self._channels.discard(channel)
+            self._selector.unregister(channel._socket)
+            channel._socket.close()
+            channel.release()
+
+    def close(self) -> None:
+        """Closes every socket."""
+        if self._closed:
+            return
+        self._closed = True
+        for channel in list(self._channels):
+            channel.close()
+        self._openings.close()
+        for sock in self._listeners:
+            self._selector.unregister(sock)
+            sock.close()
+        self.lending.close()
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+
+def _tune(sock: socket.socket) -> None:
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
+    else:  # TCP sizes its buffers by itself, better than a fixed number does
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices a host that lost power
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):  # macOS lacks the first
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _listen_tcp(host: str) -> socket.socket:
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        try:
+            listener.bind(place)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host!r}: {error}; give an IPv4 or IPv6 address of this host"
+        ) from error
+    return listener
+
+
+def _dial_unix(name: str, deadline: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        while True:
+            sock.settimeout(_left(deadline))
+            try:
+                sock.connect(name)
+            except BlockingIOError:  # as many wait as can; over TCP the kernel tries again by itself
+                time.sleep(_PAUSE_SECONDS)
+            else:
+                return sock
+    except OSError:
+        sock.close()
+        raise
+
+
+def _dial_tcp(address: Address, deadline: float) -> socket.socket:
+    patience = _PATIENCE_SECONDS
+    while True:
+        left = _left(deadline)
+        try:
+            return socket.create_connection((address.host, address.port), min(patience, left))
+        except TimeoutError:  # where as many wait as can, who asks is not heard: asking anew is sooner than TCP's way
+            patience *= 1.5
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _close(sock: socket.socket | None) -> None:
+    if sock is not None:
+        sock.close()

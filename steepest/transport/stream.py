@@ -1,0 +1,203 @@
+"""One connected socket as a channel: what is queued, what leaves, what is lent in shared memory."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import functools
+import itertools
+import os
+import socket
+from collections import deque
+from typing import Protocol
+
+import torch
+
+from steepest.errors import ProtocolError
+from steepest.messages.message import Message, Peer
+from steepest.tensors import shared_memory
+from steepest.transport.channel import Channel
+from steepest.transport.frames import SEND_AGAIN, SENT_AGAIN, FrameReader, buffer_of, control, encode
+
+_BUFFERS_PER_CALL = 64
+_WORTH_WAKING = 1 << 21
+_GATHERED_BYTES = 1 << 15  # less than this waits for the end of the turn, for company
+_DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
+
+
+class StreamOwner(Protocol):
+    """What a channel asks of the transport that holds its socket.
+
+    Attributes:
+        lends: whether payloads may be lent in shared memory.
+        lending: the segments that are lent.
+    """
+
+    lends: bool
+    lending: shared_memory.Lending
+
+    def sink(self, channel: Channel, message: Message, size: int, /) -> torch.Tensor | None:
+        """Return where a payload of `size` bytes that begins to arrive goes."""
+
+    def count(self, message: Message) -> None:
+        """Add a sent message to the counters."""
+
+    def gather(self, channel: WireChannel) -> None:
+        """Send what the channel has queued with the next `poll` or `pump`."""
+
+    def watch(self, channel: WireChannel, writing: bool) -> None:
+        """Set whether to wait for the socket to take bytes."""
+
+    def lose(self, channel: WireChannel, reason: str) -> None:
+        """Close a channel and report it."""
+
+    def forget(self, channel: WireChannel) -> None:
+        """Close a channel without an event."""
+
+
+class WireChannel:
+    """A `Channel` over one connected socket; made by `WireTransport`."""
+
+    def __init__(self, transport: StreamOwner, sock: socket.socket, name: str, peers: tuple[Peer, ...]) -> None:
+        self.name = name
+        self.peers = peers
+        self.pending = 0
+        self.closed = False
+        self._broken = False  # takes no more bytes; what it still holds is read before it is lost
+        self._transport = transport
+        self._socket = sock
+        self._queue: deque[tuple[memoryview, int]] = deque()  # and their address; 0 where nobody changes them
+        self._awaited = 1  # bytes that have to be there before the transport is told of any
+        self._watched = False  # whether the transport waits for the socket to take more
+        sink = functools.partial(transport.sink, self)
+        local = sock.family == socket.AF_UNIX and shared_memory.AVAILABLE
+        self._lender = transport.lending.lender() if local and transport.lends else None
+        self._borrower = shared_memory.Borrower()
+        self._descriptors: deque[int | None] = deque()  # that came over the socket, and were not asked for yet
+        self._to_pass: list[shared_memory.Segment] = []  # whose descriptors go with the next bytes; kept until then
+        if local:
+            self._reader = FrameReader(self._receive, sink, self._borrow, self._send_again)
+        else:
+            self._reader = FrameReader(sock.recv_into, sink)
+
+    def send(self, message: Message) -> None:
+        """Queues a message; small ones leave together, before the transport waits. Dropped when it is closed."""
+        if self.closed or self._broken:
+            return
+        payload, notice = message.payload, b""
+        if payload is not None and self._lender is not None and payload.numel() >= shared_memory.SHARED_FROM:
+            notice = self._lender.lend(payload, self._to_pass, functools.partial(encode, message))
+        self._append(memoryview(encode(message, notice)))
+        if payload is not None and not notice:
+            self._append(buffer_of(payload), payload.data_ptr())
+        self._transport.count(message)
+        if self.pending > _GATHERED_BYTES or notice:
+            self.flush()
+        else:
+            self._transport.gather(self)
+
+    def _append(self, data: memoryview, address: int = 0) -> None:
+        if data.nbytes:
+            self._queue.append((data, address))
+            self.pending += data.nbytes
+
+    def flush(self) -> None:
+        """Sends queued bytes until the socket takes no more; asks to be told when it does again."""
+        try:
+            while self._queue:
+                self._send_bytes()
+        except BlockingIOError:
+            pass
+        except ConnectionError:  # the peer is gone, but what it sent before is still to be read
+            self._broken = True
+            self.pending = 0
+            self._queue.clear()
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RD)  # so that reading is sure to meet an end
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:  # as many descriptors of this user are on their way as may be
+                self._transport.lose(self, f"send failed: {error}")
+                return
+        if self._watched != bool(self._queue):
+            self._watched = bool(self._queue)
+            self._transport.watch(self, writing=self._watched)
+
+    def _send_bytes(self) -> None:
+        """One system call's worth."""
+        parts = [data for data, _ in itertools.islice(self._queue, _BUFFERS_PER_CALL)]
+        if self._to_pass:  # one at a time: a reader whose table is full is told that one is missing, not how many
+            descriptor = array.array("i", [self._to_pass[0].descriptor])
+            parts = parts if len(self._to_pass) == 1 else [parts[0][:1]]
+            sent = self._socket.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
+            del self._to_pass[0]
+        else:
+            sent = self._socket.sendmsg(parts)
+        self.pending -= sent
+        while sent:
+            first, address = self._queue.popleft()
+            if sent < first.nbytes:
+                self._queue.appendleft((first[sent:], address + sent if address else 0))
+                return
+            sent -= first.nbytes
+
+    def _receive(self, into: memoryview) -> int:
+        """As `recv_into`, for descriptors too."""
+        count, ancillary, flags, _ = self._socket.recvmsg_into([into], _DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors += array.array("i", data[: len(data) // 4 * 4])
+        if flags & socket.MSG_CTRUNC:
+            self._descriptors.append(None)
+        return count
+
+    def await_bytes(self, missing: int) -> None:
+        """Lets this process sleep until a good part of the bytes that are missing is there."""
+        wanted = 1 if self._lender is not None else max(min(missing, _WORTH_WAKING), 1)
+        if wanted != self._awaited:
+            self._awaited = wanted
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+
+    def _borrow(self, notice: memoryview, size: int) -> torch.Tensor | None:
+        found = self._borrower.borrow(notice, size, self._descriptors)
+        if found is None:
+            self._append(memoryview(control(SEND_AGAIN, shared_memory.NOTICE.unpack(notice)[1])))
+            self._transport.gather(self)
+        return found
+
+    def _send_again(self, slot: int) -> None:
+        """The other end cannot have a payload where it lies."""
+        if self._lender is None:
+            raise ProtocolError("a payload is wanted again of an end that lends none")
+        header, payload = self._lender.take_back(slot)
+        self._append(memoryview(control(SENT_AGAIN, slot) + header))
+        self._append(buffer_of(payload), payload.data_ptr())
+        self._transport.gather(self)
+
+    def release(self) -> None:
+        """Lets shared memory and descriptors go."""
+        if self._lender is not None:
+            self._lender.close()
+        self._borrower = shared_memory.Borrower()
+        while self._descriptors:
+            if (descriptor := self._descriptors.popleft()) is not None:
+                os.close(descriptor)
+        self._to_pass.clear()
+
+    def holds(self, memory: torch.Tensor) -> bool:
+        """Whether queued bytes lie in this memory."""
+        begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        return any(address and address < end and begin < address + data.nbytes for data, address in self._queue)
+
+    def own_pending(self, memory: torch.Tensor) -> None:
+        """Copies queued bytes that lie in this memory, so that it may change."""
+        begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        for index, (data, address) in enumerate(self._queue):
+            if address and address < end and begin < address + data.nbytes:
+                self._queue[index] = (memoryview(bytes(data)), 0)
+
+    def close(self) -> None:
+        """Closes the socket at once; queued bytes that it does not take now are lost."""
+        if self.pending and not self.closed:
+            self.flush()
+        self._transport.forget(self)
