@@ -84,9 +84,11 @@ def mutants(source: str) -> list[tuple[str, str]]:
     """Return every mutant of a module: its description with the line, and its source."""
     tree = ast.parse(source)
     found = []
+    types = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
+    kept = {id(node) for part in types if part is not None for node in ast.walk(part)}
     for parent in ast.walk(tree):
-        if isinstance(parent, ast.Raise):
-            continue  # wording of errors
+        if isinstance(parent, ast.Raise) or id(parent) in kept:
+            continue  # wording of errors, and types
         for name, value in ast.iter_fields(parent):
             for index, child in enumerate(value if isinstance(value, list) else [value]):
                 if not isinstance(child, ast.stmt | ast.expr) or name in ("annotation", "returns", "decorator_list"):
