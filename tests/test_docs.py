@@ -125,6 +125,19 @@ def is_there(name: str) -> bool:
     return True
 
 
+def test_the_architecture_page_stays_short_and_names_every_module() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(text.splitlines()) <= 200
+    rows = re.findall(r"^\| [-\d] \| `(\w+)` \|(.*)$", text, flags=re.MULTILINE)
+    named = {package: set(re.findall(r"`(\w+)[`:]", row)) for package, row in rows}
+    for package in pkgutil.iter_modules(steepest.__path__):
+        modules = {module.name for module in pkgutil.iter_modules([str(ROOT / "steepest" / package.name)])}
+        assert modules <= named[package.name], (
+            f"{package.name}: the table of packages lacks {modules - named[package.name]}"
+        )
+    assert set(named) == {package.name for package in pkgutil.iter_modules(steepest.__path__)}
+
+
 def test_files_stay_small() -> None:
     for path in sorted((ROOT / "steepest").rglob("*.py")):
         assert len(path.read_text().splitlines()) <= 600, f"{path.name} has over 600 lines"

@@ -15,7 +15,8 @@ from steepest.errors import ConfigurationError, ModelError
 MIN_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 4 << 20
 _ALIGNMENT = 64
-_PAGE = mmap.PAGESIZE  # what a process writes to memory that it shares hides a whole page from it, see `tensors.shared_memory`
+# What a process writes to memory that it shares hides a whole page from it, see `steepest.tensors.shared_memory`.
+_PAGE = mmap.PAGESIZE
 _DIVISIBLE = 12  # so that each of 2, 3, 4 or 6 servers holds as much as the others
 
 
