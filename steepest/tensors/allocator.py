@@ -1,9 +1,9 @@
-"""Memory that one step frees serves the next: by the C library's allocator, and block by block.
+"""Memory that one step frees and the next step uses, by the C library's allocator and by block.
 
-glibc gives large blocks back to the kernel as they are freed, so that each step would have its gradients' memory
-mapped and zeroed anew: half of the time of a 25-million-parameter step on the CPU. It can be told to keep them, but
-only in its main arena (others consist of heaps of at most 64 MB), which other threads than the first do not use
-unless the number of arenas is limited.
+glibc gives large blocks back to the kernel as they are freed, so that each step would have its
+gradients' memory mapped and zeroed anew: half of the time of a 25-million-parameter step on the
+CPU. glibc can be told to keep them, but only in its main arena (others consist of heaps of at most
+64 MB), which only the first thread uses unless the number of arenas is limited.
 """
 
 from __future__ import annotations
@@ -24,18 +24,24 @@ _LARGEST = (1 << 31) - 1
 _CANDIDATES = 64
 _PROBE_BYTES = 1 << 20
 _WORTH_KEEPING = 1 << 20  # bytes from which memory is used again
-_KEPT = 2  # pieces of one size
+_KEPT = 2  # blocks of one size
 
 
 class Recycler:
-    """Memory of arrays that nobody holds any more, to be filled again: fresh pages cost more than a transfer.
+    """Blocks of memory that are used again: fresh pages cost more than a transfer.
+
+    Blocks below 1 MB are not kept, and at most two blocks of each size are. Use it on any thread.
+
+    Args:
+        make: returns new memory of so many bytes.
+        may_keep: called when a block comes back; where it returns False the block is freed.
 
     Example:
         >>> recycler = Recycler()
         >>> first = recycler.empty(1 << 20)
-        >>> place = first.data_ptr()
+        >>> address = first.data_ptr()
         >>> del first
-        >>> recycler.empty(1 << 20).data_ptr() == place
+        >>> recycler.empty(1 << 20).data_ptr() == address
         True
     """
 
@@ -44,12 +50,15 @@ class Recycler:
         make: Callable[[int], Any] = lambda nbytes: np.empty(nbytes, dtype=np.uint8),
         may_keep: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._make = make  # new memory of so many bytes
-        self._may_keep = may_keep  # asked when memory comes back
+        self._make = make
+        self._may_keep = may_keep
         self._free: dict[int, list[Any]] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory (flat, uint8) with anything in it; it comes back when the last view of it goes."""
+        """Return a flat, uninitialised uint8 tensor of `nbytes` bytes.
+
+        Its memory comes back to this object when the last view of it is garbage-collected.
+        """
         if nbytes < _WORTH_KEEPING:
             return torch.empty(nbytes, dtype=torch.uint8)
         kept = self._free.setdefault(nbytes, [])
@@ -57,7 +66,7 @@ class Recycler:
             memory = kept.pop()
         except IndexError:
             memory = self._make(nbytes)
-        array = np.frombuffer(memory, dtype=np.uint8)  # views of it hold this object, not what lies below
+        array = np.frombuffer(memory, dtype=np.uint8)  # views hold this object, not `memory`
         weakref.finalize(array, self._keep, kept, memory).atexit = False
         return torch.from_numpy(array)
 
@@ -67,9 +76,9 @@ class Recycler:
 
 
 def keep_freed_memory() -> bool:
-    """Keeps what is freed for later use, however large; whether this C library can.
+    """Have glibc keep freed memory for later allocations; return whether this C library can.
 
-    The process then stays as large as it ever was. Threads that begin later share the main arena.
+    The process then stays as large as it ever was. Threads that start later share the main arena.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -79,9 +88,10 @@ def keep_freed_memory() -> bool:
 
 
 def start_thread(body: Callable[[], None], name: str) -> threading.Thread:
-    """Starts a daemon thread, one that allocates from the main arena if there is any way to.
+    """Start a daemon thread, if possible one that allocates from the main arena, and return it.
 
-    Arenas that ended threads have left are used up first: so threads are started until one has the main arena.
+    Arenas that ended threads have left are used up first, so threads are started until one has the
+    main arena; the others end at once.
     """
     candidates: list[tuple[threading.Thread, Future[bool]]] = []
     for _ in range(_CANDIDATES):
@@ -106,7 +116,10 @@ def _candidate(body: Callable[[], None], has_main: Future[bool], chosen: Future[
 
 
 def on_main_arena() -> bool:
-    """Whether this thread's large blocks come from the program's heap; True where nobody can tell."""
+    """Return whether this thread's large blocks come from the program's heap.
+
+    True where that cannot be found out.
+    """
     try:
         with open("/proc/self/maps") as maps:
             heaps = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("[heap]")]

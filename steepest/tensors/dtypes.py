@@ -1,7 +1,7 @@
-"""Tensors of any dtype: merged over replicas, and pickled.
+"""Tensors of any dtype: merged over replicas, compared and pickled.
 
-torch computes with some of its dtypes only (it has no maximum of uint16), and what it pickles of others cannot be
-unpickled.
+Torch computes with some of its dtypes only (it has no maximum of uint16), and what it pickles of
+others cannot be unpickled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Tensors(dict[str, torch.Tensor]):
-    """Tensors by name that can be pickled whatever their dtypes, as their bytes."""
+    """Tensors by name that are pickled as their bytes, whatever their dtypes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         parts = [(name, value.dtype, tuple(value.shape), as_bytes(value)) for name, value in self.items()]
@@ -26,27 +26,28 @@ def _restored(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...], torch.Ten
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in order as a flat uint8 tensor; shares their memory if they lie in order."""
+    """Return a tensor's elements as flat uint8, in the same memory if they lie in order."""
     flat = value.resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element has any stride
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype, on the CPU, hold the same, also where that is NaN."""
+    """Return whether two CPU tensors of one shape and dtype have the same bits (NaN equals NaN)."""
     return torch.equal(as_bytes(a), as_bytes(b))
 
 
 def merged(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Merge what several replicas have of one tensor.
+    """Return one tensor made of several replicas' values of it.
 
     Args:
-        values: on the CPU, of one shape and dtype.
-        weights: of each in the mean.
+        values: one tensor of each replica, on the CPU, of one shape and dtype.
+        weights: the weight of each in the mean.
 
     Returns:
-        The weighted mean of floating-point and complex numbers, computed in double precision; the maximum of integers;
-        of bool whether any is true. Numbers that all have alike stay as they are, to the bit. The first, if weights are
-        all zero or torch cannot convert the dtype (packed bits).
+        The weighted mean of floating-point and complex numbers, computed in double precision; the
+        maximum of integers; for bool whether any is true. Elements that are equal in all values
+        keep their bits. The first value, if the weights are all zero or torch cannot convert the
+        dtype (packed bits).
     """
     first, total = values[0], sum(weights)
     if first.is_complex():

@@ -1,28 +1,36 @@
-"""Half precision on the wire: float32 chunks travel narrow; they are added up, applied and kept in float32."""
+"""Half precision on the wire: float32 chunks travel narrow; sums and weights stay float32."""
 
 from __future__ import annotations
 
 import torch
 
-#: By the names that users give.
+#: Dtypes by the names that users give.
 WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _FP16_MAX = 65504.0
 
 
 def narrow_size(dtype: torch.dtype, nbytes: int, wire: torch.dtype | None) -> int | None:
-    """Bytes of a chunk of that dtype and size when it is narrow; None when it travels as it is."""
+    """Return the bytes of a narrow chunk, or None where a chunk of that dtype travels as it is.
+
+    Args:
+        dtype: of the chunk.
+        nbytes: of the chunk as it is.
+        wire: the dtype on the wire, or None for full precision.
+    """
     return nbytes // 2 if wire is not None and dtype is torch.float32 else None
 
 
 def narrow(values: torch.Tensor, wire: torch.dtype, out: torch.Tensor) -> bool:
-    """Rounds to the nearest.
+    """Round float32 values to the nearest in half precision.
 
     Args:
-        values: flat bytes of float32.
-        out: flat bytes, half as many.
+        values: float32 as flat bytes, 4 n.
+        wire: torch.float16 or torch.bfloat16.
+        out: flat bytes, 2 n, overwritten.
 
     Returns:
-        Whether all finite values stay finite: float16 ends at 65,504, and what does not fit must travel wide.
+        Whether all finite values stay finite. Float16 ends at 65,504; a chunk that does not fit
+        must travel wide.
 
     Example:
         >>> out = torch.empty(2, dtype=torch.uint8)
@@ -40,6 +48,14 @@ def narrow(values: torch.Tensor, wire: torch.dtype, out: torch.Tensor) -> bool:
 
 
 def rounded(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """What arrives of a chunk (flat bytes of float32) that travels narrow: new flat bytes of float32."""
+    """Return the values that a receiver gets of a narrow chunk.
+
+    Args:
+        values: float32 as flat bytes, 4 n; not changed.
+        wire: the dtype on the wire.
+
+    Returns:
+        New flat bytes of float32, 4 n; those of `values` where they do not fit into the dtype.
+    """
     half = torch.empty(values.numel() // 2, dtype=torch.uint8)
     return half.view(wire).float().view(torch.uint8) if narrow(values, wire, half) else values.clone()

@@ -15,14 +15,14 @@ from steepest.errors import ConfigurationError, ModelError
 MIN_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 4 << 20
 _ALIGNMENT = 64
-# What a process writes to memory that it shares hides a whole page from it, see `steepest.tensors.shared_memory`.
+# What a process writes to shared memory hides a whole page from it, see `shared_memory`.
 _PAGE = mmap.PAGESIZE
-_DIVISIBLE = 12  # so that each of 2, 3, 4 or 6 servers holds as much as the others
+_DIVISIBLE = 12  # chunks: 2, 3, 4 or 6 servers hold equally many
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a model is cut into chunks.
+    """The way in which a model is cut into chunks.
 
     Attributes:
         chunk_bytes: size of a chunk; None for the layout's own choice.
@@ -95,11 +95,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """The flat view over named parameters.
+    """The places of named parameters in one flat vector, and its chunks.
 
-    Parameters lie in backward order (last layers first) so that the first chunks are complete first
-    while the backward pass goes on; grouped by dtype, trainable ones before frozen ones. Each group begins on a page
-    of memory, and so does each chunk, unless smaller ones were asked for.
+    Parameters lie in backward order (last layers first), so that the first chunks are complete
+    first while the backward pass goes on; grouped by dtype, trainable ones before frozen ones. Each
+    group begins on a page of memory, and so does each chunk, unless smaller chunks were asked for.
+
+    Attributes:
+        entries: the parameters, in the order of their offsets.
+        chunks: the chunks, in the same order; together they cover all entries.
+        nbytes: size of the flat vector.
 
     Example:
         >>> import torch
@@ -122,18 +127,19 @@ class ParameterLayout:
         chunk_bytes: int | None = None,
         integers: bool = False,
     ) -> ParameterLayout:
-        """Lays parameters out.
+        """Return the layout of a model's parameters.
 
         Args:
             parameters: (name, shape, dtype, trainable) in the module's order.
             aliases: further names of tied parameters, by first name.
-            split_tensors: whether a tensor may lie in several chunks; False for optimizers that
-                are not element-wise.
+            split_tensors: whether a tensor may lie in several chunks; False for optimizers that are
+                not element-wise.
             chunk_bytes: size of a chunk; by default 1/3 to 4 MB, by the size of the model.
-            integers: whether trainable ones may be integers, which can be added to but have no gradient.
+            integers: whether trainable parameters may be integers, which can be added to but have
+                no gradient.
 
         Raises:
-            ModelError: a name occurs twice, or a dtype is not floating-point.
+            ModelError: a name occurs twice, or a trainable parameter's dtype is not floating-point.
         """
         seen: set[str] = set()
         kinds: dict[tuple[bool, torch.dtype], list[Entry]] = {}
@@ -165,12 +171,12 @@ class ParameterLayout:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Entry index by name."""
+        """The entry's index by parameter name."""
         return {entry.name: i for i, entry in enumerate(self.entries)}
 
     @cached_property
     def chunks_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each entry, the chunks that it lies in."""
+        """The indices of the chunks in which each entry lies, by entry."""
         found: list[list[int]] = [[] for _ in self.entries]
         for chunk in self.chunks:
             for piece in chunk.slices:
@@ -179,25 +185,25 @@ class ParameterLayout:
 
     @cached_property
     def on_pages(self) -> bool:
-        """Whether no page of memory holds parts of two chunks."""
+        """Whether each chunk begins on a page of memory, so that no page holds parts of two chunks."""
         return all(chunk.start % _PAGE == 0 for chunk in self.chunks)
 
     def allocate(self) -> torch.Tensor:
-        """A zeroed flat buffer: uint8, `nbytes` long."""
+        """Return a zeroed flat vector: uint8, `nbytes` long."""
         return torch.zeros(self.nbytes, dtype=torch.uint8)
 
     def entry_view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """One parameter as a view of a flat buffer, in its own shape and dtype."""
+        """Return one parameter as a view of a flat vector, in its own shape and dtype."""
         entry = self.entries[index]
         return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
 
     def chunk_view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """One chunk as uint8 view of a flat buffer."""
+        """Return one chunk as a uint8 view of a flat vector."""
         chunk = self.chunks[index]
         return buffer[chunk.start : chunk.stop]
 
     def slice_views(self, chunk: Chunk, data: torch.Tensor) -> list[torch.Tensor]:
-        """The slices of a chunk as views of its bytes; whole tensors in their own shape."""
+        """Return a chunk's slices as views of its bytes: whole tensors in their shape, parts flat."""
         views = []
         for piece in chunk.slices:
             entry = self.entries[piece.entry]
@@ -208,7 +214,7 @@ class ParameterLayout:
         return views
 
     def deal(self, num_servers: int) -> tuple[int, ...]:
-        """The server of each chunk: round-robin by bytes, so that servers are busy together."""
+        """Return the server of each chunk, so that all servers hold about equally many bytes."""
         loads = [0] * num_servers
         owners = []
         for chunk in self.chunks:
@@ -218,12 +224,12 @@ class ParameterLayout:
         return tuple(owners)
 
     def named(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copies of a flat buffer's parameters, by name."""
+        """Return copies of a flat vector's parameters by name, first layers first."""
         last_first = reversed(list(enumerate(self.entries)))
         return {entry.name: self.entry_view(buffer, index).clone() for index, entry in last_first}
 
     def write(self, buffer: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
-        """Writes parameters by name (or alias) into a flat buffer; those not named stay.
+        """Write parameters by name (or alias) into a flat vector; the others stay as they are.
 
         Raises:
             ConfigurationError: an unknown name or another shape; nothing is written then.
@@ -239,7 +245,7 @@ class ParameterLayout:
             self.entry_view(buffer, known[name]).copy_(value)
 
     def difference(self, other: ParameterLayout) -> str | None:
-        """What tells two layouts apart, in words; None when they agree."""
+        """Return in words how another layout differs from this one, or None when they agree."""
         for mine, theirs in zip(self.entries, other.entries, strict=False):
             for attribute in ("name", "shape", "dtype", "trainable"):
                 a, b = getattr(mine, attribute), getattr(theirs, attribute)
@@ -257,9 +263,18 @@ def _aligned(offset: int, unit: int) -> int:
 def _place(
     group: Sequence[Entry], begin: int, first: int, target: int, *, whole: bool
 ) -> tuple[list[tuple[int, Entry]], list[tuple[int, int]]]:
-    """Entries one after the other, with their indices; and chunks of at least `target` bytes of `whole` ones.
+    """Put entries one after the other, and cut those of which tensors stay whole.
 
-    Where tensors stay whole, a chunk that is not small begins on a page.
+    Args:
+        group: entries of one dtype, all trainable or all frozen.
+        begin: offset of the first.
+        first: index of the first.
+        target: bytes of a chunk.
+        whole: whether tensors stay whole.
+
+    Returns:
+        (index, entry with its offset) pairs; and, with `whole`, (start, stop) of chunks of at least
+        `target` bytes. A chunk that is not small begins on a page.
     """
     placed: list[tuple[int, Entry]] = []
     borders: list[tuple[int, int]] = []
@@ -276,12 +291,20 @@ def _place(
 
 
 def _unit(target: int, itemsize: int) -> int:
-    """What borders of chunks of some size are multiples of."""
+    """Return the number of bytes of which the borders of chunks of about `target` bytes are multiples."""
     return next((unit for unit in (_PAGE, _ALIGNMENT) if target >= 4 * unit), itemsize)
 
 
 def _even_cuts(start: int, stop: int, target: int, itemsize: int, multiple: int) -> list[int]:
-    """Borders of pieces of at most `target` bytes, equally large up to alignment; of many, a multiple of a number."""
+    """Return the borders of pieces of at most `target` bytes, of equal size up to alignment.
+
+    Args:
+        start, stop: the bytes to be cut.
+        target: the greatest size of a piece.
+        itemsize: bytes of an element.
+        multiple: where there are at least a third as many pieces, their number is a multiple of
+            this.
+    """
     size = stop - start
     if size == 0:
         return []
@@ -289,7 +312,7 @@ def _even_cuts(start: int, stop: int, target: int, itemsize: int, multiple: int)
     pieces = -(-size // max(target // unit * unit, unit))
     if 3 * pieces >= multiple:
         pieces = -(-pieces // multiple) * multiple
-    cuts = {start + -(-(size * i) // (pieces * unit)) * unit for i in range(1, pieces)}  # upwards: none exceeds
+    cuts = {start + -(-(size * i) // (pieces * unit)) * unit for i in range(1, pieces)}
     return [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
 
 

@@ -1,8 +1,8 @@
-"""Tensors in safetensors files: written in blocks, so that a disk that hangs is noticed, and read back as they were.
+"""Tensors in safetensors files, written in blocks, so that a disk that hangs is noticed.
 
 The format is a length (8 bytes, little-endian), a JSON header and the tensors' bytes, see
-https://github.com/huggingface/safetensors. It lacks some dtypes: complex numbers that it has not are stored as pairs of
-reals, others as bytes, along one more dimension.
+https://github.com/huggingface/safetensors. It lacks some of torch's dtypes: complex numbers that it
+lacks are stored as pairs of reals, other values as bytes, along one more dimension.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
 _BLOCK = 4 << 20
-_SYNC = 256 << 20  # bytes after which it is waited for the disk, which says that it got on
+_SYNC = 256 << 20  # bytes after which the writer waits for the disk: then progress is real
 
-#: Told which file is worked on, before it is and after each block of it.
+#: Called with the path of the file that is written, before the first and after each block of it.
 Progress = Callable[[Path], None]
 
 
 def no_progress(path: Path) -> None:
-    """Nobody wants to know."""
+    """Do nothing."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], progress: Progress = no_progress) -> dict[str, Any]:
-    """Write a safetensors file, down to the disk.
+    """Write a safetensors file, and return when it is on the disk.
 
     Args:
+        path: the file; overwritten if it exists.
         tensors: by name, on the CPU.
+        progress: called with `path` before the first and after each block.
 
     Returns:
-        JSON-able: "sha256" of the file, and "dtypes" by name of what is stored as something else.
+        JSON-able: "sha256" of the file, and "dtypes" by name of what is stored as another dtype.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     progress(path)
     stored, dtypes = _to_stored(tensors)
-    order = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))  # all lie at multiples of their size
+    order = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))  # aligned
     header: dict[str, Any] = {}
     at = 0
     for name in order:
@@ -80,11 +82,15 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], progress: Pro
 
 
 def read_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Read what `write_tensors` wrote, and what it returned.
+    """Return the tensors of a file that `write_tensors` wrote.
+
+    Args:
+        path: the file.
+        about: what `write_tensors` returned.
 
     Raises:
-        ValueError: the file is not that one.
-        OSError: it cannot be read.
+        ValueError: the file has another checksum, or no such tensors.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         digest = hashlib.sha256()
@@ -94,7 +100,7 @@ def read_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, torch.Tensor
         raise ValueError("it does not have its checksum")
     try:
         return _from_stored(load_file(path), about["dtypes"])
-    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that the installed safetensors does not know
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype unknown to safetensors
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

@@ -1,10 +1,11 @@
-"""Shared memory between processes of one host: payloads are lent where they lie, only a notice travels.
+"""Payloads lent in shared memory between processes of one host, where only a notice travels.
 
-Memory that others may read is a `Segment`: a sealed `memfd` whose descriptor is passed over the Unix-domain
-socket once; the other end maps it, to read. A notice names the segment and the place in it. The reader says
-that it is done by setting a byte on the lender's *board*, a page that both map: no message, nobody is woken.
-Where descriptors or memory have run out, at either end, payloads go through the socket.
-Nothing has a name, so nothing is left behind when a process is killed, and memory goes with its last user.
+Memory that others may read is a `Segment`: a sealed `memfd` whose descriptor is passed over the
+Unix-domain socket once; the process at the other end maps it to read. A notice names the segment
+and the place in it. The reader returns a payload by setting a byte on the lender's *board*, a page
+that both map: that takes no message and wakes no process. Where descriptors or memory have run out,
+at either end, payloads go through the socket. Segments have no names, so none stays behind when a
+process is killed, and memory is freed with its last user.
 """
 
 from __future__ import annotations
@@ -27,31 +28,38 @@ import torch
 from steepest.errors import ProtocolError
 
 AVAILABLE = hasattr(os, "memfd_create") and sys.platform == "linux"
-SHARED_FROM = 1 << 15  # smaller payloads go through the socket with their header
-#: number of the segment, in the order in which they were passed; byte of the board; offset
+SHARED_FROM = 1 << 15  # bytes; smaller payloads go through the socket with their header
+#: number of the segment, in the order of passing; byte of the board; offset in the segment
 NOTICE = struct.Struct("<IIQ")
 BOARD_BYTES = 4096  # as many payloads may be lent over one channel at a time
 REGION_BYTES = 64 << 20
 OUTBOX_BYTES = 1 << 30
 MAX_DESCRIPTORS = 64  # passed with one message
-_SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK, F_SEAL_GROW: nobody pulls the memory away from under the other
+_SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK, F_SEAL_GROW: its size is fixed, so a mapping stays valid
 _GET_SEALS, _ADD_SEALS = 1034, 1033
 _PAGEMAP = "/proc/self/pagemap"  # one word for each page of this process, see proc(5)
-_PRESENT, _SHARED_PAGE = np.uint64(3 << 62), np.uint64(1 << 61)  # in memory or swapped; a file's, not private
+# In memory or swapped; of the file, and not a private copy.
+_PRESENT, _SHARED_PAGE = np.uint64(3 << 62), np.uint64(1 << 61)
 _RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_LENT, _GIVEN_BACK, _MAPPED = 0, 1, 2  # a byte of the board: by its lender; by its reader, who can read it or is done
+# A byte of the board: set by the lender; by a reader that is done; by a reader that can read.
+_LENT, _GIVEN_BACK, _MAPPED = 0, 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Segment(mmap.mmap):
-    """Memory that other processes may map; lives as long as something views it."""
+    """Memory that other processes may map; unmapped when no array views it any more.
+
+    Attributes:
+        descriptor: of the `memfd`.
+        address: where it is mapped in this process.
+    """
 
     descriptor: int
     address: int
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """Zeroed memory; pages are taken as they are touched.
+        """Return a segment of zeros; its pages are taken as they are touched.
 
         Raises:
             OSError: descriptors or memory have run out.
@@ -69,10 +77,14 @@ class Segment(mmap.mmap):
 
     @classmethod
     def attach(cls, descriptor: int, *, writable: bool = False) -> Segment:
-        """Maps another process' memory, to write to it or else to read it; the descriptor is taken over.
+        """Map another process' segment and return it.
+
+        Args:
+            descriptor: of the segment; closed in any case.
+            writable: whether to map it to write, too; otherwise what is written here stays private.
 
         Raises:
-            ProtocolError: it is no such memory.
+            ProtocolError: the descriptor is of no sealed memory.
             OSError: descriptors or memory have run out.
         """
         try:
@@ -99,18 +111,23 @@ class Segment(mmap.mmap):
         return segment
 
 
-_segments: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()  # of this process, by address
-_borrowed: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()  # of others, by address
+# This process' own segments, and those of others that are mapped here, by address.
+_segments: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
+_borrowed: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
 
 
 def allocate(nbytes: int) -> torch.Tensor:
-    """Zeroed uint8 memory that is lent instead of copied to processes of the same host, where that is possible."""
+    """Return zeroed uint8 memory, if possible in a segment that other processes can map.
+
+    Payloads in a segment are lent to processes of the same host instead of copied. Memory below 32
+    KB, and memory for which descriptors have run out, is this process' own.
+    """
     memory = _lendable(nbytes) if AVAILABLE and nbytes >= SHARED_FROM else None
     return torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory
 
 
 def _lendable(nbytes: int) -> torch.Tensor | None:
-    """Zeroed memory in a segment; None when descriptors or memory have run out."""
+    """Return zeroed memory in a new segment, or None when descriptors or memory have run out."""
     try:
         segment = Segment.create(nbytes)
     except OSError:
@@ -120,7 +137,7 @@ def _lendable(nbytes: int) -> torch.Tensor | None:
 
 
 def segment_of(memory: torch.Tensor) -> Segment | None:
-    """The segment of this process in which some memory lies."""
+    """Return the segment of this process in which some memory lies, or None."""
     return _holding(_segments, memory)
 
 
@@ -133,10 +150,11 @@ def _holding(segments: Mapping[int, Segment], memory: torch.Tensor) -> Segment |
 
 
 def give_pages_back(memory: torch.Tensor) -> bool:
-    """Lets the kernel have the pages of memory from `allocate`, everybody's: it holds zeros and takes none until used.
+    """Free the pages of memory from `allocate` in all processes; it holds zeros then.
 
     Returns:
-        Whether they could be given back: it is all of a segment of this process.
+        Whether they were freed: `memory` is all of a segment of this process, and the kernel can do
+        it.
     """
     segment = segment_of(memory)
     if segment is None or memory.numel() != len(segment):
@@ -149,12 +167,13 @@ def give_pages_back(memory: torch.Tensor) -> bool:
 
 
 def make_writable(memory: torch.Tensor, *, whole_pages: bool = True) -> bool:
-    """Lets this process write to memory that it has borrowed; whether it can.
+    """Let this process write to memory that it has borrowed, and return whether it may.
 
-    What it writes is seen by nobody else, but hides the page (4 kB) that it lies in from what its owner writes
-    there, until `forget_writes`.
+    What it writes is private to this process, but hides the page (4 kB) in which it lies from what
+    the owner writes there, until `forget_writes`.
 
     Args:
+        memory: in a borrowed segment; memory of this process is writable anyway.
         whole_pages: whether no page holds parts that the owner writes to at different times.
     """
     if (segment := _holding(_borrowed, memory)) is None:
@@ -166,12 +185,12 @@ def make_writable(memory: torch.Tensor, *, whole_pages: bool = True) -> bool:
 
 
 def forget_writes(memory: torch.Tensor) -> list[int]:
-    """Gives up what this process has written to borrowed memory.
+    """Undo what this process has written to borrowed memory.
 
     Takes about a millisecond for each 100 MB.
 
     Returns:
-        Of each page in which something has changed by that, how far in the memory the first changed byte is.
+        For each page of which this changed bytes, the offset in `memory` of the first one.
     """
     if (segment := _holding(_borrowed, memory)) is None:
         return []
@@ -181,7 +200,7 @@ def forget_writes(memory: torch.Tensor) -> list[int]:
             words = os.pread(file.fileno(), pages * 8, segment.address // mmap.PAGESIZE * 8)
         entries = np.frombuffer(words, dtype="<u8")
         written = np.flatnonzero((entries & _PRESENT != 0) & (entries & _SHARED_PAGE == 0))
-    except OSError:  # no descriptor is left to look: any page may be
+    except OSError:  # no descriptor is left to look: any page may be written
         written = np.arange(pages)
     seen, changed = np.frombuffer(segment, dtype=np.uint8), []
     for page in written.tolist():
@@ -195,34 +214,38 @@ def forget_writes(memory: torch.Tensor) -> list[int]:
 
 
 class Lending:
-    """What one transport has lent: used on its thread only."""
+    """The payloads that one transport has lent; used on its thread only."""
 
     def __init__(self) -> None:
-        self._lent: Counter[int] = Counter()  # readers, by the address of what they read
+        self._lent: Counter[int] = Counter()  # number of readers, by address of the payload
         self._lenders: set[Lender] = set()
         self._outbox: list[_Region] = []
-        self._doubting: set[Lender] = set()  # who do not know of all that they lent whether it could be mapped
+        self._doubting: set[Lender] = set()  # lenders with payloads that may not have been mapped
 
     def lender(self) -> Lender:
-        """The sending end of a new channel."""
+        """Return the sending end of a new channel."""
         lender = Lender(self)
         self._lenders.add(lender)
         return lender
 
     def in_use(self, memory: torch.Tensor) -> bool:
-        """Whether somebody may still be reading what was lent with this address."""
+        """Return whether a reader may still be reading a payload that begins at this memory's address."""
         address = memory.data_ptr()
         if address in self._lent:
             self._collect()
         return address in self._lent
 
     def confirm(self) -> None:
-        """Lets go of what was kept in case that readers could not map it."""
+        """Free the payloads kept for readers that might not map them, where they have."""
         for lender in list(self._doubting):
             lender.confirm()
 
     def copy(self, payload: torch.Tensor) -> torch.Tensor | None:
-        """A copy in memory that can be lent, free again when it is given back; None when too much is out."""
+        """Copy a payload into memory that can be lent, and return that copy.
+
+        Its memory is free again when it is given back. Returns None when `OUTBOX_BYTES` of copies
+        are lent.
+        """
         size = -(-payload.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
         place = self._place(size)
         if place is None:
@@ -241,7 +264,7 @@ class Lending:
         return place
 
     def close(self) -> None:
-        """Nothing will be lent any more; memory goes as soon as no reader has it."""
+        """Free the memory for copies as soon as no reader uses it; nothing may be lent afterwards."""
         self._outbox.clear()
 
     def _place(self, size: int) -> torch.Tensor | None:
@@ -258,7 +281,7 @@ class Lending:
 
 
 class _Region:
-    """Memory for copies: handed out from its beginning to its end, and anew when all has come back."""
+    """Memory for copies, handed out from beginning to end, and anew when all has come back."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -279,10 +302,11 @@ class _Region:
 
 
 class Lender:
-    """One channel's sending end; made by `Lending`.
+    """The sending end of one channel, which lends payloads to its reader; made by `Lending.lender`.
 
-    A reader may be unable to map a segment, because descriptors or memory have run out there. So what was lent from a
-    segment is kept until the reader is known to have mapped it, and is sent through the socket when it asks for that.
+    A reader may be unable to map a segment, because descriptors or memory have run out there. So a
+    payload from a segment is kept until the reader is known to have mapped that segment, and is
+    sent through the socket when it asks for that.
     """
 
     def __init__(self, lending: Lending) -> None:
@@ -291,19 +315,22 @@ class Lender:
         self._passed = 0
         self._board: Segment | None = None
         self._free: deque[int] = deque(range(BOARD_BYTES))
-        self._out: dict[int, int] = {}  # addresses; a reader's own mapping keeps the memory, not this end
+        self._out: dict[int, int] = {}  # addresses by slot; the reader's mapping keeps the memory
         self._mapped: set[int] = set()  # numbers of segments
-        self._unmapped: set[int] = set()  # those that the reader could not map
-        self._doubts: dict[int, tuple[int, bytes, torch.Tensor]] = {}  # by slot: segment, header, payload
+        self._unmapped: set[int] = set()  # numbers of segments that the reader could not map
+        # by slot: number of the segment, header, payload
+        self._doubts: dict[int, tuple[int, bytes, torch.Tensor]] = {}
 
     def lend(self, payload: torch.Tensor, to_pass: list[Segment], header: Callable[[], bytes]) -> bytes:
-        """The notice that tells the reader where a payload lies; empty when it has to be sent.
+        """Lend a payload and return the notice that says where; empty if it has to be sent.
 
-        What does not lie in shared memory is copied there.
+        A payload outside of shared memory is copied there.
 
         Args:
-            to_pass: segments whose descriptors are to go with the notice; new ones are appended.
-            header: that of the message for the case that its payload has to be sent after all.
+            payload: flat uint8.
+            to_pass: segments whose descriptors go with the notice; new ones are appended.
+            header: returns the header of the message, for the case that its payload has to be sent
+                after all.
         """
         if not self._free:
             self.collect()
@@ -332,7 +359,7 @@ class Lender:
         return NOTICE.pack(number, slot, payload.data_ptr() - segment.address)
 
     def _pass_board(self, to_pass: list[Segment]) -> bool:
-        """Whether there is one."""
+        """Pass the board to the reader if it has none yet, and return whether there is one."""
         if self._board is None:
             try:
                 self._board = Segment.create(BOARD_BYTES)
@@ -342,7 +369,7 @@ class Lender:
         return True
 
     def confirm(self) -> None:
-        """Lets go of what was kept in case that the reader could not map it."""
+        """Free the payloads of segments that the reader has mapped."""
         assert self._board is not None
         self._mapped |= {number for slot, (number, _, _) in self._doubts.items() if self._board[slot]}
         self._doubts = {slot: doubt for slot, doubt in self._doubts.items() if doubt[0] not in self._mapped}
@@ -350,10 +377,12 @@ class Lender:
             self._lending._doubting.discard(self)
 
     def take_back(self, slot: int) -> tuple[bytes, torch.Tensor]:
-        """Header and payload that the reader cannot have where they lie; no more is lent from there.
+        """Return the header and payload of a lent message that the reader cannot map.
+
+        Nothing more is lent from its segment.
 
         Raises:
-            ProtocolError: that slot is not lent.
+            ProtocolError: nothing is lent in that slot, or it was mapped.
         """
         if slot not in self._doubts:
             raise ProtocolError("a payload is wanted again that was not lent, or was mapped")
@@ -363,7 +392,7 @@ class Lender:
         return header, payload
 
     def collect(self) -> None:
-        """Takes back what the reader is done with."""
+        """Take back the payloads that the reader has returned."""
         board = self._board
         if board is None:
             return
@@ -379,7 +408,7 @@ class Lender:
         self._free.append(slot)
 
     def close(self) -> None:
-        """The reader is gone."""
+        """Take back all payloads: the reader is dead."""
         for address in self._out.values():
             self._lending._note(address, -1)
         self._out.clear()
@@ -390,33 +419,38 @@ class Lender:
 
 
 class _Loan:
-    """Given back when the last tensor over it goes."""
+    """A payload's loan, given back when the last tensor over it is garbage-collected."""
 
     def __init__(self, board: Segment, slot: int, segment: Segment) -> None:
         self._board, self._slot, self._segment = board, slot, segment
         self._process = os.getpid()
 
     def __del__(self) -> None:
-        if os.getpid() == self._process:  # a forked child has a copy of this, and shares the board
+        if os.getpid() == self._process:  # a forked child copies this object and shares the board
             self._board[self._slot] = _GIVEN_BACK
 
 
 class Borrower:
-    """One channel's receiving end."""
+    """The receiving end of one channel, which reads lent payloads where they lie."""
 
     def __init__(self) -> None:
         self._segments: list[Segment | None] = []  # None for those that could not be mapped
         self._board: Segment | None = None
-        self._has_board = False  # if it could be mapped
+        self._has_board = False  # whether its descriptor has come; it may not have been mapped
 
     def borrow(self, notice: bytes | memoryview, size: int, descriptors: deque[int | None]) -> torch.Tensor | None:
-        """What the notice tells of: uint8, not to be written to; given back when the last view of it goes.
+        """Return the payload that a notice names: uint8, flat, not to be written to.
+
+        It is given back when the last view of it is garbage-collected.
 
         Args:
-            descriptors: that came over the socket and were not used yet; None for one that did not fit into the table.
+            notice: as `Lender.lend` returned it.
+            size: bytes of the payload.
+            descriptors: that came over the socket and were not used yet; None for one that did not
+                fit into this process' table.
 
         Returns:
-            None when it has to be sent, because descriptors or memory have run out here.
+            None when the payload has to be sent, because descriptors or memory have run out here.
 
         Raises:
             ProtocolError: no lender gives such a notice.
