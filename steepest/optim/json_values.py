@@ -12,11 +12,11 @@ _NUMPY = {"float16", "float32", "float64", "int8", "int16", "int32", "int64", "u
 
 
 def to_json(value: Any) -> Any:
-    """Return what `json` can write and read again without a loss, of numbers, text, and containers of these.
+    """Return a value in a form that `json` writes and reads again without a loss.
 
     Args:
-        value: None, bool, int, float, str, list, tuple, dict, `collections.Counter` or a NumPy scalar; containers
-            hold such values, and dicts have them as keys.
+        value: None, bool, int, float, str, list, tuple, dict, `collections.Counter` or a NumPy
+            scalar; containers hold such values, and dicts have them as keys.
 
     Raises:
         TypeError: it is, or holds, something else.
@@ -44,10 +44,13 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(text: Any) -> Any:
-    """Return the value of which `to_json` made this.
+    """Return the value that `to_json` was given.
+
+    Args:
+        text: what `to_json` returned, possibly after a way through JSON.
 
     Raises:
-        ValueError: nothing of which it could have.
+        ValueError: `to_json` returns no such thing.
     """
     if isinstance(text, list):
         return [from_json(each) for each in text]

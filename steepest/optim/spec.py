@@ -1,4 +1,4 @@
-"""torch.optim as a recipe: read off the user's optimizer, rebuilt over slices of the flat vector."""
+"""Torch's optimizers as recipes, read off the user's and rebuilt over slices of the flat vector."""
 
 from __future__ import annotations
 
@@ -22,31 +22,33 @@ from steepest.optim.torch_without_compiler import take_step, without_compiler
 
 log = logging.getLogger(__name__)
 Hyperparameters = dict[str, Any]
-#: Where a schedule stands, JSON-able; see `Schedule.state`.
+#: What a schedule goes on from, JSON-able; see `Schedule.state`.
 ScheduleState = dict[str, Any]
 
-#: Bytes of JSON that hyperparameters of a step, or a schedule's state, may have: they travel in one message.
+#: Greatest size of a step's hyperparameters, and of a schedule's state, as JSON: one message.
 MOST_BYTES = 1 << 20
-_MANY_GROUPS = 2500  # fewer are not measured: they have less
-_CATCH_UP = 400_000  # calls times groups, of a scheduler, for which others may wait: a fraction of a second
+_MANY_GROUPS = 2500  # the hyperparameters of fewer groups are smaller than that in any case
+_CATCH_UP = 400_000  # calls of a scheduler, times groups, in one turn: a fraction of a second
 _TRIED_STEPS = 4
 _STATELESS_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximize", "nesterov")
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer's class, defaults and parameter groups by name, and its schedule.
+    """A recipe for an optimizer: its class, defaults and parameter groups by name, and its schedule.
 
     Attributes:
         cls: any `torch.optim.Optimizer` subclass whose step needs no closure.
         defaults: keyword arguments for its constructor.
         groups: (parameter names, hyperparameters) of each group.
-        elementwise: whether each element's update depends on that element alone, so that a tensor may be
-            split over servers; found by trying.
+        elementwise: whether each element's update depends on that element alone, so that a tensor
+            may be split over servers; found by trying.
         lr_scheduler: makes a torch scheduler for an optimizer; stepped once per training step.
-        learning_rate: or: the learning rate of every group as a function of the step.
-        schedule_id: identifies a scheduler whose state can be carried, as far as its first steps tell it from
-            another; empty if there is none, or if it can only be computed from its beginning.
+        learning_rate: instead of `lr_scheduler`, the learning rate of every group as a function of
+            the step.
+        schedule_id: identifies a scheduler whose state can be carried, as far as its first steps
+            tell it from another; empty if there is none, or if it can only be computed from its
+            beginning.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -66,7 +68,7 @@ class OptimizerSpec:
         lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         learning_rate: Callable[[int], float] | None = None,
     ) -> OptimizerSpec:
-        """Reads the recipe off an optimizer.
+        """Return the recipe of an optimizer.
 
         Args:
             optimizer: built by the user over the module's parameters.
@@ -74,8 +76,8 @@ class OptimizerSpec:
             lr_scheduler, learning_rate: the schedule, at most one of them.
 
         Raises:
-            ConfigurationError: not an optimizer, a parameter that is not the module's, an optimizer that
-                cannot be rebuilt or needs a closure, a schedule that cannot run.
+            ConfigurationError: `optimizer` is not an optimizer, holds a parameter that is not the
+                module's, cannot be rebuilt or needs a closure, or its schedule cannot run.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
@@ -105,7 +107,11 @@ class OptimizerSpec:
         return self.cls.__name__
 
     def state_flags(self) -> dict[str, bool]:
-        """The switches that change what state the optimizer keeps (amsgrad, centered ...), by group and name."""
+        """Return the switches that change what state the optimizer keeps (amsgrad, centered).
+
+        Returns:
+            By "GROUP.NAME", the group's index and the hyperparameter's name.
+        """
         return {
             f"{index}.{key}": value
             for index, (_, hyper) in enumerate(self.groups)
@@ -114,12 +120,12 @@ class OptimizerSpec:
         }
 
     def trainable(self) -> set[str]:
-        """Names of the parameters that the optimizer updates."""
+        """Return the names of the parameters that the optimizer updates."""
         return {name for names, _ in self.groups for name in names}
 
     @without_compiler()
     def build(self, slices: Sequence[tuple[str, torch.Tensor]]) -> tuple[torch.optim.Optimizer, list[int]]:
-        """An optimizer over slices of parameters, fused where torch has that.
+        """Return an optimizer over slices of parameters, fused where torch has that.
 
         Args:
             slices: (parameter name, tensor) pairs.
@@ -146,9 +152,10 @@ class OptimizerSpec:
         return self.cls(groups, **arguments), indices
 
     def _may_fuse(self, slices: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        """Whether the user leaves it open and torch's fused kernels can be trusted.
+        """Return whether the user leaves the choice open and torch's fused kernels can be trusted.
 
-        Fused SGD leaves most of a half-precision tensor as it was on the CPU (pytorch/pytorch#191763).
+        Fused SGD leaves most of a half-precision tensor as it was on the CPU
+        (pytorch/pytorch#191763).
         """
         settled = any(self.defaults.get(key) for key in ("foreach", "capturable", "differentiable"))
         precise = all(tensor.dtype in (torch.float32, torch.float64) for _, tensor in slices)
@@ -161,12 +168,15 @@ class OptimizerSpec:
 
 
 class Schedule:
-    """The hyperparameters of each step: a pure function of the step, whatever was asked before.
+    """The hyperparameters of each step, as a pure function of the step, whatever was asked before.
 
-    Stepped once per training step, as in ``optimizer.step(); scheduler.step()``. Steps backwards begin anew.
+    The scheduler is stepped once per training step, as in ``optimizer.step(); scheduler.step()``.
+    An earlier step than the one before is computed from the beginning.
 
     Args:
-        count: how often it is stepped before a training step; by default as often as there were steps.
+        spec: of the optimizer and its schedule.
+        count: how often the scheduler is stepped before a training step; by default as often as
+            there were steps.
     """
 
     def __init__(self, spec: OptimizerSpec, count: Callable[[int], int] = lambda step: step) -> None:
@@ -178,11 +188,12 @@ class Schedule:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def at(self, step: int) -> list[Hyperparameters]:
-        """What differs from the recipe's hyperparameters in a step, group by group.
+        """Return the hyperparameters of a step that differ from the recipe's, by group.
 
         Raises:
-            ConfigurationError: the schedule gives no finite learning rate, needs more than the step, or changes more
-                than fits into a message. Also what the user's own schedule raises.
+            ConfigurationError: the schedule gives no finite learning rate, needs more than the
+                step, or changes more than fits into a message. Also what the user's own schedule
+                raises.
         """
         spec, step = self._spec, self._count(step)
         if spec.learning_rate is not None:
@@ -211,12 +222,12 @@ class Schedule:
         return changed
 
     def reach(self, step: int) -> bool:
-        """Goes on towards a step for a fraction of a second, for `at`; returns whether it is there."""
+        """Advance towards a step for a fraction of a second; return whether it is reached."""
         if self._spec.lr_scheduler is None:
             return True
         try:
             return self._advance(self._count(step), max(1, _CATCH_UP // max(len(self._base), 40)))
-        except Exception:  # noqa: BLE001 - the user's schedule; `at` raises it again where it is told
+        except Exception:  # noqa: BLE001 - the user's schedule; `at` raises it again
             return True
 
     def _advance(self, step: int, most: int) -> bool:
@@ -224,7 +235,8 @@ class Schedule:
             self._begin()
         assert self._optimizer is not None
         assert self._scheduler is not None
-        own = not self._spec.cls.__module__.startswith("torch.")  # torch's change no hyperparameters
+        # An optimizer of the user's own may change its hyperparameters as it steps, torch's do not.
+        own = not self._spec.cls.__module__.startswith("torch.")
         try:
             for _ in range(min(step - self._step, most)):
                 if own or self._step == 0:
@@ -242,7 +254,7 @@ class Schedule:
         return self._step == step
 
     def state(self) -> ScheduleState | None:
-        """Return where it stands, for `go_on_from`; None if there is nothing that could be carried.
+        """Return the state from which `go_on_from` continues, or None if it cannot be carried.
 
         It is JSON-able, and at most `MOST_BYTES` long.
         """
@@ -254,13 +266,19 @@ class Schedule:
             groups.append({k: v for k, v in own.items() if k not in base or (type(v), v) != (type(base[k]), base[k])})
         try:
             scheduler, changed = to_json(self._scheduler.state_dict()), to_json(groups)
-        except Exception:  # noqa: BLE001 - of the user's scheduler, which cannot be written down from here on
+        except Exception:  # noqa: BLE001 - the user's scheduler, whose state is no longer plain
             return None
         state = {"schedule": self._spec.schedule_id, "step": self._step, "scheduler": scheduler, "groups": changed}
         return None if len(groups) > _MANY_GROUPS and len(json.dumps(state)) > MOST_BYTES else state
 
     def go_on_from(self, state: ScheduleState | None) -> None:
-        """Stands where another one stood, if that was the same schedule; otherwise `at` finds its way by itself."""
+        """Continue from another schedule's state, if it is the state of the same schedule.
+
+        Otherwise, and where the scheduler refuses it, `at` computes the steps from the beginning.
+
+        Args:
+            state: as `state` returned it, or None.
+        """
         same = isinstance(state, dict) and state.get("schedule") == self._spec.schedule_id
         if state is None or not self._spec.schedule_id or not same:
             return
@@ -274,7 +292,7 @@ class Schedule:
         self._begin()
         assert self._optimizer is not None
         assert self._scheduler is not None
-        self._optimizer.step()  # as before the other's last step, else the scheduler warns
+        self._optimizer.step()  # else the scheduler warns that no step was made before it
         self._scheduler.load_state_dict(from_json(state["scheduler"]))
         changes = from_json(state["groups"])
         for base, group, changed in zip(self._base, self._optimizer.param_groups, changes, strict=True):
@@ -299,7 +317,10 @@ class Schedule:
 
 
 def _identify(spec: OptimizerSpec) -> str:
-    """A digest of a scheduler's beginning, and of its first steps; empty if another one does not go on as it does."""
+    """Return a digest of a scheduler's state at the beginning and after its first steps.
+
+    Empty if a scheduler that is given that state does not go on as the first one does.
+    """
     if spec.lr_scheduler is None:
         return ""
     spec = replace(spec, schedule_id="tried")
@@ -311,33 +332,37 @@ def _identify(spec: OptimizerSpec) -> str:
             return ""
         try:
             seen.append(straight.at(step))
-        except Exception:  # noqa: BLE001 - of the user's schedule, which may be as short as that
+        except Exception:  # noqa: BLE001 - the user's schedule, which may be as short as that
             break
         try:
             other._load(json.loads(json.dumps(state)))
             if repr(other.at(step)) != repr(seen[-1]):
                 return ""
-        except Exception:  # noqa: BLE001 - it cannot go on
+        except Exception:  # noqa: BLE001 - the user's scheduler cannot continue from its state
             return ""
     return hashlib.sha256(json.dumps([spec.name, seen], default=repr).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
-    """A hyperparameter as plain Python: tensors and NumPy scalars become numbers, lists tuples."""
+    """Return a hyperparameter as plain Python: tensors and NumPy scalars as numbers, lists as tuples."""
     if isinstance(value, (torch.Tensor, np.generic)):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a hyperparameter can be sent to servers."""
+    """Return whether a hyperparameter can be sent to servers."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _is_elementwise(spec: OptimizerSpec) -> bool:
-    """Compares three steps on a whole tensor with three on its two halves."""
+    """Return whether three steps on a whole tensor equal three steps on its two halves.
+
+    Raises:
+        ConfigurationError: the optimizer has no parameters, or cannot be rebuilt or stepped.
+    """
     generator = torch.Generator().manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(4, 6, generator=generator, dtype=torch.float64))
     flat = whole.detach().clone().flatten()
@@ -370,5 +395,5 @@ def _is_elementwise(spec: OptimizerSpec) -> bool:
 
 
 def _lively(hyper: Hyperparameters) -> Hyperparameters:
-    """A learning rate of zero (warm-up) would hide every difference."""
+    """Return hyperparameters with a learning rate: one of zero (warm-up) would hide every difference."""
     return {**hyper, "lr": 0.1} if "lr" in hyper else dict(hyper)

@@ -1,7 +1,7 @@
-"""torch.optim without torch's compiler, which both making an optimizer and stepping it would import.
+"""Torch's optimizers without torch's compiler, which making or stepping an optimizer would import.
 
-That import takes 1.6 seconds of processor time in each process, for decorators that only matter to code that is
-being compiled.
+That import takes 1.6 seconds of processor time in each process, for decorators that only matter to
+code that is being compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """While inside, making an optimizer does not import torch's compiler; nothing else is different."""
+    """Prevent optimizers that are made inside of this context from importing torch's compiler.
+
+    Nothing else is different. Other threads see the change, too.
+    """
     decorated = torch.optim.Optimizer.add_param_group
     if _ADD is None or "torch._dynamo" in sys.modules or getattr(decorated, "__wrapped__", None) is not _ADD:
         yield
@@ -34,7 +37,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """``optimizer.step()``, for torch's own optimizers without the wrappers that profile and compile it."""
+    """Step an optimizer; torch's own ones without the wrappers that profile and compile `step`."""
     step: Any = type(optimizer).step
     hooks = any(getattr(torch_optimizer, name, None) for name in _HOOKS)
     if hooks or not type(optimizer).__module__.startswith("torch.optim.") or optimizer.defaults.get("differentiable"):
