@@ -14,16 +14,17 @@ from steepest.errors import ConfigurationError
 
 
 class RayDataset:
-    """A materialized Ray Dataset whose rows are the samples.
+    """A materialized Ray Dataset whose rows are the samples, as a source.
 
-    A batch is a dict of columns, or with `columns` a tuple of them. Numbers and arrays of one shape become tensors,
-    the rest lists. In each epoch the blocks are shuffled, and the rows within each; so a step touches few blocks,
-    which a worker fetches from the object store when it needs them, and whose last two it keeps there. All workers
-    read the same blocks at the same time: in an epoch, each node fetches what it does not hold of the data set once.
+    A batch is a dict of columns, or with `columns` a tuple of them. Numbers and arrays of one shape
+    become tensors, the rest lists. In each epoch the blocks are shuffled, and the rows within each;
+    so a step needs few blocks, which a worker fetches from the object store when it needs them, and
+    of which it keeps the last two. All workers read the same blocks at the same time: in an epoch,
+    each node fetches once the blocks that it does not hold.
 
     Args:
-        dataset: what `ray.data.Dataset.materialize` returns. Its blocks stay in the object store as long as this
-            object or a trainer's model has them.
+        dataset: what `ray.data.Dataset.materialize` returns. Its blocks stay in the object store as
+            long as this object or a trainer's model has them.
         columns: names, in the order of the batch; by default a batch is a dict of all.
 
     Raises:
@@ -59,7 +60,7 @@ class RayDataset:
         self._kept: dict[int, Any] = {}
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Yields dicts or tuples of columns; quick for shares that lie in the order of the sample plan."""
+        """Yield a dict or tuple of columns for each share; quick in the order of the sample plan."""
         for share in shares:
             blocks = np.searchsorted(self._borders, share, side="right") - 1
             runs = np.split(np.arange(len(share)), np.flatnonzero(np.diff(blocks)) + 1)
@@ -67,20 +68,20 @@ class RayDataset:
             yield batch if self._columns is None else tuple(batch[name] for name in self._columns)
 
     def _take(self, runs: Sequence[tuple[int, Indices]]) -> dict[str, Any]:
-        """The columns of rows, given as (block, rows of it)."""
+        """Return the columns of rows, given as (block, rows of it)."""
         from ray.data.block import BlockAccessor
 
         parts = [BlockAccessor.for_block(self._fetch(block).take(rows.tolist())).to_arrow() for block, rows in runs]
         accessor = BlockAccessor.for_block(parts[0])
         if len(parts) > 1:
-            builder = accessor.builder()  # it finds the type that they have in common
+            builder = accessor.builder()  # finds the type that the parts have in common
             for part in parts:
                 builder.add_block(part)
             accessor = BlockAccessor.for_block(builder.build())
         return {name: _column(array) for name, array in accessor.to_batch_format("numpy").items()}
 
     def _fetch(self, block: int) -> Any:
-        """One block, of these columns, as Ray's accessor to it."""
+        """Return one block, of these columns only, as Ray's accessor to it; the last two are kept."""
         from ray.data.block import BlockAccessor
 
         if block not in self._kept:
@@ -97,9 +98,9 @@ class RayDataset:
 
 
 def _column(array: np.ndarray[Any, Any]) -> Any:
-    """A tensor of numbers, or a list of anything else."""
+    """Return a column as a tensor of numbers, or as a list of anything else."""
     if array.dtype == object and len({getattr(value, "shape", None) for value in array}) == 1:
-        array = np.stack(list(array))  # lists of one length, which Arrow does not know to be arrays
+        array = np.stack(list(array))  # lists of one length, which Arrow does not take for arrays
     if array.dtype.kind not in "biufc":
         return array.tolist()
     return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -1,4 +1,4 @@
-"""Which samples belong to which replica in which step: a pure function of seed and step."""
+"""The samples of each replica in each step, as a pure function of seed and step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a step lies: its epoch, and its samples as parts of that epoch's permutation.
+    """The place of a step in the data: an epoch, and parts of that epoch's permutation.
 
-    There is at least one, and several only where something was left over, see `SamplePlan`.
+    There is at least one part, and several only where samples were left over, see `SamplePlan`.
     """
 
     epoch: int
@@ -28,25 +28,25 @@ class Position:
 
     @property
     def begin(self) -> int:
-        """Where the first part begins."""
+        """The begin of the first part."""
         return self.ranges[0][0]
 
     @property
     def end(self) -> int:
-        """Where the last part ends."""
+        """The end of the last part."""
         return self.ranges[-1][1]
 
     @property
     def size(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         return _length(self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What of the samples is still to come: `SamplePlan`'s ``start_epoch``, ``start_offset``, ``left`` and ``begun``.
+    """The samples still to come: a `SamplePlan`'s start_epoch, start_offset, left and begun.
 
-    `begun` has all epochs of which a part is still to come and another is not.
+    `begun` has all epochs of which one part is still to come and another is not.
     """
 
     epoch: int = 0
@@ -57,25 +57,29 @@ class Remaining:
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """The epoch's permutation dealt out in steps, and each step cut evenly over the replicas.
+    """The epochs' permutations cut into steps, and each step cut evenly over the replicas.
 
-    A step takes the next `global_batch` samples of the permutation of (seed, epoch); the last one of an
-    epoch takes what is left, so that no step straddles epochs and each sample is seen once per epoch.
+    A step takes the next `global_batch` samples of the permutation of (seed, epoch); the last one
+    of an epoch takes the rest, so that no step straddles epochs and each sample is seen once per
+    epoch.
 
-    Where shares were committed out of order, a plan that goes on deals out first what that left over: of
-    earlier epochs by themselves, of `start_epoch` together with the rest of it.
+    Where shares were committed out of order, a plan that continues begins with the samples that are
+    left over: those of earlier epochs by themselves, those of `start_epoch` together with the rest
+    of it.
 
     Args:
         samples: in the data set.
         global_batch: workers x devices x micro-batches x batch size.
         seed: of the whole job.
-        start_step, start_epoch, start_offset: the step from which this plan holds, and where in the data
-            it begins; other than zero after a restore.
-        blocks: of samples that are read together, so that a step touches few: a number of samples for blocks that
-            come in order, or the sizes of blocks that are shuffled too; samples are shuffled within their block.
-        left: parts (epoch, begin, end) of the permutations of `start_epoch`, up to `start_offset`, and of
-            epochs before it, that are still to be dealt out; disjoint, in order.
-        begun: (epoch, blocks) for epochs that keep the order in which they were begun, where `blocks` was another.
+        start_step, start_epoch, start_offset: the first step of this plan, and its place in the
+            data; other than zero after a restore.
+        blocks: of samples that are read together, so that a step needs few blocks: a number of
+            samples for blocks that come in order, or the sizes of blocks that are shuffled too;
+            samples are shuffled within their block.
+        left: parts (epoch, begin, end) of the permutations of `start_epoch`, up to `start_offset`,
+            and of epochs before it, that are still to come; disjoint, in order.
+        begun: (epoch, blocks) for epochs that keep the order in which they were begun, where
+            `blocks` was another.
 
     Example:
         >>> plan = SamplePlan(samples=10, global_batch=4, seed=0)
@@ -96,12 +100,12 @@ class SamplePlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in a whole epoch."""
+        """The number of steps in a whole epoch."""
         return -(-self.samples // self.global_batch)
 
     @cached_property
     def _begun(self) -> tuple[tuple[int, Ranges, int], ...]:
-        """The epochs of which a part is dealt out: each with that part, and in how many steps."""
+        """The epochs of which only a part is to come: (epoch, that part, number of steps) of each."""
         parts: dict[int, list[tuple[int, int]]] = {}
         for epoch, begin, end in (*self.left, (self.start_epoch, self.start_offset, self.samples)):
             if begin < end:
@@ -109,7 +113,7 @@ class SamplePlan:
         return tuple((e, tuple(ranges), -(-_length(ranges) // self.global_batch)) for e, ranges in parts.items())
 
     def position(self, step: int) -> Position:
-        """The epoch and samples of a step (`step` >= `start_step`)."""
+        """Return the epoch and samples of a step (`step` >= `start_step`)."""
         since = step - self.start_step
         for epoch, ranges, steps in self._begun:
             if since < steps:
@@ -120,16 +124,16 @@ class SamplePlan:
         return Position(self.start_epoch + 1 + ahead, ((begin, min(begin + self.global_batch, self.samples)),))
 
     def end_of(self, epoch: int) -> int:
-        """The first step after those of an epoch; `start_step` if there are none."""
+        """Return the first step after those of an epoch; `start_step` if this plan has none of it."""
         begun = sum(steps for number, _, steps in self._begun if number <= epoch)
         return self.start_step + begun + max(epoch - self.start_epoch, 0) * self.steps_per_epoch
 
     def epoch_end(self, step: int) -> int:
-        """The first step of the epoch after that of `step`."""
+        """Return the first step of the epoch after that of `step`."""
         return self.end_of(self.position(step).epoch)
 
     def permutation(self, epoch: int) -> Indices:
-        """The order of the samples in an epoch."""
+        """Return the (samples,) indices of the samples in the order of an epoch."""
         if epoch not in self._cache:
             if len(self._cache) > 1:  # two are kept: loaders read ahead into the next epoch
                 del self._cache[next(iter(self._cache))]
@@ -141,7 +145,7 @@ class SamplePlan:
         return dict(self.begun).get(epoch, self.blocks)
 
     def share(self, step: int, replica: int, replicas: int) -> Indices:
-        """The samples of one replica in one step; shares differ by at most one sample."""
+        """Return the sample indices of one replica in one step; sizes differ by at most one."""
         position = self.position(step)
         ranges = cut(position.ranges, *even_share(position.size, replica, replicas))
         order = self.permutation(position.epoch)
@@ -150,7 +154,14 @@ class SamplePlan:
         return np.concatenate([order[:0], *(order[begin:end] for begin, end in ranges)])
 
     def shares(self, step: int, replica: int, replicas: int, count: int = 1) -> Iterator[Indices]:
-        """The non-empty shares of one replica (of `count` from that one on) from a step on, without end."""
+        """Yield the non-empty shares of one replica from a step on, without end.
+
+        Args:
+            step: the first step.
+            replica: the number of the replica, or of the first of its micro-batches.
+            replicas: number of parts of a step.
+            count: number of micro-batches of the replica.
+        """
         while True:
             for one in range(replica, replica + count):
                 share = self.share(step, one, replicas)
@@ -159,20 +170,25 @@ class SamplePlan:
             step += 1
 
     def places(self, share: int, shares: int, parts: int) -> list[tuple[int, int, int]]:
-        """The samples of a share: (epoch, begin, end) in the order of that epoch; see `remaining`."""
+        """Return the samples of a share as (epoch, begin, end) parts of epochs' permutations.
+
+        For the arguments see `remaining`.
+        """
         at, first = self.position(share // shares), share % shares * (parts // shares)
         begin, _ = even_share(at.size, first, parts)
         _, end = even_share(at.size, first + parts // shares - 1, parts)
         return [(at.epoch, *found) for found in cut(at.ranges, begin, end)]
 
     def remaining(self, following: int, returned: Iterable[int], shares: int, parts: int) -> Remaining:
-        """What is still to come when all shares below a number are committed, except some.
+        """Return the samples that are still to come after some commits.
 
-        Share ``n`` is part ``n % shares`` of step ``n // shares``, as `steepest.protocol.sample_ledger` counts them.
+        Share ``n`` is part ``n % shares`` of step ``n // shares``, as
+        `steepest.protocol.sample_ledger` counts them.
 
         Args:
-            following: that number; from there on none is committed.
-            returned: those below it that are not committed.
+            following: all shares below this number are committed, except `returned`; from it on
+                none is.
+            returned: numbers of the shares below `following` that are not committed.
             shares: pushes that make one step.
             parts: replicas (and micro-batches) over which a step is cut; a multiple of `shares`.
         """
@@ -189,7 +205,7 @@ class SamplePlan:
             here = self.position(step)
             epoch, offset = here.epoch, here.begin
         left = _merged(left)
-        while left:  # what reaches up to the place where the rest begins is of the rest
+        while left:  # a part that ends where the rest begins belongs to the rest
             if left[-1][0] == epoch and left[-1][2] == offset:
                 offset = left.pop()[1]
             elif left[-1][0] == epoch - 1 and offset == 0:
@@ -201,12 +217,12 @@ class SamplePlan:
 
 
 def with_ended(plan: SamplePlan, ends: Sequence[int], step: int) -> list[int]:
-    """The first steps after epoch 0, 1, ..., for those epochs that have ended at a step.
+    """Return the first steps after epoch 0, 1, ..., for those epochs that have ended at a step.
 
     Args:
-        plan: that holds now.
-        ends: those that ended before it held.
-        step: up to where it was followed.
+        plan: the present plan.
+        ends: of the epochs that had ended before it.
+        step: committed so far.
     """
     found = list(ends)
     while (end := plan.end_of(len(found))) <= step:
@@ -215,7 +231,7 @@ def with_ended(plan: SamplePlan, ends: Sequence[int], step: int) -> list[int]:
 
 
 def cut(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> Ranges:
-    """The samples from the `begin`-th up to the `end`-th of ranges one after the other.
+    """Return the samples from the `begin`-th up to the `end`-th of consecutive ranges.
 
     Example:
         >>> cut([(0, 4), (6, 9)], 2, 5)
@@ -235,7 +251,7 @@ def _length(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def _merged(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """In order, neighbours joined, none empty."""
+    """Return ranges in order, with neighbours joined and empty ones left out."""
     found: list[tuple[int, int, int]] = []
     for epoch, begin, end in sorted(ranges):
         if found and found[-1][0] == epoch and found[-1][2] == begin:
@@ -257,14 +273,17 @@ def _shuffled(generator: np.random.Generator, samples: int, blocks: Blocks | Non
 
 
 def even_share(count: int, part: int, parts: int) -> tuple[int, int]:
-    """The `part`-th of `parts` contiguous ranges of range(count), sizes differing by at most one."""
+    """Return (begin, end) of the `part`-th of `parts` contiguous ranges of range(count).
+
+    Their sizes differ by at most one.
+    """
     size, rest = divmod(count, parts)
     begin = part * size + min(part, rest)
     return begin, begin + size + (part < rest)
 
 
 def step_seed(seed: int, step: int, replica: int) -> int:
-    """A seed for the random state of one replica in one step, so that a step can be repeated.
+    """Return a seed for the random state of one replica in one step, so that a step can be repeated.
 
     SplitMix64 (Steele, Lea & Flood, 2014) over the three numbers; 63 bits.
     """

@@ -1,4 +1,4 @@
-"""Sources of batches: arrays, datasets, DataLoaders, numbered streams, and streams that choose for themselves."""
+"""Sources of batches: arrays, data sets, DataLoaders, numbered streams, and streams of batches."""
 
 from __future__ import annotations
 
@@ -18,27 +18,40 @@ from steepest.errors import ConfigurationError
 log = logging.getLogger(__name__)
 Indices = npt.NDArray[np.int64]
 
-#: Samples that are read together: blocks of so many, which come in order; or the sizes of blocks in any order.
+#: Samples that are read together: the size of blocks that come in order, or the sizes of blocks
+#: that are shuffled.
 Blocks = int | tuple[int, ...]
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Where a replica's batches come from.
+    """The training data of a replica, from which batches are made.
 
-    One whose samples are read in blocks says so in an attribute `blocks` (see `steepest.data.sampler.SamplePlan`).
+    A source whose samples are read in blocks has an attribute `blocks` (see
+    `steepest.data.sampler.SamplePlan`).
     """
 
     @property
     def size(self) -> int | None:
-        """Number of samples, or None for a stream that chooses its batches itself."""
+        """The number of samples, or None for a stream that chooses its batches itself."""
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """One batch for each array of sample indices, in order; with `prefetch`, shares may be taken ahead."""
+        """Yield one batch for each array of sample indices, in order.
+
+        Args:
+            shares: (n,) int64 sample indices of each batch.
+            prefetch: whether shares may be taken ahead of the batches that are asked for.
+        """
 
 
 class ArraySource:
-    """Arrays or tensors with one length; a batch is the tuple of their rows.
+    """Arrays or tensors of one length, as a source; a batch is the tuple of their rows.
+
+    Args:
+        arrays: each (N, ...), NumPy or torch.
+
+    Raises:
+        ConfigurationError: a scalar, different lengths, or no samples.
 
     Example:
         >>> import numpy as np
@@ -57,7 +70,7 @@ class ArraySource:
         self.size: int | None = lengths[0]
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Yields tuples of rows."""
+        """Yield a tuple of rows for each share."""
         tensors = any(isinstance(array, torch.Tensor) for array in self._arrays)
         for share in shares:
             if tensors:
@@ -68,7 +81,16 @@ class ArraySource:
 
 
 class DatasetSource:
-    """A map-style dataset, with the settings of a DataLoader where one was given."""
+    """A map-style data set as a source, with the settings of a DataLoader where one was given.
+
+    Args:
+        dataset: has `__len__` and `__getitem__`, and possibly `__getitems__`.
+        loader: whose worker processes and `collate_fn` are used; None for torch's default
+            collation.
+
+    Raises:
+        ConfigurationError: the data set is empty.
+    """
 
     def __init__(self, dataset: Any, loader: DataLoader[Any] | None = None) -> None:
         self.size: int | None = len(dataset)
@@ -78,10 +100,10 @@ class DatasetSource:
         self._loader = loader
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Yields collated batches, prefetched by the loader's worker processes where it has any."""
+        """Yield collated batches, prefetched by the loader's worker processes where it has any."""
         loader = self._loader
         if loader is not None and loader.num_workers and prefetch:
-            generator = torch.Generator()  # the loader seeds its processes from it, not from the step's own
+            generator = torch.Generator()  # from which the loader seeds its processes
             generator.set_state(torch.get_rng_state())
             again = DataLoader(
                 self._dataset,
@@ -107,24 +129,25 @@ class DatasetSource:
 class IndexedStream:
     """A stream of numbered samples that can be begun anywhere: divided, visited and resumed exactly.
 
-    Blocks of samples come in the stream's order in each epoch; within a block they are shuffled anew. Every worker
-    reads each block that holds samples of its own, in order, keeps the last two in memory, and collates its own samples
-    only. It begins the stream again (`make`) for a new epoch, after a restore, for samples that another worker
-    gave back, and where it has nothing to do with the next block. So with blocks of at least a step's samples, and
-    any number of workers, each worker reads all of the stream, once per epoch; with blocks much smaller than its
-    share, little more than its own, but it seeks in each step.
+    Blocks of samples come in the stream's order in each epoch; within a block they are shuffled
+    anew. Every worker reads each block that holds samples of its own, in order, keeps the last two
+    in memory, and collates its own samples only. It begins the stream again (`make`) for a new
+    epoch, after a restore, for samples that another worker returned, and where it has no samples in
+    the next block. So with blocks of at least a step's samples, and any number of workers, each
+    worker reads all of the stream, once per epoch; with blocks much smaller than its share, little
+    more than its own, but it seeks in each step.
 
     Args:
-        make: ``make(start)`` returns an iterable of samples from number `start` on (0 <= start < length), the same
-            ones in the same order whenever it is called, in any process.
-        length: samples in all.
-        block: samples that are shuffled together; 1 leaves the stream's order as it is.
-        collate_fn: makes a list of samples a batch; by default torch's. What costs much (decoding) and what is random
-            (augmentation) belongs here.
+        make: ``make(start)`` returns an iterable of samples from number `start` on (0 <= start <
+            length), the same ones in the same order whenever it is called, in any process.
+        length: number of samples in all.
+        block: number of samples that are shuffled together; 1 leaves the stream's order as it is.
+        collate_fn: makes a batch of a list of samples; by default torch's. What costs much
+            (decoding) and what is random (augmentation) belongs here.
 
     Raises:
-        ConfigurationError: `make` cannot be called, `length` or `block` is no positive number; later, in a step: the
-            stream ends before `length`.
+        ConfigurationError: `make` cannot be called, `length` or `block` is no positive number;
+            later, in a step: the stream ends before `length`.
 
     Example:
         >>> stream = IndexedStream(lambda start: range(start, 6), length=6, block=3)
@@ -148,10 +171,10 @@ class IndexedStream:
         self.blocks: Blocks = block
         self._make, self._length, self._block, self._collate = make, length, block, collate_fn
         self._kept: dict[int, list[Any]] = {}
-        self._reader: tuple[int, Iterator[Any]] | None = None  # the number of the sample that comes next
+        self._reader: tuple[int, Iterator[Any]] | None = None  # number of the next sample
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Yields collated batches; quick for shares that lie in the order of the sample plan."""
+        """Yield a collated batch for each share; quick where shares come in the plan's order."""
         for share in shares:
             yield self._collate([self._read(i // self._block)[i % self._block] for i in share.tolist()])
 
@@ -160,10 +183,10 @@ class IndexedStream:
             begin = block * self._block
             end = min(begin + self._block, self._length)
             at, stream = self._reader or (-1, iter(()))
-            self._reader = None  # one that raises is of no use any more
+            self._reader = None  # an iterator that raises is exhausted
             if at != begin:
                 stream = iter(self._make(begin))
-            if len(self._kept) > 1:  # replicas, and shares that others gave back, lie about the border of two
+            if len(self._kept) > 1:  # two are kept: replicas' shares may lie on both sides of a border
                 del self._kept[next(iter(self._kept))]
             samples = list(islice(stream, end - begin))
             if len(samples) < end - begin:
@@ -176,14 +199,18 @@ class IndexedStream:
         return self._kept[block]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": {}, "_reader": None}  # which lie in this process
+        return self.__dict__ | {"_kept": {}, "_reader": None}  # these belong to this process
 
 
 class StreamSource:
-    """An iterable that chooses its batches itself; begun again when it ends.
+    """An iterable of batches as a source; begun again when it ends.
 
-    It forfeits disjoint shares, one visit per epoch and exact resume, because only the iterable knows
-    which samples it gives; `IndexedStream` does not.
+    Its samples are not divided among replicas, an epoch visits no fixed set of them, and a restored
+    run begins the stream again, because only the iterable knows which samples it gives.
+    `IndexedStream` has none of these limits.
+
+    Args:
+        batches: can be iterated over several times.
     """
 
     size: int | None = None
@@ -192,7 +219,11 @@ class StreamSource:
         self._batches = batches
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Yields the iterable's own batches; `shares` is not looked at."""
+        """Yield the iterable's own batches without end; `shares` is not used.
+
+        Raises:
+            ConfigurationError: it yields nothing.
+        """
         while True:
             empty = True
             for batch in self._batches:
@@ -203,18 +234,19 @@ class StreamSource:
 
 
 def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
-    """Makes what a user calls data into a source and a batch size.
+    """Return a user's training data as a source, and the batch size.
 
     Args:
-        data: an array or tensor, a tuple or list of them, a map-style dataset, a DataLoader, an IndexedStream or
-            any other `Source`, a materialized Ray Dataset, an IterableDataset of samples, or an iterable of batches.
-        batch_size: samples per replica and step; may be None with a DataLoader that has one, and with
-            streams that yield whole batches.
+        data: an array or tensor, a tuple or list of them, a map-style dataset, a DataLoader, an
+            IndexedStream or any other `Source`, a materialized Ray Dataset, an IterableDataset of
+            samples, or an iterable of batches.
+        batch_size: samples per replica and step; may be None with a DataLoader that has one, and
+            with streams that yield whole batches.
 
     Raises:
         ConfigurationError: no batch size, a DataLoader with a sampler of its own, empty data.
     """
-    if type(data).__module__.startswith("ray.data."):  # whoever has one has Ray, which the core does not import
+    if type(data).__module__.startswith("ray.data."):  # the core itself imports no Ray
         data = importlib.import_module("steepest.data.ray_dataset").RayDataset(data)
     batched = batch_size is not None
     loader_source = _from_loader(data) if isinstance(data, DataLoader) else None
@@ -246,7 +278,7 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
             "epochs are not exact and a restored run starts the stream anew; an IndexedStream has none of these limits",
             type(data).__name__,
         )
-        if isinstance(data, IterableDataset) and batched:  # it yields samples, as torch's DataLoader takes it
+        if isinstance(data, IterableDataset) and batched:  # it yields samples
             data = DataLoader(data, batch_size=batch_size)
         return StreamSource(data), batch_size
     if not hasattr(data, "__len__"):
