@@ -1,4 +1,4 @@
-"""Logistic regression in plain NumPy: the proof that Model is not about torch, and a small example."""
+"""Logistic regression in plain NumPy: a small example of a model without torch modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = npt.NDArray[np.float64]
 
 
 class NumpyLogisticRegression:
-    """Softmax regression with its gradient in closed form, in float64.
+    """A softmax regression with its gradient in closed form, in float64, as a `Model`.
 
     Args:
         data: (features, labels): (N, F) floats and (N,) class indices.
@@ -27,6 +27,9 @@ class NumpyLogisticRegression:
         batch_size: samples per replica and step.
         learning_rate, momentum: of SGD.
         l2: the loss is the mean cross-entropy plus ``l2 / 2 * sum(weight ** 2)``.
+
+    Raises:
+        ConfigurationError: features or labels of another shape or dtype, or labels out of range.
 
     Example:
         >>> import numpy as np
@@ -72,11 +75,11 @@ class NumpyLogisticRegression:
         return ParameterLayout.plan(parameters, split_tensors=not cut.whole, chunk_bytes=cut.chunk_bytes)
 
     def relayout(self, cut: Cut) -> None:
-        """Plans `layout` anew; see `steepest.models.protocol.Model.relayout`."""
+        """Cut `layout` into other chunks; see `steepest.models.protocol.Model.relayout`."""
         self.layout = self._plan(cut)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Moves the parameters into the flat buffers; see `steepest.models.protocol.Model.bind`."""
+        """Move the parameters into flat vectors; see `steepest.models.protocol.Model.bind`."""
         for index, entry in enumerate(self.layout.entries):
             view = self.layout.entry_view(weights, index).numpy()
             view[...] = self._weights[entry.name]
@@ -84,7 +87,7 @@ class NumpyLogisticRegression:
             self._gradients[entry.name] = self.layout.entry_view(gradients, index).numpy()
 
     def move(self, weights: torch.Tensor) -> None:
-        """The parameters lie there from now on; see `steepest.models.protocol.Model.move`."""
+        """Make the parameters views of another vector; see `steepest.models.protocol.Model.move`."""
         for index, entry in enumerate(self.layout.entries):
             self._weights[entry.name] = self.layout.entry_view(weights, index).numpy()
 
@@ -99,7 +102,7 @@ class NumpyLogisticRegression:
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
     ) -> Computed:
-        """The gradient in closed form; see `steepest.models.protocol.Model.compute_gradients`."""
+        """Compute a batch's gradient; see `steepest.models.protocol.Model.compute_gradients`."""
         arrive(None)
         loss, logs, features, labels = self._forward(batch)
         count = len(labels)
@@ -113,7 +116,7 @@ class NumpyLogisticRegression:
         return Computed(loss, float(count), count, self._metrics(logs, labels) if metrics else {})
 
     def evaluate(self, batch: Any) -> Computed:
-        """Loss and accuracy of one batch."""
+        """Return loss and accuracy of one batch."""
         loss, logs, _, labels = self._forward(batch)
         return Computed(loss, float(len(labels)), len(labels), self._metrics(logs, labels))
 
@@ -122,12 +125,12 @@ class NumpyLogisticRegression:
         return {"accuracy": float((logs.argmax(axis=1) == labels).mean())}
 
     def source(self, data: Any, batch_size: int) -> Source:
-        """A source of batches for `evaluate`."""
+        """Return a source of batches for `evaluate`."""
         return as_source((np.asarray(data[0], dtype=np.float64), np.asarray(data[1])), batch_size)[0]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing: every value is a parameter."""
+        """Return an empty dict: every value is a parameter."""
         return {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Nothing to set."""
+        """Do nothing: there is no state."""

@@ -1,4 +1,4 @@
-"""Gates: a forward pass that begins on the layers whose weights have come."""
+"""Gates: forward passes that begin on the layers whose weights have come."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from steepest.models.protocol import Arrive
 
-_PASSES = 2  # in which gates are learned, and must be the same
-#: what may be asked of a parameter whose values have not come yet
+_PASSES = 2  # gates are learned in so many passes, and must be the same in all of them
+#: attributes and methods of a parameter that do not read its values
 _HARMLESS = frozenset(
     {
         "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "is_cuda",
@@ -23,17 +23,21 @@ _HARMLESS = frozenset(
 
 
 class Gates:
-    """Knows at which module's entrance each parameter is first used, and waits for it there.
+    """The modules of a network at whose entrance a forward pass waits for weights.
 
-    That is learned by watching: in its first passes, which wait for everything before they begin, a function mode
-    of torch sees every use of a parameter, and the gate of a parameter is the module that was entered last before
-    its first use. Waiting for all of a module's own parameters comes on top. Whoever passes twice alike, with every
-    trainable parameter seen, gets its gates; all others wait for everything as before: modules that are compiled or
-    scripted, use parameters outside of any module, or take another way each time.
+    Which those are is learned by watching. In the first passes, which wait for all weights before
+    they begin, a function mode of torch sees every use of a parameter; the gate of a parameter is
+    the module that was entered last before its first use. The parameters of a module itself are
+    waited for at its entrance in any case. Two equal passes in which every trainable parameter is
+    used settle the gates. All other models wait for all weights: modules that are compiled or
+    scripted, use parameters outside of any module, or take another way in each pass.
 
     Args:
         module: the network.
         entries: index of the layout's entry, by trainable parameter.
+
+    Attributes:
+        usable: whether passes wait at gates; None until that is learned.
     """
 
     def __init__(self, module: torch.nn.Module, entries: Mapping[torch.nn.Parameter, int]) -> None:
@@ -41,11 +45,15 @@ class Gates:
         self._entries = {id(parameter): entry for parameter, entry in entries.items()}
         self._learned: list[dict[torch.nn.Module, set[int]]] = []
         self._arrive: Arrive | None = None
-        self.usable: bool | None = False if any(map(_is_opaque, module.modules())) else None  # None: not known yet
+        self.usable: bool | None = False if any(map(_is_opaque, module.modules())) else None
 
     @contextlib.contextmanager
     def forward(self, arrive: Arrive) -> Iterator[None]:
-        """Around one forward pass, which waits where it must."""
+        """Run one forward pass inside of this context; the pass waits for weights where it has to.
+
+        Args:
+            arrive: returns when the weights of an entry (of all, with None) are here.
+        """
         if self.usable:
             self._arrive = arrive
             try:
@@ -89,19 +97,19 @@ class Gates:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees which parameters are used after the entrance of which module."""
+    """A function mode that records after the entrance of which module each parameter is first used."""
 
     def __init__(self, entries: Mapping[int, int]) -> None:
         super().__init__()
         self.gates: dict[torch.nn.Module, set[int]] = {}
         self.seen: set[int] = set()
-        self.outside = False  # whether one is used where no gate can be
+        self.outside = False  # whether a parameter is used where no gate can be
         self._entries = entries
         self._entered: torch.nn.Module | None = None
 
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        """A module's forward begins."""
-        self.outside |= torch.compiler.is_compiling()  # traced once, not run each time
+        """Record that a module's forward pass begins."""
+        self.outside |= torch.compiler.is_compiling()  # then this hook runs once, not in each pass
         self._entered = module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,7 +125,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _name(func: Any) -> str:
-    """Of a function; of an attribute, where it is that attribute's getter."""
+    """Return the name of a function, or of the attribute of which it is the getter."""
     name = getattr(func, "__name__", "")
     return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else str(name)
 
@@ -131,6 +139,6 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_opaque(module: torch.nn.Module) -> bool:
-    """Whether it runs as something else than its own Python code."""
+    """Return whether a module runs as something else than its own Python code."""
     compiled = type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
     return compiled or isinstance(module, torch.jit.ScriptModule)

@@ -1,4 +1,4 @@
-"""The Model protocol: what the engine asks of a model, and what it checks of its answers."""
+"""The Model protocol: what the engine calls, and checks of what models return."""
 
 from __future__ import annotations
 
@@ -15,35 +15,39 @@ from steepest.models.scalars import as_number, describe
 from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.layout import Cut, ParameterLayout
 
-_HEAVIEST = 1e90  # batch: far below `messages.fields.HEAVIEST`, since a push has the sum of several
+_HEAVIEST = 1e90  # weight of a batch; `messages.fields.HEAVIEST` bounds the sum of several
 
 
 class Ready(Protocol):
-    """Called by `Model.compute_gradients` as soon as an entry's gradient, or a part, is in the gradient buffer."""
+    """A callback of `Model.compute_gradients`: a gradient, or a part of one, is written."""
 
     def __call__(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
-        """Takes an entry's index and the summed sample weight of the batch.
+        """Take a gradient that is written.
 
         Args:
-            present: whether there was a gradient at all.
-            chunk: of an entry that lies in several, the one whose part is written; None for all of them.
+            entry: index of the layout's entry.
+            weight: summed sample weight of the batch.
+            present: whether there is a gradient at all.
+            chunk: for an entry that lies in several chunks, the one whose part is written; None for
+                all.
         """
 
 
-#: Called by `Model.compute_gradients` before it uses an entry's weights, or with None before it uses any:
-#: returns when they are here.
+#: A callback of `Model.compute_gradients`, called before an entry's weights are used, or with None
+#: before any are: returns when they are here.
 Arrive = Callable[[int | None], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What one replica got from one batch.
+    """The result of one batch on one replica.
 
     Attributes:
         loss: mean over the batch.
-        weight: what the batch weighs; the number of samples unless the model says otherwise.
+        weight: of the batch in means; the number of samples unless the model says otherwise.
         samples: number of samples.
-        metrics: means over the batch, each a number as `steepest.models.scalars.as_number` takes it.
+        metrics: means over the batch, by name, each a number as `steepest.models.scalars.as_number`
+            takes it.
     """
 
     loss: float
@@ -59,7 +63,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
         metrics: by name, each a number as `steepest.models.scalars.as_number` takes it.
 
     Raises:
-        ModelError: they are anything else; names the metric and its type.
+        ModelError: they are no mapping of names to numbers; names the metric and its type.
     """
     if not isinstance(metrics, Mapping):
         raise ModelError(f"metrics are {describe(metrics)}: return a dict of numbers by name")
@@ -77,7 +81,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
 
 
 def checked(computed: Any) -> Computed:
-    """Return what a model says that it computed as plain numbers.
+    """Return a model's result with plain numbers.
 
     Raises:
         ModelError: it is no `Computed`, or one of its numbers is none.
@@ -94,7 +98,7 @@ def checked(computed: Any) -> Computed:
 
 
 def checked_weight(value: Any) -> float:
-    """Return what a batch weighs as a number whose sums, and the squares of these, are numbers too.
+    """Return a batch's weight as a float that can be summed and squared without overflow.
 
     Raises:
         ModelError: it is negative, too large or no number.
@@ -110,29 +114,30 @@ def checked_weight(value: Any) -> float:
 class Model(Protocol):
     """One replica of a model, of any framework.
 
-    A model is made by the user's `model_creator(worker_index, device_index)`; the library then binds it
-    to flat buffers and calls it from one thread.
+    A model is made by the user's `model_creator(worker_index, device_index)`; the library then
+    binds it to flat vectors and calls it from one thread.
     """
 
     #: samples per replica and step
     batch_size: int
-    #: where training batches come from
+    #: the training data
     data: Source
 
     @property
     def layout(self) -> ParameterLayout:
-        """The flat view over all parameters, frozen ones included."""
+        """The places of all parameters in the flat vector, frozen ones included."""
 
     @property
     def optimizer_spec(self) -> OptimizerSpec:
-        """The optimizer, as a recipe that servers rebuild over their chunks."""
+        """The recipe of the optimizer, which servers rebuild over their chunks."""
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Moves the parameters into flat buffers laid out by `layout`.
+        """Move the parameters into flat vectors laid out by `layout`.
 
-        The parameters' present values are written to `weights`; from then on those that are trained are views
-        of it, and `compute_gradients` writes to `gradients`. Frozen ones are the replica's own and stay where they
-        are, so that the model may write to them; `load_state` takes their values from `weights`.
+        The parameters' present values are written to `weights`; from then on those that are trained
+        are views of it, and `compute_gradients` writes to `gradients`. Frozen parameters are the
+        replica's own and stay where they are, so that the model may write to them; `load_state`
+        takes their values from `weights`.
 
         Args:
             weights: uint8, `layout.nbytes` long, on the replica's device.
@@ -140,36 +145,46 @@ class Model(Protocol):
         """
 
     def move(self, weights: torch.Tensor) -> None:
-        """After `bind`: trained parameters are views of this vector from now on, which holds their values.
+        """Make the trained parameters views of another vector, which holds their values.
+
+        Called after `bind`.
 
         Args:
-            weights: as in `bind`. Others may share it: the model must not write to it.
+            weights: as in `bind`. Other processes may share it: the model must not write to it.
         """
 
     def relayout(self, cut: Cut) -> None:
-        """Plans `layout` anew, in the same order, cut into other chunks; `bind` follows."""
+        """Plan `layout` anew, in the same order, cut into other chunks; a call of `bind` follows."""
 
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
     ) -> Computed:
-        """Computes the gradient of the mean loss over one batch into the gradient buffer.
+        """Compute the gradient of the mean loss over one batch, and write it to the gradient vector.
 
-        Calls `arrive` with a trainable entry before it uses its weights, or with None before it uses any; they may
-        be on their way until it returns. Calls `ready` once for each trainable entry, as soon as its gradient is
-        written: zeros, and False, for one that has none.
+        Args:
+            batch: as `data` yields it.
+            ready: called once for each trainable entry (or each chunk of it) as soon as its
+                gradient is written; zeros, and ``present=False``, for an entry without one.
+            metrics: whether to compute metrics, too.
+            arrive: called with a trainable entry before its weights are used, or with None before
+                any are. They may be on their way until it returns.
         """
 
     def evaluate(self, batch: Any) -> Computed:
-        """Loss and metrics of one batch, in evaluation mode, changing nothing."""
+        """Return loss and metrics of one batch, in evaluation mode; nothing changes."""
 
     def source(self, data: Any, batch_size: int) -> Source:
-        """A source of batches over other data of the same kind, for `evaluate`."""
+        """Return a source of batches over other data of the same kind, for `evaluate`."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """CPU copies of what the replica itself changes, by name.
+        """Return CPU copies of the values that the replica itself changes, by name.
 
-        Buffers, such as running means; and those frozen parameters whose values are not those in `weights`.
+        They are buffers, such as running means, and the frozen parameters whose values are not
+        those in `weights`.
         """
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Sets what `state` returns; frozen parameters that it does not name take their values in `weights`."""
+        """Set the values that `state` returned.
+
+        Frozen parameters that it does not name get those in `weights`.
+        """

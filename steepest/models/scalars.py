@@ -1,4 +1,4 @@
-"""Numbers as users' code returns them: Python's, NumPy's, or a tensor without dimensions."""
+"""Numbers as users' code returns them: Python's, NumPy's, or tensors without dimensions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
 def as_number(value: Any) -> float | None:
-    """Return a real number as a float; None for anything that is none, or too large for a float.
+    """Return a real number as a float, or None for anything else.
 
     Args:
-        value: a bool, an int, a float, a NumPy scalar, or a tensor or NumPy array without dimensions, of any real dtype
-            and on any device.
+        value: a bool, an int, a float, a NumPy scalar, or a tensor or NumPy array without
+            dimensions, of any real dtype and on any device.
 
     Example:
         >>> as_number(torch.tensor(True)), as_number(np.float32(0.5)), as_number("0.5")
@@ -32,7 +32,7 @@ def as_number(value: Any) -> float | None:
 
 
 def describe(value: Any) -> str:
-    """Say in an error what was given instead of a number.
+    """Return the type, and shape and dtype, of what was given instead of a number, for errors.
 
     Example:
         >>> describe(torch.zeros(3)), describe({"a": 1})

@@ -1,4 +1,4 @@
-"""TorchModel: a torch module, its loss, data and optimizer, as a Model."""
+"""TorchModel: a torch module with its loss, data and optimizer, as a `Model`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steepest.errors import ConfigurationError, ModelError
 from steepest.models.prefetch import Gates
 from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics, checked_weight
 from steepest.models.scalars import describe
-from steepest.models.write_check import Writes, holders_of
+from steepest.models.write_check import WriteCheck, holders_of
 from steepest.optim.spec import OptimizerSpec
 from steepest.optim.torch_without_compiler import without_compiler
 from steepest.tensors.layout import Cut, ParameterLayout
@@ -27,11 +27,16 @@ Metric = Callable[[Any, Any], "float | torch.Tensor"]
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The share of rows whose largest output is at the target class; a metric for `TorchModel`.
+    """Return the share of rows whose largest output is at the target class.
+
+    A metric for `TorchModel`.
 
     Args:
         output: (N, classes) scores.
         target: (N,) class indices.
+
+    Returns:
+        A float64 tensor without dimensions.
     """
     return (output.argmax(dim=1) == target).double().mean()
 
@@ -39,25 +44,28 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 class TorchModel:
     """One replica: a torch module with its loss, data, batch size and optimizer.
 
-    Either give `loss`, called as ``loss(module(*inputs), target)`` on batches ``(*inputs, target)``; or
-    subclass and write ``loss(batch)`` and, if wanted, ``metrics(batch)`` for batches of any form.
+    Either give `loss`, called as ``loss(module(*inputs), target)`` on batches ``(*inputs,
+    target)``; or subclass and write ``loss(batch)`` and, if wanted, ``metrics(batch)`` for batches
+    of any form.
 
     Args:
-        module: the network; its parameters are moved into the library's buffers.
-        loss: mean loss of a batch, or (mean loss, weight) where a batch weighs something other than its
-            number of samples (tokens, say).
-        data: training data: arrays or tensors of one length, a map-style dataset, a DataLoader, or an
-            iterable of batches.
+        module: the network; its parameters are moved into the library's flat vectors.
+        loss: returns the mean loss of a batch, or (mean loss, weight) where a batch weighs
+            something other than its number of samples (tokens, say).
+        data: training data: arrays or tensors of one length, a map-style dataset, a DataLoader, or
+            an iterable of batches.
         batch_size: samples per replica and step.
         optimizer: receives the module, returns a torch.optim optimizer.
         metrics: functions of (output, target), each a mean over the batch, by name.
-        lr_scheduler: receives the optimizer, returns a torch.optim.lr_scheduler; ticks once per step.
-        learning_rate: instead: the learning rate as a function of the step.
-        autocast: torch.bfloat16 or torch.float16 to run forward passes and the loss under `torch.autocast`; parameters
-            and gradients keep their dtype, and metrics receive the output as it comes.
-        loss_scale: for float16, in which small gradients vanish: the loss is multiplied by it before the backward
-            pass, and gradients are divided by it as they are copied. Let the strategy leave overflows out
-            (``nonfinite="skip"``).
+        lr_scheduler: receives the optimizer, returns a torch.optim.lr_scheduler; ticks once per
+            step.
+        learning_rate: instead of `lr_scheduler`: the learning rate as a function of the step.
+        autocast: torch.bfloat16 or torch.float16 to run forward passes and the loss under
+            `torch.autocast`; parameters and gradients keep their dtype, and metrics receive the
+            output in the reduced one.
+        loss_scale: for float16, in which small gradients vanish: the loss is multiplied by it
+            before the backward pass, and gradients are divided by it as they are copied. Let the
+            strategy leave overflows out (``nonfinite="skip"``).
 
     Raises:
         ModelError: a lazy parameter, a name used twice, nothing to train.
@@ -126,13 +134,13 @@ class TorchModel:
             raise ModelError("nothing to train: every parameter is frozen or unknown to the optimizer")
         self.layout = self._plan(Cut())
         self._device = torch.device("cpu")
-        self._vector: torch.Tensor | None = None  # the flat weights, once it is bound
+        self._vector: torch.Tensor | None = None  # the flat weights, after `bind`
         self._gradients: dict[str, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._missing: dict[int, torch.Tensor] = {}
         self._ready: Ready | None = None
         self._gates: Gates | None = None
-        self._writes = Writes()
+        self._writes = WriteCheck()
         self._weight = 0.0
 
     def _plan(self, cut: Cut) -> ParameterLayout:
@@ -149,17 +157,22 @@ class TorchModel:
     # -- for subclasses ------------------------------------------------------------------------
 
     def loss(self, batch: Any) -> torch.Tensor | tuple[torch.Tensor, float]:
-        """The mean loss of a batch, or (mean loss, weight); override for batches of another form."""
+        """Return the mean loss of a batch, or (mean loss, weight).
+
+        Override for batches of another form.
+        """
         assert self._loss is not None
         *inputs, target = batch
         self._output = self.module(*inputs)
         return self._loss(self._output, target)
 
     def metrics(self, batch: Any) -> Mapping[str, Any]:
-        """Means over a batch, by name; called after `loss` on the same batch, without gradients.
+        """Return means over a batch, by name.
 
-        Each is a number: Python's, a NumPy scalar, or a tensor without dimensions. NaN and infinity are reported as
-        they are.
+        Called after `loss` on the same batch, without gradients.
+
+        Each is a number: Python's, a NumPy scalar, or a tensor without dimensions. NaN and infinity
+        are reported as they are.
         """
         *_, target = batch
         return {name: metric(self._output, target) for name, metric in self._metrics.items()}
@@ -167,11 +180,11 @@ class TorchModel:
     # -- Model ---------------------------------------------------------------------------------
 
     def relayout(self, cut: Cut) -> None:
-        """Plans `layout` anew; see `steepest.models.protocol.Model.relayout`."""
+        """Cut `layout` into other chunks; see `steepest.models.protocol.Model.relayout`."""
         self.layout = self._plan(cut)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Moves the parameters into the flat buffers; see `steepest.models.protocol.Model.bind`."""
+        """Move the parameters into flat vectors; see `steepest.models.protocol.Model.bind`."""
         self._device, self._vector = weights.device, weights
         self.module.to(self._device)
         for handle in self._hooks:
@@ -191,7 +204,10 @@ class TorchModel:
         self._writes.watch(self.layout, self._parameters, self._holders, weights)
 
     def move(self, weights: torch.Tensor) -> None:
-        """Trained parameters lie there from now on; see `steepest.models.protocol.Model.move`."""
+        """Make trained parameters views of another vector.
+
+        See `steepest.models.protocol.Model.move`.
+        """
         self._vector = weights
         for index, entry in enumerate(self.layout.entries):
             if entry.trainable:
@@ -233,7 +249,10 @@ class TorchModel:
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
     ) -> Computed:
-        """One forward and backward pass; see `steepest.models.protocol.Model.compute_gradients`."""
+        """Run a forward and a backward pass.
+
+        See `steepest.models.protocol.Model.compute_gradients`.
+        """
         batch = self._to_device(batch)
         if self._gates is None:
             trainable = ((self._parameters[name], self.layout.index[name]) for name in self._trainable)
@@ -256,7 +275,7 @@ class TorchModel:
         finally:
             self._ready = None
             for parameter in self._parameters.values():
-                parameter.grad = None  # of those that no optimizer knows; they would only pile up
+                parameter.grad = None  # parameters that no optimizer has would accumulate theirs
         missing, self._missing = self._missing, {}
         for index in sorted(missing):
             missing[index].zero_()
@@ -270,7 +289,10 @@ class TorchModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Computed:
-        """Loss and metrics in evaluation mode; see `steepest.models.protocol.Model.evaluate`."""
+        """Return loss and metrics in evaluation mode.
+
+        See `steepest.models.protocol.Model.evaluate`.
+        """
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
@@ -286,11 +308,13 @@ class TorchModel:
         return Computed(loss.item(), weight, samples, metrics)
 
     def source(self, data: Any, batch_size: int) -> Source:
-        """A source of batches for `evaluate`."""
+        """Return a source of batches for `evaluate`."""
         return as_source(data, batch_size)[0]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """CPU copies of the module's persistent buffers, by name (tied ones under each), and of changed frozen ones."""
+        """Return CPU copies of persistent buffers, by all of their names, and of changed frozen
+        parameters.
+        """
         kept = self.module.state_dict(keep_vars=True)
         state = {
             name: b.detach().cpu().resolve_conj().resolve_neg().clone()
@@ -303,7 +327,14 @@ class TorchModel:
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Sets what `state` returns; frozen parameters that it does not name are as they were installed."""
+        """Set the values that `state` returned.
+
+        Frozen parameters that it does not name get the installed ones.
+
+        Raises:
+            ModelError: the module has no buffer or frozen parameter of that name, or of another
+                shape.
+        """
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         frozen = {name: (parameter, installed) for name, parameter, installed in self._frozen()}
         with torch.no_grad():
@@ -320,13 +351,13 @@ class TorchModel:
                     own.copy_(value)
             for name, (parameter, installed) in frozen.items():
                 value = state.get(name, installed)
-                if not parameter.is_contiguous():  # it may be expanded
+                if not parameter.is_contiguous():  # it may be an expanded one
                     parameter.data = value.to(installed, copy=True)
-                elif not _same_bits(parameter, value):  # a large one need not be written to
+                elif not _same_bits(parameter, value):  # saves the writing of large ones
                     parameter.copy_(value)
 
     def _frozen(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Of each frozen parameter: name, the one that the module has now, what was installed.
+        """Yield (name, the module's present parameter, the installed value) of each frozen parameter.
 
         Raises:
             ModelError: the model has given it another shape or dtype, or has it no more.
@@ -335,7 +366,7 @@ class TorchModel:
             if entry.trainable or self._vector is None:
                 continue
             holder, key = self._holders[entry.name]
-            own = holder.get(key)  # it may be another object than at the beginning
+            own = holder.get(key)  # the model may have put another object there
             if own is None:
                 raise ModelError(f"frozen parameter {entry.name!r} is gone: let the model write to it instead")
             if (tuple(own.shape), own.dtype) != (entry.shape, entry.dtype):
@@ -351,7 +382,7 @@ class TorchModel:
         return torch.autocast(self._device.type, dtype=self._autocast)
 
     def _in_full(self, arrive: Arrive) -> Arrive:
-        """Without autocast: while weights are awaited, a server in this process may update its own."""
+        """Return `arrive` without autocast, since a server may update weights while it waits."""
         if self._autocast is None:
             return arrive
 
@@ -385,21 +416,21 @@ class TorchModel:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same, also where that is NaN."""
+    """Return whether two tensors of one shape and dtype have the same bits, so that NaN equals NaN."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
     first, other = (t.detach().contiguous().view(-1).view(whole) for t in (a, b.to(a.device)))
     return torch.equal(first, other)
 
 
 def _count(batch: Any) -> int:
-    """The number of samples in a batch: the length of its first array, or of its first list without any."""
+    """Return the number of samples in a batch: the length of its first array, or of its first list."""
     arrays = (len(leaf) for leaf in _leaves(batch) if getattr(leaf, "ndim", 0))
     lists = (len(leaf) for leaf in _leaves(batch) if isinstance(leaf, (tuple, list)))
     return next(arrays, next(lists, 1))
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
-    """What a batch is made of: arrays and scalars, and lists of scalars as wholes."""
+    """Yield the parts of a batch: arrays, scalars, and whole lists of scalars."""
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     if isinstance(batch, Mapping) or any(isinstance(v, (tuple, list, Mapping)) or hasattr(v, "ndim") for v in values):
         for value in values:

@@ -1,4 +1,4 @@
-"""What a model writes to its own trainable parameters: found, undone where it can be, and refused."""
+"""A check that a model does not write to its own trainable parameters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _NOT_UNDONE = (
 _SMALL = 1 << 16  # bytes of weights that are compared after each pass: it takes some microseconds
 
 
-#: Of each parameter by name: the dict of its module in which it is, and its key there.
+#: By parameter name: the dict of its module that holds the parameter, and its key there.
 Holders = Mapping[str, tuple[dict[str, torch.nn.Parameter | None], str]]
 
 
-class Writes:
-    """Watches over the trainable parameters of one model.
+class WriteCheck:
+    """A check of one model's trainable parameters, around each of its passes.
 
-    Only the optimizer changes them. What a forward pass writes to them (clamping, `Embedding(max_norm=)`) would be
-    seen by one replica and not by the others, and it would depend on how weights travel what becomes of it. Writes
-    show in torch's version counters, in parameters that lie elsewhere than they were put, and in other objects in
-    their places, after every pass. Writes
-    through `.data` show only when all values are compared with a copy, from which they are undone: in passes 1, 2, 4,
-    8 and so on, and where weights are few and come at once, in each.
+    Only the optimizer changes them. What a forward pass writes to them (clamping,
+    `Embedding(max_norm=)`) would reach other replicas or not by the way in which weights travel.
+    Writes show in torch's version counters, in parameters that lie at another address, and in other
+    objects in their places, after every pass. Writes through `.data` show only when all values are
+    compared with a copy, from which they are undone: in passes 1, 2, 4, 8 and so on, and, where
+    weights are few and come at once, in each.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class Writes:
         holders: Holders,
         weights: torch.Tensor,
     ) -> None:
-        """Watches these parameters from now on.
+        """Check these parameters from now on.
 
         Args:
             layout: of the flat weights.
             parameters: by name.
-            holders: where their module has them.
-            weights: the flat vector of which the trainable ones are views.
+            holders: as `holders_of` returns them.
+            weights: the flat vector of which the trainable parameters are views.
         """
         trained = [(i, entry) for i, entry in enumerate(layout.entries) if entry.trainable and entry.numel]
         self._views = {entry.name: layout.entry_view(weights, i) for i, entry in trained}
@@ -61,21 +61,27 @@ class Writes:
         self._holders = [holders[name] for name in self._views]
         self._places = [view.data_ptr() for view in self._views.values()]
         end = max((entry.offset + entry.nbytes for _, entry in trained), default=0)
-        self._values = weights[: -(-end // 64) * 64].view(torch.int64)  # fast to compare, and NaN equals NaN
+        # As integers they are fast to compare, and NaN equals NaN.
+        self._values = weights[: -(-end // 64) * 64].view(torch.int64)
         self._always = end <= _SMALL and sum(chunk.trainable for chunk in layout.chunks) == 1
 
     @property
     def compares(self) -> bool:
-        """Whether the next pass is compared with a copy; then all weights must be here before it begins."""
+        """Whether the next pass is compared with a copy.
+
+        Then all weights must be here before it begins.
+        """
         count = self._passes + 1
         return self._always or count & (count - 1) == 0
 
     @contextlib.contextmanager
     def refused(self) -> Iterator[None]:
-        """Around a pass, after which parameters have the values from before it, as far as these are known.
+        """Run a pass inside of this context and check it.
+
+        Afterwards parameters have the values from before, as far as these are known.
 
         Raises:
-            ModelError: it has written to a parameter.
+            ModelError: the pass has written to a parameter.
         """
         values = self._values
         before = values.clone() if self.compares else None
@@ -84,7 +90,7 @@ class Writes:
         try:
             yield
         finally:
-            before = before if values is self._values else None  # they may have moved meanwhile
+            before = before if values is self._values else None  # `watch` was called meanwhile
             found = self._find(versions, before)
             if found is not None:
                 views = self._views.values()
@@ -96,7 +102,7 @@ class Writes:
             raise ModelError(refusal(found) + ("" if before is not None else _NOT_UNDONE))
 
     def _find(self, versions: list[int], before: torch.Tensor | None) -> str | None:
-        """The first parameter that was written to."""
+        """Return the name of the first parameter that was written to, or None."""
         now = zip(self._views, self._parameters, self._holders, versions, self._places, strict=True)
         for name, parameter, (holder, key), version, place in now:
             if parameter._version != version or parameter.data_ptr() != place or holder.get(key) is not parameter:
@@ -109,14 +115,14 @@ class Writes:
 
 
 def holders_of(module: torch.nn.Module, names: Iterable[str]) -> Holders:
-    """Return where in a module its parameters of these names are."""
+    """Return, by name, the dict of a module that holds each of these parameters, and its key there."""
     modules = dict(module.named_modules(remove_duplicate=False))
     split = {name: name.rpartition(".") for name in names}
     return {name: (modules[path]._parameters, key) for name, (path, _, key) in split.items()}
 
 
 def refusal(name: str) -> str:
-    """What to say of a trainable parameter that a model has written to."""
+    """Return the text of the error for a trainable parameter that a model has written to."""
     return (
         f"the model has written to its trainable parameter {name!r}, which only the optimizer changes, because the "
         "other replicas would not see it: use a parametrization (torch.nn.utils.parametrize); for an embedding, "
