@@ -1,1 +1,1 @@
-"""Gradients in fewer bytes."""
+"""Gradients in fewer bytes: formats of chunks, and error feedback."""

@@ -1,6 +1,7 @@
-"""How float32 gradients travel between hosts in fewer bytes: rounded, the largest elements only, or as factors.
+"""Formats in which float32 gradients travel between hosts: rounded, largest elements only, factors.
 
-Formats are functions of a chunk, without state; what they leave out of a gradient a `Packer` adds to the next one.
+Formats are functions of a chunk, without state; a `Packer` adds what they leave out of a gradient
+to the next one.
 """
 
 from __future__ import annotations
@@ -20,34 +21,36 @@ from steepest.tensors.layout import Chunk, ParameterLayout, Slice
 from steepest.tensors.shared_memory import allocate
 
 _ALIGNMENT = 64
-_BUCKET = 1 << 16  # elements whose place a 16-bit number tells
-_FEW = 1 << 14  # elements that are not worth a look at a sample of them
-#: state of one chunk that a format goes on with: a matrix for each slice that it factors
+_BUCKET = 1 << 16  # elements, whose places are 16-bit numbers
+_FEW = 1 << 14  # elements; of more, a sample tells which ones may be the largest
+#: One chunk's matrices with which the next gradient's power iteration begins, by entry.
 Factors = dict[int, torch.Tensor]
 
 
 class Packing(Protocol):
-    """A format of chunks of float32."""
+    """A format of float32 chunks."""
 
-    #: whether what is left out is worth keeping for the next gradient
+    #: whether what a format leaves out is added to the next gradient
     lossy: bool
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
-        """Bytes of a chunk in this format; None when it travels as it is."""
+        """Return the bytes of a chunk in this format; None where it travels as it is."""
 
     def pack(
         self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
     ) -> bool:
-        """Writes a chunk; whether it can be told in this format.
+        """Write a chunk in this format, and return whether it can be written so.
 
         Args:
-            values: float32, finite; when the format is lossy, what was left out is there afterwards.
-            out: uint8, flat, of the format's size.
+            layout: of the model.
+            chunk: of that layout, with n elements.
+            values: (n,) float32, finite; of a lossy format it holds what was left out afterwards.
+            out: flat uint8, of the format's size, overwritten.
             factors: of the same sender's gradient before; changed.
         """
 
     def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
-        """Looks whether a payload of the right size can be added.
+        """Check that a payload of the right size can be added.
 
         Raises:
             ProtocolError: it cannot.
@@ -56,7 +59,14 @@ class Packing(Protocol):
     def add(
         self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
     ) -> None:
-        """Adds chunks that were checked, each multiplied by a factor, to float32."""
+        """Add payloads that were checked, each multiplied by a factor, to a chunk.
+
+        Args:
+            layout: of the model.
+            chunk: of that layout, with n elements.
+            packed: (payload, factor) pairs.
+            out: (n,) float32, added to.
+        """
 
 
 class Half:
@@ -68,31 +78,37 @@ class Half:
         self.dtype = dtype
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
-        """Half as many."""
+        """Return half of the chunk's bytes."""
         return narrow_size(chunk.dtype, chunk.nbytes, self.dtype)
 
     def pack(
         self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
     ) -> bool:
-        """Rounds; float16 ends at 65,504."""
+        """Round to the nearest.
+
+        Returns False where float16, which ends at 65,504, cannot hold a value.
+        """
         return narrow(values.view(torch.uint8), self.dtype, out)
 
     def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
-        """Any bytes can be added."""
+        """Accept any bytes."""
 
     def add(
         self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
     ) -> None:
-        """Widens."""
+        """Widen payloads and add them."""
         for payload, factor in packed:
             out.add_(payload.view(self.dtype), alpha=factor)
 
 
 class BlockInt8:
-    """Each block of elements as int8 and one float32, by which they are multiplied.
+    """Blocks of elements as int8, each with one float32 by which they are multiplied.
 
-    The scales come first. Block-wise quantization as in Dettmers et al. 2022 (arXiv:2110.02861), to evenly spaced
-    values.
+    The scales come first. Block-wise quantization as in Dettmers et al. 2022 (arXiv:2110.02861), to
+    evenly spaced values.
+
+    Args:
+        block: elements of a block.
     """
 
     lossy = True
@@ -101,12 +117,15 @@ class BlockInt8:
         self._block = block
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
-        """A byte for each element, and four for each block."""
+        """Return a byte for each element, and four for each block."""
         count = chunk.nbytes // 4
         return _if_less(chunk, count + 4 * -(-count // self._block))
 
     def _parts(self, flat: torch.Tensor, scales: torch.Tensor) -> Iterator[tuple[slice, tuple[int, int], torch.Tensor]]:
-        """Where the full blocks lie, their shape and scales; then the same for what remains."""
+        """Yield the place of the full blocks, their shape and scales.
+
+        Then the same for the last block.
+        """
         full = flat.numel() // self._block
         if full:
             yield slice(0, full * self._block), (full, self._block), scales[:full, None]
@@ -120,7 +139,7 @@ class BlockInt8:
     def pack(
         self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
     ) -> bool:
-        """Rounds to the nearest of 255 values from minus to plus the greatest of the block."""
+        """Round to the nearest of 255 values from minus to plus the greatest magnitude of the block."""
         scales, rounded = self._views(out, values.numel())
         for where, shape, scale in self._parts(values, scales):
             block = values[where].view(shape)
@@ -132,12 +151,12 @@ class BlockInt8:
         return True
 
     def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
-        """Any bytes can be added."""
+        """Accept any bytes."""
 
     def add(
         self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
     ) -> None:
-        """Multiplies by the scales."""
+        """Multiply by the scales and add."""
         for payload, factor in packed:
             scales, rounded = self._views(payload, out.numel())
             for where, shape, scale in self._parts(out, scales):
@@ -147,10 +166,14 @@ class BlockInt8:
 class Largest:
     """The elements of greatest magnitude, in 4 bytes each.
 
-    First a scale (float32), the number of elements in each bucket of 65,536 (int32), then their places in it (16 bits)
-    and their values divided by the scale (float16). The idea is that of Aji and Heafield 2017 (arXiv:1704.05021),
-    error feedback included; only those above a threshold estimated from a sample are sorted, as in Lin et al. 2018
-    (arXiv:1712.01887), but the choice is exact.
+    First a scale (float32), the number of elements in each bucket of 65,536 (int32), then their
+    places in it (16 bits) and their values divided by the scale (float16). The idea is that of Aji
+    and Heafield 2017 (arXiv:1704.05021), error feedback included; only those above a threshold
+    estimated from a sample are sorted, as in Lin et al. 2018 (arXiv:1712.01887), but the choice is
+    exact.
+
+    Args:
+        ratio: share of the elements that travel.
     """
 
     lossy = True
@@ -159,22 +182,26 @@ class Largest:
         self._ratio = ratio
 
     def _counts(self, chunk: Chunk) -> tuple[int, int, int]:
-        """Elements, those of them that travel, and buckets."""
+        """Return the number of elements, of those that travel, and of buckets."""
         count = chunk.nbytes // 4
         return count, math.ceil(count * self._ratio), -(-count // _BUCKET)
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
-        """Four for each of the largest, and a little more."""
+        """Return four bytes for each element that travels, and a little more."""
         _, chosen, buckets = self._counts(chunk)
         return _if_less(chunk, 4 + 4 * buckets + 4 * chosen)
 
     def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
-        """Looks at the places: as many as should be, none behind the end of the chunk."""
+        """Check that as many places as should are named, and none behind the end of the chunk.
+
+        Raises:
+            ProtocolError: they are not.
+        """
         count, chosen, _ = self._counts(chunk)
         _, counts, places, _ = self._views(payload, chunk)
         if int(counts.min()) < 0 or int(counts.sum(dtype=torch.int64)) != chosen:
             raise ProtocolError(f"chunk {chunk.index}: {chosen} elements should come, {counts.tolist()} are named")
-        last = places[chosen - int(counts[-1]) :]  # in the last bucket, which may be shorter than the others
+        last = places[chosen - int(counts[-1]) :]  # in the last bucket, which may be a short one
         at = (len(counts) - 1) * _BUCKET + (int(last.max()) + _BUCKET // 2 if last.numel() else 0)
         if at >= count:
             raise ProtocolError(f"element {at} of chunk {chunk.index}, which has {count}")
@@ -188,7 +215,7 @@ class Largest:
     def pack(
         self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
     ) -> bool:
-        """Chooses and rounds; the rounding is left out too."""
+        """Write the largest elements; what rounding loses of them is left out, too."""
         _, chosen, buckets = self._counts(chunk)
         scale, counts, places, halves = self._views(out, chunk)
         indices = largest(values, chosen)
@@ -204,7 +231,7 @@ class Largest:
     def add(
         self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
     ) -> None:
-        """Adds to the places that are named."""
+        """Add values to the places that are named."""
         _, chosen, buckets = self._counts(chunk)
         for payload, factor in packed:
             scale, counts, places, halves = self._views(payload, chunk)
@@ -214,11 +241,14 @@ class Largest:
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The places, ascending, of the elements of greatest magnitude.
+    """Return the places, ascending, of the elements of greatest magnitude.
 
     Args:
-        values: float32, flat.
+        values: (n,) float32.
         count: how many.
+
+    Returns:
+        (count,) int64.
 
     Example:
         >>> largest(torch.tensor([0.5, -3.0, 1.0]), 2).tolist()
@@ -232,7 +262,8 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
         expected = count / step
         few = min(math.ceil(expected + 4 * math.sqrt(expected) + 4), sample.numel())
         least = float(sample.topk(few, sorted=False).values.min())
-        candidates = torch.from_numpy(np.flatnonzero(sizes.numpy() >= np.float32(least)))  # ten times as fast as torch
+        # NumPy is ten times as fast here as torch.
+        candidates = torch.from_numpy(np.flatnonzero(sizes.numpy() >= np.float32(least)))
         if candidates.numel() >= count:  # else the sample was not like the whole
             chosen = sizes[candidates].topk(count, sorted=False).indices
             return candidates[chosen].sort().values
@@ -240,12 +271,15 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class LowRank:
-    """Each tensor of two or more dimensions as a product P Q' of rank r, as PowerSGD has it.
+    """Tensors of two or more dimensions as products P Q' of rank r, as in PowerSGD.
 
-    One power iteration for each gradient, from the factor Q of the one before: P = orthogonalized M Q, then Q = M' P
-    (Vogels et al. 2019, arXiv:1905.13727). There the workers' P and Q are averaged in two rounds; here each worker's
-    product travels by itself in one, and the products are added up. Everything else travels as it is. A chunk has to
-    hold whole tensors.
+    One power iteration for each gradient, from the factor Q of the one before: P = orthogonalized M
+    Q, then Q = M' P (Vogels et al. 2019, arXiv:1905.13727). There the workers' P and Q are averaged
+    in two rounds; here each worker's product travels by itself in one, and the products are added
+    up. Everything else travels as it is. A chunk has to hold whole tensors.
+
+    Args:
+        rank: of the products.
     """
 
     lossy = True
@@ -254,7 +288,10 @@ class LowRank:
         self._rank = rank
 
     def _pieces(self, layout: ParameterLayout, chunk: Chunk) -> Iterator[tuple[Slice, slice, tuple[int, int, int]]]:
-        """Each slice, where in the chunk it lies, and (rows, columns, rank); rank 0 for as it is."""
+        """Yield each slice, its place in the chunk, and (rows, columns, rank).
+
+        Rank 0 stands for a slice that travels as it is.
+        """
         for piece in chunk.slices:
             entry = layout.entries[piece.entry]
             begin = (entry.offset - chunk.start) // 4 + piece.start
@@ -266,14 +303,14 @@ class LowRank:
             yield piece, slice(begin, begin + count), (rows, columns, rank if pays else 0)
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
-        """Four for each element of the factors, and of what is not factored."""
+        """Return four bytes for each element of the factors, and of what is not factored."""
         pieces = [shape for _, _, shape in self._pieces(layout, chunk)]
         return _if_less(chunk, sum(4 * _numbers(*shape) for shape in pieces))
 
     def pack(
         self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
     ) -> bool:
-        """One power iteration."""
+        """Write the factors after one power iteration, and what is not factored."""
         at = 0
         for piece, where, (rows, columns, rank) in self._pieces(layout, chunk):
             mine = out.view(torch.float32)[at : at + _numbers(rows, columns, rank)]
@@ -286,7 +323,8 @@ class LowRank:
             before = factors.get(piece.entry)
             if before is None or before.shape != (rank, columns):
                 before = torch.randn(rank, columns, generator=torch.Generator().manual_seed(piece.entry))
-            p, q = mine[: rows * rank].view(rank, rows), mine[rows * rank :].view(rank, columns)  # transposed: faster
+            # Both transposed, which is faster.
+            p, q = mine[: rows * rank].view(rank, rows), mine[rows * rank :].view(rank, columns)
             p.copy_(torch.linalg.qr((before @ matrix.T).T).Q.T)
             torch.mm(p, matrix, out=q)
             matrix.addmm_(p.T, q, alpha=-1)
@@ -294,12 +332,12 @@ class LowRank:
         return True
 
     def check(self, layout: ParameterLayout, chunk: Chunk, payload: torch.Tensor) -> None:
-        """Any bytes can be added."""
+        """Accept any bytes."""
 
     def add(
         self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
     ) -> None:
-        """All products of a tensor at once."""
+        """Add all products of a tensor at once."""
         at = 0
         flat = [(payload.view(torch.float32), factor) for payload, factor in packed]
         for _, where, (rows, columns, rank) in self._pieces(layout, chunk):
@@ -323,7 +361,7 @@ def _if_less(chunk: Chunk, size: int) -> int | None:
 
 
 def make_packing(choice: str | Compression | None) -> Packing | None:
-    """The format that a user chose; None for as they are."""
+    """Return the format that a user chose; None where gradients travel as they are."""
     if choice is None or isinstance(choice, str):
         return None if choice is None else Half(WIRE_DTYPES[choice])
     if isinstance(choice, TopK):
@@ -332,15 +370,17 @@ def make_packing(choice: str | Compression | None) -> Packing | None:
 
 
 class Packer:
-    """One sender's gradients: packed, with what was left out of one added to the next (error feedback).
+    """One sender's gradients, packed, with error feedback: what one leaves out is added to the next.
 
-    What is left out of a gradient counts once that is committed: a step that is repeated starts from the same.
-    Error feedback: Seide et al. 2014; Karimireddy et al. 2019 (arXiv:1901.09847) show what it is good for.
+    What is left out of a gradient counts once that gradient is committed, so that a step that is
+    repeated sends the same bytes. Error feedback: Seide et al. 2014; Karimireddy et al. 2019
+    (arXiv:1901.09847) show why it converges.
 
     Args:
-        packing: the format.
+        layout: of the model.
+        packing: the format; None to pass chunks on as they are.
         packed: by chunk, whether it is to be packed.
-        own_pending: makes copies of what has not left yet before memory changes.
+        own_pending: copies what has not left yet of some memory, before that changes.
     """
 
     def __init__(
@@ -353,7 +393,7 @@ class Packer:
         self._layout = layout
         self._packing = packing
         self._own_pending = own_pending
-        self._places: dict[int, slice] = {}  # in `_room`
+        self._places: dict[int, slice] = {}  # of each chunk in `_buffer`
         end = 0
         for chunk in layout.chunks if packing is not None else ():
             size = packing.size(layout, chunk) if packing is not None and packed[chunk.index] else None
@@ -361,41 +401,50 @@ class Packer:
                 self._places[chunk.index] = slice(end, end + size)
                 end = -(-(end + size) // _ALIGNMENT) * _ALIGNMENT
         self._end = end
-        self._room: torch.Tensor | None = None
-        self._left: dict[int, torch.Tensor] = {}  # by chunk: float32, of the gradient of a worker's mean loss
+        self._buffer: torch.Tensor | None = None
+        # By chunk: what was left out of the gradient of the worker's mean loss, float32.
+        self._left: dict[int, torch.Tensor] = {}
         self._factors: dict[int, Factors] = {}
         self._spare: dict[int, torch.Tensor] = {}
-        self._next: dict[int, tuple[torch.Tensor, Factors]] = {}  # the same as of the gradient that is on its way
+        # The same of the last gradient, until it is committed.
+        self._uncommitted: dict[int, tuple[torch.Tensor, Factors]] = {}
 
     def begin(self) -> None:
-        """A gradient begins to leave; one before it that was not committed never will be."""
-        for chunk, (left, _) in self._next.items():
+        """Begin a gradient; what the one before left out is dropped if that was not committed."""
+        for chunk, (left, _) in self._uncommitted.items():
             self._spare[chunk] = left
-        self._next.clear()
+        self._uncommitted.clear()
 
     def commit(self) -> None:
-        """The gradient that left is part of the weights."""
-        for chunk, (left, factors) in self._next.items():
+        """Keep what the last gradient left out: it is part of the weights now."""
+        for chunk, (left, factors) in self._uncommitted.items():
             if chunk in self._left:
                 self._spare[chunk] = self._left[chunk]
             self._left[chunk], self._factors[chunk] = left, factors
-        self._next.clear()
+        self._uncommitted.clear()
 
     def pack(
         self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> torch.Tensor:
-        """One chunk as it travels: as it is, if it is not to be packed, or not finite.
+        """Return one chunk as it travels; unchanged if it is not to be packed, or not finite.
 
         Args:
-            payload: flat bytes; the gradient of the worker's mean loss is ``unit / total * payload``.
+            index: of the chunk.
+            payload: flat bytes; the gradient of the worker's mean loss is ``unit / total *
+                payload``.
+            unit: weight of one unit of the payload.
+            total: weight of the worker's samples.
             absent: entries that have no gradient.
+
+        Returns:
+            Flat bytes, which the next gradient overwrites.
         """
         place = self._places.get(index)
         if place is None or self._packing is None:
             return payload
-        if self._room is None:
-            self._room = allocate(self._end)
-        chunk, out = self._layout.chunks[index], self._room[place]
+        if self._buffer is None:
+            self._buffer = allocate(self._end)
+        chunk, out = self._layout.chunks[index], self._buffer[place]
         self._own_pending(out)
         if not self._packing.lossy:
             return out if self._packing.pack(self._layout, chunk, payload.view(torch.float32), out, {}) else payload
@@ -418,7 +467,7 @@ class Packer:
             values.mul_(unit / total)
         for piece in self._absent(chunk, absent):
             values[piece] = 0.0 if left is None else left[piece]
-        self._next[index] = (values, factors)
+        self._uncommitted[index] = (values, factors)
         return out
 
     def _absent(self, chunk: Chunk, absent: frozenset[int]) -> Iterator[slice]:
@@ -428,7 +477,7 @@ class Packer:
                 yield slice(begin, begin + piece.stop - piece.start)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies of what it goes on with: "left/PARAMETER", flat, and "factor/PARAMETER"."""
+        """Return copies of what was left out so far: "left/PARAMETER", flat, and "factor/PARAMETER"."""
         found: dict[str, torch.Tensor] = {}
         for index, left in self._left.items():
             chunk = self._layout.chunks[index]
@@ -442,7 +491,10 @@ class Packer:
         return found
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Goes on from what `state` returned, by whatever chunks; from nothing, if it is empty."""
+        """Continue from what `state` returned, whatever the chunks were.
+
+        From nothing, if it is empty.
+        """
         self._left.clear()
         self._factors.clear()
         self.begin()
@@ -461,7 +513,7 @@ class Packer:
 
 
 def check_left_out(layout: ParameterLayout, states: Iterable[Mapping[str, torch.Tensor]]) -> None:
-    """What `Packer.state` returned must be of this model.
+    """Check that what `Packer.state` returned is of this model.
 
     Raises:
         CheckpointError: it is not; says in what.
@@ -474,11 +526,12 @@ def check_left_out(layout: ParameterLayout, states: Iterable[Mapping[str, torch.
 
 
 def sum_of_squares(vector: torch.Tensor) -> float:
-    """The sum of squares of a flat vector; infinite or NaN only when an element is."""
+    """Return the sum of squares of a flat vector; infinite or NaN only when an element is."""
     if vector.dtype in (torch.float32, torch.float64):
         result = float(torch.dot(vector, vector))
     else:
         result = float(torch.linalg.vector_norm(vector, dtype=torch.float32)) ** 2
     if math.isfinite(result) or not bool(torch.isfinite(vector).all()):
         return result
-    return min(float(torch.linalg.vector_norm(vector, dtype=torch.float64)), 1e154) ** 2  # float32 overflowed
+    # Float32 overflowed.
+    return min(float(torch.linalg.vector_norm(vector, dtype=torch.float64)), 1e154) ** 2

@@ -312,9 +312,7 @@ class TorchModel:
         return as_source(data, batch_size)[0]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return CPU copies of persistent buffers, by all of their names, and of changed frozen
-        parameters.
-        """
+        """Return CPU copies of persistent buffers, by each name, and of changed frozen parameters."""
         kept = self.module.state_dict(keep_vars=True)
         state = {
             name: b.detach().cpu().resolve_conj().resolve_neg().clone()
