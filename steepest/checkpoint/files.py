@@ -1,7 +1,8 @@
 """Checkpoints: safetensors files and a JSON manifest, replaced atomically; nothing is unpickled.
 
-A checkpoint is a directory. `manifest.json` names the other files and their SHA-256, and ends with its own; it is
-written last and replaced in one step, so that a directory always holds one whole checkpoint.
+A checkpoint is a directory. `manifest.json` names the other files and their SHA-256, and ends with
+its own; it is written last and replaced in one step, so that a directory always holds one whole
+checkpoint.
 
     weights-*.safetensors    parameters and buffers by the user's own names; loads into the plain module
     optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however they were split
@@ -26,21 +27,22 @@ from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
 
-#: Optimizer state of one slice: which chunk, what it is, its values.
+#: One tensor of optimizer state of one slice: the chunk's index, its description, its values.
 Record = tuple[int, dict[str, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Checkpoints that `DistributedSGD.fit` keeps by itself, and that a trainer with the same ones goes on from.
+    """The checkpoints that `DistributedSGD.fit` keeps, and from which a trainer continues.
 
     Attributes:
-        path: a directory of this job's own on the driver's side; each checkpoint is a directory in it, which
-            `DistributedSGD.restore` reads as any other.
+        path: a directory of this job's own on the driver's side; each checkpoint is a directory in
+            it, which `DistributedSGD.restore` reads as any other.
         every: steps from one to the next; the last state of each `fit` is written too.
         keep: how many whole ones stay there; older ones are deleted once a newer one is whole.
-        write_timeout: seconds without any progress after which a write counts as hung: training goes on without that
-            checkpoint, with a warning that names the file, and later ones are tried when the disk is back.
+        write_timeout: seconds without any progress after which a write counts as hung: training
+            goes on without that checkpoint, with a warning that names the file, and later ones are
+            tried when the disk is back.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -61,17 +63,18 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that training continues from.
+    """The state from which training continues.
 
     Attributes:
         weights: parameters and buffers by name.
         optimizer: state by "parameter/key".
         replicas: buffers by "replica/buffer".
-        about: step, epoch, offset, seed, samples, optimizer, flags (which change what state it keeps), plain
-            (state keys that are Python numbers), aliases; JSON-able. Also, but for older checkpoints, left (what is
-            left over, see `SamplePlan`), begun (in which order it is, see there), updates (that the model's optimizer
-            has made for each weight, which its schedule counts), schedule (where that stands, see `Schedule.state`; or
-            None) and ends (the first steps after epoch 0, 1, ...).
+        about: step, epoch, offset, seed, samples, optimizer, flags (which change what state it
+            keeps), plain (state keys that are Python numbers), aliases; JSON-able. Also, but for
+            older checkpoints, left (samples left over, see `SamplePlan`), begun (the order of begun
+            epochs, see there), updates (that the model's optimizer has made for each weight, which
+            its schedule counts), schedule (see `Schedule.state`; or None) and ends (the first steps
+            after epoch 0, 1, ...).
     """
 
     weights: dict[str, torch.Tensor]
@@ -82,7 +85,15 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Owner:
-    """The job that a checkpoint must be of: its parameters, optimizer, number of samples and buffers."""
+    """The job to which a checkpoint must fit.
+
+    Attributes:
+        layout: of its parameters.
+        optimizer: its class' name.
+        flags: the optimizer's switches, see `OptimizerSpec.state_flags`.
+        samples: of its data set.
+        buffers: by name.
+    """
 
     layout: ParameterLayout
     optimizer: str
@@ -91,10 +102,10 @@ class Owner:
     buffers: Mapping[str, torch.Tensor]
 
     def check(self, saved: Checkpoint) -> None:
-        """Finds what does not fit, before anything is changed.
+        """Check that a checkpoint fits to this job; nothing is changed.
 
         Raises:
-            CheckpointError: something does not.
+            CheckpointError: it does not; says in what.
         """
         for what, mine in (("optimizer", self.optimizer), ("flags", dict(self.flags)), ("samples", self.samples)):
             if saved.about[what] != mine:
@@ -120,15 +131,15 @@ def gather(
     place: Mapping[str, Any],
     apart: Mapping[str, torch.Tensor],
 ) -> Checkpoint:
-    """A job's checkpoint.
+    """Return a job's checkpoint.
 
     Args:
         owner: the job, with buffers averaged over its replicas.
         weights: the flat vector.
-        optimizer: its state by "parameter/key", and which of it is plain numbers.
+        optimizer: its state by "parameter/key", and the keys that are plain numbers.
         states: each replica's buffers.
         place: step, epoch, offset, left, begun, updates, schedule, ends and seed.
-        apart: what else belongs to some process, by keys of its own.
+        apart: state of single processes, by keys of its own.
     """
     state, plain = optimizer
     about = {
@@ -144,7 +155,7 @@ def gather(
 
 
 def assemble(layout: ParameterLayout, records: Iterable[Record]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Optimizer state as whole tensors, from the slices that servers hold.
+    """Join optimizer state to whole tensors, from the slices that servers hold.
 
     Returns:
         State by "parameter/key", and the names of those that are plain numbers.
@@ -162,13 +173,15 @@ def assemble(layout: ParameterLayout, records: Iterable[Record]) -> tuple[dict[s
         parts.sort(key=lambda part: part[0])
         if name not in plain and all(_elementwise(v, start, stop, entry.shape) for start, stop, v in parts):
             whole[name] = torch.cat([value.reshape(-1) for _, _, value in parts]).reshape(entry.shape)
-        else:  # a step count, say: the same on every slice
+        else:  # such as a step count, the same on every slice
             whole[name] = parts[0][2].clone()
     return whole, sorted(plain)
 
 
 def disassemble(layout: ParameterLayout, state: Mapping[str, torch.Tensor], plain: Iterable[str]) -> list[Record]:
-    """The reverse of `assemble`, for a layout with other chunks.
+    """Split whole tensors of optimizer state into the slices of a layout.
+
+    The reverse of `assemble`.
 
     Raises:
         CheckpointError: state of an unknown or frozen parameter.
@@ -205,10 +218,14 @@ def _elementwise(value: torch.Tensor, start: int, stop: int, shape: tuple[int, .
 
 
 def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) -> None:
-    """Writes a checkpoint; what was at `path` before stays whole until this one is.
+    """Write a checkpoint.
+
+    An older one at `path` stays whole until this one is, and is deleted then.
 
     Args:
-        progress: told which file is worked on.
+        path: a directory; made if it does not exist.
+        checkpoint: what to write.
+        progress: called with the file that is worked on.
 
     Raises:
         CheckpointError: the path is a file, or cannot be written.
@@ -234,12 +251,12 @@ def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) 
     for old in (*mine, *path.glob(f".{MANIFEST}-*")):  # of the last checkpoint, or of a crash
         if old.name not in kept:
             progress(old)
-            with contextlib.suppress(OSError):  # an older file more does no harm
+            with contextlib.suppress(OSError):  # one that stays does no harm
                 old.unlink()
 
 
 def read(path: Path) -> Checkpoint:
-    """Reads a checkpoint.
+    """Return the checkpoint at a path.
 
     Raises:
         CheckpointError: missing, of another format, incomplete or damaged.

@@ -19,7 +19,8 @@ def encode_manifest(files: Mapping[str, Any], about: Mapping[str, Any]) -> bytes
     """Return the bytes of a manifest.
 
     Args:
-        files: by kind ("weights", "optimizer", "replicas"): "name", "sha256" and "dtypes" of its file.
+        files: by kind ("weights", "optimizer", "replicas"): "name", "sha256" and "dtypes" of its
+            file.
         about: see `Checkpoint`.
     """
     text = json.dumps({"format": FORMAT, "files": files, **about}, indent=1)
@@ -31,7 +32,7 @@ def decode_manifest(raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `files` and `about` of a manifest.
 
     Raises:
-        CheckpointError: these are not the bytes that `encode_manifest` returned, or of another format.
+        CheckpointError: the bytes are not what `encode_manifest` returned, or of another format.
     """
     try:
         content = json.loads(raw.decode(), object_pairs_hook=_unique)
@@ -103,7 +104,7 @@ def _is_begun(value: Any) -> bool:
     return value[1] is None or _is_count(value[1]) or _is_list(value[1], _is_count)
 
 
-#: What a manifest must say, and (False) may say.
+#: By key: whether a value fits, and whether the manifest must have it.
 _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "step": (_is_count, True),
     "epoch": (_is_count, True),
