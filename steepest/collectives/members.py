@@ -19,29 +19,36 @@ from steepest.transport.channel import Channel
 from steepest.transport.router import Router
 
 _MOST_ROUNDS = 1024
-_LENT = 0  # as a message's chunk: its payload may stay where it lies
+_LENT = 0  # as a message's chunk: its payload is lent
 
 
 @dataclass
 class _Round:
-    """What passes between the members within one call, or within one generation; nothing passes between two of them.
+    """The messages between the members within one call, or within one generation, and of no other.
 
     Attributes:
-        sent, awaited: messages so far, by member.
-        posted: messages that are awaited, by member and number.
-        arrived: payloads that nobody has asked for yet.
-        aborted: why, if it is.
+        sent, awaited: number of messages so far, by member.
+        posted: receipts of messages to come, by member and number.
+        arrived: payloads for which there is no receipt yet, by member and number.
+        aborted: why the round was aborted; empty if it was not.
     """
 
     sent: Counter[int] = field(default_factory=Counter)
     awaited: Counter[int] = field(default_factory=Counter)
-    posted: dict[tuple[int, int], Receipt] = field(default_factory=dict)
+    posted: dict[tuple[int, int], ReceiveWork] = field(default_factory=dict)
     arrived: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     aborted: str = ""
 
 
-class Receipt:
-    """A message to come; `memory` is where it is wanted, or None to leave it where it lies."""
+class ReceiveWork:
+    """A message to come.
+
+    Args:
+        member: that receives it.
+        source: rank of the member that sends it.
+        nbytes: its size.
+        memory: flat uint8 to which it is written, or None to leave it where it lies.
+    """
 
     def __init__(self, member: MemberCollective, source: int, nbytes: int, memory: torch.Tensor | None) -> None:
         self._member, self._source, self._nbytes = member, source, nbytes
@@ -49,17 +56,22 @@ class Receipt:
         self.found: torch.Tensor | None = None
 
     def take(self, payload: torch.Tensor) -> None:
-        """It has come."""
+        """Take the payload that has come."""
         if self.memory is not None and self.memory is not payload and self.memory.numel() == payload.numel():
             payload = self.memory.copy_(payload)
         self.found = payload
 
     def wait(self) -> None:
-        """Returns when it is here."""
+        """Return when the message is here; raises as `bytes`."""
         self.bytes()
 
     def bytes(self) -> torch.Tensor:
-        """The payload."""
+        """Return the payload when it is here: flat uint8.
+
+        Raises:
+            ConfigurationError: it has another size.
+            DeadlineError, PeerLostError: see `Collective`.
+        """
         self._member.until(lambda: self.found is not None, "a message", self._source)
         assert self.found is not None
         if self.found.numel() != self._nbytes:
@@ -70,29 +82,30 @@ class Receipt:
         return self.found
 
 
-class _Sending:
+class _SendWork:
     """A message that leaves."""
 
     def __init__(self, member: MemberCollective, to: int, payload: torch.Tensor) -> None:
         self._member, self._to, self._payload = member, to, payload
 
     def wait(self) -> None:
-        """Returns when all of it has left."""
+        """Return when all of it has left."""
         self._member.until(lambda: self._member.has_left(self._payload, self._to), "taking a message", self._to)
 
 
 class MemberCollective(PointToPoint):
     """A `Collective` whose members are roles: messages travel over the channels of their processes.
 
-    Everything happens on the router's thread; who waits turns the router. A member connects to those of lower rank
-    when it first has to do with them, and is connected to by the others; a channel that is there already is used.
+    Everything happens on the router's thread; a wait turns the router. A member connects to those
+    of lower rank at its first message to or from them, and those of higher rank connect to it; an
+    open channel is used.
 
     Args:
         rank, size, deadline: see `PointToPoint`.
         router: of this process; the role `member_peer(rank)` is hosted on it here.
         connect: opens a channel to the process of a member of lower rank.
-        generation: tells the membership; when it changes, what is in progress ends with `PeerLostError`, and the
-            collective works again.
+        generation: returns the present membership; when it changes, operations in progress end with
+            `PeerLostError`, and the collective works again.
         one_host: whether all members share a host and lend each other memory.
     """
 
@@ -115,8 +128,8 @@ class MemberCollective(PointToPoint):
         self._call = 0  # number of the call in progress, 0 between calls
         self._last_call = 0
         self._rounds: dict[tuple[int, int], _Round] = {}
-        self._unsent: dict[int, list[Message]] = {}  # to members of higher rank who have not connected yet
-        self._rooms: dict[int, torch.Tensor] = {}
+        self._unsent: dict[int, list[Message]] = {}  # to members of higher rank, until they connect
+        self._lending_buffers: dict[int, torch.Tensor] = {}
         self._results = Recycler(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy())
         self._lost = ""
         self._deliver = router.sender(member_peer(rank))
@@ -124,7 +137,11 @@ class MemberCollective(PointToPoint):
 
     @contextlib.contextmanager
     def call(self, number: int) -> Iterator[None]:
-        """Keeps what passes between members within it apart from all else; numbers rise, alike on all members."""
+        """Run one call of the user's inside of this context: its messages are taken for no other's.
+
+        Args:
+            number: of the call; numbers rise, and are the same on all members.
+        """
         before, self._call = self._call, number
         try:
             yield
@@ -133,7 +150,12 @@ class MemberCollective(PointToPoint):
             self._rounds.pop((0, number), None)
 
     def abandon(self, number: int, reason: str) -> None:
-        """Ends what is, or will be, in progress here in a call."""
+        """End the operations of a call that are, or will be, in progress here.
+
+        Args:
+            number: of the call.
+            reason: for the error of the member that waits.
+        """
         if number > self._last_call:
             self._round((0, number)).aborted = reason
 
@@ -155,40 +177,58 @@ class MemberCollective(PointToPoint):
             here = self._rounds[key] = _Round()
         return here
 
-    def _send(self, memory: torch.Tensor, to: int) -> _Sending:
+    def _send(self, memory: torch.Tensor, to: int) -> _SendWork:
         if segment_of(memory) is not None:
-            memory = memory.clone()  # or the receiver would read it where it lies, for who knows how long
+            memory = memory.clone()  # otherwise it would be lent, and might be kept for long
         self._post(memory, to)
-        self._router.pump()  # who sends may do other things before it waits
-        return _Sending(self, to, memory)
+        self._router.pump()  # the caller may compute before it waits
+        return _SendWork(self, to, memory)
 
     def lend(self, memory: torch.Tensor, to: int) -> None:
-        """Sends bytes that the receiver may read where they lie: they stay as they are until it is known to be done."""
+        """Send bytes that the receiver may read where they lie.
+
+        They must not change until the receiver is known to be done with them.
+        """
         self._post(memory, to, _LENT)
 
-    def borrow(self, nbytes: int, source: int) -> Receipt:
-        """The next message, which was sent with `lend`: its `bytes` are not to be written to."""
+    def borrow(self, nbytes: int, source: int) -> ReceiveWork:
+        """Receive the next message, which was sent with `lend`.
+
+        Its `bytes` are not to be written to.
+        """
         return self._await(source, nbytes, None)
 
-    def room(self, number: int, nbytes: int) -> torch.Tensor:
-        """Memory to lend from, as often as it is asked for: nobody may be reading there any more."""
-        if number not in self._rooms or self._rooms[number].numel() < nbytes:
-            self._rooms[number] = allocate(1 << (nbytes - 1).bit_length())  # readers map each for good: few
-        return self._rooms[number][:nbytes]
+    def lending_buffer(self, number: int, nbytes: int) -> torch.Tensor:
+        """Return memory to lend from, the same one each time.
+
+        No other member may be reading it any more.
+
+        Args:
+            number: of the memory; a member has several.
+            nbytes: wanted size.
+        """
+        if number not in self._lending_buffers or self._lending_buffers[number].numel() < nbytes:
+            # Few sizes: readers keep each segment mapped.
+            self._lending_buffers[number] = allocate(1 << (nbytes - 1).bit_length())
+        return self._lending_buffers[number][:nbytes]
 
     def result(self, nbytes: int) -> torch.Tensor:
-        """Memory for what a call returns (flat, uint8, with anything in it): it serves again when no view is left."""
-        return self._results.empty(1 << (nbytes - 1).bit_length())[:nbytes]  # few sizes, so that little is kept
+        """Return uninitialised memory for the result of a call: flat uint8.
 
-    def leave_rooms(self) -> None:
-        """That memory is not used again, because somebody may be reading there."""
-        self._rooms.clear()
+        It is used again when no view of it is left.
+        """
+        # Few sizes, so that little memory is kept.
+        return self._results.empty(1 << (nbytes - 1).bit_length())[:nbytes]
+
+    def drop_lending_buffers(self) -> None:
+        """Use the memory of `lending_buffer` no more, because another member may be reading there."""
+        self._lending_buffers.clear()
 
     def pump(self) -> None:
-        """Has messages leave that wait for company."""
+        """Send messages that wait to leave together."""
         self._router.pump()
 
-    def _receive(self, memory: torch.Tensor, source: int) -> Receipt:
+    def _receive(self, memory: torch.Tensor, source: int) -> ReceiveWork:
         return self._await(source, memory.numel(), memory)
 
     def _post(self, memory: torch.Tensor, to: int, chunk: int = -1) -> None:
@@ -208,12 +248,12 @@ class MemberCollective(PointToPoint):
         else:
             self._deliver(member_peer(to), message)
 
-    def _await(self, source: int, nbytes: int, memory: torch.Tensor | None) -> Receipt:
+    def _await(self, source: int, nbytes: int, memory: torch.Tensor | None) -> ReceiveWork:
         here = self._round()
         self._raise_if_over(self._key(), here)
         place = source, here.awaited[source]
         here.awaited[source] += 1
-        receipt = Receipt(self, source, nbytes, memory)
+        receipt = ReceiveWork(self, source, nbytes, memory)
         if place in here.arrived:
             receipt.take(here.arrived.pop(place))
         else:
@@ -223,13 +263,14 @@ class MemberCollective(PointToPoint):
 
     def _reach(self, other: int) -> None:
         if other < self.rank and self._connect is not None and self._router.channel(member_peer(other)) is None:
-            self._router.pump()  # others may wait for what was sent before, as long as this one waits here
+            self._router.pump()  # others may wait for earlier messages while this member connects
             self._router.attach(self._connect(other))
-            self._deliver(member_peer(other), Message(Kind.DATA))  # so that it sends what it could not
+            # The other member sends what it has kept for this one.
+            self._deliver(member_peer(other), Message(Kind.DATA))
             self._router.pump()
 
     def has_left(self, memory: torch.Tensor, to: int) -> bool:
-        """Whether what was sent to a member may be written to again."""
+        """Return whether the memory of a message to a member may be written to again."""
         if any(message.payload is memory for message in self._unsent.get(to, ())):
             return False
         if self._router.in_use(memory):
@@ -237,7 +278,18 @@ class MemberCollective(PointToPoint):
         return not self._router.in_use(memory)
 
     def until(self, condition: Callable[[], bool], what: str, other: int) -> None:
-        """Turns the router until something holds that another member brings about."""
+        """Turn the router until a condition holds that another member brings about.
+
+        Args:
+            condition: to become true.
+            what: is awaited, for the error.
+            other: the member that is awaited.
+
+        Raises:
+            DeadlineError: it takes too long.
+            PeerLostError: a member is dead, the collective was aborted, or a new generation has
+                begun.
+        """
         key, limit = self._key(), time.monotonic() + self.deadline
         here = self._round()
         while not condition():
@@ -256,7 +308,7 @@ class MemberCollective(PointToPoint):
             raise PeerLostError("the step was given up: a new generation has begun")
 
     def abort(self, reason: str) -> None:
-        """Ends every operation in progress, here and at the other members."""
+        """End every operation in progress, here and at the other members."""
         self._round().aborted = reason
         for other in self._others():
             with contextlib.suppress(PeerLostError, DeadlineError, ProtocolError):
@@ -272,7 +324,7 @@ class MemberCollective(PointToPoint):
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Where an arriving payload goes: into the tensor that awaits it, if there is one."""
+        """Return the memory of an arriving payload: the tensor that awaits it, or new memory."""
         assert message.source is not None
         if message.chunk == _LENT and message.payload is not None:
             return message.payload
@@ -284,7 +336,11 @@ class MemberCollective(PointToPoint):
         return receipt.memory
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Acts on one message."""
+        """Act on one message: keep its payload, or end what it aborts.
+
+        Raises:
+            ProtocolError: it comes from no member, or from one that is too far ahead.
+        """
         if source.role != "member" or message.kind not in (Kind.DATA, Kind.ABORT):
             raise ProtocolError(f"{message.kind.name} from {source} at a member")
         if not 0 <= source.index < self.size:
@@ -307,10 +363,10 @@ class MemberCollective(PointToPoint):
                 here.arrived[place] = message.payload
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """A member is gone: nothing will be whole again, and those who await others hear of it from here."""
+        """Fail all later operations, and tell the other members, which may await this one."""
         if peer.role == "member" and 0 <= peer.index < self.size and not self._lost:
             self._lost = f"{peer} is gone ({reason})"
             self._tell(self._lost)
 
     def tick(self, now: float) -> None:
-        """Who waits looks at the time."""
+        """Do nothing: waits look at the time themselves."""

@@ -1,13 +1,13 @@
-"""Collective operations for code of your own, close to torch.distributed's: what it writes to, these return.
+"""Collective operations for users' code, close to torch.distributed's; results are returned.
 
-They work among the members of the *current* collective: in workers of `DistributedSGD` all of them, elsewhere that of
-`using`. Every member calls the same operations in the same order, with tensors of the same shape and dtype, on the CPU.
-Inputs are never written to. Reductions take the members in the order of their ranks, or go around the ring; all members
-get the same bits.
+They work among the members of the *current* collective: in workers of `DistributedSGD` all of them,
+elsewhere that of `using`. Every member calls the same operations in the same order, with tensors of
+the same shape and dtype, on the CPU. Inputs are never written to. Reductions take the members in
+the order of their ranks, or go around the ring; all members get the same bits.
 
-Every function raises `ConfigurationError` where there is no current collective, or for tensors that cannot travel;
-`DeadlineError`, naming the member that is awaited, when it takes too long; `PeerLostError` when a member is gone, or
-its function has raised.
+Every function raises `ConfigurationError` where there is no current collective, or for tensors that
+cannot travel; `DeadlineError`, naming the member that is awaited, when it takes too long;
+`PeerLostError` when a member is dead, or its function has raised.
 
 Example:
     >>> from steepest import collectives
@@ -31,7 +31,7 @@ from steepest.collectives.ring import OPS, check_reduction, ring_allreduce
 from steepest.collectives.shared_memory_reduce import shared_allreduce
 from steepest.errors import ConfigurationError
 
-#: The collective, or why there is none.
+#: The current collective, or why there is none.
 _current: ContextVar[Collective | str] = ContextVar(
     "collective",
     default="there is no current collective here: call it in a worker (sgd.foreach_worker), on the thread that runs "
@@ -40,20 +40,24 @@ _current: ContextVar[Collective | str] = ContextVar(
 
 
 class Receiving:
-    """A tensor on its way here."""
+    """A tensor that is being received."""
 
     def __init__(self, tensor: torch.Tensor, work: Work) -> None:
         self._tensor, self._work = tensor, work
 
     def wait(self) -> torch.Tensor:
-        """The tensor, when it is here."""
+        """Return the tensor when it is here."""
         self._work.wait()
         return self._tensor
 
 
 @contextlib.contextmanager
 def using(collective: Collective | str) -> Iterator[None]:
-    """Makes a collective the current one of this thread for the length of a block; a string says why there is none."""
+    """Make a collective the current one of this thread inside of this context.
+
+    Args:
+        collective: or why there is none, for the error.
+    """
     token = _current.set(collective)
     try:
         yield
@@ -62,12 +66,16 @@ def using(collective: Collective | str) -> Iterator[None]:
 
 
 def install(collective: Collective | str) -> None:
-    """The same for good."""
+    """Make a collective the current one of this thread; see `using`."""
     _current.set(collective)
 
 
 def current() -> Collective:
-    """The collective that the functions below use."""
+    """Return the current collective.
+
+    Raises:
+        ConfigurationError: there is none; says why.
+    """
     found = _current.get()
     if isinstance(found, str):
         raise ConfigurationError(found)
@@ -75,48 +83,48 @@ def current() -> Collective:
 
 
 def rank() -> int:
-    """This member's place, from 0."""
+    """Return this member's number, from 0."""
     return current().rank
 
 
 def size() -> int:
-    """Number of members."""
+    """Return the number of members."""
     return current().size
 
 
 def barrier() -> None:
-    """Returns when every member has called it."""
+    """Return when every member has called it."""
     current().barrier()
 
 
 def isend(tensor: torch.Tensor, dst: int) -> Work:
-    """Begins to send; after `wait` the tensor may be written to again."""
+    """Begin to send a tensor; after the result's `wait` the tensor may be written to again."""
     return current().isend(tensor.detach().contiguous(), dst)
 
 
 def irecv(like: torch.Tensor, src: int) -> Receiving:
-    """Begins to receive a tensor of the shape and dtype of another one; `wait` returns it."""
+    """Begin to receive a tensor of the shape and dtype of `like`; the result's `wait` returns it."""
     received = _empty(like)
     return Receiving(received, current().irecv(received, src))
 
 
 def send(tensor: torch.Tensor, dst: int) -> None:
-    """Sends a tensor."""
+    """Send a tensor to member `dst`, and return when it may be written to again."""
     isend(tensor, dst).wait()
 
 
 def recv(like: torch.Tensor, src: int) -> torch.Tensor:
-    """The next tensor that a member sends here, of the shape and dtype of `like`."""
+    """Return the next tensor that member `src` sends here, of the shape and dtype of `like`."""
     return irecv(like, src).wait()
 
 
 def broadcast(tensor: torch.Tensor, src: int) -> torch.Tensor:
-    """The tensor of member `src`."""
+    """Return the tensor of member `src`."""
     return current().broadcast(tensor.detach().contiguous().view(-1), _member(src)).view(tensor.shape)
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """The members' tensors reduced by "sum", "mean", "min", "max" or "product".
+    """Return the members' tensors reduced by "sum", "mean", "min", "max" or "product".
 
     In shared memory when all members share a host, else around the ring.
     """
@@ -127,14 +135,19 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def reduce(tensor: torch.Tensor, dst: int, op: str = "sum") -> torch.Tensor | None:
-    """The same for member `dst` alone; None for the others."""
+    """Return the members' tensors reduced as by `all_reduce` on member `dst`; None on the others."""
     check_reduction(tensor, op)
     parts = gather(tensor, dst)
     return None if parts is None else _reduced(parts, op)
 
 
 def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
-    """The members' `tensors[rank()]` reduced: each gives one tensor for every member, of one shape and dtype."""
+    """Return the members' `tensors[rank()]` reduced as by `all_reduce`.
+
+    Args:
+        tensors: one for every member, by rank, of one shape and dtype.
+        op: as for `all_reduce`.
+    """
     check_reduction(tensors[0], op)
     own = _one_each(tensors)
     parts = [tensor.clone() if other == rank() else torch.empty_like(own[0]) for other, tensor in enumerate(own)]
@@ -143,7 +156,13 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Te
 
 
 def scatter(like: torch.Tensor, tensors: Sequence[torch.Tensor] | None = None, src: int = 0) -> torch.Tensor:
-    """This member's tensor of those that member `src` gives, one for every member; of the shape and dtype of `like`."""
+    """Return this member's tensor of those that member `src` gives.
+
+    Args:
+        like: has the shape and dtype of each.
+        tensors: on member `src`, one for every member, by rank.
+        src: the member that gives them.
+    """
     if rank() != _member(src):
         return recv(like, src)
     own = _one_each(tensors or ())
@@ -152,7 +171,7 @@ def scatter(like: torch.Tensor, tensors: Sequence[torch.Tensor] | None = None, s
 
 
 def gather(tensor: torch.Tensor, dst: int = 0) -> list[torch.Tensor] | None:
-    """Everybody's tensor, by rank, for member `dst`; None for the others."""
+    """Return the tensors of all members, by rank, on member `dst`; None on the others."""
     if rank() != _member(dst):
         send(tensor, dst)
         return None
@@ -162,7 +181,7 @@ def gather(tensor: torch.Tensor, dst: int = 0) -> list[torch.Tensor] | None:
 
 
 def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Everybody's tensor, by rank."""
+    """Return the tensors of all members, by rank."""
     own = tensor.detach().contiguous()
     parts = [own.clone() if other == rank() else _empty(own) for other in range(size())]
     current().exchange(_others([own] * size()), _others(parts))
@@ -190,7 +209,7 @@ def _one_each(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _reduced(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """In the order of ranks; the first part is written to."""
+    """Return tensors reduced in the order of ranks; the first one is written to."""
     total = parts[0]
     for part in parts[1:]:
         OPS[op](total, part, out=total)

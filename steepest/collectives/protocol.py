@@ -12,74 +12,91 @@ from steepest.errors import ConfigurationError
 
 
 class Work(Protocol):
-    """A message on its way."""
+    """A message that is being sent or received."""
 
     def wait(self) -> None:
-        """Returns when the tensor is received, or, for one that is sent, when it may be written to again."""
+        """Return when the message is received, or, on the sender, when its tensor may be written to
+        again.
+        """
 
 
 class Collective(Protocol):
     """Messages, reductions and exchanges among the members of one generation.
 
-    Messages from one member to another arrive in order. Beyond them every member calls the same operations in the
-    same order. Inputs are never written to, so that an operation that fails can be tried again among other members.
-    Sums are formed in the order of ranks, on every member alike, so that all of them hold the same bits. Tensors
-    are on the CPU; those of reductions and exchanges are one-dimensional, of equal length and dtype everywhere.
+    Messages from one member to another arrive in order. Beyond them every member calls the same
+    operations in the same order. Inputs are never written to, so that an operation that fails can
+    be tried again among other members. Sums are formed in the order of ranks, on every member
+    alike, so that all of them hold the same bits. Tensors are on the CPU; those of reductions and
+    exchanges are one-dimensional, of equal length and dtype everywhere.
 
-    Every method, and every wait, raises `DeadlineError`, naming the member that is awaited, when it takes longer
-    than the collective's deadline, and `PeerLostError` once a member is gone or the collective is aborted.
+    Every method, and every wait, raises `DeadlineError`, naming the member that is awaited, when it
+    takes longer than the collective's deadline, and `PeerLostError` once a member is dead or the
+    collective is aborted.
     """
 
     @property
     def rank(self) -> int:
-        """This member's place, from 0."""
+        """This member's number, from 0."""
 
     @property
     def size(self) -> int:
-        """Number of members."""
+        """The number of members."""
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
-        """Begins to send a contiguous tensor of any shape and dtype; what is empty is not sent.
+        """Begin to send a contiguous tensor of any shape and dtype; an empty one is not sent.
 
         Raises:
-            ConfigurationError: the tensor is not contiguous or not on the CPU, or there is no such other member.
+            ConfigurationError: the tensor is not contiguous or not on the CPU, or there is no such
+                other member.
         """
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
-        """Begins to receive the next message of a member into a contiguous tensor of just its size.
+        """Begin to receive the next message of a member into a contiguous tensor of just its size.
 
         Raises:
-            ConfigurationError: as `isend`; and, in `wait`, what comes has another size.
+            ConfigurationError: as `isend`; and, in `wait`, the message has another size.
         """
 
     def exchange(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
-        """Sends to some members while it receives from others; tensors by rank."""
+        """Send to some members while receiving from others; tensors by rank."""
 
     def reduce_scatter(self, vector: torch.Tensor) -> torch.Tensor:
-        """The sum over members of this member's slice: `even_share(len(vector), rank, size)`."""
+        """Return the sum over members of this member's slice: `even_share(len(vector), rank, size)`.
+
+        Args:
+            vector: (n,), on every member.
+        """
 
     def all_gather(self, part: torch.Tensor, length: int) -> torch.Tensor:
-        """The slices of all members, as cut by `even_share(length, rank, size)`, put together."""
+        """Return the (length,) vector of which each member has a slice, cut by `even_share`.
+
+        Args:
+            part: this member's slice.
+            length: of the whole vector.
+        """
 
     def broadcast(self, vector: torch.Tensor, root: int) -> torch.Tensor:
-        """The root's vector."""
+        """Return the vector of member `root`."""
 
     def barrier(self) -> None:
-        """Returns when every member has called it."""
+        """Return when every member has called it."""
 
     def abort(self, reason: str) -> None:
-        """Ends every operation in progress, here and at the other members; there is no way back."""
+        """End every operation in progress, here and at the other members.
+
+        The collective stays unusable.
+        """
 
 
 class Done:
     """A message that needs no waiting."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 class PointToPoint(ABC):
-    """All of a `Collective` but the messages themselves.
+    """A `Collective` whose operations are made of messages; subclasses send and receive these.
 
     Args:
         rank: of this member.
@@ -93,29 +110,33 @@ class PointToPoint(ABC):
         self.deadline = deadline
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
-        """Begins to send."""
+        """Begin to send; see `Collective.isend`."""
         memory = self._memory(tensor, to)
         return self._send(memory, to) if memory.numel() else Done()
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
-        """Begins to receive."""
+        """Begin to receive; see `Collective.irecv`."""
         memory = self._memory(tensor, source)
         return self._receive(memory, source) if memory.numel() else Done()
 
     @abstractmethod
     def _send(self, memory: torch.Tensor, to: int) -> Work:
-        """Begins to send bytes, at least one."""
+        """Begin to send flat bytes, at least one."""
 
     @abstractmethod
     def _receive(self, memory: torch.Tensor, source: int) -> Work:
-        """Begins to receive just that many bytes, at least one."""
+        """Begin to receive just that many bytes, at least one."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Ends every operation in progress."""
+        """End every operation in progress."""
 
     def _memory(self, tensor: torch.Tensor, other: int) -> torch.Tensor:
-        """The bytes of a tensor, for a message between this member and another."""
+        """Return the bytes of a tensor, for a message between this member and another.
+
+        Raises:
+            ConfigurationError: there is no such other member, or the tensor cannot travel.
+        """
         if not 0 <= other < self.size or other == self.rank:
             others = [str(rank) for rank in range(self.size) if rank != self.rank]
             raise ConfigurationError(
@@ -130,7 +151,7 @@ class PointToPoint(ABC):
         return tensor.detach().view(-1).view(torch.uint8)
 
     def exchange(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
-        """Sends to some members while it receives from others."""
+        """Send to some members while receiving from others; tensors by rank."""
         received = [self.irecv(tensor, other) for other, tensor in incoming.items()]
         sent = [self.isend(tensor, other) for other, tensor in outgoing.items()]
         for work in received + sent:
@@ -140,7 +161,7 @@ class PointToPoint(ABC):
         return [other for other in range(self.size) if other != self.rank]
 
     def reduce_scatter(self, vector: torch.Tensor) -> torch.Tensor:
-        """The sum over members of this member's slice."""
+        """Return the sum over members of this member's slice."""
         slices = [vector[slice(*even_share(len(vector), rank, self.size))] for rank in range(self.size)]
         parts = {other: torch.empty_like(slices[self.rank]) for other in self._others()}
         self.exchange({other: slices[other] for other in parts}, parts)
@@ -150,7 +171,7 @@ class PointToPoint(ABC):
         return total
 
     def all_gather(self, part: torch.Tensor, length: int) -> torch.Tensor:
-        """The slices of all members, put together."""
+        """Return the slices of all members, put together."""
         whole = part.new_empty(length)
         slices = [whole[slice(*even_share(length, rank, self.size))] for rank in range(self.size)]
         if len(part) != len(slices[self.rank]):
@@ -163,7 +184,7 @@ class PointToPoint(ABC):
         return whole
 
     def broadcast(self, vector: torch.Tensor, root: int) -> torch.Tensor:
-        """The root's vector."""
+        """Return the vector of member `root`."""
         if self.rank == root:
             self.exchange(dict.fromkeys(self._others(), vector), {})
             return vector.clone()
@@ -172,7 +193,7 @@ class PointToPoint(ABC):
         return received
 
     def barrier(self) -> None:
-        """Returns when every member has called it (dissemination: Hensgen, Finkel & Manber, 1988)."""
+        """Return when every member has called it (dissemination: Hensgen, Finkel & Manber, 1988)."""
         distance = 1
         while distance < self.size:
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size

@@ -1,8 +1,9 @@
-"""All-reduce around a ring: 2 (size - 1) / size bytes leave each member for each byte of the tensor.
+"""All-reduce around a ring: each member sends 2 (size - 1) / size bytes for each byte of the tensor.
 
-Each member holds one slice of the result in the end of the first half of the way (reduce-scatter), and passes it on in
-the second (all-gather); Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-2009. `docs/collectives.md` sets its cost beside that of other ways.
+In the first half of the hops (reduce-scatter) each member ends with one finished slice of the
+result, in the second (all-gather) the slices travel around; Patarasuk & Yuan, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations", 2009. `docs/collectives.md` compares its cost
+with that of other ways.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
     "product": torch.mul,
 }
 PIECE_BYTES = 2 << 20
-_AHEAD = 16  # pieces for which memory waits before they come: what comes sooner has to be copied
+_AHEAD = 16  # pieces for which memory is ready before they come; others have to be copied
 _SENT_AHEAD = 4  # pieces that may wait to leave
 
 
 def check_reduction(tensor: torch.Tensor, op: str) -> None:
-    """Checks that a tensor can be reduced so.
+    """Check that a tensor can be reduced by an operation.
 
     Raises:
         ConfigurationError: it cannot.
@@ -46,14 +47,15 @@ def check_reduction(tensor: torch.Tensor, op: str) -> None:
 def ring_allreduce(
     tensor: torch.Tensor, collective: Collective, op: str = "sum", wire_dtype: str | None = None
 ) -> torch.Tensor:
-    """The sum (or else) of all members' tensors, on every member, to the same bits.
+    """Return all members' tensors reduced, on every member, to the same bits.
 
     Args:
         tensor: on the CPU, of one shape and dtype on all members; it is not written to.
         collective: the members.
         op: "sum", "mean" (of floating-point numbers), "min", "max" or "product".
-        wire_dtype: "fp16" or "bf16" to send float32 in half the bytes, and 4 bytes for each piece of 2 MB: they are
-            added up in float32, and rounded at each hop. A piece whose values do not fit is scaled by a power of two.
+        wire_dtype: "fp16" or "bf16" to send float32 in half the bytes, and 4 bytes for each piece
+            of 2 MB: they are added up in float32, and rounded at each hop. A piece whose values do
+            not fit is scaled by a power of two.
 
     Returns:
         A new contiguous tensor of that shape.
@@ -76,14 +78,15 @@ def ring_allreduce(
     own, whole = _cut(given, size), _cut(result, size)
     way = [(hop, piece) for hop in range(1, 2 * size - 1) for piece in range(len(own[(rank - hop) % size]))]
     sent = deque(collective.isend(wire.pack(piece), right) for piece in own[rank] if size > 1)
-    kept = len(sent) + _SENT_AHEAD  # what the next member has not asked for, if nobody is behind this one
+    kept = len(sent) + _SENT_AHEAD  # pieces in flight while all members are equally fast
     coming: deque[tuple[Work, torch.Tensor]] = deque()
     posted = 0
     for hop, piece in way:
-        while posted < len(way) and len(coming) < _AHEAD:  # memory for the next pieces; of the result, it is theirs
+        # Memory for the next pieces; that of finished ones is the result's.
+        while posted < len(way) and len(coming) < _AHEAD:
             ahead, number = way[posted]
             place = whole[(rank - ahead) % size][number]
-            memory = torch.empty_like(place) if ahead < size and wire.whole else wire.room(place)
+            memory = torch.empty_like(place) if ahead < size and wire.whole else wire.buffer(place)
             coming.append((collective.irecv(memory, left), memory))
             posted += 1
         work, arrived = coming.popleft()
@@ -109,14 +112,14 @@ def ring_allreduce(
 
 
 def _cut(vector: torch.Tensor, size: int) -> list[tuple[torch.Tensor, ...]]:
-    """The members' slices, in pieces."""
+    """Return the members' slices of a vector, each in pieces."""
     elements = PIECE_BYTES // vector.element_size()
     slices = [vector[slice(*even_share(len(vector), rank, size))] for rank in range(size)]
     return [torch.split(part, elements) if len(part) else () for part in slices]
 
 
 class _Wire:
-    """How pieces travel: as they are, or in half precision behind a scale."""
+    """The form in which pieces travel: as they are, or in half precision behind a scale."""
 
     def __init__(self, dtype: torch.dtype, wire_dtype: str | None) -> None:
         if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
@@ -128,15 +131,15 @@ class _Wire:
         """Whether pieces travel as they are."""
         return self._half is None
 
-    def room(self, piece: torch.Tensor) -> torch.Tensor:
-        """Where a piece that travels is received."""
+    def buffer(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return memory into which a piece is received: `piece` itself where it travels as it is."""
         return piece if self._half is None else piece.new_empty(2 + len(piece), dtype=self._half)
 
     def pack(self, piece: torch.Tensor) -> torch.Tensor:
-        """What travels."""
+        """Return a piece in the form in which it travels."""
         if self._half is None:
             return piece
-        packed = self.room(piece)
+        packed = self.buffer(piece)
         finite = torch.nan_to_num(piece, nan=0.0, posinf=0.0, neginf=0.0)
         largest = float(torch.stack(torch.aminmax(finite)).abs().max())
         scale = 1.0
@@ -147,7 +150,7 @@ class _Wire:
         return packed
 
     def unpack(self, packed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The piece that has travelled, written to `out` if that is given."""
+        """Return a piece that has travelled, written to `out` if that is given."""
         if self._half is None:
             return packed if out is None or out is packed else out.copy_(packed)
         values = packed[2:].float()

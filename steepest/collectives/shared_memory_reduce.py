@@ -1,7 +1,8 @@
-"""All-reduce among members of one host: each adds up one slice where the others' memory lies, and all copy it.
+"""All-reduce among members of one host, in memory that they lend each other.
 
-Of a tensor of n bytes among W members each copies (W - 1)/W n into memory that it lends, reads (W - 1)/W n of the
-others' to reduce its slice, and copies the other slices: no byte of it passes through a socket.
+Each member adds up one slice where the others' memory lies, and all copy it. Of a tensor of n bytes
+among W members each copies (W - 1)/W n into memory that it lends, reads (W - 1)/W n of the others'
+to reduce its slice, and copies the other slices: no byte of it passes through a socket.
 """
 
 from __future__ import annotations
@@ -10,20 +11,25 @@ from collections import deque
 
 import torch
 
-from steepest.collectives.members import MemberCollective, Receipt
+from steepest.collectives.members import MemberCollective, ReceiveWork
 from steepest.collectives.ring import OPS, check_reduction
 from steepest.data.sampler import even_share
 
-PIECE_BYTES = 4 << 20  # what one member writes the next one reads from the processor's cache
-_STAGE, _TOTALS = 0, 1  # the rooms of a member
+PIECE_BYTES = 4 << 20  # small enough to be read from the processor's cache after it is written
+_STAGE, _TOTALS = 0, 1  # numbers of a member's memory, see `MemberCollective.lending_buffer`
 
 
 def shared_allreduce(tensor: torch.Tensor, members: MemberCollective, op: str = "sum") -> torch.Tensor:
-    """The sum (or else) of all members' tensors, in the order of ranks; see `ring_allreduce`.
+    """Return all members' tensors reduced in the order of ranks; see `ring_allreduce`.
 
-    Memory that is lent is kept for the next time, and nobody needs to say that it has been read. What a member stages
-    has been when it has the others' totals; its own totals have been when the others stage the next operation's.
-    Memory of results that are no longer held is used again: fresh pages may take several times as long as the rest.
+    Memory that is lent is used again by the next operation, without a message that says that it was
+    read: what a member stages has been read when it has the others' totals, its own totals have
+    been when the others stage the next operation's. Memory of results that are no longer held is
+    used again, too: fresh pages may take several times as long as the rest.
+
+    Raises:
+        ConfigurationError: such tensors cannot be reduced.
+        DeadlineError, PeerLostError: see `Collective`.
     """
     check_reduction(tensor, op)
     given = tensor.detach().contiguous().view(-1)
@@ -32,7 +38,7 @@ def shared_allreduce(tensor: torch.Tensor, members: MemberCollective, op: str = 
     try:
         return _Operation(given, members, op).run().view(tensor.shape)
     except BaseException:
-        members.leave_rooms()  # somebody may be reading there, for who knows how long
+        members.drop_lending_buffers()  # another member may go on reading there
         raise
 
 
@@ -46,16 +52,16 @@ class _Operation:
         self._others = [(rank + distance) % size for distance in range(1, size)]
         self._shares = [even_share(len(given), member, size) for member in range(size)]
         self._step = PIECE_BYTES // given.element_size()
-        self._pieces = -(-self._shares[0][1] // self._step)  # nobody's slice is larger than the first
+        self._pieces = -(-self._shares[0][1] // self._step)  # no slice is larger than the first
         begin, end = self._shares[rank]
         itemsize = given.element_size()
-        self._stage = members.room(_STAGE, given.nbytes).view(given.dtype)
-        self._totals = members.room(_TOTALS, (end - begin) * itemsize).view(given.dtype)
-        self._staged: dict[int, deque[Receipt]] = {other: deque() for other in self._others}
-        self._reduced: dict[int, deque[Receipt]] = {other: deque() for other in self._others}
+        self._stage = members.lending_buffer(_STAGE, given.nbytes).view(given.dtype)
+        self._totals = members.lending_buffer(_TOTALS, (end - begin) * itemsize).view(given.dtype)
+        self._staged: dict[int, deque[ReceiveWork]] = {other: deque() for other in self._others}
+        self._reduced: dict[int, deque[ReceiveWork]] = {other: deque() for other in self._others}
 
     def run(self) -> torch.Tensor:
-        """While others read a piece the next one is staged."""
+        """Return the result; the next piece is staged while the other members read one."""
         for other in self._others:
             self._await(self._staged, other, self._members.rank, 0)
             for piece in range(self._pieces):
@@ -75,8 +81,8 @@ class _Operation:
         begin, end = self._shares[member]
         return slice(min(begin + piece * self._step, end), min(begin + (piece + 1) * self._step, end))
 
-    def _await(self, receipts: dict[int, deque[Receipt]], source: int, member: int, piece: int) -> None:
-        """In the order in which every member lends."""
+    def _await(self, receipts: dict[int, deque[ReceiveWork]], source: int, member: int, piece: int) -> None:
+        """Begin to receive a piece, in the order in which every member lends."""
         if nbytes := self._given[self._span(member, piece)].nbytes:
             receipts[source].append(self._members.borrow(nbytes, source))
 

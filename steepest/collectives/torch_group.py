@@ -15,7 +15,8 @@ class TorchCollective(PointToPoint):
     """A `Collective` over a process group that sends and receives on the CPU, such as Gloo's.
 
     Args:
-        group: a process group; `abort` lets it go, which closes its connections if nobody else here holds it.
+        group: a process group; `abort` drops it, which closes its connections if nothing else here
+            holds it.
         deadline: of each wait, in seconds.
 
     Example:
@@ -44,7 +45,7 @@ class TorchCollective(PointToPoint):
             raise PeerLostError(f"member {other} is gone: {error}") from error
 
     def abort(self, reason: str) -> None:
-        """Ends every operation in progress; the others see the connection close."""
+        """End every operation in progress; the other members see the connection close."""
         self._aborted = self._aborted or reason
         self._group = None
 
