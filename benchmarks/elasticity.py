@@ -28,8 +28,9 @@ from steepest import (
     Callback,
     Checkpoints,
     DistributedSGD,
+    FailureConfig,
     ParameterServerStrategy,
-    RunSettings,
+    RunConfig,
     StepResult,
     TorchModel,
 )
@@ -48,11 +49,16 @@ def constant(step: int) -> float:
 
 def server_deaths(workers: int) -> dict[str, Callable[[], Recovery]]:
     copies = ParameterServerStrategy(replication=2)
-    spare, snapshots = RunSettings(spares=1), RunSettings(spares=1, snapshot_every=20)
+    spare, snapshots = (
+        RunConfig(failure=FailureConfig(spares=1)),
+        RunConfig(failure=FailureConfig(spares=1, snapshot_every=20)),
+    )
     return {
         "server 0, copies": functools.partial(kill_server, copies, 0, workers, spare),
         "server 1, copies": functools.partial(kill_server, copies, 1, workers, spare),
-        "server 1, no spare": functools.partial(kill_server, copies, 1, workers, RunSettings(spares=0)),
+        "server 1, no spare": functools.partial(
+            kill_server, copies, 1, workers, RunConfig(failure=FailureConfig(spares=0))
+        ),
         "server 0, snapshots": functools.partial(kill_server, "ps", 0, workers, snapshots),
     }
 
@@ -61,7 +67,7 @@ def kill_server(
     strategy: str | ParameterServerStrategy,
     index: int,
     workers: int,
-    settings: RunSettings,
+    run_config: RunConfig,
     *,
     step: int = bodies.KILL_STEP,
     steps_after: int = bodies.STEPS_AFTER,
@@ -69,7 +75,7 @@ def kill_server(
 ) -> Recovery:
     """Kills a server's process after a step; the coordinator lives beside the first."""
     creator = bodies.paced_creator(bodies.digits()[0], constant, seconds)
-    with DistributedSGD(creator, num_workers=workers, strategy=strategy, settings=settings) as trainer:
+    with DistributedSGD(creator, num_workers=workers, strategy=strategy, run_config=run_config) as trainer:
         trainer.warmup()
         kill = Kill(step, trainer._live().places[server_peer(index)].pid)
         trainer.fit(steps=step + steps_after, callbacks=[kill], progress=False)
@@ -126,11 +132,11 @@ def large_model(worker: int, device: int, momentum: float = 0.0) -> TorchModel:
     )
 
 
-def step_seconds(strategy: ParameterServerStrategy, workers: int, settings: RunSettings | None = None) -> float:
+def step_seconds(strategy: ParameterServerStrategy, workers: int, run_config: RunConfig | None = None) -> float:
     """The median step of a 25-million-parameter model."""
     times: list[float] = []
     torch.manual_seed(0)
-    with DistributedSGD(large_model, num_workers=workers, strategy=strategy, settings=settings) as trainer:
+    with DistributedSGD(large_model, num_workers=workers, strategy=strategy, run_config=run_config) as trainer:
         trainer.fit(steps=5, progress=False)
         for _ in range(3):
             began = time.perf_counter()
@@ -146,7 +152,9 @@ def costs(workers: int) -> dict[str, Callable[[], float]]:
     return {
         ONE: functools.partial(step_seconds, ParameterServerStrategy(), workers),
         COPIES: functools.partial(step_seconds, ParameterServerStrategy(replication=2), workers),
-        SNAPSHOTS: functools.partial(step_seconds, ParameterServerStrategy(), workers, RunSettings(snapshot_every=20)),
+        SNAPSHOTS: functools.partial(
+            step_seconds, ParameterServerStrategy(), workers, RunConfig(failure=FailureConfig(snapshot_every=20))
+        ),
     }
 
 
@@ -227,8 +235,8 @@ def resize_seconds(workers: int, change: Mapping[str, int], creator: Any = None)
 def death_seconds(strategy: StrategyConfig, spares: int, creator: Any = None) -> dict[str, float]:
     """For how long training stops when one of three workers dies; without a spare process, and when another comes."""
     creator = creator or functools.partial(large_model, momentum=0.9)
-    settings = RunSettings(spares=spares)
-    with DistributedSGD(creator, num_workers=3, strategy=strategy, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(spares=spares))
+    with DistributedSGD(creator, num_workers=3, strategy=strategy, run_config=run_config) as trainer:
         trainer.fit(steps=2, progress=False)
         while sum(has_answered(placing) for _, placing in trainer._live().successors._spares) < spares:
             trainer.fit(steps=2, progress=False)

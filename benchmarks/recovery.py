@@ -52,7 +52,7 @@ from benchmarks import recovery_bodies as bodies
 from benchmarks.overhead import alternate, machine, positive, ratios
 from benchmarks.parameter_server_rivals import ray_started
 from benchmarks.recovery_bodies import Recovery
-from steepest import RunSettings
+from steepest import FailureConfig, RunConfig
 
 RIVAL = "TorchTrainer"
 WORKERS = 2
@@ -63,8 +63,8 @@ def worker_deaths(workers: int) -> dict[str, Death]:
     deaths: dict[str, Death] = {}
     for strategy in ("ps", "async"):
         for name, spares in ((strategy, 0), (f"{strategy}, 1 spare", 1)):
-            settings = RunSettings(keep_log=True, spares=spares)
-            deaths[name] = functools.partial(bodies.kill_worker, strategy, workers, settings=settings)
+            run_config = RunConfig(failure=FailureConfig(spares=spares), keep_log=True)
+            deaths[name] = functools.partial(bodies.kill_worker, strategy, workers, run_config=run_config)
     return deaths
 
 

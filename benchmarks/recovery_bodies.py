@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from steepest import Callback, DistributedSGD, RunSettings, StepResult, TorchModel
+from steepest import Callback, DistributedSGD, RunConfig, StepResult, TorchModel
 from steepest.engine.commit_log import Commit, CommitLog
 
 KILL_STEP = 191
@@ -212,20 +212,20 @@ def kill_worker(
     step: int = KILL_STEP,
     steps_after: int = STEPS_AFTER,
     seconds: float = STEP_SECONDS,
-    settings: RunSettings | None = None,
+    run_config: RunConfig | None = None,
 ) -> Recovery:
     """Trains, kills the last worker after a step, goes on for `steps_after` steps, and says what that cost.
 
     Args:
         seconds: that each gradient takes at least.
-        settings: must keep the log.
+        run_config: must keep the log.
     """
     victim = workers - 1
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock(folder)
         creator = paced_creator(digits()[0], clock, seconds)
-        settings = settings or RunSettings(keep_log=True)
-        with DistributedSGD(creator, num_workers=workers, strategy=strategy, settings=settings) as trainer:
+        run_config = run_config or RunConfig(keep_log=True)
+        with DistributedSGD(creator, num_workers=workers, strategy=strategy, run_config=run_config) as trainer:
             trainer.warmup()
             kill = Kill(step, trainer.foreach_worker(lambda view: view.pid)[victim])
             last = trainer.fit(steps=step + steps_after, callbacks=[kill], progress=False)

@@ -39,7 +39,7 @@ import torch
 from benchmarks.overhead import positive
 from benchmarks.recovery_bodies import LEARNING_RATE, Kill, Seen, digits, paced_creator
 from benchmarks.soak_samples import LEAST_SAMPLES, Holding, Place, Trend, holding, place, trends, trends_text
-from steepest import DistributedSGD, RunSettings
+from steepest import DistributedSGD, FailureConfig, RunConfig
 from steepest.models.torch import accuracy
 
 STRATEGIES = ("ps", "async")
@@ -111,8 +111,8 @@ def job(
     train, test = digits()
     found, seen = Found(strategy), Seen(len(train[0]))
     creator = paced_creator(train, _constant, STEP_SECONDS, {"accuracy": accuracy})
-    settings = RunSettings(max_failures=1_000_000, keep_log=True)
-    with DistributedSGD(creator, num_workers=workers, strategy=strategy, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(max_failures=1_000_000), keep_log=True)
+    with DistributedSGD(creator, num_workers=workers, strategy=strategy, run_config=run_config) as trainer:
         began = time.monotonic()
         while time.monotonic() - began < seconds or found.bouts < LEAST_SAMPLES:
             spared = int(time.monotonic() - began > seconds / 4)

@@ -3,7 +3,7 @@
 from steepest.checkpoint.files import Checkpoints
 from steepest.collectives.ring import ring_allreduce
 from steepest.config.compression import Int8, PowerSGD, TopK
-from steepest.config.run import RunSettings
+from steepest.config.run import DeadlineConfig, FailureConfig, ResourceConfig, RunConfig
 from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, SimpleStrategy
 from steepest.data.ray_dataset import RayDataset
 from steepest.data.sources import IndexedStream
@@ -25,8 +25,10 @@ __all__ = [
     "Commit",
     "CommitLog",
     "Computed",
+    "DeadlineConfig",
     "DistributedSGD",
     "EvaluationResult",
+    "FailureConfig",
     "IndexedStream",
     "Int8",
     "LocalStrategy",
@@ -39,7 +41,8 @@ __all__ = [
     "ParameterServerStrategy",
     "PowerSGD",
     "RayDataset",
-    "RunSettings",
+    "ResourceConfig",
+    "RunConfig",
     "SimpleStrategy",
     "Staleness",
     "Stats",

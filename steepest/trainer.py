@@ -31,7 +31,7 @@ from steepest.cluster.recovery import Recovery
 from steepest.cluster.remote_functions import name_of
 from steepest.cluster.resizing import Range, Resize
 from steepest.cluster.training import Training
-from steepest.config.run import RunSettings
+from steepest.config.run import RunConfig
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig, as_strategy
 from steepest.config.validation import require_choice, require_count, require_range
 from steepest.data.sampler import SamplePlan
@@ -60,14 +60,14 @@ class DistributedSGD:
             `Model`, such as `TorchModel`. Random state is seeded alike before each call.
         num_workers: worker processes; or (min, max) for as many as the cluster has room for, at the beginning and
             later: `fit` and `step` take new ones in as nodes come, and go on without those that die when there is no
-            room for a successor for `settings.start_timeout` seconds. Below `min` they wait for one.
+            room for a successor for `run_config.deadlines.start` seconds. Below `min` they wait for one.
         devices_per_worker: replicas in each of them.
         gpu: each replica on a GPU of its own instead of the CPU.
         strategy: "ps", "allreduce", "local", "async", "ssp", "simple", or a strategy object with its settings.
         accumulate: batches whose gradients each replica adds up in a step, one after the other; a step covers
             ``workers * devices * accumulate * batch_size`` samples.
         seed: of initial weights, order of samples and random state.
-        settings: CPUs per worker and deadlines.
+        run_config: how processes are run: failures, deadlines, resources, the log.
         checkpoints: what `fit` keeps by itself. The newest whole checkpoint that is there already is restored, and
             `fit` leaves out as many steps as that has: so the same program, started again, ends where it would have
             ended.
@@ -77,7 +77,7 @@ class DistributedSGD:
         CheckpointError: kept checkpoints are of another model, optimizer or data set, or all are damaged; or another
             driver keeps its own in that directory now.
         ModelError, ModelRaisedError: the model is, or building it raised.
-        ResourcesError: the cluster cannot place the workers within `settings.start_timeout` seconds; or never could.
+        ResourcesError: the cluster cannot place the workers, ever or within `run_config.deadlines.start` seconds.
 
     Example:
         >>> with DistributedSGD(model_creator, num_workers=2) as sgd:      # doctest: +SKIP
@@ -95,14 +95,14 @@ class DistributedSGD:
         *,
         accumulate: int = 1,
         seed: int = 0,
-        settings: RunSettings | None = None,
+        run_config: RunConfig | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
         _check_creator(model_creator)
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
             raise ConfigurationError(f"checkpoints={checkpoints!r}: give steepest.Checkpoints(path), or None")
-        if settings is not None and not isinstance(settings, RunSettings):
-            raise ConfigurationError(f"settings={settings!r}: give steepest.RunSettings(...), or None")
+        if run_config is not None and not isinstance(run_config, RunConfig):
+            raise ConfigurationError(f"run_config={run_config!r}: give steepest.RunConfig(...), or None")
         require_choice("gpu", gpu, (False, True))
         least, most = require_range("num_workers", num_workers)
         devices = require_count("devices_per_worker", devices_per_worker)
@@ -110,17 +110,17 @@ class DistributedSGD:
         if seed > _LARGEST_SEED:
             raise ConfigurationError(f"seed={seed}: give an integer of at most {_LARGEST_SEED}")
         chosen = self._chosen(strategy, least)
-        self._settings = settings or RunSettings()
+        run_config = run_config or RunConfig()
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
         self._cluster: Cluster | None = None
         with contextlib.ExitStack() as undo:
             claim = Claim(checkpoints)
             undo.callback(claim.release)
             self._cluster = cluster = Cluster(
-                model_creator, (least, most), devices, gpu, chosen, seed, self._settings, accumulate
+                model_creator, (least, most), devices, gpu, chosen, seed, run_config, accumulate
             )
             undo.callback(cluster.shutdown)
-            self._training = Training(cluster, self._settings.step_timeout)
+            self._training = Training(cluster, run_config.deadlines.step)
             self._state = JobState(self._training)
             cluster.recovery = Recovery(cluster, self._state)
             self._training.range = Range(cluster, least, most, self._state)
@@ -175,7 +175,7 @@ class DistributedSGD:
             ModelRaisedError: the model or its data raised; the traceback is the cause.
             ModelError: the model breaks its protocol: it writes to trained parameters, or a metric is no number.
             NonFiniteError: a gradient holds NaN or infinity.
-            DeadlineError: the step was not committed within `settings.step_timeout` seconds.
+            DeadlineError: the step was not committed within `run_config.deadlines.step` seconds.
             PeerLostError: a process died.
             ShutdownError: after `shutdown`.
         """
@@ -349,7 +349,7 @@ class DistributedSGD:
         `steepest.testing.replay` applies it serially, which gives the same weights.
 
         Raises:
-            ConfigurationError: without ``RunSettings(keep_log=True)``.
+            ConfigurationError: without ``RunConfig(keep_log=True)``.
         """
         self._live()
         return self._state.log()

@@ -14,7 +14,7 @@ from test_equivalence import TASKS, Sometimes, all_but_fixed, dropout, run, weig
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from steepest import DistributedSGD, RunSettings
+from steepest import DistributedSGD, RunConfig
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy
 from steepest.engine.topology import Hosts
 from steepest.errors import ConfigurationError
@@ -241,8 +241,8 @@ def test_what_is_no_number_of_batches_is_refused(accumulate: Any) -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_training_on_ray_and_going_on_with_other_numbers_of_workers_and_batches(tmp_path: Path) -> None:
     task = Task(optimizer=sgd(momentum=0.9))
-    logged = RunSettings(keep_log=True)
-    with DistributedSGD(task.creator(), 2, accumulate=2, strategy=STRATEGIES["ps"], settings=logged) as trainer:
+    logged = RunConfig(keep_log=True)
+    with DistributedSGD(task.creator(), 2, accumulate=2, strategy=STRATEGIES["ps"], run_config=logged) as trainer:
         assert trainer.step().samples == trainer.accumulate * 2 * task.batch_size
         trainer.fit(steps=4, progress=False)
         assert same_bits(trainer.weights(), replay(trainer.log(), task.creator()))

@@ -8,16 +8,25 @@ from typing import Any
 import pytest
 import ray
 
-from steepest import AllreduceStrategy, Checkpoints, DistributedSGD, LocalStrategy, RunSettings, TorchModel
+from steepest import (
+    AllreduceStrategy,
+    Checkpoints,
+    DeadlineConfig,
+    DistributedSGD,
+    FailureConfig,
+    LocalStrategy,
+    RunConfig,
+    TorchModel,
+)
 from steepest.errors import ConfigurationError
 
 
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        ("step_timeout", lambda: RunSettings(step_timeout=1e12)),
-        ("start_timeout", lambda: RunSettings(start_timeout=10**400)),
-        ("patience", lambda: RunSettings(patience=10**400)),
+        ("DeadlineConfig step", lambda: RunConfig(deadlines=DeadlineConfig(step=1e12))),
+        ("DeadlineConfig start", lambda: RunConfig(deadlines=DeadlineConfig(start=10**400))),
+        ("patience", lambda: RunConfig(failure=FailureConfig(patience=10**400))),
         ("outer_lr", lambda: LocalStrategy(outer_lr=10**400)),
         ("clip_norm", lambda: AllreduceStrategy(clip_norm=10**400)),
         ("path", lambda: Checkpoints("a\0b")),
@@ -30,7 +39,7 @@ def test_a_number_out_of_reach_is_refused_by_its_name(name: str, make: Callable[
 
 
 def test_a_long_wait_is_allowed() -> None:
-    assert RunSettings(step_timeout=1e9).step_timeout == 1e9
+    assert RunConfig(deadlines=DeadlineConfig(step=1e9)).deadlines.step == 1e9
 
 
 class Builder:

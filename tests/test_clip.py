@@ -11,7 +11,7 @@ from test_equivalence import TASKS, Sometimes, Tied, all_but_fixed, run, weighte
 from test_modes import serial
 from torch.nn.utils import clip_grad_norm_
 
-from steepest import DistributedSGD, RunSettings
+from steepest import DistributedSGD, RunConfig
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
 from steepest.engine.topology import Hosts
 from steepest.errors import ConfigurationError
@@ -243,8 +243,8 @@ def test_on_ray(strategy: StrategyConfig) -> None:
     task = TASKS["momentum"]
     norms: list[float] = []
     expected = clipped(task, norms).train(4, 6)
-    settings = RunSettings(keep_log=True)
-    with DistributedSGD(task.creator(), 2, accumulate=2, strategy=strategy, settings=settings) as trainer:
+    run_config = RunConfig(keep_log=True)
+    with DistributedSGD(task.creator(), 2, accumulate=2, strategy=strategy, run_config=run_config) as trainer:
         assert [trainer.step().gradient_norm for _ in range(6)] == pytest.approx(norms, rel=1e-11)
         assert difference(trainer.weights(), expected) < 1e-12
         assert same_bits(trainer.weights(), replay(trainer.log(), task.creator()))

@@ -14,7 +14,7 @@ import pytest
 
 import steepest
 from steepest import errors
-from steepest.config.run import RunSettings
+from steepest.config.run import DeadlineConfig, FailureConfig, ResourceConfig, RunConfig
 from steepest.config.strategies import (
     STRATEGY_NAMES,
     AllreduceStrategy,
@@ -156,7 +156,10 @@ def test_counts_are_positive_integers(field: str, value: Any) -> None:
     assert f"{field}={value!r}: give an integer of at least 1" in message
 
 
-@pytest.mark.parametrize("settings", [*NAMED.values(), ParameterServerStrategy(num_servers=2), RunSettings()])
+RUN_CONFIGS = (RunConfig(), FailureConfig(), DeadlineConfig(), ResourceConfig())
+
+
+@pytest.mark.parametrize("settings", [*NAMED.values(), ParameterServerStrategy(num_servers=2), *RUN_CONFIGS])
 def test_settings_are_frozen_values_by_keyword(settings: Any) -> None:
     for field in fields(settings):
         with pytest.raises(FrozenInstanceError):
@@ -168,36 +171,53 @@ def test_settings_are_frozen_values_by_keyword(settings: Any) -> None:
         type(settings)(1)
 
 
-# -- run settings ---------------------------------------------------------------------------------
+# -- how a job is run -----------------------------------------------------------------------------
 
 
-def test_run_settings_suit_most_as_they_are() -> None:
-    settings = RunSettings()
-    assert settings.cpus_per_worker == 1
-    assert 0 < settings.start_timeout < settings.step_timeout
-    assert RunSettings(step_timeout=1).step_timeout == 1
+def test_a_run_config_suits_most_as_it_is() -> None:
+    config = RunConfig()
+    assert config.resources.cpus_per_worker == 1
+    assert 0 < config.deadlines.start < config.deadlines.step
+    assert RunConfig(deadlines=DeadlineConfig(step=1)).deadlines.step == 1
+
+
+@pytest.mark.parametrize(
+    ("group", "wrong", "right"),
+    [
+        ("failure", {"max_failures": 3}, "FailureConfig"),
+        ("failure", DeadlineConfig(), "FailureConfig"),
+        ("deadlines", 30.0, "DeadlineConfig"),
+        ("deadlines", None, "DeadlineConfig"),
+        ("resources", ResourceConfig, "ResourceConfig"),
+    ],
+)
+def test_a_run_config_is_made_of_its_groups(group: str, wrong: Any, right: str) -> None:
+    message = refused(lambda: RunConfig(**{group: wrong}))
+    assert message.startswith(f"{group}=")
+    assert message.endswith(f"give a steepest.{right}(...)")
 
 
 def test_numpy_integers_are_integers() -> None:
     assert type(require_count("num_workers", np.int64(3))) is int
 
 
-@pytest.mark.parametrize("field", ["start_timeout", "step_timeout", "call_timeout"])
+@pytest.mark.parametrize("field", ["start", "step", "call"])
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "30", None, True])
 def test_deadlines_are_positive_and_finite(field: str, value: Any) -> None:
-    assert f"{field}={value!r}: give a positive number of seconds" in refused(lambda: RunSettings(**{field: value}))
+    message = refused(lambda: DeadlineConfig(**{field: value}))
+    assert f"DeadlineConfig {field}={value!r}: give a positive number of seconds" in message
 
 
 @pytest.mark.parametrize("value", [None, "yes", 2])
 def test_a_log_is_kept_or_not(value: Any) -> None:
-    assert f"keep_log={value!r}: give one of False, True" in refused(lambda: RunSettings(keep_log=value))
-    assert RunSettings().keep_log is False
-    assert RunSettings(keep_log=True).keep_log is True
+    assert f"keep_log={value!r}: give one of False, True" in refused(lambda: RunConfig(keep_log=value))
+    assert RunConfig().keep_log is False
+    assert RunConfig(keep_log=True).keep_log is True
 
 
 @pytest.mark.parametrize("value", [0, -2, 0.5, None, True])
 def test_workers_have_whole_cpus(value: Any) -> None:
-    assert f"cpus_per_worker={value!r}: give an integer" in refused(lambda: RunSettings(cpus_per_worker=value))
+    assert f"cpus_per_worker={value!r}: give an integer" in refused(lambda: ResourceConfig(cpus_per_worker=value))
 
 
 def test_require_count_gives_the_count_back() -> None:

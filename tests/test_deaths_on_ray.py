@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, RunSettings
+from steepest import (
+    AllreduceStrategy,
+    DeadlineConfig,
+    DistributedSGD,
+    FailureConfig,
+    ParameterServerStrategy,
+    RunConfig,
+)
 from steepest.config.strategies import StrategyConfig
 from steepest.errors import ModelRaisedError, PeerLostError
 from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
@@ -35,8 +42,8 @@ def spoil(view: Any) -> None:
 def test_a_worker_whose_own_code_fails_is_killed_and_replaced(
     strategy: StrategyConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = RunSettings(step_timeout=60, spares=0)
-    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(spares=0), deadlines=DeadlineConfig(step=60))
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config) as trainer:
         trainer.fit(steps=2, progress=False)
         before = trainer.foreach_worker(lambda view: view.pid)
         with pytest.raises(ModelRaisedError, match="Too many open files"):

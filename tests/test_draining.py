@@ -21,7 +21,7 @@ pytestmark = [
 
 PROGRAM = """
     import subprocess
-    from steepest import Callback, ParameterServerStrategy, RunSettings
+    from steepest import Callback, DeadlineConfig, FailureConfig, ParameterServerStrategy, RunConfig
     from steepest.messages.message import worker_peer
 
     class Notice(Callback):
@@ -36,8 +36,9 @@ PROGRAM = """
 
     if __name__ == "__main__":
         NAMES, ADDRESSES = {names}
-        creator, settings = linear_model_creator(), RunSettings(start_timeout={patience}, heartbeat=2.0)
-        with DistributedSGD(creator, num_workers={workers}, strategy={strategy}, settings=settings) as sgd:
+        creator, failure = linear_model_creator(), FailureConfig(heartbeat=2.0)
+        run_config = RunConfig(deadlines=DeadlineConfig(start={patience}), failure=failure)
+        with DistributedSGD(creator, num_workers={workers}, strategy={strategy}, run_config=run_config) as sgd:
             before = sgd.foreach_worker(lambda view: (view.host, view.pid))
             last = worker_peer({workers} - 1)
             notice = Notice(sgd._live().places[last].node)
@@ -68,7 +69,7 @@ PROGRAM = """
 INTERRUPTED = """
     import signal
     import subprocess
-    from steepest import Callback, RunSettings
+    from steepest import Callback, FailureConfig, RunConfig
     from steepest.messages.message import worker_peer
     from steepest.cluster.draining import Move
 
@@ -84,8 +85,8 @@ INTERRUPTED = """
 
     if __name__ == "__main__":
         creator = linear_model_creator()
-        settings = RunSettings(spares=0, keep_log=True)
-        with DistributedSGD(creator, num_workers=3, strategy="ps", settings=settings) as sgd:
+        run_config = RunConfig(failure=FailureConfig(spares=0), keep_log=True)
+        with DistributedSGD(creator, num_workers=3, strategy="ps", run_config=run_config) as sgd:
             before = sgd.foreach_worker(lambda view: (view.host, view.pid))
             node, victim = sgd._live().places[worker_peer(2)].node, before[0][1]
             notice = Notice()

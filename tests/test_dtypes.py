@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, load_model, save
 from torch import nn
 
-from steepest import DistributedSGD, RunSettings
+from steepest import DeadlineConfig, DistributedSGD, RunConfig
 from steepest.checkpoint.files import Checkpoint, read, write
 from steepest.tensors.dtypes import Tensors, as_bytes, merged
 from steepest.tensors.safetensors_file import read_tensors, write_tensors
@@ -188,7 +188,7 @@ TASK = Task(Rotating, sgd(lr=0.01), samples(24, 4, 2, torch.float32))
 def test_a_job_keeps_them_through_everything(tmp_path: Path, workers: int) -> None:
     initial = Rotating().state_dict()
     constant = [name for name in initial if not name.startswith(("linear", "turns", "steps"))]
-    with DistributedSGD(TASK.creator(), workers, settings=RunSettings(step_timeout=60)) as trainer:
+    with DistributedSGD(TASK.creator(), workers, run_config=RunConfig(deadlines=DeadlineConfig(step=60))) as trainer:
         trainer.fit(steps=3, progress=False)
         assert trainer.evaluate(TASK.data).samples == 24
         trainer.save(tmp_path)

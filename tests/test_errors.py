@@ -17,9 +17,11 @@ from torch import nn
 from steepest import (
     AllreduceStrategy,
     Callback,
+    DeadlineConfig,
     DistributedSGD,
+    FailureConfig,
     ParameterServerStrategy,
-    RunSettings,
+    RunConfig,
     SimpleStrategy,
     StepResult,
     TorchModel,
@@ -249,7 +251,9 @@ def test_strangers_at_the_door_are_refused_and_counted(shared: DistributedSGD) -
 
 @pytest.mark.parametrize("strategy", ["ps", "simple"])
 def test_a_worker_that_is_killed(strategy: str) -> None:
-    sgd = DistributedSGD(creator(), num_workers=2, strategy=strategy, settings=RunSettings(max_failures=0))
+    sgd = DistributedSGD(
+        creator(), num_workers=2, strategy=strategy, run_config=RunConfig(failure=FailureConfig(max_failures=0))
+    )
     pids = sgd.foreach_worker(lambda view: view.pid)
     kill = At(5, lambda: os.kill(pids[1], signal.SIGKILL))
     with pytest.raises(PeerLostError, match=rf"worker 1 on .* \(node [0-9a-f]+, pid {pids[1]}\) died: ") as caught:
@@ -300,7 +304,9 @@ def test_a_process_with_a_server_that_is_killed(
 
 
 def test_a_worker_that_hangs() -> None:
-    with DistributedSGD(creator(), num_workers=2, settings=RunSettings(step_timeout=2, call_timeout=2)) as sgd:
+    with DistributedSGD(
+        creator(), num_workers=2, run_config=RunConfig(deadlines=DeadlineConfig(step=2, call=2))
+    ) as sgd:
         sgd.step()
         before = sgd.weights()
         set_fault(sgd, 1, "hang")
@@ -323,7 +329,7 @@ def test_a_worker_that_does_not_arrive() -> None:
         return make(worker_index, device_index)
 
     with pytest.raises(DeadlineError, match=r"^worker 1 of 2 processes did not build the model within 5 s"):
-        DistributedSGD(create, num_workers=2, settings=RunSettings(start_timeout=1.0))
+        DistributedSGD(create, num_workers=2, run_config=RunConfig(deadlines=DeadlineConfig(start=1.0)))
 
 
 def test_a_schedule_that_ends_too_early() -> None:

@@ -14,7 +14,7 @@ def test_a_node_that_fails_again_and_again_is_left_out(place: Place) -> None:  #
         """
         import signal
         from ray.cluster_utils import Cluster
-        from steepest import Callback, RunSettings
+        from steepest import Callback, FailureConfig, RunConfig
         from steepest.messages.message import worker_peer
 
         class Trouble(Callback):
@@ -36,8 +36,8 @@ def test_a_node_that_fails_again_and_again_is_left_out(place: Place) -> None:  #
         if __name__ == "__main__":
             cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
             ray.init(address=cluster.address)
-            creator, settings = linear_model_creator(), RunSettings(max_failures=1, spares=0)
-            with DistributedSGD(creator, num_workers=2, strategy="ps", settings=settings) as sgd:
+            creator, run_config = linear_model_creator(), RunConfig(failure=FailureConfig(max_failures=1, spares=0))
+            with DistributedSGD(creator, num_workers=2, strategy="ps", run_config=run_config) as sgd:
                 bad = cluster.add_node(num_cpus=3).node_id
                 sgd.resize(workers=4)
                 assert [sgd._live().places[worker_peer(i)].node == bad for i in range(4)] == [False, False, True, True]

@@ -13,7 +13,7 @@ import ray
 import torch
 from torch import nn
 
-from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, RunSettings
+from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, ParameterServerStrategy, RunConfig
 from steepest.testing import Fault, InProcessCluster, Moment, with_faults
 from tests.reference import Task, Weights, same_bits, samples
 
@@ -71,16 +71,17 @@ def settle(trainer: DistributedSGD) -> None:
     trainer.step()
     cluster = trainer._live()
     ray.get([placing for _, placing in cluster.successors._spares])
-    while cluster.settings.snapshot_every is not None and cluster.recovery._taken is None:  # type: ignore[union-attr]
+    copies = cluster.run_config.failure.snapshot_every is not None
+    while copies and cluster.recovery._taken is None:  # type: ignore[union-attr]
         trainer.step()
     assert trainer.stats().step < DIES
 
 
-def survives(strategy: Any, fault: Fault, about: str, lives: Path, **settings: Any) -> None:
+def survives(strategy: Any, fault: Fault, about: str, lives: Path, **failure: Any) -> None:
     """Trains although that happens, and looks whether each sample was trained as often as it should have been."""
     creator = with_faults(task(strategy).creator(), [fault], lives)
-    chosen = RunSettings(spares=1, **settings)
-    with DistributedSGD(creator, num_workers=WORKERS, strategy=strategy, settings=chosen) as trainer:
+    run_config = RunConfig(failure=FailureConfig(spares=1, **failure))
+    with DistributedSGD(creator, num_workers=WORKERS, strategy=strategy, run_config=run_config) as trainer:
         settle(trainer)
         trainer.fit(steps=STEPS - trainer.stats().step, progress=False)
         for _ in range(100):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from steepest import DistributedSGD, RunSettings
+from steepest import DeadlineConfig, DistributedSGD, FailureConfig, RunConfig
 from steepest.errors import DeadlineError, ModelRaisedError, PeerLostError
 from steepest.testing import Fault, InProcessCluster, Moment, replay, with_faults
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
@@ -54,7 +54,7 @@ def test_workers_die_each_in_its_step_and_life(tmp_path: Path) -> None:
 
 def test_who_dies_in_every_life_is_given_up(tmp_path: Path) -> None:
     creator = with_faults(TASK.creator(), [Fault.kill("worker", 1, step=0, life=None)], tmp_path)
-    with DistributedSGD(creator, num_workers=2, settings=RunSettings(max_failures=1)) as trainer:
+    with DistributedSGD(creator, num_workers=2, run_config=RunConfig(failure=FailureConfig(max_failures=1))) as trainer:
         with pytest.raises(PeerLostError, match="died"):
             trainer.fit(steps=3, progress=False)
         assert len(list(tmp_path.glob("worker-1-*"))) == 2
@@ -70,8 +70,8 @@ def test_who_hangs_is_found_and_replaced(tmp_path: Path) -> None:
 
 def test_who_hangs_where_nobody_is_replaced_goes_on_when_it_is_told_to(tmp_path: Path) -> None:
     creator = with_faults(TASK.creator(), [Fault.hang("worker", 1, step=3, at="push")], tmp_path)
-    settings = RunSettings(step_timeout=2.0, max_failures=0)
-    with DistributedSGD(creator, num_workers=2, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(max_failures=0), deadlines=DeadlineConfig(step=2.0))
+    with DistributedSGD(creator, num_workers=2, run_config=run_config) as trainer:
         pid = trainer.foreach_worker(lambda view: view.pid)[1]
         # the system may stop it some instructions later, when it has pushed what was left
         with pytest.raises(DeadlineError, match=r"step [45] .* still waiting for worker 1"):
@@ -83,8 +83,8 @@ def test_who_hangs_where_nobody_is_replaced_goes_on_when_it_is_told_to(tmp_path:
 
 def test_who_is_slow_has_fewer_updates_of_an_asynchronous_run(tmp_path: Path) -> None:
     creator = with_faults(TASK.creator(), [Fault.slow("worker", 1, step=1, factor=100)], tmp_path)
-    settings = RunSettings(keep_log=True)
-    with DistributedSGD(creator, num_workers=2, strategy="async", settings=settings) as trainer:
+    run_config = RunConfig(keep_log=True)
+    with DistributedSGD(creator, num_workers=2, strategy="async", run_config=run_config) as trainer:
         trainer.fit(steps=40, progress=False)
         log = trainer.log()
         by = Counter(push.worker for commit in log.commits for push in commit.pushes)

@@ -15,9 +15,10 @@ from steepest import (
     AllreduceStrategy,
     Callback,
     DistributedSGD,
+    FailureConfig,
     LocalStrategy,
     ParameterServerStrategy,
-    RunSettings,
+    RunConfig,
     StepResult,
 )
 from steepest.errors import ConfigurationError, PeerLostError
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cl
 
 TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(20_000), batch_size=1)
 
-LOGGED = RunSettings(keep_log=True)
+LOGGED = RunConfig(keep_log=True)
 
 
 class Watch(Callback):
@@ -81,7 +82,7 @@ def check(trainer: DistributedSGD, watch: Watch) -> None:
 @pytest.mark.parametrize("strategy", ["ps", ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2)])
 @pytest.mark.parametrize("dead", [[1], [0, 2]])
 def test_the_others_go_on_and_the_successor_gets_its_number(strategy: Any, dead: list[int]) -> None:
-    with DistributedSGD(TASK.creator(), num_workers=4, strategy=strategy, settings=LOGGED) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=4, strategy=strategy, run_config=LOGGED) as trainer:
         before = pids(trainer)
         watch = Watch((20, killer(*(before[index] for index in dead))))
         train_until(trainer, watch, "returned")
@@ -111,7 +112,7 @@ def test_the_others_go_on_and_the_successor_gets_its_number(strategy: Any, dead:
     ],
 )
 def test_the_others_go_on_under_any_strategy(strategy: Any) -> None:
-    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy, settings=LOGGED) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy, run_config=LOGGED) as trainer:
         before = pids(trainer)
         watch = Watch((20, killer(before[1])))
         train_until(trainer, watch, "returned")
@@ -156,7 +157,7 @@ def test_workers_that_train_by_themselves_go_on(copies: dict[str, Any]) -> None:
 
 
 def test_who_dies_while_others_are_awaited_is_done_without_too() -> None:
-    with DistributedSGD(TASK.creator(), num_workers=4, settings=LOGGED) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=4, run_config=LOGGED) as trainer:
         before = pids(trainer)
         watch = Watch((10, killer(before[1])), (30, killer(before[2])), (31, lambda: trainer.resize(workers=5)))
         while trainer.num_workers < 5:
@@ -170,8 +171,8 @@ def test_who_dies_while_others_are_awaited_is_done_without_too() -> None:
 
 
 def test_who_dies_again_and_again_is_left_out() -> None:
-    settings = RunSettings(max_failures=1, spares=0, keep_log=True)
-    with DistributedSGD(TASK.creator(), num_workers=3, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(max_failures=1, spares=0), keep_log=True)
+    with DistributedSGD(TASK.creator(), num_workers=3, run_config=run_config) as trainer:
         first = pids(trainer)
         watch = Watch((10, killer(first[1])))
         train_until(trainer, watch, "returned")
@@ -188,10 +189,10 @@ def test_who_dies_again_and_again_is_left_out() -> None:
 
 
 def test_two_wait_for_each_other_and_any_number_does_if_told_to() -> None:
-    for workers, settings in ((2, RunSettings()), (3, RunSettings(patience=math.inf))):
+    for workers, run_config in ((2, RunConfig()), (3, RunConfig(failure=FailureConfig(patience=math.inf)))):
         straight = InProcessCluster(TASK.creator(), num_workers=workers)
         straight.step(60)
-        with DistributedSGD(TASK.creator(), num_workers=workers, settings=settings) as trainer:
+        with DistributedSGD(TASK.creator(), num_workers=workers, run_config=run_config) as trainer:
             watch = Watch((20, killer(pids(trainer)[1])))
             trainer.fit(steps=60, callbacks=[watch], progress=False)
             assert watch.sizes() == [(workers, 60)]
@@ -201,7 +202,7 @@ def test_two_wait_for_each_other_and_any_number_does_if_told_to() -> None:
 
 def test_too_few_wait_for_those_who_die_together() -> None:
     """Until one of them has a successor: two may go on without the other's."""
-    with DistributedSGD(TASK.creator(), num_workers=3, settings=LOGGED) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=3, run_config=LOGGED) as trainer:
         watch = Watch((20, killer(*pids(trainer)[1:])))
         while trainer.stats().replaced < 2:
             trainer.fit(steps=60, callbacks=[watch], progress=False)
@@ -210,8 +211,8 @@ def test_too_few_wait_for_those_who_die_together() -> None:
 
 
 def test_of_two_the_one_who_dies_too_often_ends_training() -> None:
-    settings = RunSettings(max_failures=1, spares=0)
-    with DistributedSGD(TASK.creator(), num_workers=2, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(max_failures=1, spares=0))
+    with DistributedSGD(TASK.creator(), num_workers=2, run_config=run_config) as trainer:
         trainer.fit(steps=200, callbacks=[Watch((5, killer(pids(trainer)[1])))], progress=False)
         with pytest.raises(PeerLostError, match="max_failures=1"):
             trainer.fit(steps=2000, callbacks=[Watch((225, killer(pids(trainer)[1])))], progress=False)
@@ -221,4 +222,4 @@ def test_of_two_the_one_who_dies_too_often_ends_training() -> None:
 @pytest.mark.parametrize("wrong", [-1, "1", None, math.nan])
 def test_a_wrong_patience_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match="patience"):
-        RunSettings(patience=wrong)
+        RunConfig(failure=FailureConfig(patience=wrong))

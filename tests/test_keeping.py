@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from steepest import Callback, Checkpoints, DistributedSGD, ParameterServerStrategy, RunSettings, StepResult
+from steepest import Callback, Checkpoints, DistributedSGD, ParameterServerStrategy, RunConfig, StepResult
 from steepest.checkpoint import files
 from steepest.cluster.checkpoint_manager import Shelf
 from steepest.config.strategies import StrategyConfig, as_strategy
@@ -343,7 +343,7 @@ class TestOverRay:
 
         for workers, strategy in ((3, backup), (2, "async")):
             with trainer(
-                tmp_path, strategy, num_workers=workers, settings=RunSettings(keep_log=True), every=1000
+                tmp_path, strategy, num_workers=workers, run_config=RunConfig(keep_log=True), every=1000
             ) as sgd:
                 sgd.fit(steps=sgd.stats().step + 5, progress=False)  # those of the first trainer are done
                 sgd.set_strategy(backup if strategy == "async" else "ssp")

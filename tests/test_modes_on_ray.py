@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steepest import DistributedSGD, ParameterServerStrategy, RunSettings
+from steepest import DistributedSGD, ParameterServerStrategy, RunConfig
 from steepest.errors import ConfigurationError
 from steepest.testing import linear_model_creator, replay
 from tests.reference import same_bits
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
-LOGGED = RunSettings(keep_log=True)
+LOGGED = RunConfig(keep_log=True)
 CREATOR = linear_model_creator(
     samples=48, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.5)
 )
@@ -28,7 +28,7 @@ CREATOR = linear_model_creator(
     ids=["async", "async by calls", "ssp", "backup"],
 )
 def test_a_run_is_replayed_to_the_same_bits(strategy: ParameterServerStrategy) -> None:
-    with DistributedSGD(CREATOR, num_workers=3, strategy=strategy, settings=LOGGED) as trainer:
+    with DistributedSGD(CREATOR, num_workers=3, strategy=strategy, run_config=LOGGED) as trainer:
         assert trainer.step().step == 1
         last = trainer.fit(steps=20, progress=False)
         assert last.step == 21
@@ -59,7 +59,7 @@ def test_asynchronous_training_with_one_worker_is_serial() -> None:
 
 
 def test_a_checkpoint_of_an_asynchronous_run_goes_on_in_another_mode(tmp_path: object) -> None:
-    with DistributedSGD(CREATOR, num_workers=2, strategy="async", settings=LOGGED) as trainer:
+    with DistributedSGD(CREATOR, num_workers=2, strategy="async", run_config=LOGGED) as trainer:
         trainer.fit(steps=6, progress=False)
         trainer.save(f"{tmp_path}/checkpoint")
         weights = trainer.weights()

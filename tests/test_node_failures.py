@@ -140,7 +140,7 @@ def nodes() -> Iterator[Nodes]:
 PROGRAM = """
     import subprocess
     import threading
-    from steepest import Callback, ParameterServerStrategy, RunSettings
+    from steepest import Callback, DeadlineConfig, FailureConfig, ParameterServerStrategy, RunConfig
 
     class Disaster(Callback):
         step = 0  # of the last result
@@ -179,8 +179,9 @@ PROGRAM = """
 
     if __name__ == "__main__":
         NAMES, ADDRESSES, SWITCH = {names}
-        settings = RunSettings(step_timeout=120.0, start_timeout=60.0, heartbeat={heartbeat})
-        with DistributedSGD(linear_model_creator(), num_workers=2, strategy={strategy}, settings=settings) as sgd:
+        deadlines = DeadlineConfig(step=120.0, start=60.0)
+        run_config = RunConfig(deadlines=deadlines, failure=FailureConfig(heartbeat={heartbeat}))
+        with DistributedSGD(linear_model_creator(), num_workers=2, strategy={strategy}, run_config=run_config) as sgd:
             before = sgd.foreach_worker(lambda view: (view.host, view.pid))
             assert before[0][0] != before[1][0], before
             node = ADDRESSES.index(before[1][0])
@@ -253,7 +254,7 @@ def test_slow_and_lossy_links_change_nothing(nodes: Nodes) -> None:
 
 GROWING = """
     from itertools import pairwise
-    from steepest import RunSettings
+    from steepest import DeadlineConfig, RunConfig
     from tests.reference import Task, difference, samples, sgd as plain
     from tests.test_resizing import serially
 
@@ -267,8 +268,8 @@ GROWING = """
 
     if __name__ == "__main__":
         task = Task(optimizer=plain(lr=0.01), data=samples(600), batch_size=1)
-        settings = RunSettings(start_timeout=60.0)
-        with DistributedSGD(task.creator(), num_workers=(1, 3), settings=settings) as trainer:
+        run_config = RunConfig(deadlines=DeadlineConfig(start=60.0))
+        with DistributedSGD(task.creator(), num_workers=(1, 3), run_config=run_config) as trainer:
             first = trainer.foreach_worker(lambda view: (view.host, view.pid))
             assert len(first) == 2
             watch = Watch()

@@ -92,10 +92,10 @@ def test_workers_on_two_nodes_equal_one_process(nodes: tuple[Place, tuple[str, s
                 print("last words", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            from steepest import AllreduceStrategy, ParameterServerStrategy, RunSettings
-            one_each = RunSettings(cpus_per_worker=2)
+            from steepest import AllreduceStrategy, ParameterServerStrategy, ResourceConfig, RunConfig
+            one_each = RunConfig(resources=ResourceConfig(cpus_per_worker=2))
             for strategy in ("ps", "simple"):
-                check(train(strategy, settings=one_each))
+                check(train(strategy, run_config=one_each))
             for strategy in (ParameterServerStrategy(num_servers=2), AllreduceStrategy(chunk_bytes=16)):
                 with DistributedSGD(linear_model_creator(), num_workers=4, strategy=strategy) as sgd:  # two on each
                     sgd.fit(steps=5, progress=False)
@@ -105,7 +105,7 @@ def test_workers_on_two_nodes_equal_one_process(nodes: tuple[Place, tuple[str, s
                     again.step(5)
                     weights = sgd.weights()
                     assert all(bool((weights[name] == value).all()) for name, value in again.weights().items())
-            with DistributedSGD(linear_model_creator(), num_workers=2, settings=one_each) as sgd:
+            with DistributedSGD(linear_model_creator(), num_workers=2, run_config=one_each) as sgd:
                 assert sgd.num_servers == 2  # one for each node
                 hosts = {{place.host for place in sgd._live().places.values()}}
                 assert hosts == set({ADDRESSES!r}), hosts

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, RunSettings
+from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, ParameterServerStrategy, RunConfig
 from steepest.errors import PeerLostError
 from steepest.messages.message import server_peer
 from tests.reference import Task, difference, samples, sgd
@@ -50,8 +50,8 @@ def test_a_server_that_dies_is_replaced_and_nothing_is_lost(server: int, caplog:
     "strategy", [AllreduceStrategy(replication=2, chunk_bytes=64), AllreduceStrategy(sharded=False)]
 )
 def test_a_member_of_an_allreduce_dies_and_another_takes_its_place(strategy: Any) -> None:
-    settings = RunSettings(patience=math.inf)
-    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(patience=math.inf))
+    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy, run_config=run_config) as trainer:
         trainer.fit(steps=5, progress=False)
         before = pids(trainer)
         trainer.fit(steps=20, callbacks=[Kill(12, [before[1]])], progress=False)
@@ -80,8 +80,8 @@ def test_without_copies_it_is_an_error() -> None:
 
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_without_copies_all_go_on_from_the_last_snapshot(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
-    settings = RunSettings(snapshot_every=10)
-    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(snapshot_every=10))
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config) as trainer:
         trainer.fit(steps=5, progress=False)
         victim = server_pid(trainer, 0) if strategy == "ps" else pids(trainer)[1]
         with caplog.at_level(logging.WARNING, "steepest"):
@@ -94,8 +94,8 @@ def test_without_copies_all_go_on_from_the_last_snapshot(strategy: str, caplog: 
 
 @pytest.mark.parametrize("server", [0, 1])
 def test_a_server_that_is_silent_is_replaced(server: int) -> None:
-    settings = RunSettings(heartbeat=1.0)
-    with DistributedSGD(TASK.creator(), num_workers=2, strategy=TWICE, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(heartbeat=1.0))
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=TWICE, run_config=run_config) as trainer:
         trainer.fit(steps=10, progress=False)
         os.kill(server_pid(trainer, server), signal.SIGSTOP)
         trainer.fit(steps=10, progress=False)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from steepest import DistributedSGD, RunSettings
+from steepest import DistributedSGD, ResourceConfig, RunConfig
 from steepest.config.compression import Compression, Int8, PowerSGD, TopK
 from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster, replay
@@ -123,7 +123,7 @@ def broken(worker: int, device: int) -> nn.Module:
 def test_the_log_of_processes_tells_their_threads() -> None:
     torch.set_num_threads(1)
     with DistributedSGD(
-        SUM.creator(), num_workers=1, settings=RunSettings(cpus_per_worker=2, keep_log=True)
+        SUM.creator(), num_workers=1, run_config=RunConfig(resources=ResourceConfig(cpus_per_worker=2), keep_log=True)
     ) as trainer:
         trainer.fit(steps=3, progress=False)
         log, weights = trainer.log(), trainer.weights()

@@ -12,7 +12,15 @@ import pytest
 import ray
 import torch
 
-from steepest import AllreduceStrategy, Callback, DistributedSGD, ParameterServerStrategy, RunSettings, StepResult
+from steepest import (
+    AllreduceStrategy,
+    Callback,
+    DeadlineConfig,
+    DistributedSGD,
+    ParameterServerStrategy,
+    RunConfig,
+    StepResult,
+)
 from steepest.cluster.process import Process
 from steepest.cluster.resizing import Range
 from steepest.data.sampler import SamplePlan
@@ -95,8 +103,8 @@ class At(Callback):
 def test_while_training_is_under_way(strategy: str) -> None:
     """It goes on until the new worker is up; every sample of each epoch is in exactly one step."""
     task = Task(optimizer=sgd(lr=0.01), data=samples(600), batch_size=1)
-    settings = RunSettings(keep_log=True)
-    with DistributedSGD(task.creator(), num_workers=1, strategy=strategy, settings=settings) as trainer:
+    run_config = RunConfig(keep_log=True)
+    with DistributedSGD(task.creator(), num_workers=1, strategy=strategy, run_config=run_config) as trainer:
         grown = threading.Event()
 
         def grow(trainer: DistributedSGD) -> None:
@@ -126,7 +134,9 @@ def test_while_training_is_under_way(strategy: str) -> None:
 
 
 def test_what_cannot_be_is_refused_and_training_goes_on() -> None:
-    with DistributedSGD(TASK.creator(), num_workers=2, settings=RunSettings(start_timeout=4.0)) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=2, run_config=RunConfig(deadlines=DeadlineConfig(start=4.0))
+    ) as trainer:
         trainer.step()
         with pytest.raises(ResourcesError, match="50 workers never fit"):
             trainer.resize(workers=50)
@@ -148,7 +158,9 @@ def test_within_bounds_it_uses_what_the_cluster_has(ray_cluster: None) -> None:
     while ray.available_resources().get("CPU", 0.0) != 2.0:  # until earlier jobs have given theirs back
         ray.wait([taken[0].ready()], timeout=1.0)
     try:
-        with DistributedSGD(task.creator(), num_workers=(1, 3), settings=RunSettings(start_timeout=8.0)) as trainer:
+        with DistributedSGD(
+            task.creator(), num_workers=(1, 3), run_config=RunConfig(deadlines=DeadlineConfig(start=8.0))
+        ) as trainer:
             assert trainer.num_workers == 2
             first = pids(trainer)
             trainer.fit(steps=20, progress=False)
@@ -168,8 +180,8 @@ def test_within_bounds_it_uses_what_the_cluster_has(ray_cluster: None) -> None:
 
 def test_without_a_successor_it_goes_on_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Task(optimizer=sgd(lr=0.01), data=samples(600), batch_size=1)
-    settings = RunSettings(start_timeout=5.0)
-    with DistributedSGD(task.creator(), num_workers=3, settings=settings) as trainer:
+    run_config = RunConfig(deadlines=DeadlineConfig(start=5.0))
+    with DistributedSGD(task.creator(), num_workers=3, run_config=run_config) as trainer:
         cluster = trainer._live()
         trainer._training.range = Range(cluster, 1, 3, trainer._state)  # it began with all three
         trainer.fit(steps=20, progress=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from steepest import Callback, Checkpoints, DistributedSGD, ParameterServer, RunSettings
+from steepest import Callback, Checkpoints, DeadlineConfig, DistributedSGD, ParameterServer, RunConfig
 from steepest.cluster.fit_loop import check_callbacks
 from steepest.cluster.placement import check_possible
 from steepest.errors import ConfigurationError, ResourcesError
@@ -84,7 +84,7 @@ def test_callbacks_are_checked(callbacks: Any, named: str) -> None:
         {"num_workers": "2"}, {"devices_per_worker": 0}, {"gpu": "yes"}, {"gpu": None}, {"strategy": "pss"},
         {"strategy": 3}, {"strategy": ParameterServer}, {"accumulate": 0}, {"accumulate": 1.5},
         {"seed": -1}, {"seed": None},
-        {"settings": {"keep_log": True}}, {"settings": RunSettings}, {"checkpoints": "here"},
+        {"run_config": {"keep_log": True}}, {"run_config": RunConfig}, {"checkpoints": "here"},
         {"checkpoints": Checkpoints},
     ],
     ids=str,
@@ -120,8 +120,8 @@ def test_the_parameter_servers_arguments_are_checked_before_anything_starts(wron
 
 
 @pytest.fixture
-def quick(ray_cluster: None) -> Iterator[RunSettings]:
-    yield RunSettings(start_timeout=20.0)
+def quick(ray_cluster: None) -> Iterator[RunConfig]:
+    yield RunConfig(deadlines=DeadlineConfig(start=20.0))
     gc.collect()
 
 
@@ -132,10 +132,10 @@ class Raising(Callback):
 
 @pytest.mark.ray
 def test_a_trainer_that_is_dropped_gives_its_room_to_the_next(
-    quick: RunSettings, caplog: pytest.LogCaptureFixture
+    quick: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Eight of eight CPUs, also after a fit that raised; one warning says what to do."""
-    trainer = DistributedSGD(linear_model_creator(), num_workers=8, settings=quick)
+    trainer = DistributedSGD(linear_model_creator(), num_workers=8, run_config=quick)
     try:
         trainer.fit(steps=2, callbacks=[Raising()], progress=False)
     except KeyError:
@@ -143,7 +143,9 @@ def test_a_trainer_that_is_dropped_gives_its_room_to_the_next(
     else:
         pytest.fail("the callback's error is raised")
     with pytest.raises(ResourcesError) as caught:  # the old one is there until the name is bound to the new one
-        trainer = DistributedSGD(linear_model_creator(), num_workers=8, settings=RunSettings(start_timeout=1.0))
+        trainer = DistributedSGD(
+            linear_model_creator(), num_workers=8, run_config=RunConfig(deadlines=DeadlineConfig(start=1.0))
+        )
     assert 'this process holds a trainer with strategy="ps" (CPU: 8): call shutdown()' in str(caught.value)
     assert "in a notebook before the name is bound to the next one" in str(caught.value)
     del caught
@@ -156,7 +158,7 @@ def test_a_trainer_that_is_dropped_gives_its_room_to_the_next(
         assert alive() is None, "a cycle or a thread keeps it"
     finally:
         gc.enable()
-    with DistributedSGD(linear_model_creator(), num_workers=8, strategy="allreduce", settings=quick) as trainer:
+    with DistributedSGD(linear_model_creator(), num_workers=8, strategy="allreduce", run_config=quick) as trainer:
         trainer.step()
     told = [record for record in caplog.records if "was dropped without shutdown()" in record.getMessage()]
     assert [record.levelno for record in told] == [logging.WARNING]
@@ -164,8 +166,8 @@ def test_a_trainer_that_is_dropped_gives_its_room_to_the_next(
 
 
 @pytest.mark.ray
-def test_one_that_is_shut_down_says_nothing(quick: RunSettings, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = DistributedSGD(linear_model_creator(), settings=quick)
+def test_one_that_is_shut_down_says_nothing(quick: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = DistributedSGD(linear_model_creator(), run_config=quick)
     trainer.shutdown()
     del trainer
     gc.collect()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
-from steepest import AllreduceStrategy, DistributedSGD, LocalStrategy, RunSettings
+from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, LocalStrategy, RunConfig
 from steepest.protocol.coordinator import SCHEDULE_EVERY
 from tests.reference import Task, samples
 
@@ -42,7 +42,7 @@ class Opaque(ExponentialLR):
         super().__init__(optimizer, 0.997)
 
 
-LOGGED = RunSettings(keep_log=True, spares=0)
+LOGGED = RunConfig(failure=FailureConfig(spares=0), keep_log=True)
 
 
 def rates(step: int) -> list[dict[str, float]]:
@@ -78,7 +78,7 @@ def saved(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint_goes_on_with_other_numbers_strategies_and_sizes(saved: Path) -> None:
-    with DistributedSGD(TASK.creator(), num_workers=3, strategy="allreduce", settings=LOGGED) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=3, strategy="allreduce", run_config=LOGGED) as trainer:
         before = counted(trainer)
         trainer.restore(saved)
         trainer.fit(steps=2, progress=False)
@@ -103,7 +103,7 @@ def test_a_checkpoint_goes_on_with_other_numbers_strategies_and_sizes(saved: Pat
 
 def test_a_coordinator_that_dies_has_a_successor_with_a_short_way(saved: Path) -> None:
     config: Any = AllreduceStrategy(replication=2)
-    with DistributedSGD(TASK.creator(), num_workers=3, strategy=config, settings=LOGGED) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=3, strategy=config, run_config=LOGGED) as trainer:
         trainer.restore(saved)
         trainer.fit(steps=2, progress=False)
         before = dict(zip(pids(trainer), counted(trainer), strict=True))
@@ -117,7 +117,7 @@ def test_a_coordinator_that_dies_has_a_successor_with_a_short_way(saved: Path) -
 
 def test_a_schedule_that_cannot_be_carried_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     task = Task(optimizer=grouped, data=samples(23), lr_scheduler=Opaque)
-    with DistributedSGD(task.creator(), num_workers=1, settings=LOGGED) as trainer:
+    with DistributedSGD(task.creator(), num_workers=1, run_config=LOGGED) as trainer:
         trainer.fit(steps=2, progress=False)
         trainer.set_weights(trainer.weights())
         trainer.save(tmp_path / "checkpoint")

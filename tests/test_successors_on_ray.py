@@ -14,7 +14,7 @@ import ray
 import torch
 from torch import nn
 
-from steepest import Callback, DistributedSGD, RunSettings, StepResult
+from steepest import Callback, DistributedSGD, FailureConfig, RunConfig, StepResult
 from steepest.errors import ConfigurationError, PeerLostError
 from steepest.messages.message import worker_peer
 from steepest.testing import InProcessCluster, replay
@@ -66,7 +66,7 @@ def test_a_synchronous_run_ends_as_if_nobody_had_died(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("strategy", ["async", "ssp"])
 def test_an_asynchronous_run_is_explained_by_its_log(strategy: str) -> None:
     with DistributedSGD(
-        TASK.creator(), num_workers=2, strategy=strategy, settings=RunSettings(keep_log=True)
+        TASK.creator(), num_workers=2, strategy=strategy, run_config=RunConfig(keep_log=True)
     ) as trainer:
         victim = pids(trainer)[0]
         trainer.fit(steps=STEPS, callbacks=[Kill(10, [victim])], progress=False)
@@ -106,7 +106,9 @@ def test_successors_take_the_others_buffers_and_the_place_in_the_data() -> None:
 
 
 def test_who_dies_too_often_is_not_replaced_again() -> None:
-    with DistributedSGD(TASK.creator(), num_workers=2, settings=RunSettings(max_failures=1)) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=2, run_config=RunConfig(failure=FailureConfig(max_failures=1))
+    ) as trainer:
         first = pids(trainer)
         os.kill(first[1], signal.SIGKILL)
         trainer.fit(steps=3, progress=False)
@@ -120,13 +122,13 @@ def test_who_dies_too_often_is_not_replaced_again() -> None:
 @pytest.mark.parametrize("wrong", [-1, 1.5, None])
 def test_a_wrong_number_of_failures_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match="max_failures"):
-        RunSettings(max_failures=wrong)
+        RunConfig(failure=FailureConfig(max_failures=wrong))
 
 
 @pytest.mark.parametrize("strategy", ["ps", "async"])
 def test_who_is_silent_is_replaced_by_a_spare_process(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
-    settings = RunSettings(heartbeat=1.0, spares=1, keep_log=True)
-    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(heartbeat=1.0, spares=1), keep_log=True)
+    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config) as trainer:
         trainer.fit(steps=5, progress=False)
         ray.get(trainer._live().successors._spares[0][1])  # it is up
         stopped = pids(trainer)[1]
@@ -147,7 +149,9 @@ def test_who_is_silent_is_replaced_by_a_spare_process(strategy: str, caplog: pyt
 def test_who_stands_still_for_a_moment_is_not_replaced() -> None:
     straight = InProcessCluster(TASK.creator(), num_workers=2)
     straight.step(600)
-    with DistributedSGD(TASK.creator(), num_workers=2, settings=RunSettings(heartbeat=20.0)) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=2, run_config=RunConfig(failure=FailureConfig(heartbeat=20.0))
+    ) as trainer:
         before = pids(trainer)
         wake = threading.Timer(1.0, os.kill, (before[1], signal.SIGCONT))
 
@@ -171,8 +175,8 @@ def test_who_stands_still_for_a_moment_is_not_replaced() -> None:
 def test_a_successor_waits_for_who_stands_still_for_a_moment() -> None:
     straight = InProcessCluster(TASK.creator(), num_workers=3)
     straight.step(200)
-    settings = RunSettings(heartbeat=20.0, patience=math.inf)
-    with DistributedSGD(TASK.creator(), num_workers=3, settings=settings) as trainer:
+    run_config = RunConfig(failure=FailureConfig(heartbeat=20.0, patience=math.inf))
+    with DistributedSGD(TASK.creator(), num_workers=3, run_config=run_config) as trainer:
         before = pids(trainer)
 
         class KillAndStop(Callback):
@@ -188,11 +192,17 @@ def test_a_successor_waits_for_who_stands_still_for_a_moment() -> None:
         assert trainer.stats().replaced == 1
 
 
-@pytest.mark.parametrize("settings", [RunSettings(patience=math.inf), RunSettings(patience=math.inf, spares=1)])
-def test_successors_of_two_who_die_together(settings: RunSettings) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        RunConfig(failure=FailureConfig(patience=math.inf)),
+        RunConfig(failure=FailureConfig(patience=math.inf, spares=1)),
+    ],
+)
+def test_successors_of_two_who_die_together(run_config: RunConfig) -> None:
     straight = InProcessCluster(TASK.creator(), num_workers=3)
     straight.step(200)
-    with DistributedSGD(TASK.creator(), num_workers=3, settings=settings) as trainer:
+    with DistributedSGD(TASK.creator(), num_workers=3, run_config=run_config) as trainer:
         trainer.fit(steps=20, progress=False)
         before = pids(trainer)
 
@@ -210,4 +220,4 @@ def test_successors_of_two_who_die_together(settings: RunSettings) -> None:
 @pytest.mark.parametrize(("name", "wrong"), [("heartbeat", 0), ("heartbeat", "1"), ("spares", -1), ("spares", 0.5)])
 def test_wrong_settings_of_watching_are_refused(name: str, wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match=name):
-        RunSettings(**{name: wrong})
+        FailureConfig(**{name: wrong})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from steepest import AllreduceStrategy, DistributedSGD, LocalStrategy, ParameterServerStrategy, RunSettings, TorchModel
+from steepest import AllreduceStrategy, DistributedSGD, LocalStrategy, ParameterServerStrategy, RunConfig, TorchModel
 from steepest.engine.replicas import mean_states
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, linear_model_creator, replay
@@ -69,7 +69,7 @@ def test_switching_equals_not_switching(workers: int, path: list[Any]) -> None:
 
 def test_asynchronous_and_back() -> None:
     creator = linear_model_creator(samples=48)
-    with DistributedSGD(creator, num_workers=2, settings=RunSettings(keep_log=True)) as trainer:
+    with DistributedSGD(creator, num_workers=2, run_config=RunConfig(keep_log=True)) as trainer:
         trainer.fit(steps=3, progress=False)
         weights = trainer.weights()
         trainer.set_strategy("async")

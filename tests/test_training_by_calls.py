@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 
-from steepest import DistributedSGD, ParameterServerStrategy, RunSettings
+from steepest import DistributedSGD, FailureConfig, ParameterServerStrategy, RunConfig
 from steepest.errors import PeerLostError
 from steepest.messages.message import worker_peer
 from steepest.testing import InProcessCluster, linear_model_creator
@@ -54,8 +54,8 @@ def test_training_is_the_same_as_on_the_wire(workers: int, servers: int, monkeyp
 
 def test_a_dead_worker_is_named() -> None:
     strategy = ParameterServerStrategy(transport="ray", num_servers=1)
-    settings = RunSettings(max_failures=0)
-    with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy, settings=settings) as sgd:
+    run_config = RunConfig(failure=FailureConfig(max_failures=0))
+    with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy, run_config=run_config) as sgd:
         sgd.fit(steps=1, progress=False)
         assert sgd._cluster is not None
         ray.kill(sgd._cluster.actors[worker_peer(1)])

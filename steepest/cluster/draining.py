@@ -11,7 +11,7 @@ from ray._private import state as ray_state  # as Ray Train and Serve ask; there
 from steepest.cluster.diagnostics import never_ran
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
-from steepest.cluster.placement import Room, ask_for_room, worker_bundle
+from steepest.cluster.placement import Room, ask_for_room
 from steepest.engine.job import check_agreement
 from steepest.errors import ResourcesError
 from steepest.messages.message import Peer, worker_peer
@@ -65,10 +65,9 @@ class Move:
         self._room: Room | None = None
         self._started = not self._workers
         left = [when - time.time() for when in nodes.values() if when]
-        self._patience = min([cluster.settings.start_timeout, *(max(seconds, 0.0) / 3 for seconds in left)])
+        self._patience = min([cluster.run_config.deadlines.start, *(max(seconds, 0.0) / 3 for seconds in left)])
         if self._workers:
-            bundle = worker_bundle(cluster.job.devices_per_worker, cluster.gpu, cluster.settings.cpus_per_worker)
-            self._room = ask_for_room(len(self._workers), bundle, {*nodes, *cluster.seats.failing})
+            self._room = ask_for_room(len(self._workers), cluster.bundle, {*nodes, *cluster.seats.failing})
         else:
             self._start()
 
@@ -93,7 +92,7 @@ class Move:
                         f"{len(self._workers)} workers, of which {self._least} at least must stay: add nodes"
                     )
             self._start()
-        up = are_up(self._calls, 0.0, self._began + 5 * self._cluster.settings.start_timeout)
+        up = are_up(self._calls, 0.0, self._began + 5 * self._cluster.run_config.deadlines.start)
         return up and not self._cluster.successors.starting  # who is replaced just now could not let go of its roles
 
     def _start(self) -> None:

@@ -82,13 +82,13 @@ class JobState:
         """Every commit so far, see `DistributedSGD.log`."""
         commits = self._commits()
         if commits is None:
-            raise ConfigurationError("no log was kept: give RunSettings(keep_log=True)")
+            raise ConfigurationError("no log was kept: give RunConfig(keep_log=True)")
         return replace(self.part(commits), earlier=tuple(self._logs))
 
     def _commits(self) -> list[Commit] | None:
         """The coordinator's log, if it keeps one."""
         client = self._cluster.client
-        if not self._cluster.settings.keep_log:
+        if not self._cluster.run_config.keep_log:
             return None
         future = self._cluster.on_router(lambda: read_log(client))
         commits: list[Commit] = self._training.wait(future, "the coordinator's log")

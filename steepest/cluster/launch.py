@@ -32,7 +32,7 @@ from steepest.cluster.placement import Seats, fitting, reserve, spread, worker_b
 from steepest.cluster.process import Place, Process, by_calls, connect, hosts_of, make_transport, ways_of
 from steepest.cluster.remote_functions import name_of
 from steepest.cluster.worker_replacement import Successors
-from steepest.config.run import RunSettings
+from steepest.config.run import RunConfig
 from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
 from steepest.engine.client import Client
@@ -104,12 +104,12 @@ class Cluster:
         gpu: bool,
         strategy: StrategyConfig,
         seed: int,
-        settings: RunSettings,
+        run_config: RunConfig,
         accumulate: int = 1,
     ) -> None:
         self.holder = hold(f'a trainer with strategy="{strategy.name}"')
-        self.settings = settings
-        self._deadline = time.monotonic() + settings.start_timeout * (1 + _UP_FACTOR)
+        self.run_config = run_config
+        self._deadline = time.monotonic() + run_config.deadlines.start * (1 + _UP_FACTOR)
         self.actors: dict[Peer, Any] = {}
         self.watches: dict[Peer, Any] = {}
         self.seats = Seats()
@@ -125,10 +125,10 @@ class Cluster:
         self.successors = Successors(self)
         self.recovery: Recovery | None = None
         try:
-            bundle = worker_bundle(devices_per_worker, gpu, settings.cpus_per_worker)
+            bundle = self.bundle = worker_bundle(devices_per_worker, gpu, run_config.resources.cpus_per_worker)
             least, most = bounds
             num_workers = least if least == most else max(least, min(most, fitting(bundle)))
-            self.seats.add(reserve(num_workers, bundle, settings.start_timeout, lambda: who_else(self.holder)))
+            self.seats.add(reserve(num_workers, bundle, run_config.deadlines.start, lambda: who_else(self.holder)))
             self.holder.workers, self.holder.bundle = num_workers, bundle
             check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.seats.nodes())
             self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed, accumulate)
@@ -194,9 +194,9 @@ class Cluster:
         self.places = dict(zip(self.actors, places, strict=True))
         alike = by_calls(config) or len(workers) == 1
         self.job = Job(
-            description, config, len(workers), self._devices, num_servers, self._seed, self.settings.step_timeout,
-            self.settings.keep_log, None if alike else hosts_of(self.places, num_servers, config),
-            self._accumulate, self._schedule_offset, self.settings.max_failures > 0,
+            description, config, len(workers), self._devices, num_servers, self._seed, self.run_config.deadlines.step,
+            self.run_config.keep_log, None if alike else hosts_of(self.places, num_servers, config),
+            self._accumulate, self._schedule_offset, self.run_config.failure.max_failures > 0,
         )  # fmt: skip
         self.plan = (self.job.plan(), self._seed)
         self.holder.what, self.holder.workers = f'a trainer with strategy="{config.name}"', len(workers)
@@ -280,7 +280,7 @@ class Cluster:
 
     def start_worker(self, index: int, seat: int | None = None) -> Any:
         """Starts the process of a worker, in its own place unless another one is given."""
-        cpus, gpus = self.settings.cpus_per_worker, self._devices if self.gpu else 0
+        cpus, gpus = self.run_config.resources.cpus_per_worker, self._devices if self.gpu else 0
         beside = index if seat is None else self.seats.order.index(seat)
         return self.start_process(str(worker_peer(index)), beside, cpus, gpus, 1, cpus)
 
@@ -294,7 +294,7 @@ class Cluster:
             max_task_retries=0,
             scheduling_strategy=self.seats.strategy(beside),
         )
-        return made.remote(f"steepest {name}", self._token, threads, self.settings.keep_memory)
+        return made.remote(f"steepest {name}", self._token, threads, self.run_config.resources.keep_memory)
 
     def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any, held: Holdings | None) -> None:
         """Opens every process and connects them; each channel is opened from the side of fewer servers."""
@@ -306,7 +306,7 @@ class Cluster:
             [actor.open.remote(job, numbers, initial) for actor, numbers in zip(hosting, dealt, strict=not in_driver)],
             "open the servers",
         )
-        timeout = self.settings.start_timeout
+        timeout = self.run_config.deadlines.start
         others = [w for w in workers if w not in hosting]
         opening = [w.open.remote(job, [], initial, self.lives[i]) for i, w in enumerate(others)]
         opened += self.get(opening, "open the workers")
@@ -345,7 +345,7 @@ class Cluster:
 
     def extend_deadline(self) -> None:
         """Processes may take their time to start from now on."""
-        self._deadline = time.monotonic() + self.settings.start_timeout * (1 + _UP_FACTOR)
+        self._deadline = time.monotonic() + self.run_config.deadlines.start * (1 + _UP_FACTOR)
 
     def get(self, refs: list[Any], what: str, *peers: Peer) -> list[Any]:
         """Waits for calls (to these peers, if they are given) within the starting deadline.
@@ -362,7 +362,7 @@ class Cluster:
             names = ", ".join(str(peers[refs.index(ref)]) for ref in waiting) if peers else str(len(waiting))
             raise DeadlineError(
                 f"{names} of {len(refs)} processes did not {what} within "
-                f"{self.settings.start_timeout * (1 + _UP_FACTOR):g} s: raise RunSettings(start_timeout=...)"
+                f"{self.run_config.deadlines.start * (1 + _UP_FACTOR):g} s: raise DeadlineConfig(start=...)"
             ) from None
         except ray.exceptions.RayTaskError as error:
             who = next((str(peer) for ref, peer in zip(refs, peers, strict=False) if has_raised(ref)), "a process")
@@ -379,12 +379,12 @@ class Cluster:
     def on_router(self, function: Callable[[], Any]) -> Any:
         """Runs a function on the thread that owns the client."""
         try:
-            return self._router.call(function).result(self.settings.step_timeout)
+            return self._router.call(function).result(self.run_config.deadlines.step)
         except ShutdownError:
             self.raise_if_dead()  # the better explanation
             raise
         except FutureTimeoutError:
-            raise DeadlineError(f"the driver's router was busy for {self.settings.step_timeout:g} s") from None
+            raise DeadlineError(f"the driver's router was busy for {self.run_config.deadlines.step:g} s") from None
 
     def call_workers(
         self,
@@ -418,10 +418,10 @@ class Cluster:
         except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
             raise_unsendable(f"the function {name_of(function)}", error)
         waiting, results = dict(zip(refs, chosen, strict=True)), {}
-        deadline = time.monotonic() + self.settings.call_timeout
+        deadline = time.monotonic() + self.run_config.deadlines.call
         try:
             while waiting:
-                done, _ = ray.wait(list(waiting), timeout=min(_LOOK_SECONDS, self.settings.call_timeout))
+                done, _ = ray.wait(list(waiting), timeout=min(_LOOK_SECONDS, self.run_config.deadlines.call))
                 for ref in done:  # raises what it raised, without waiting for the others
                     results[waiting[ref]] = self._result(ref, waiting[ref], what)
                     del waiting[ref]
@@ -430,7 +430,8 @@ class Cluster:
                     if time.monotonic() > deadline:
                         silent = ", ".join(str(worker_peer(i)) for i in waiting.values())
                         raise DeadlineError(
-                            f"{silent} did not answer within {self.settings.call_timeout:g} s at version {position[1]}"
+                            f"{silent} did not answer within {self.run_config.deadlines.call:g} s "
+                            f"at version {position[1]}"
                         )
         finally:
             for i in waiting.values():
@@ -469,7 +470,7 @@ class Cluster:
         """
         workers = [actor for peer, actor in sorted(self.actors.items()) if peer.role == "worker"]
         refs = [actor.call.remote((0, -1), 0, function, *arguments) for actor in workers]
-        ray.wait(refs, num_returns=len(refs), timeout=self.settings.call_timeout)
+        ray.wait(refs, num_returns=len(refs), timeout=self.run_config.deadlines.call)
         return [ray.get(ref) for ref in refs if has_answered(ref)]
 
     def counters(self) -> dict[Peer, dict[str, int]]:

@@ -53,7 +53,7 @@ class Recovery:
 
     def remember(self) -> None:
         """Takes a copy of weights and optimizer state, if one is due, without waiting for it."""
-        every, client = self._cluster.settings.snapshot_every, self._cluster.client
+        every, client = self._cluster.run_config.failure.snapshot_every, self._cluster.client
         if every is None or isinstance(self._cluster.job.config, SimpleStrategy):
             return
         if self._taking is not None:
@@ -76,7 +76,7 @@ class Recovery:
         job = cluster.job
         kept = job.replication > 1 or self._taken is not None
         only_works = process.role == "worker" and not job.servers_in_workers
-        return cluster.settings.max_failures > 0 and (kept or only_works)
+        return cluster.run_config.failure.max_failures > 0 and (kept or only_works)
 
     def look(self) -> None:
         """Recovers if a process has died that only this can replace."""
@@ -148,10 +148,10 @@ class Recovery:
     def _find_dead(self, suspect: Peer, why: str) -> dict[Peer, str]:
         """Everybody who is gone, or gives no sign of life, and why."""
         cluster = self._cluster
-        ray.wait([cluster.watches[suspect]], timeout=min(cluster.settings.heartbeat, _NOTICE_SECONDS))
+        ray.wait([cluster.watches[suspect]], timeout=min(cluster.run_config.failure.heartbeat, _NOTICE_SECONDS))
         dead = {peer: cause for peer in cluster.watches if (cause := cluster.deaths.cause(peer)) is not None}
         asked = {peer: actor.alive.remote() for peer, actor in cluster.actors.items() if peer not in dead}
-        wait = max(cluster.settings.heartbeat, _NOTICE_SECONDS)
+        wait = max(cluster.run_config.failure.heartbeat, _NOTICE_SECONDS)
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait)
         for peer, ref in asked.items():
             if not has_answered(ref):
@@ -162,13 +162,13 @@ class Recovery:
 
     def _count(self, dead: dict[Peer, str]) -> list[int]:
         """Counts deaths; returns the places of workers that died too often and that the others can do without."""
-        cluster, allowed = self._cluster, self._cluster.settings.max_failures
+        cluster, allowed = self._cluster, self._cluster.run_config.failure.max_failures
         left_out = []
         for peer, cause in dead.items():
             seat = cluster.seats.order[peer.index] if peer.role == "worker" else -1 - peer.index
             if cluster.successors.count_failure(peer, seat, cause) > allowed:
                 if not self._can_go_on(dead):
-                    often = f"it was replaced {allowed} times, RunSettings(max_failures={allowed}) allows no more"
+                    often = f"it was replaced {allowed} times, FailureConfig(max_failures={allowed}) allows no more"
                     cluster.raise_lost(peer, f"{cause} ({often})")
                 left_out.append(seat)
         return left_out
@@ -239,7 +239,7 @@ class Recovery:
         successors.give_up_on([index for index in starting if worker_peer(index) in dead])
         moved = {worker_peer(index) for index in successors.moved}
         spares = {peer: successors.spare(cluster.places[peer].node) for peer in dead if peer not in moved}
-        waits = cluster.settings.patience > 0 or None not in spares.values()
+        waits = cluster.run_config.failure.patience > 0 or None not in spares.values()
         if fewer or (not waits and not moved and self._can_go_on(dead)):
             successors.follow({peer.index: (cause, spares.get(peer)) for peer, cause in dead.items()})
             return None
@@ -252,7 +252,7 @@ class Recovery:
                 continue
             start = cluster.start_worker if peer.role == "worker" else cluster.start_server
             added[peer] = spares[peer] or start(peer.index)
-        deadline = time.monotonic() + cluster.settings.start_timeout * 5
+        deadline = time.monotonic() + cluster.run_config.deadlines.start * 5
         for peer in added:
             while time.monotonic() < deadline:
                 placed = added[peer].place.remote()

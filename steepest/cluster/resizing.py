@@ -14,7 +14,7 @@ from steepest.cluster.diagnostics import has_answered, never_ran
 from steepest.cluster.draining import Move, are_up, draining
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
-from steepest.cluster.placement import Room, ask_for_room, check_possible, fitting, may_grow, worker_bundle
+from steepest.cluster.placement import Room, ask_for_room, check_possible, fitting, may_grow
 from steepest.cluster.process import by_calls
 from steepest.cluster.worker_replacement import Start
 from steepest.config.strategies import StrategyConfig
@@ -64,9 +64,8 @@ class Resize:
         self._waiting: list[Any] = []  # calls that end when the workers are up, and the servers
         self._opening: list[Any] = []
         if (missing := workers - cluster.job.num_workers - len(self._seats)) > 0:
-            bundle = worker_bundle(cluster.job.devices_per_worker, cluster.gpu, cluster.settings.cpus_per_worker)
-            check_possible(workers, bundle, ray.nodes(), may_grow())
-            self._room = ask_for_room(missing, bundle, cluster.seats.failing)
+            check_possible(workers, cluster.bundle, ray.nodes(), may_grow())
+            self._room = ask_for_room(missing, cluster.bundle, cluster.seats.failing)
             self._waiting = [self._room.group.ready()]
         else:
             self._start()
@@ -94,13 +93,13 @@ class Resize:
             ResourcesError: there has been no room for them for `start_timeout` seconds, or they did not come up.
             Whatever building a model raises. The job goes on as it was, after `cancel`.
         """
-        settings = self._cluster.settings
+        limit = self._cluster.run_config.deadlines.start
         if self._room is not None and not self._added:
-            done, _ = ray.wait(self._waiting, timeout=min(timeout, settings.start_timeout))
+            done, _ = ray.wait(self._waiting, timeout=min(timeout, limit))
             if not done:
-                if time.monotonic() - self._began >= settings.start_timeout:
+                if time.monotonic() - self._began >= limit:
                     raise ResourcesError(
-                        f"the cluster has had no room for {self.workers} workers for {settings.start_timeout:g} s: it "
+                        f"the cluster has had no room for {self.workers} workers for {limit:g} s: it "
                         f"goes on with {self._cluster.job.num_workers}; stop what holds the rest, or add nodes"
                     )
                 return False
@@ -110,11 +109,11 @@ class Resize:
             self._seats += self._cluster.seats.order[before:]
             self._room = None
             self._start()
-        return are_up([*self._waiting, *self._opening], timeout, self._began + 5 * settings.start_timeout)
+        return are_up([*self._waiting, *self._opening], timeout, self._began + 5 * limit)
 
     def wait(self) -> None:
         """Returns when it is ready."""
-        limit = self._cluster.settings.start_timeout * 5
+        limit = self._cluster.run_config.deadlines.start * 5
         while not self.ready(_LOOK_SECONDS) and time.monotonic() - self._began < limit:
             pass  # whoever is late then is named by `apply`
 
@@ -291,7 +290,7 @@ class Range:
     def loss(self) -> Without | None:
         """Whether it is time to go on without those that are gone; to be asked often."""
         cluster, now = self._cluster, time.monotonic()
-        successors, settings = cluster.successors, cluster.settings
+        successors, run_config = cluster.successors, cluster.run_config
         workers = cluster.job.num_workers
         self._tell_who_is_awaited(now)
         left = workers - len(successors.starting) - len(successors.left_out)
@@ -301,7 +300,10 @@ class Range:
             return Without(cluster, self._state)
         cold = [now - start.began for start in successors.starting.values() if not start.spare]
         held_up = cluster.job.strategy.rule.needs(workers) == workers and left > 1
-        patience = min(settings.patience if held_up else math.inf, math.inf if self._exact else settings.start_timeout)
+        patience = min(
+            run_config.failure.patience if held_up else math.inf,
+            math.inf if self._exact else run_config.deadlines.start,
+        )
         return Without(cluster, self._state) if cold and max(cold) >= patience else None
 
     def _tell_who_is_awaited(self, now: float) -> None:
@@ -343,9 +345,8 @@ class Range:
         if now - self._looked < self._pause or len(cluster.seats.retired) > self._most:
             return None
         self._looked = now
-        bundle = worker_bundle(cluster.job.devices_per_worker, cluster.gpu, cluster.settings.cpus_per_worker)
         seats = len(cluster.seats.order) - len(successors.returning) - workers
-        more = min(self._most - workers - len(successors.returning), fitting(bundle) + max(seats, 0))
+        more = min(self._most - workers - len(successors.returning), fitting(cluster.bundle) + max(seats, 0))
         if more < 1:
             return None
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)  # what is free may be in pieces: then it asks more rarely

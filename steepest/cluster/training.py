@@ -198,7 +198,7 @@ class Training:
 
     def _complete(self) -> None:
         """What is lost of copies is there again before anybody trains no more; it was done without meanwhile."""
-        recovery, deadline = self.cluster.recovery, time.monotonic() + 5 * self.cluster.settings.start_timeout
+        recovery, deadline = self.cluster.recovery, time.monotonic() + 5 * self.cluster.run_config.deadlines.start
         while recovery is not None and recovery.missing() is not None and time.monotonic() < deadline:
             if self._is_change_ready():
                 self._make_change()

@@ -89,8 +89,8 @@ class Successors:
 
     def prepare(self, trained: float) -> None:
         """Starts spare processes, if some are wanted by now."""
-        settings = self._cluster.settings
-        wanted = settings.spares
+        run_config = self._cluster.run_config
+        wanted = run_config.failure.spares
         if wanted is None:
             wanted = 1 if trained >= _SPARE_AFTER_SECONDS else 0
         recovery = self._cluster.recovery
@@ -98,13 +98,13 @@ class Successors:
         if not replaced or self._cluster.gpu:
             return  # a GPU is Ray's to give, when it is needed
         for number in range(len(self._spares), wanted):
-            actor = self._cluster.start_process("spare", number, 0, 0, 1, settings.cpus_per_worker)
+            actor = self._cluster.start_process("spare", number, 0, 0, 1, run_config.resources.cpus_per_worker)
             actor.prepare.remote(self._cluster.creator)
             self._spares.append((actor, actor.place.remote()))
 
     def prepare_if_wanted(self) -> None:
         """After a death there is a spare process unless none is wanted."""
-        self.prepare(_SPARE_AFTER_SECONDS if self._cluster.settings.spares is None else 0.0)
+        self.prepare(_SPARE_AFTER_SECONDS if self._cluster.run_config.failure.spares is None else 0.0)
 
     def spare(self, node: str) -> Any | None:
         """A spare process on a node that is up, if there is one."""
@@ -151,7 +151,7 @@ class Successors:
         """
         self.prepare(trained)
         cluster, now = self._cluster, time.monotonic()
-        limit = cluster.settings.heartbeat
+        limit = cluster.run_config.failure.heartbeat
         recovery, replaced = cluster.recovery, cluster.job.workers_are_replaced
         watched = [
             peer
@@ -215,7 +215,7 @@ class Successors:
         asked = {
             peer.index: actor.alive.remote() for peer, actor in self._cluster.actors.items() if peer.role == "worker"
         }
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=self._cluster.settings.heartbeat)
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=self._cluster.run_config.failure.heartbeat)
         self.mend(wait=False)
         gone = {index: start.cause for index, start in self.starting.items()} | self.left_out
         if self._cluster.job.num_workers - len(gone) < self.least:
@@ -278,10 +278,10 @@ class Successors:
     def _begin(self, index: int, cause: str, *, wait: bool) -> None:
         """Another process starts, to take the place of a worker that is dead."""
         cluster, peer, seat = self._cluster, worker_peer(index), self._cluster.seats.order[index]
-        allowed = cluster.settings.max_failures
+        allowed = cluster.run_config.failure.max_failures
         self._pings.pop(peer, None)
         if self.count_failure(peer, seat, cause) > allowed:
-            cause += f" (it had {allowed} successors, RunSettings(max_failures={allowed}) gives it no more)"
+            cause += f" (it had {allowed} successors, FailureConfig(max_failures={allowed}) gives it no more)"
             if wait or cluster.job.num_workers - len(self.starting) - len(self.left_out) <= self.least:
                 cluster.raise_lost(peer, cause)
             self.left_out[index] = cause
@@ -301,7 +301,7 @@ class Successors:
         cluster, now = self._cluster, time.monotonic()
         for index, (cause, spare) in sorted(dead.items()):
             seat = cluster.seats.order[index]
-            if self._failures[seat] <= cluster.settings.max_failures:
+            if self._failures[seat] <= cluster.run_config.failure.max_failures:
                 actor = spare or cluster.start_worker(index)
                 self.returning.append(self._start(index, seat, cause, actor, now))
 
@@ -329,7 +329,7 @@ class Successors:
         return self._start(start.index, start.seat, start.cause, actor, start.began)
 
     def _again(self, index: int, start: Start) -> bool:
-        late = time.monotonic() - start.began > self._cluster.settings.start_timeout * 5
+        late = time.monotonic() - start.began > self._cluster.run_config.deadlines.start * 5
         if late or (other := self.again(start)) is None:
             return False
         self.starting[index] = other
@@ -338,7 +338,7 @@ class Successors:
     def _wait_for(self, index: int, start: Start) -> Start:
         """Returns when it is up, or the one that was started after it."""
         while True:
-            left = start.began + self._cluster.settings.start_timeout * 5 - time.monotonic()
+            left = start.began + self._cluster.run_config.deadlines.start * 5 - time.monotonic()
             ray.wait(start.building, num_returns=2, timeout=max(left, 0.1))
             if not self._again(index, start):
                 return start
@@ -351,7 +351,7 @@ class Successors:
     def _join(self, index: int, start: Start) -> None:
         """The process that starts in the place of a worker takes part; if it dies in doing so, it has a successor."""
         cluster, peer, actor, cause = self._cluster, worker_peer(index), start.actor, start.cause
-        job, settings = cluster.job, cluster.settings
+        job, run_config = cluster.job, cluster.run_config
         cluster.extend_deadline()
         cluster.lives[index] += 1
         old, life, before = cluster.places[peer], cluster.lives[index], cluster.actors[peer]
@@ -370,7 +370,7 @@ class Successors:
             cluster.get([actor.bind.remote(cluster.stored_job, cluster.gpu)], "bind the model again")
             (address,) = cluster.get([actor.open.remote(cluster.stored_job, [], None, life)], "open a worker again")
             cluster.get([actor.take_state.remote(*cluster.plan, mean)], "take the others' state")
-            cluster.get([actor.connect.remote(cluster.ends, settings.start_timeout)], "connect a worker again")
+            cluster.get([actor.connect.remote(cluster.ends, run_config.deadlines.start)], "connect a worker again")
         except BaseException:
             del self.starting[index]
             ray.kill(actor, no_restart=True)

@@ -1,58 +1,42 @@
-"""How processes are run: frozen, validated when made; the only reader of environment variables."""
+"""How a job is run: frozen groups of settings, validated when made; the only reader of environment variables."""
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from steepest.config.validation import require_choice, require_count, require_seconds
+from steepest.config.validation import require_choice, require_count, require_instance, require_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """How processes are run; the defaults suit most.
+class FailureConfig:
+    """What happens when a process dies or falls silent.
 
     Attributes:
-        cpus_per_worker: CPUs reserved for each worker, and torch threads in it.
-        start_timeout: seconds within which the cluster must place all processes and these must be up.
-        step_timeout: seconds after which a step that does not commit is given up with an error.
-        call_timeout: seconds after which `evaluate`, `warmup` and the `foreach_` functions are.
-        keep_log: have the coordinator remember every commit, for `DistributedSGD.log` and
-            `steepest.testing.replay`; about 200 bytes for each push.
-        keep_memory: have workers keep the memory that a step frees for the next one instead of giving it back to the
-            kernel (where the C library is glibc), which makes large models on the CPU up to twice as fast; a worker
-            then stays as large as its largest step was.
-
-        max_failures: how often each process may die and be replaced; a worker that dies more often is left out, if
-            enough are left. Workers can be replaced where the weights are not theirs, processes that hold weights where
-            there are copies, see `snapshot_every`. One whose own code fails again, with no version committed since the
-            one before it failed, is not replaced. 0 ends the step with an error instead.
-        heartbeat: seconds after which a worker that gives no sign of life is killed and replaced, where it can be. A
-            process gives one whenever Python code may run in it; a long step without it is no silence.
-        spares: idle processes that are kept ready to take a dead worker's place, which takes them some tenths of a
-            second instead of the seconds that Python and torch need to start; each holds a few hundred MB. By default
-            one, as soon as the job has trained for 20 seconds. With GPUs there are none.
+        max_failures: deaths of each process that are answered by replacing it. A worker that dies more often is left
+            out, if enough workers remain. A worker can be replaced where servers hold the weights; a process that holds
+            weights, where there are copies of them (see `snapshot_every`). A worker whose own code raises twice with no
+            version committed in between is not replaced. 0 ends the step with an error instead.
+        heartbeat: seconds without a sign of life after which a worker is killed and replaced, where it can be. A
+            process gives signs of life whenever Python code can run in it; a long step is not silence.
+        spares: idle processes kept ready to take a dead worker's place, which then takes tenths of a second instead of
+            the seconds that Python and torch need to start; each holds a few hundred MB. None for one, started when the
+            job has trained for 20 seconds; with GPUs there are none.
         snapshot_every: updates after which the driver copies weights and optimizer state into its memory, while
-            training goes on. When a process dies that held what nobody else has, all go on from the last copy, and a
-            message says how many updates are lost. None for no copies: then it is an error. With `replication` of a
-            strategy nothing is lost.
-        patience: seconds that the others wait in a step to which all contribute, when a worker has died and no spare
-            process is ready, before they go on without it until its successor is there (but for a single one, which
-            waits); infinity for a run in which every step has all workers, and the bits of one in which nobody died.
-            With any, servers wait for another one in place of one that died, instead of doing without it meanwhile.
+            training goes on. When a process dies that held the only copy of something, training continues from the
+            last snapshot, and a message says how many updates are lost. With None that death is an error. A strategy's
+            `replication` loses nothing.
+        patience: seconds that a step to which all workers contribute waits for a dead worker's successor, when no
+            spare process is ready, before the other workers continue without it until the successor is there. A single
+            worker is always waited for. `math.inf` keeps all workers in every step, and gives the bits of a run in
+            which no process died. With any other value than 0, servers wait for a dead server's successor too.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value is out of range.
     """
 
-    cpus_per_worker: int = 1
-    start_timeout: float = 30.0
-    step_timeout: float = 300.0
-    call_timeout: float = 3600.0
-    keep_log: bool = False
-    keep_memory: bool = True
     max_failures: int = 3
     heartbeat: float = 3.0
     spares: int | None = None
@@ -60,25 +44,97 @@ class RunSettings:
     patience: float = 0.0
 
     def __post_init__(self) -> None:
-        require_count("cpus_per_worker", self.cpus_per_worker)
-        for name in ("start_timeout", "step_timeout", "call_timeout", "heartbeat"):
-            require_seconds(name, getattr(self, name))
+        require_count("max_failures", self.max_failures, 0)
+        require_seconds("heartbeat", self.heartbeat)
         if self.patience not in (0, math.inf):
             require_seconds("patience", self.patience)
-        require_choice("keep_log", self.keep_log, (False, True))
-        require_choice("keep_memory", self.keep_memory, (False, True))
-        require_count("max_failures", self.max_failures, 0)
         for name, lowest in (("spares", 0), ("snapshot_every", 1)):
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name), lowest)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeadlineConfig:
+    """The longest waits, in seconds; each ends with an error that names the processes waited for.
+
+    Attributes:
+        start: until the cluster has placed all processes. Importing, building the model and connecting may take four
+            times as long again.
+        step: until a step is committed.
+        call: until `evaluate`, `warmup` and the `foreach_` functions have their answers.
+
+    Raises:
+        ConfigurationError: a value is not a positive number, or over thirty years.
+    """
+
+    start: float = 30.0
+    step: float = 300.0
+    call: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            require_seconds(f"DeadlineConfig {each.name}", getattr(self, each.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceConfig:
+    """What a worker process takes of its node.
+
+    Attributes:
+        cpus_per_worker: CPUs that Ray reserves for each worker, and torch threads in it.
+        keep_memory: whether a worker keeps the memory that a step frees for the next step instead of returning it to
+            the kernel (where the C library is glibc). Large models on the CPU train up to twice as fast; a worker stays
+            as large as its largest step was.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    cpus_per_worker: int = 1
+    keep_memory: bool = True
+
+    def __post_init__(self) -> None:
+        require_count("cpus_per_worker", self.cpus_per_worker)
+        require_choice("keep_memory", self.keep_memory, (False, True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How a job is run, apart from what it computes; the defaults suit most jobs.
+
+    Attributes:
+        failure: what happens when a process dies.
+        deadlines: the longest waits.
+        resources: what a worker process takes of its node.
+        keep_log: whether the coordinator remembers every commit, for `DistributedSGD.log` and
+            `steepest.testing.replay`; about 200 bytes for each push.
+
+    Raises:
+        ConfigurationError: a value is of another type.
+
+    Example:
+        >>> RunConfig(failure=FailureConfig(spares=1), deadlines=DeadlineConfig(step=60)).deadlines.step
+        60
+    """
+
+    failure: FailureConfig = field(default_factory=FailureConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    resources: ResourceConfig = field(default_factory=ResourceConfig)
+    keep_log: bool = False
+
+    def __post_init__(self) -> None:
+        require_instance("failure", self.failure, FailureConfig)
+        require_instance("deadlines", self.deadlines, DeadlineConfig)
+        require_instance("resources", self.resources, ResourceConfig)
+        require_choice("keep_log", self.keep_log, (False, True))
+
+
 def cluster_address() -> str | None:
-    """The running Ray cluster named by RAY_ADDRESS, or None when it is not set."""
+    """Return the address of the running Ray cluster that RAY_ADDRESS names, or None when it is not set."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def data_directory() -> Path | None:
-    """The folder of data sets named by STEEPEST_DATA, or None when it is not set."""
+    """Return the folder of data sets that STEEPEST_DATA names, or None when it is not set."""
     named = os.environ.get("STEEPEST_DATA")
     return Path(named) if named else None

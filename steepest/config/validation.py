@@ -1,4 +1,4 @@
-"""What users give, checked: counts, seconds, ranges, choices."""
+"""Checks of arguments: counts, seconds, ranges, choices, classes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LONGEST_SECONDS = 1e9  # thirty years; the system refuses to wait much longer
 
 
 def require_count(name: str, value: object, least: int = 1) -> int:
-    """An integer (NumPy's too) of at least `least`.
+    """Return an integer (NumPy's too) of at least `least` as an int.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: `value` is no such integer; the message begins with `name`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ConfigurationError(f"{name}={value!r}: give an integer of at least {least}")
@@ -22,10 +22,10 @@ def require_count(name: str, value: object, least: int = 1) -> int:
 
 
 def require_seconds(name: str, value: object) -> float:
-    """A positive number that can be waited for.
+    """Return a positive number of seconds, short enough for the system to wait for, as a float.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: `value` is no such number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LONGEST_SECONDS:
         raise ConfigurationError(
@@ -35,10 +35,10 @@ def require_seconds(name: str, value: object) -> float:
 
 
 def require_range(name: str, value: object) -> tuple[int, int]:
-    """Bounds: (min, max), or one number for both.
+    """Return the bounds of a count, (min, max); a single count is both.
 
     Raises:
-        ConfigurationError: they are not counts from 1 on, or the wrong way round.
+        ConfigurationError: a bound is no count from 1 on, or the minimum is above the maximum.
     """
     if not isinstance(value, tuple):
         return require_count(name, value), require_count(name, value)
@@ -48,7 +48,7 @@ def require_range(name: str, value: object) -> tuple[int, int]:
 
 
 def require_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """One of a few values.
+    """Check that a value is one of those allowed.
 
     Raises:
         ConfigurationError: it is not.
@@ -57,6 +57,16 @@ def require_choice(name: str, value: object, allowed: tuple[object, ...]) -> Non
         raise ConfigurationError(f"{name}={value!r}: give one of {', '.join(map(repr, allowed))}")
 
 
+def require_instance(name: str, value: object, kind: type) -> None:
+    """Check that a value is an instance of one of steepest's public classes.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"{name}={value!r:.80}: give a steepest.{kind.__name__}(...)")
+
+
 def is_finite_number(value: object) -> bool:
-    """Whether it is finite; an int may be too large for a float."""
+    """Return whether a value is a number that a float can hold; an int may be too large for one."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

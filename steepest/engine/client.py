@@ -315,7 +315,7 @@ def read_log(client: Client) -> Future[list[Commit]]:
             return
         entries = page.result()["log"]
         if entries is None:
-            everything.set_exception(ConfigurationError("no log was kept: give RunSettings(keep_log=True)"))
+            everything.set_exception(ConfigurationError("no log was kept: give RunConfig(keep_log=True)"))
             return
         commits.extend(Commit.from_entry(entry) for entry in entries)
         if len(commits) < page.result()["length"]:

@@ -31,7 +31,7 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     the order in which numbers are added up; the caller's are set again at the end.
 
     Args:
-        log: from `DistributedSGD.log()`, with ``RunSettings(keep_log=True)``.
+        log: from `DistributedSGD.log()`, with ``RunConfig(keep_log=True)``.
         model_creator: as the run had it.
 
     Raises:
