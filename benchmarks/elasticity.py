@@ -94,7 +94,7 @@ class Join(Callback):
     def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
         self.heard.append((trainer.num_workers, time.monotonic()))
         if result.step == self._step:
-            trainer.resize(workers=trainer.num_workers + 1)
+            trainer.resize(num_workers=trainer.num_workers + 1)
 
 
 def join(strategy: str, workers: int, seconds: float = bodies.STEP_SECONDS) -> float:
@@ -250,8 +250,8 @@ def death_seconds(strategy: StrategyConfig, spares: int, creator: Any = None) ->
 def resizes(workers: int) -> dict[str, Callable[[], Any]]:
     copies = AllreduceStrategy(replication=2)
     return {
-        f"{workers} to {workers + 1} workers": functools.partial(resize_seconds, workers, {"workers": workers + 1}),
-        "1 to 2 servers": functools.partial(resize_seconds, workers, {"servers": 2}),
+        f"{workers} to {workers + 1} workers": functools.partial(resize_seconds, workers, {"num_workers": workers + 1}),
+        "1 to 2 servers": functools.partial(resize_seconds, workers, {"num_servers": 2}),
         "of 3, ps": functools.partial(death_seconds, ParameterServerStrategy(num_servers=1), 0),
         "of 3, allreduce, copies": functools.partial(death_seconds, copies, 0),
         "the same, a spare": functools.partial(death_seconds, copies, 1),

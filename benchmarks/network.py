@@ -100,7 +100,8 @@ def measure(hosts: int, each: int, mbit: int, rounds: int, contenders: Sequence[
                 teams[name] = ddp_team(spaces, each, 29520 + number, wire)
             else:
                 meeting = stack.enter_context(tempfile.TemporaryDirectory())
-                teams[name] = job_team(spaces, WORKLOAD.name, kind, meeting, workers=each, wire_dtype=wire or None)
+                packed = {} if not wire else {"wire_dtype" if wire == "fp16" else "compression": wire}
+                teams[name] = job_team(spaces, WORKLOAD.name, kind, meeting, workers=each, **packed)
         for team in teams.values():
             stack.enter_context(team)
             team.turn(4)

@@ -143,7 +143,7 @@ class OurSharded(Ours):
         self._work = work
 
     def make(self, server: Callable[..., Any]) -> Any:
-        return server(doubles(), num_shards=SHARDS)
+        return server(doubles(), num_servers=SHARDS)
 
     def run(self, steps: int) -> float:
         begin = time.perf_counter()
@@ -179,7 +179,7 @@ class OurAsync(Steepest):
 
 class OurSmall(Ours):
     def make(self, server: Callable[..., Any]) -> Any:
-        return server(small(), num_shards=1)
+        return server(small(), num_servers=1)
 
     def run(self, steps: int) -> float:
         update = np.ones_like(small())

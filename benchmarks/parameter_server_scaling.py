@@ -139,7 +139,7 @@ def report_scaling(rounds: int) -> None:
 
 def scaling_line(make: Callable[..., Any], workers: int, servers: int, rounds: int) -> str:
     others = actors()  # Ray's agents look like actors
-    server = make(np.zeros(VECTOR_BYTES // 4, dtype=np.float32), num_shards=servers)
+    server = make(np.zeros(VECTOR_BYTES // 4, dtype=np.float32), num_servers=servers)
     pushers = []
     try:
         pushers = [Pusher.remote(server) for _ in range(workers)]

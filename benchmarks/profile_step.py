@@ -42,7 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--servers", type=positive, default=1, help="on each host, with ps")
     parser.add_argument("--hosts", type=positive, default=1)
     parser.add_argument("--mbit", type=positive, help="of each host's link; no limit by default")
-    parser.add_argument("--wire-dtype", choices=("fp16", "bf16", "int8", "topk", "powersgd"))
+    parser.add_argument("--wire-dtype", choices=("fp16", "bf16"))
+    parser.add_argument("--compression", choices=("int8", "topk", "powersgd"))
     parser.add_argument("--steps", type=positive, default=20)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -57,6 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
             workers=options.workers,
             servers=options.servers,
             wire_dtype=options.wire_dtype,
+            compression=options.compression,
             profile=found,
         )
         stack.enter_context(team)
@@ -72,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name:12}" + "".join(f"{1e3 * spent.get(part, 0.0) / options.steps:9.1f}" for part in parts))
     print(f"floor: computing alone {1e3 * alone(options.workload):.1f} ms", end="")
     if options.mbit and options.hosts > 1:
-        width = 2 if options.wire_dtype in ("fp16", "bf16") else 4
+        width = 2 if options.wire_dtype else 4
         share = 2 * (options.hosts - 1) / options.hosts * width * ALL[options.workload].parameters()
         print(f", least bytes over bandwidth {8e3 * share / (options.mbit * 1e6):.1f} ms", end="")
     print()

@@ -54,6 +54,7 @@ def job_team(
     workers: int = 1,
     servers: int = 1,
     wire_dtype: str | None = None,
+    compression: str | None = None,
     profile: str = "",
 ) -> Team:
     """All processes of a job, one host in each namespace.
@@ -74,6 +75,7 @@ def job_team(
         "servers": len(everybody) if in_workers else servers * count,
         "hosts": count,
         "wire_dtype": wire_dtype,
+        "compression": compression,
     }
     common = {"job": job, "meeting": meeting, "token": secrets.token_bytes(32), "profile": profile}
 
@@ -87,7 +89,13 @@ def job_team(
 
 
 def make_job(
-    workload: str, strategy: str, workers: int, servers: int, hosts: int, wire_dtype: str | None
+    workload: str,
+    strategy: str,
+    workers: int,
+    servers: int,
+    hosts: int,
+    wire_dtype: str | None = None,
+    compression: str | None = None,
 ) -> tuple[Job, list[Model]]:
     """A job whose hosts have equally many workers and servers each."""
     chosen = ALL[workload]
@@ -102,9 +110,11 @@ def make_job(
         )
 
     allreduce = strategy == "allreduce"
-    config: StrategyConfig = ParameterServerStrategy(num_servers=servers, wire_dtype=wire_dtype)
+    config: StrategyConfig = ParameterServerStrategy(
+        num_servers=servers, wire_dtype=wire_dtype, compression=compression
+    )
     if allreduce:
-        config = AllreduceStrategy(wire_dtype=wire_dtype)
+        config = AllreduceStrategy(wire_dtype=wire_dtype, compression=compression)
     models, description = build_models(creator, 0, 1, 0, make_strategy(config).cut)
     worker_hosts, server_hosts = (tuple(index % hosts for index in range(count)) for count in (workers, servers))
     gathers = not (allreduce and hosts == 1)  # there each member updates its own weights, and nothing has to cross

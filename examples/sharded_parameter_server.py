@@ -2,7 +2,7 @@
 
     python examples/sharded_parameter_server.py
     python examples/sharded_parameter_server.py --plain                       # pull and push, one after the other
-    python examples/sharded_parameter_server.py --megabytes 8 --shards 3      # smaller, on more servers
+    python examples/sharded_parameter_server.py --megabytes 8 --servers 3     # smaller, on more servers
 
 Every push is added exactly once, so that in the end every number is workers times rounds.
 """
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> float:
     """Runs the tasks, prints how it goes, and returns what every number is in the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=100, help="size of the array")
-    parser.add_argument("--shards", type=int, default=2, help="server processes")
+    parser.add_argument("--servers", type=int, default=2, help="server processes")
     parser.add_argument("--workers", type=int, default=4, help="Ray tasks")
     parser.add_argument("--rounds", type=int, default=5, help="pushes of each task")
     parser.add_argument("--plain", action="store_true", help="pull and push instead of push_pull")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> float:
 
     task = work_plainly if options.plain else work
     zeros = np.zeros(int(options.megabytes * 1e6 / 8))
-    with ParameterServer(zeros, num_shards=options.shards) as server:  # starts Ray if it does not run
+    with ParameterServer(zeros, num_servers=options.servers) as server:  # starts Ray if it does not run
         began = time.monotonic()
         running = [task.remote(server, options.rounds) for _ in range(options.workers)]
         seen, longest = None, 0.0

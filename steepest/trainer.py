@@ -335,8 +335,8 @@ class DistributedSGD:
             skipped=counters["skipped"],
             dropped=counters["dropped"],
             staleness=Staleness(dict(counters["staleness"])),
-            workers=self.num_workers,
-            servers=self.num_servers,
+            num_workers=self.num_workers,
+            num_servers=self.num_servers,
             replaced=cluster.replaced,
             paces=(paces := dict(counters["paces"])),
             stragglers=stragglers(paces, dict(counters["slow"])),
@@ -395,31 +395,33 @@ class DistributedSGD:
             self._state.reform(self._chosen(strategy, self.num_workers))
             self._keeping.changed()
 
-    def resize(self, workers: int | None = None, servers: int | None = None) -> None:
-        """Goes on with another number of workers, or of servers, from the next step on; nothing is lost or repeated.
+    def resize(self, num_workers: int | None = None, num_servers: int | None = None) -> None:
+        """Continue with another number of workers, or of servers, from the next step on; nothing is lost or repeated.
 
-        New processes start first. Between two steps it returns when that is done; while training is under way (called
-        by a callback, or from another thread) it returns at once, training goes on until they are up, and then stops
-        for a moment. A step covers more samples with more workers.
+        New processes start first. Between two steps this returns when they are part of the job. While training is
+        under way (called by a callback, or from another thread) it returns at once; training goes on until they are
+        up, and then stops for a moment. A step covers more samples with more workers.
 
         Args:
-            workers: how many; as many as now unless given.
-            servers: how many, under a strategy that has servers of its own; as many as now unless given.
+            num_workers: worker processes; None for as many as now. Ends a range given as (min, max).
+            num_servers: server processes, under a strategy that has them; None for as many as now.
 
         Raises:
-            ConfigurationError: a wrong number, or a strategy without servers.
-            ResourcesError: the cluster has no room for them; then nothing has changed.
+            ConfigurationError: a number is no count, or the strategy has no server processes.
+            ResourcesError: the cluster has no room for the new processes; nothing has changed.
         """
         cluster = self._live()
         config, count = self.strategy, self.num_workers
-        if servers is not None:
+        if num_servers is not None:
             if not isinstance(config, (ParameterServerStrategy, LocalStrategy)) or self._job.strategy.in_workers:
-                raise ConfigurationError(f"servers={servers} under {config.name!r}: its servers live in the workers")
-            config = dataclasses.replace(config, num_servers=require_count("servers", servers))
-        if workers is not None:
-            count = require_count("workers", workers)
+                raise ConfigurationError(
+                    f"num_servers={num_servers} under {config.name!r}: its servers live in the workers"
+                )
+            config = dataclasses.replace(config, num_servers=require_count("num_servers", num_servers))
+        if num_workers is not None:
+            count = require_count("num_workers", num_workers)
         assert self._training.range is not None
-        wanted = None if workers is None else self._training.range.fix
+        wanted = None if num_workers is None else self._training.range.fix
         change = Resize(cluster, count, self._chosen(config, count), self._state, wanted)
         if self._training.running:
             self._training.request(change)

@@ -45,7 +45,7 @@ WAYS = {
 
 
 def training(way: str, choice: Any, workers: int, task: Task = WIDE, **options: Any) -> Any:
-    settings = {**WAYS[way]["settings"], "wire_dtype": choice, "chunk_bytes": 1 << 20, **options.pop("settings", {})}
+    settings = {**WAYS[way]["settings"], "compression": choice, "chunk_bytes": 1 << 20, **options.pop("settings", {})}
     return make(WAYS[way]["name"], task, workers, settings=settings, **options)
 
 
@@ -160,14 +160,24 @@ def test_the_norm_is_that_of_what_arrives(way: str) -> None:
         (lambda: Int8(0), "Int8 block=0"),
         (lambda: PowerSGD(0), "PowerSGD rank=0"),
         (lambda: PowerSGD(1.5), "PowerSGD rank=1.5"),
-        (lambda: AllreduceStrategy(wire_dtype="topk", sharded=True), "leave sharded out"),
-        (lambda: AllreduceStrategy(wire_dtype=(None, "int8")), "compression is for gradients"),
-        (lambda: AllreduceStrategy(wire_dtype=("int8", TopK())), "compression is for gradients"),
-        (lambda: AllreduceStrategy(wire_dtype="zip"), "wire_dtype='zip'"),
-        (lambda: LocalStrategy(wire_dtype="int8"), "local SGD sends changes"),
-        (lambda: ParameterServerStrategy(wire_dtype="int8", backup_workers=1), "nothing would be left"),
+        (lambda: AllreduceStrategy(compression="topk", sharded=True), "leave sharded out"),
+        (lambda: AllreduceStrategy(compression="topk", wire_dtype="fp16"), "leave wire_dtype out"),
         (
-            lambda: ParameterServerStrategy(mode="async", wire_dtype=TopK(), correction="drop", staleness=1),
+            lambda: AllreduceStrategy(compression="zip"),
+            "compression='zip': give one of None, 'topk', 'int8', 'powersgd'",
+        ),
+        (lambda: ParameterServerStrategy(compression=TopK), "compression=<class .*TopK'>: give one of"),
+        (
+            lambda: ParameterServerStrategy(compression="int8", wire_dtype=("fp16", "bf16")),
+            "give wire_dtype='bf16', for",
+        ),
+        (lambda: ParameterServerStrategy(wire_dtype="int8"), "wire_dtype='int8': give one of None, 'fp16', 'bf16'"),
+        (lambda: ParameterServerStrategy(wire_dtype=(TopK(), None)), "wire_dtype of pushes=TopK"),
+        (lambda: ParameterServerStrategy(wire_dtype=("fp16", "int8")), "wire_dtype of pulls='int8'"),
+        (lambda: LocalStrategy(wire_dtype="int8"), "wire_dtype='int8'"),
+        (lambda: ParameterServerStrategy(compression="int8", backup_workers=1), "nothing would be left"),
+        (
+            lambda: ParameterServerStrategy(mode="async", compression=TopK(), correction="drop", staleness=1),
             "nothing would be left",
         ),
     ],
@@ -179,10 +189,13 @@ def test_wrong_settings_are_refused(make_it: Any, words: str) -> None:
 
 def test_names_stand_for_settings() -> None:
     for name, kind in (("topk", TopK), ("int8", Int8), ("powersgd", PowerSGD)):
-        chosen = AllreduceStrategy(wire_dtype=name)
-        assert (chosen.wire_dtypes, chosen.compression, chosen.is_sharded) == ((kind(), None), kind(), False)
-    pair = ParameterServerStrategy(wire_dtype=(Int8(64), "bf16"))
-    assert (pair.wire_dtypes, pair.compression) == ((Int8(64), "bf16"), Int8(64))
+        chosen = AllreduceStrategy(compression=name)
+        assert (chosen.push_format, chosen.pull_format, chosen.is_sharded) == (kind(), None, False)
+    for wire_dtype in ("bf16", (None, "bf16")):
+        both = ParameterServerStrategy(compression=Int8(64), wire_dtype=wire_dtype)  # type: ignore[arg-type]
+        assert (both.push_format, both.pull_format) == (Int8(64), "bf16")
+    half = ParameterServerStrategy(wire_dtype=("fp16", None))
+    assert (half.push_format, half.pull_format) == ("fp16", None)
     assert AllreduceStrategy().is_sharded
     assert not AllreduceStrategy(sharded=False).is_sharded
 
@@ -205,7 +218,7 @@ def test_mnist_is_learned_as_well_as_without_compression() -> None:
     task = Task(net, sgd(momentum=0.5), digits.train, nn.functional.cross_entropy, batch_size=100)
 
     def accuracy(choice: Any) -> float:
-        cluster = InProcessCluster(task.creator(), num_workers=2, strategy=AllreduceStrategy(wire_dtype=choice))
+        cluster = InProcessCluster(task.creator(), num_workers=2, strategy=AllreduceStrategy(compression=choice))
         trained(cluster, 900)
         module = net()
         module.load_state_dict(cluster.weights())

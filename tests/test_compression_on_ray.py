@@ -32,7 +32,7 @@ def left_out(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("choice", [TopK(0.1), PowerSGD(2)], ids=["top-k", "PowerSGD"])
 def test_a_run_is_saved_and_goes_on_to_the_bit(tmp_path: Path, choice: Any) -> None:
-    strategy = AllreduceStrategy(wire_dtype=choice, transport="tcp")
+    strategy = AllreduceStrategy(compression=choice, transport="tcp")
     straight = InProcessCluster(TASK.creator(), num_workers=2, strategy=strategy)
     straight.step(12)
     with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy) as trainer:
@@ -47,7 +47,7 @@ def test_a_run_is_saved_and_goes_on_to_the_bit(tmp_path: Path, choice: Any) -> N
     assert {key.split("/")[0] for key in kept} == {"0", "1"}
     assert any(value.any() for value in kept.values())
 
-    other = ParameterServerStrategy(wire_dtype=choice, transport="tcp")
+    other = ParameterServerStrategy(compression=choice, transport="tcp")
     with DistributedSGD(TASK.creator(), num_workers=3, strategy=other) as trainer:
         trainer.restore(tmp_path)
         trainer.save(tmp_path / "by three")
@@ -63,8 +63,8 @@ def test_a_run_is_saved_and_goes_on_to_the_bit(tmp_path: Path, choice: Any) -> N
 
 
 def test_what_was_left_out_goes_along_to_another_strategy() -> None:
-    first = AllreduceStrategy(wire_dtype=TopK(0.1), transport="tcp")
-    second = ParameterServerStrategy(wire_dtype=TopK(0.1), transport="tcp")
+    first = AllreduceStrategy(compression=TopK(0.1), transport="tcp")
+    second = ParameterServerStrategy(compression=TopK(0.1), transport="tcp")
     straight = InProcessCluster(TASK.creator(), num_workers=2, strategy=first)
     straight.step(12)
     with DistributedSGD(TASK.creator(), num_workers=2, strategy=first) as trainer:

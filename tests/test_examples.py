@@ -122,7 +122,7 @@ def test_mnist_is_downloaded_once_and_checked(
         data.read(folder, data.TEST)
 
 
-# -- 100 MB in shards ----------------------------------------------------------------------------------
+# -- 100 MB on servers ----------------------------------------------------------------------------------
 
 
 @pytest.mark.ray

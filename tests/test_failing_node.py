@@ -39,7 +39,7 @@ def test_a_node_that_fails_again_and_again_is_left_out(place: Place) -> None:  #
             creator, run_config = linear_model_creator(), RunConfig(failure=FailureConfig(max_failures=1, spares=0))
             with DistributedSGD(creator, num_workers=2, strategy="ps", run_config=run_config) as sgd:
                 bad = cluster.add_node(num_cpus=3).node_id
-                sgd.resize(workers=4)
+                sgd.resize(num_workers=4)
                 assert [sgd._live().places[worker_peer(i)].node == bad for i in range(4)] == [False, False, True, True]
                 trouble = Trouble(bad)
                 train_until(sgd, trouble, "so is the node")

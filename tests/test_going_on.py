@@ -159,7 +159,7 @@ def test_workers_that_train_by_themselves_go_on(copies: dict[str, Any]) -> None:
 def test_who_dies_while_others_are_awaited_is_done_without_too() -> None:
     with DistributedSGD(TASK.creator(), num_workers=4, run_config=LOGGED) as trainer:
         before = pids(trainer)
-        watch = Watch((10, killer(before[1])), (30, killer(before[2])), (31, lambda: trainer.resize(workers=5)))
+        watch = Watch((10, killer(before[1])), (30, killer(before[2])), (31, lambda: trainer.resize(num_workers=5)))
         while trainer.num_workers < 5:
             trainer.fit(steps=50, callbacks=[watch], progress=False)
         trainer.fit(steps=10, callbacks=[watch], progress=False)

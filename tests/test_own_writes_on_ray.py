@@ -95,12 +95,12 @@ def test_a_momentum_encoder_trains_as_in_one_process(ray_cluster: None, tmp_path
         assert sgd.foreach_worker(keys) == [1.0, 1.0]
         sgd.restore(tmp_path)
         assert same_bits(sgd.state_dict(), before)
-        sgd.resize(workers=1)
+        sgd.resize(num_workers=1)
         assert same_bits(sgd.state_dict(), before)
         sgd.set_weights({"key.bias": torch.ones(WIDE)})
         sgd.restore(tmp_path)
         assert same_bits(sgd.state_dict(), before), "at another number of workers too"
-        sgd.resize(workers=2)
+        sgd.resize(num_workers=2)
         assert same_bits(sgd.state_dict(), before)
         assert sgd.evaluate((torch.ones(4, 3, dtype=torch.float64),) * 2).loss == pytest.approx(loss, abs=1e-12)
         sgd.fit(steps=2, progress=False)

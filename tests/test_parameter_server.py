@@ -142,7 +142,7 @@ class TestContract:
         assert isinstance(pulled["w"], np.ndarray)
         assert isinstance(pulled["t"], torch.Tensor)
         assert value(shared.push_pull(ones())) == before + 2
-        assert shared.num_shards == 2
+        assert shared.num_servers == 2
 
     def test_parts_are_pulled_by_name_and_range_and_into_given_arrays(self, shared: ParameterServer) -> None:
         whole = shared.pull()
@@ -263,7 +263,7 @@ class TestContract:
         assert shared.version == before
 
     def test_no_secret_is_shown(self, shared: ParameterServer) -> None:
-        assert repr(shared) == f"ParameterServer(3 arrays, {SIZE + 8} elements, num_shards=2)"
+        assert repr(shared) == f"ParameterServer(3 arrays, {SIZE + 8} elements, num_servers=2)"
         token = shared._access.token
         again = pickle.loads(pickle.dumps(shared))
         for shown in (repr(shared), repr(again), repr(shared._access), str(vars(again)), repr(vars(shared))):
@@ -274,7 +274,7 @@ class TestContract:
 
 @TRANSPORTS
 def test_arrays_to_push_from_are_read_in_place_and_used_again(transport: str) -> None:
-    with ParameterServer(initial(), num_shards=2, transport=transport) as server:
+    with ParameterServer(initial(), num_servers=2, transport=transport) as server:
         update = server.empty()
         assert {name: (array.shape, array.dtype) for name, array in update.items()} == {
             name: (array.shape, array.dtype) for name, array in initial().items()
@@ -332,7 +332,7 @@ def test_after_a_shutdown_nobody_waits_in_vain(transport: str) -> None:
         server.push_async(ones())
     assert repr(server).startswith("ParameterServer(3 arrays")
     assert all(map(ends, running))
-    with pytest.raises(PeerLostError, match="parameter server of 1 shards: cannot .*it was shut down or died"):
+    with pytest.raises(PeerLostError, match="parameter server of 1 servers: cannot .*it was shut down or died"):
         copy.pull()
     for _ in range(3):  # in processes that were connected, and in others
         with pytest.raises(PeerLostError, match="it was shut down or died"):
@@ -364,7 +364,7 @@ def test_a_server_that_is_stopped_ends_in_a_deadline_and_goes_on_later(transport
         (pid,) = pids(server)
         os.kill(pid, signal.SIGSTOP)
         try:
-            with pytest.raises(DeadlineError, match="parameter server of 1 shards: waited 2 s in vain for a pull"):
+            with pytest.raises(DeadlineError, match="parameter server of 1 servers: waited 2 s in vain for a pull"):
                 server.pull()
             update = np.ones(size)
             with pytest.raises(DeadlineError, match="in vain for a push to be committed"):
@@ -428,9 +428,8 @@ def test_servers_that_do_not_start_in_time_are_given_up(monkeypatch: pytest.Monk
     ("arguments", "says"),
     [
         ({"initial": [1.0]}, "initial is a list"),
-        ({"num_shards": 0}, "num_shards=0: give an integer of at least 1"),
-        ({"num_shards": 1.5}, "num_shards=1.5"),
-        ({"update": "subtract"}, "update='subtract': give one of 'add'"),
+        ({"num_servers": 0}, "num_servers=0: give an integer of at least 1"),
+        ({"num_servers": 1.5}, "num_servers=1.5"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore': give one of 'refuse', 'skip', 'pass'"),
         ({"transport": "mpi"}, "transport='mpi': give one of 'wire', 'shared', 'unix', 'tcp', 'ray'"),
         ({"timeout": 0}, "timeout=0: give a positive number of seconds"),

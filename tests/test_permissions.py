@@ -477,7 +477,7 @@ def test_a_packed_gradient_that_is_none_is_refused_as_it_comes_and_the_step_goes
     task = Task(lambda: perceptron(torch.float32), sgd(), samples(13, dtype=torch.float32))
 
     def train() -> InProcessCluster:
-        strategy = ParameterServerStrategy(chunk_bytes=1024, wire_dtype=TopK(0.1), num_servers=1)
+        strategy = ParameterServerStrategy(chunk_bytes=1024, compression=TopK(0.1), num_servers=1)
         return InProcessCluster(task.creator(), num_workers=2, strategy=strategy)
 
     expected = train()

@@ -32,7 +32,7 @@ WIDE = Task(wide, sgd(momentum=0.9), samples(23, dtype=torch.float32))
 
 def doomed(name: str, choice: Compression, deaths: list[tuple[int, Kind, int]], shuffle: int) -> InProcessCluster:
     """A compressed job in which workers die as they send their n-th message of a kind, one after the other."""
-    packed = {"wire_dtype": choice, "chunk_bytes": 1 << 20}
+    packed = {"compression": choice, "chunk_bytes": 1 << 20}
     cluster = make(name, WIDE, settings=packed, replaces=True, shuffle=shuffle)
     counted: Counter[tuple[int, Kind]] = Counter()
     left = list(deaths)

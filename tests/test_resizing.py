@@ -62,13 +62,13 @@ def test_between_two_steps_it_is_as_if_it_had_always_been_so(strategy: Any) -> N
     with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy) as trainer:
         before = pids(trainer)
         trainer.fit(steps=7, progress=False)
-        trainer.resize(workers=3)
+        trainer.resize(num_workers=3)
         assert pids(trainer)[:2] == before
         trainer.fit(steps=6, progress=False)
-        trainer.resize(workers=1)
+        trainer.resize(num_workers=1)
         assert pids(trainer) == before[:1]
         assert trainer.fit(steps=5, progress=False).step == 18
-        trainer.resize(workers=2)
+        trainer.resize(num_workers=2)
         trainer.fit(steps=4, progress=False)
         assert trainer.num_workers == len(set(pids(trainer))) == 2
         assert trainer.stats().step == 22
@@ -80,8 +80,8 @@ def test_servers_come_and_go_with_their_state() -> None:
     with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy) as trainer:
         trainer.fit(steps=5, progress=False)
         for servers in (3, 2):
-            trainer.resize(servers=servers)
-            assert trainer.num_servers == trainer.stats().servers == servers
+            trainer.resize(num_servers=servers)
+            assert trainer.num_servers == trainer.stats().num_servers == servers
             trainer.fit(steps=5, progress=False)
         assert difference(trainer.weights(), TASK.train(2, 15)) < 1e-12
 
@@ -108,7 +108,7 @@ def test_while_training_is_under_way(strategy: str) -> None:
         grown = threading.Event()
 
         def grow(trainer: DistributedSGD) -> None:
-            trainer.resize(workers=2)
+            trainer.resize(num_workers=2)
             grown.set()
 
         watch = At(3, grow)
@@ -139,13 +139,13 @@ def test_what_cannot_be_is_refused_and_training_goes_on() -> None:
     ) as trainer:
         trainer.step()
         with pytest.raises(ResourcesError, match="50 workers never fit"):
-            trainer.resize(workers=50)
+            trainer.resize(num_workers=50)
         for wrong in (0, 1.5):
             with pytest.raises(ConfigurationError, match="workers"):
-                trainer.resize(workers=wrong)  # type: ignore[arg-type]
+                trainer.resize(num_workers=wrong)  # type: ignore[arg-type]
         trainer.set_strategy(AllreduceStrategy())
         with pytest.raises(ConfigurationError, match="servers live in the workers"):
-            trainer.resize(servers=2)
+            trainer.resize(num_servers=2)
         assert trainer.step().step == 2
         assert trainer.num_workers == 2
 

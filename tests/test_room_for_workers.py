@@ -101,7 +101,7 @@ def test_the_trainers_arguments_are_checked_before_anything_starts(wrong: dict[s
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"num_shards": 0}, {"update": "mul"}, {"optimizer": torch.optim.SGD([torch.zeros(1)])}, {"nonfinite": "no"},
+        {"num_servers": 0}, {"optimizer": torch.optim.SGD([torch.zeros(1)])}, {"nonfinite": "no"},
         {"transport": "smoke"}, {"timeout": 0}, {"timeout": "1"}, {"max_in_flight": 0}, {"initial": "weights"},
         {"initial": {}}, {"initial": {"a": 3}},
     ],

@@ -87,7 +87,7 @@ def test_a_checkpoint_goes_on_with_other_numbers_strategies_and_sizes(saved: Pat
         before = counted(trainer)
         trainer.set_strategy(LocalStrategy(sync_every=5))
         trainer.fit(steps=2, progress=False)
-        trainer.resize(workers=2)
+        trainer.resize(num_workers=2)
         trainer.fit(steps=1, progress=False)
         trainer.save(saved.with_name("local"))
         trainer.set_strategy("allreduce")

@@ -386,6 +386,6 @@ def test_warmup_changes_nothing_and_stats_count(trainer: DistributedSGD) -> None
     assert stats.bytes_pulled - began.bytes_pulled >= 6 * 2 * bytes_of_weights
     assert {f"worker {i}" for i in range(2)} <= stats.memory.keys()
     assert all(50e6 < size < 5e9 for size in stats.memory.values())
-    assert (stats.workers, stats.servers) == (2, trainer.num_servers)
+    assert (stats.num_workers, stats.num_servers) == (2, trainer.num_servers)
     assert stats.seconds > began.seconds
     assert stats.samples_per_second == stats.samples / stats.seconds

@@ -176,7 +176,7 @@ def add(server: ParameterServer, times: int) -> tuple[float, int, list[str]]:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("ways", WAYS)
 def test_a_handle_carries_the_way_to_wherever_it_goes(ways: str) -> None:
-    with ParameterServer(np.zeros(SIZE), num_shards=2, transport=ways) as server:
+    with ParameterServer(np.zeros(SIZE), num_servers=2, transport=ways) as server:
         seen = ray.get([add.remote(server, 5) for _ in range(2)])
         pulled = server.push_pull(np.ones(SIZE))
         assert pulled.min() == pulled.max() == server.version == 11
@@ -207,7 +207,7 @@ def test_shared_keeps_servers_on_the_drivers_node_and_refuses_users_on_others(pl
             def add(server):
                 server.push(np.ones(40_000))
 
-            with ParameterServer(np.zeros(40_000), num_shards=4, transport="shared") as server:
+            with ParameterServer(np.zeros(40_000), num_servers=4, transport="shared") as server:
                 nodes = {place.node for place in ray.get([actor.place.remote() for actor in server._access.servers])}
                 assert nodes == {here}, nodes
                 ray.get(add.options(resources={f"node:{ray.util.get_node_ip_address()}": 0}).remote(server))

@@ -105,5 +105,5 @@ def test_places_without_ray_are_those_of_a_trainer() -> None:
     job, _ = make_job("convnet", "allreduce", workers=4, servers=4, hosts=2, wire_dtype="fp16")
     assert job.servers_in_workers
     assert job.places.relays == {0: (0, 2), 1: (1, 3)}
-    alone, _ = make_job("convnet", "allreduce", workers=2, servers=2, hosts=1, wire_dtype=None)
+    alone, _ = make_job("convnet", "allreduce", workers=2, servers=2, hosts=1)
     assert alone.places.relays == {}

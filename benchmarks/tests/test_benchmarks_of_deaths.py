@@ -181,7 +181,7 @@ class TestOnRay:
         found = elasticity.kept_seconds(2, True, linear_model_creator())
         assert found.keys() == {"step", "paused for", "written in"}
         assert elasticity.kept_seconds(2, False, linear_model_creator()).keys() == {"step"}
-        for change in ({"workers": 3}, {"servers": 2}):
+        for change in ({"num_workers": 3}, {"num_servers": 2}):
             assert elasticity.resize_seconds(2, change, linear_model_creator()) > 0
         found = elasticity.death_seconds(ParameterServerStrategy(), 0, linear_model_creator())
         assert found.keys() == {"left", "returned"}

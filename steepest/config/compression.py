@@ -1,4 +1,4 @@
-"""How gradients may be compressed: frozen settings, validated when made."""
+"""Compression of gradients between hosts: frozen settings, validated when made."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from steepest.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class TopK:
-    """Compression: of each chunk only the elements of greatest magnitude travel, in 4 bytes each.
+    """Send only the elements of greatest magnitude of each chunk, in 4 bytes each.
 
     Attributes:
-        ratio: of the elements that travel; 0.01 is 1 %, and a hundredth of the bytes.
+        ratio: share of the elements that is sent, above 0 and at most 1; 0.01 is 1 %, and a hundredth of the bytes.
 
     Raises:
-        ConfigurationError: the ratio is not above 0 and at most 1.
+        ConfigurationError: the ratio is out of range.
     """
 
     ratio: float = 0.01
@@ -28,10 +28,10 @@ class TopK:
 
 @dataclass(frozen=True)
 class Int8:
-    """Compression: each element travels as one of 255 multiples of the scale of its block.
+    """Send each element as one of 255 multiples of the scale of its block.
 
     Attributes:
-        block: elements in a block.
+        block: number of consecutive elements that share a scale.
 
     Raises:
         ConfigurationError: the block is no positive integer.
@@ -45,13 +45,13 @@ class Int8:
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Compression: each parameter of two or more dimensions travels as a product of two thin matrices.
+    """Send the gradient of each parameter of two or more dimensions as a product of two thin matrices.
 
-    A parameter is a matrix with its first dimension as rows. Where the factors would be as large as it, and for
-    vectors, it travels as it is. Vogels et al. 2019, arXiv:1905.13727.
+    The gradient is taken as a matrix with the parameter's first dimension as rows. Vectors, and matrices that are no
+    larger than their factors, are sent as they are. Vogels et al. 2019, arXiv:1905.13727.
 
     Attributes:
-        rank: of the product.
+        rank: columns of the first factor, rows of the second.
 
     Raises:
         ConfigurationError: the rank is no positive integer.
@@ -66,8 +66,5 @@ class PowerSGD:
 Compression = TopK | Int8 | PowerSGD
 
 
-#: compression by the names that users may give
+#: compression with its default settings, by the name that stands for it
 COMPRESSION_BY_NAME: dict[str, Compression] = {"topk": TopK(), "int8": Int8(), "powersgd": PowerSGD()}
-
-
-WireDtype = str | Compression | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from steepest.config.compression import COMPRESSION_BY_NAME, Compression, WireDtype
+from steepest.config.compression import COMPRESSION_BY_NAME, Compression
 from steepest.config.validation import is_finite_number, require_choice, require_count
 from steepest.errors import ConfigurationError
 
@@ -58,14 +58,19 @@ class SimpleStrategy:
         check_clip_norm(self.clip_norm)
 
 
+_HALF_DTYPES = (None, "fp16", "bf16")
+WireDtype = str | tuple[str | None, str | None] | None
+
+
 class _OnTheWire:
-    """What every strategy has whose processes exchange gradients by themselves."""
+    """What the strategies have in common whose processes exchange gradients without the driver."""
 
     chunk_bytes: int | None
     nonfinite: str
     transport: str
-    wire_dtype: WireDtype | tuple[WireDtype, str | None]
+    wire_dtype: WireDtype
     clip_norm: float | None
+    compression: Compression | str | None = None
 
     def _check_wire(self, transports: tuple[str, ...] = TRANSPORTS) -> None:
         if self.chunk_bytes is not None:
@@ -73,32 +78,32 @@ class _OnTheWire:
         require_choice("nonfinite", self.nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", self.transport, transports)
         check_clip_norm(self.clip_norm)
-        if isinstance(self.wire_dtype, tuple) and len(self.wire_dtype) != 2:
-            raise ConfigurationError(f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls")
-        push, pull = self.wire_dtypes
-        if not isinstance(push, Compression):
-            require_choice("wire_dtype", push, (None, "fp16", "bf16", *COMPRESSION_BY_NAME))
-        if isinstance(pull, Compression) or (isinstance(pull, str) and pull in COMPRESSION_BY_NAME):
+        if isinstance(self.wire_dtype, tuple):
+            if len(self.wire_dtype) != 2:
+                raise ConfigurationError(f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls")
+            require_choice("wire_dtype of pushes", self.wire_dtype[0], _HALF_DTYPES)
+            require_choice("wire_dtype of pulls", self.wire_dtype[1], _HALF_DTYPES)
+        else:
+            require_choice("wire_dtype", self.wire_dtype, _HALF_DTYPES)
+        if not isinstance(self.compression, Compression):
+            require_choice("compression", self.compression, (None, *COMPRESSION_BY_NAME))
+        if self.compression is not None and isinstance(self.wire_dtype, tuple) and self.wire_dtype[0] is not None:
             raise ConfigurationError(
-                f"wire_dtype={self.wire_dtype!r}: compression is for gradients; weights travel as they are, or as "
-                '"fp16" or "bf16": give a pair, such as ("int8", "bf16")'
+                f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: pushes are compressed; "
+                f"give wire_dtype={self.wire_dtype[1]!r}, for pulls"
             )
-        require_choice("wire_dtype of pulls", pull, (None, "fp16", "bf16"))
 
     @property
-    def wire_dtypes(self) -> tuple[WireDtype, str | None]:
-        """In which pushes and pulls travel; a compression alone is for pushes."""
-        push, pull = self.wire_dtype if isinstance(self.wire_dtype, tuple) else (self.wire_dtype, None)
-        push = COMPRESSION_BY_NAME.get(push, push) if isinstance(push, str) else push
-        if not isinstance(self.wire_dtype, tuple) and isinstance(push, str):
-            pull = push
-        return push, pull
+    def push_format(self) -> Compression | str | None:
+        """How gradients are sent between hosts: compressed, as "fp16" or "bf16", or None for as they are."""
+        if self.compression is not None:
+            return COMPRESSION_BY_NAME[self.compression] if isinstance(self.compression, str) else self.compression
+        return self.wire_dtype[0] if isinstance(self.wire_dtype, tuple) else self.wire_dtype
 
     @property
-    def compression(self) -> Compression | None:
-        """Of gradients, with error feedback; None without."""
-        push, _ = self.wire_dtypes
-        return push if isinstance(push, Compression) else None
+    def pull_format(self) -> str | None:
+        """How weights are sent between hosts: as "fp16" or "bf16", or None for as they are."""
+        return self.wire_dtype[1] if isinstance(self.wire_dtype, tuple) else self.wire_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +123,11 @@ class AllreduceStrategy(_OnTheWire):
         nonfinite: what happens to an update with NaN or infinity: "refuse", "skip" or "pass", as for
             `ParameterServerStrategy`.
         transport: how processes talk: "wire", "shared", "unix" or "tcp", as for `ParameterServerStrategy`.
-        wire_dtype: "fp16" or "bf16": float32 gradients and new weights travel between hosts in half the bytes; a pair
-            sets it for gradients and for weights. "int8", "topk" or "powersgd", or `Int8`, `TopK` or `PowerSGD` with
-            other settings than theirs: gradients travel compressed, from every worker to every other one, as soon
-            as there is more than one host; what that leaves out is added to the worker's next gradient.
+        wire_dtype: "fp16" or "bf16" to send float32 gradients and new weights between hosts in half the bytes; a pair
+            sets it for gradients and for weights. None sends them as they are.
+        compression: `Int8`, `TopK` or `PowerSGD`, or "int8", "topk" or "powersgd" for their defaults. Where there is
+            more than one host, every worker sends its gradient compressed to every other worker; what that leaves out
+            is added to the worker's next gradient. Not together with `wire_dtype`.
         clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
 
     Raises:
@@ -140,7 +146,8 @@ class AllreduceStrategy(_OnTheWire):
     chunk_bytes: int | None = None
     nonfinite: str = "refuse"
     transport: str = "wire"
-    wire_dtype: WireDtype | tuple[WireDtype, str | None] = None
+    wire_dtype: WireDtype = None
+    compression: Compression | str | None = None
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -150,8 +157,13 @@ class AllreduceStrategy(_OnTheWire):
         self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
         if self.sharded and self.compression is not None:
             raise ConfigurationError(
-                f"sharded=True with wire_dtype={self.wire_dtype!r}: what is gathered then is new weights, which "
-                "compression would damage; leave sharded out, and everybody gets the compressed gradients"
+                f"sharded=True with compression={self.compression!r}: sharded workers gather new weights, which "
+                "compression would damage; leave sharded out, and every worker gets the compressed gradients"
+            )
+        if self.compression is not None and self.wire_dtype is not None:
+            raise ConfigurationError(
+                f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: gradients are compressed, and "
+                "no weights are sent; leave wire_dtype out"
             )
 
     @property
@@ -184,11 +196,13 @@ class ParameterServerStrategy(_OnTheWire):
             between hosts. To force a way: "shared" (shared memory and Unix-domain sockets alone; all processes must
             be on one node), "unix" (as "wire" without shared memory), "tcp" (everywhere, as if each process were on a
             host of its own), "ray" (actor calls, for networks where no other port is open).
-        wire_dtype: "fp16" or "bf16": float32 gradients and weights travel between hosts in half the bytes; servers
-            add up, apply and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. What
-            does not fit into fp16 travels as float32. "int8", "topk" or "powersgd", or `Int8`, `TopK` or `PowerSGD`:
-            gradients travel compressed to servers of other hosts, by themselves from each worker, and what that
-            leaves out is added to the worker's next gradient; weights travel as they are, or as the pair says.
+        wire_dtype: "fp16" or "bf16" to send float32 gradients and weights between hosts in half the bytes; servers
+            add up, apply and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. A chunk
+            that does not fit into fp16 is sent as float32.
+        compression: `Int8`, `TopK` or `PowerSGD`, or "int8", "topk" or "powersgd" for their defaults. Each worker
+            sends its own gradient compressed to servers of other hosts; what that leaves out is added to the worker's
+            next gradient. `wire_dtype` is then that of the weights. Not together with backup workers or
+            ``correction="drop"``.
         clip_norm: the whole gradient of an update is scaled by ``min(1, clip_norm / (norm + 1e-6))``, as
             `torch.nn.utils.clip_grad_norm_` does it, where `norm` is the 2-norm over all parameters that are trained.
             "async" and "ssp" clip each worker's gradient by itself. Not together with backup workers.
@@ -206,7 +220,8 @@ class ParameterServerStrategy(_OnTheWire):
     backup_workers: int = 0
     nonfinite: str = "refuse"
     transport: str = "wire"
-    wire_dtype: WireDtype | tuple[WireDtype, str | None] = None
+    wire_dtype: WireDtype = None
+    compression: Compression | str | None = None
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
@@ -226,7 +241,7 @@ class ParameterServerStrategy(_OnTheWire):
             )
         if self.compression is not None and (self.backup_workers or self.correction == "drop"):
             raise ConfigurationError(
-                f"wire_dtype={self.wire_dtype!r} with backup_workers={self.backup_workers} and "
+                f"compression={self.compression!r} with backup_workers={self.backup_workers} and "
                 f"correction={self.correction!r}: of a gradient that is dropped nothing would be left for the next one"
             )
         if self.mode == "sync" and (self.staleness is not None or self.correction is not None):
@@ -286,7 +301,7 @@ class LocalStrategy(_OnTheWire):
     nonfinite: str = "refuse"
     clip_norm: float | None = None
     transport: str = "wire"
-    wire_dtype: WireDtype | tuple[WireDtype, str | None] = None
+    wire_dtype: WireDtype = None
 
     def __post_init__(self) -> None:
         require_count("sync_every", self.sync_every)
@@ -300,10 +315,6 @@ class LocalStrategy(_OnTheWire):
         if self.nesterov and not self.outer_momentum:
             raise ConfigurationError("nesterov=True with outer_momentum=0: give the momentum too, 0.9 say")
         self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
-        if self.compression is not None:
-            raise ConfigurationError(
-                f'wire_dtype={self.wire_dtype!r}: local SGD sends changes of weights, in "fp16", "bf16" or as they are'
-            )
 
 
 StrategyConfig = SimpleStrategy | ParameterServerStrategy | AllreduceStrategy | LocalStrategy

@@ -149,10 +149,10 @@ class ServerStrategy:
         self.wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None)
         self._num_servers: int | None = 1
         if not isinstance(config, SimpleStrategy):
-            self.cut = Cut(config.chunk_bytes, whole=isinstance(config.compression, PowerSGD))
+            self.cut = Cut(config.chunk_bytes, whole=isinstance(config.push_format, PowerSGD))
             self.nonfinite = config.nonfinite
-            push, pull = config.wire_dtypes
-            self.wire_formats = (make_packing(push), None if pull is None else WIRE_DTYPES[pull])
+            pull = config.pull_format
+            self.wire_formats = (make_packing(config.push_format), None if pull is None else WIRE_DTYPES[pull])
         if isinstance(config, ParameterServerStrategy):
             self.rule = _rule(config)
             self.scale_rate = config.correction == "learning_rate"

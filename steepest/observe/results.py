@@ -154,7 +154,7 @@ class Stats:
         skipped: updates left out because of NaN or infinity (``nonfinite="skip"``).
         dropped: gradients that were too late (backup workers) or too stale; their samples were computed again.
         staleness: of all gradients that were applied.
-        workers, servers: processes.
+        num_workers, num_servers: worker processes, and servers, in processes of their own or in those of workers.
         replaced: processes that died and have a successor.
         paces: by worker, seconds of computing that its share of a step takes, a running mean; empty until steps with
             statistics were taken.
@@ -174,8 +174,8 @@ class Stats:
     skipped: int
     dropped: int
     staleness: Staleness
-    workers: int
-    servers: int
+    num_workers: int
+    num_servers: int
     replaced: int = 0
     paces: Mapping[int, float] = field(default_factory=dict)
     stragglers: tuple[Straggler, ...] = ()

@@ -61,9 +61,9 @@ class ParameterServer:
     Args:
         initial: a NumPy array or torch tensor (CPU, floating-point or integer), or a dict of them by name.
             Any size; it is cut into chunks which are dealt to the servers.
-        num_shards: server processes; they are used at the same time.
-        update: "add": what is pushed is added.
-        optimizer: instead: builds a torch optimizer over a list of parameters; what is pushed are gradients.
+        num_servers: server processes; they are used at the same time.
+        optimizer: builds a torch optimizer over a list of parameters; pushes are then gradients, each one optimizer
+            step. None for pushes that are added to the arrays.
         nonfinite: what happens to a push with NaN or infinity: "refuse" (the push raises), "skip" (it is left
             out, and makes a version that changes nothing) or "pass".
         transport: "wire", "shared", "unix", "tcp" or "ray": how processes talk, as for `ParameterServerStrategy`.
@@ -75,7 +75,7 @@ class ParameterServer:
         ConfigurationError: an argument is wrong.
 
     Example:
-        >>> server = ParameterServer(np.zeros(1000), num_shards=2)          # doctest: +SKIP
+        >>> server = ParameterServer(np.zeros(1000), num_servers=2)          # doctest: +SKIP
         >>> @ray.remote
         ... def work(server):
         ...     for _ in range(10):
@@ -91,8 +91,7 @@ class ParameterServer:
     def __init__(
         self,
         initial: ArrayTree,
-        num_shards: int = 2,
-        update: str = "add",
+        num_servers: int = 2,
         *,
         optimizer: OptimizerFactory | None = None,
         nonfinite: str = "refuse",
@@ -100,13 +99,12 @@ class ParameterServer:
         timeout: float = 60.0,
         max_in_flight: int = 8,
     ) -> None:
-        require_choice("update", update, ("add",))
         require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", transport, TRANSPORTS)
         check_ways(transport)
-        shards = require_count("num_shards", num_shards)
+        count = require_count("num_servers", num_servers)
         arrays = Arrays.plan(initial, optimizer, None)
-        group = ServerGroup(arrays, shards, nonfinite)
+        group = ServerGroup(arrays, count, nonfinite)
         limits = (require_seconds("timeout", timeout), require_count("max_in_flight", max_in_flight))
         patience = max(timeout, _START_SECONDS)
         self._holder: Holder | None = hold("a parameter server")
@@ -114,13 +112,13 @@ class ParameterServer:
         token = secrets.token_bytes(32)
         servers: list[Any] = []
         try:
-            concurrency = 16 + (threads_for(_USERS_BY_CALLS + shards) if transport == "ray" else 0)
+            concurrency = 16 + (threads_for(_USERS_BY_CALLS + count) if transport == "ray" else 0)
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             where = here if transport == "shared" else "SPREAD"
             actor = ray.remote(ServerProcess).options(
                 num_cpus=0, scheduling_strategy=where, max_concurrency=concurrency, max_restarts=0
             )
-            servers = [actor.remote(f"steepest server {i}", token, 1) for i in range(shards)]
+            servers = [actor.remote(f"steepest server {i}", token, 1) for i in range(count)]
             memory = arrays.bytes_of(initial, "initial")
             stored = ray.put({name: part.numpy() for name, part in memory.items()})
             opened = [s.open_group.remote(group, i, stored, transport) for i, s in enumerate(servers)]
@@ -232,7 +230,7 @@ class ParameterServer:
         return int(counters["version"])
 
     @property
-    def num_shards(self) -> int:
+    def num_servers(self) -> int:
         """Server processes."""
         return self._access.group.num_servers
 
@@ -300,7 +298,7 @@ class ParameterServer:
     def __repr__(self) -> str:
         entries = self._arrays.layout.entries
         elements = sum(entry.numel for entry in entries)
-        return f"ParameterServer({len(entries)} arrays, {elements} elements, num_shards={self.num_shards})"
+        return f"ParameterServer({len(entries)} arrays, {elements} elements, num_servers={self.num_servers})"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _handle, (self._access,)

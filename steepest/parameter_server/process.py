@@ -86,7 +86,7 @@ class Access:
     @property
     def name(self) -> str:
         """For errors."""
-        return f"parameter server of {self.group.num_servers} shards"
+        return f"parameter server of {self.group.num_servers} servers"
 
     def callees(self, count: int) -> list[Address | Callee]:
         """How to reach the first servers."""
