@@ -1,19 +1,24 @@
 """The exceptions of steepest.
 
 SteepestError
-├── ConfigurationError (ValueError)     an argument is wrong; nothing was started
-│   └── ModelError                      a model breaks the protocol, or replicas disagree; a step is not committed
-├── ResourcesError                      the cluster cannot place what was asked
-├── StepError                           a step was not committed; weights are those of the last commit
-│   ├── ModelRaisedError                the user's code or data raised (its traceback is the cause)
-│   ├── NonFiniteError                  a gradient holds NaN or infinity
-│   └── DeadlineError (TimeoutError)    something was awaited in vain; names the peer and the step
-├── PeerLostError (ConnectionError)     a process died; names it, its node and its last log lines
-├── MessageTooLargeError                a message does not fit into a frame; raised where it is sent
-├── ProtocolError                       a frame is malformed, truncated, oversized or out of place
-│   └── AuthenticationError             a peer did not prove the job's token
-├── CheckpointError                     a checkpoint is missing, damaged or of another model, or its place is taken
-└── ShutdownError                       the trainer was used after `shutdown()`
+├── ConfigurationError (ValueError)       an argument is wrong; nothing was started or changed
+├── ResourcesError                        the cluster cannot place what was asked
+├── StepError                             the job's processes did not do what they were asked
+│   ├── ModelError (ConfigurationError)   a model breaks the protocol, or replicas disagree
+│   ├── ModelRaisedError                  the user's code or data raised (its traceback is the cause)
+│   ├── NonFiniteError                    a gradient holds NaN or infinity
+│   ├── DeadlineError (TimeoutError)      something was awaited in vain; names what, from whom, and in which step
+│   └── PeerLostError (ConnectionError)   a process died; names it, its node and its last log lines
+├── MessageTooLargeError                  a message does not fit into a frame; raised where it is sent
+├── ProtocolError                         a frame is malformed, truncated, oversized or out of place
+│   └── AuthenticationError               a peer did not prove the job's token
+├── CheckpointError                       a checkpoint is missing, damaged or of another model, or its place is taken
+└── ShutdownError                         the trainer was used after `shutdown()`
+
+`DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; weights and optimizer state are then
+those of the last commit, less what a dead process alone held. Each subclass names a cause. Other calls raise the same
+classes for the same causes: a start, a handshake, an evaluation, a push or a collective operation can meet an exception
+of the user's code, a deadline or a dead process as a step can.
 """
 
 from __future__ import annotations
@@ -30,19 +35,19 @@ class ConfigurationError(SteepestError, ValueError):
     """An argument is wrong: says what was given, what is allowed and what to do."""
 
 
-class ModelError(ConfigurationError):
-    """A model breaks the `Model` protocol, or two replicas of it disagree.
-
-    In a step, which then is not committed: weights and optimizer state are those of the last commit.
-    """
-
-
 class ResourcesError(SteepestError):
     """The cluster cannot place what was asked: says what was asked and what is free."""
 
 
 class StepError(SteepestError):
-    """A step was not committed; weights and optimizer state are those of the last commit."""
+    """The job's processes did not do what they were asked.
+
+    From `step` and `fit`: the step was not committed, and weights and optimizer state are those of the last commit.
+    """
+
+
+class ModelError(StepError, ConfigurationError):
+    """A model breaks the `Model` protocol, or two replicas of it disagree; raised as it is built, and by steps."""
 
 
 class ModelRaisedError(StepError):
@@ -50,14 +55,14 @@ class ModelRaisedError(StepError):
 
 
 class NonFiniteError(StepError):
-    """A gradient holds NaN or infinity; names the parameter and the worker."""
+    """A gradient, or an update of a `ParameterServer`, holds NaN or infinity; names the parameter and the worker."""
 
 
 class DeadlineError(StepError, TimeoutError):
-    """Something did not happen in time; names what was awaited, from whom, and in which step."""
+    """Something did not happen in time: a step, a start, a handshake, an answer; names what, and the peers awaited."""
 
 
-class PeerLostError(SteepestError, ConnectionError):
+class PeerLostError(StepError, ConnectionError):
     """A worker or server process died or closed its connection."""
 
 

@@ -275,6 +275,12 @@ def test_every_error_is_a_steepest_error_and_says_when_it_is_raised(name: str) -
     assert name.endswith("Error")
 
 
+def test_a_step_error_is_what_a_step_may_raise() -> None:
+    causes = {"ModelError", "ModelRaisedError", "NonFiniteError", "DeadlineError", "PeerLostError"}
+    assert {name for name, cls in defined().items() if issubclass(cls, errors.StepError)} == {"StepError", *causes}
+    assert issubclass(errors.ModelError, errors.ConfigurationError)
+
+
 def test_errors_can_be_caught_as_what_python_calls_them() -> None:
     assert issubclass(errors.ConfigurationError, ValueError)
     assert issubclass(errors.DeadlineError, TimeoutError)

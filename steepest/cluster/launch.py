@@ -51,7 +51,7 @@ from steepest.errors import (
     DeadlineError,
     PeerLostError,
     ShutdownError,
-    SteepestError,
+    StepError,
 )
 from steepest.messages.message import COORDINATOR, Message, Peer, server_peer, worker_peer
 from steepest.observe.results import Event
@@ -492,7 +492,7 @@ class Cluster:
             replaced: whether the death of a process is mended, or raised, elsewhere.
         """
         if self._router.finished.done() and (error := self._router.finished.exception()) is not None:
-            raise SteepestError(f"the driver's router ended: {error!r}") from error
+            raise StepError(f"the driver's router ended: {error!r}") from error
         if self.watches:
             ray.wait(list(self.watches.values()), timeout=wait)
         for peer in sorted(self.watches, key=lambda peer: peer != suspect):
