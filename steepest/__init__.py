@@ -12,7 +12,7 @@ from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.protocol import Computed, Model
 from steepest.models.torch import TorchModel, accuracy
 from steepest.observe.progress import Callback
-from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult
+from steepest.observe.results import EvaluationResult, Event, Staleness, Stats, StepResult
 from steepest.optim.spec import OptimizerSpec
 from steepest.parameter_server.api import ParameterServer
 from steepest.tensors.layout import ParameterLayout
@@ -28,6 +28,7 @@ __all__ = [
     "DeadlineConfig",
     "DistributedSGD",
     "EvaluationResult",
+    "Event",
     "FailureConfig",
     "IndexedStream",
     "Int8",

@@ -41,7 +41,7 @@ from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.messages.message import Message
 from steepest.models.protocol import Model
-from steepest.observe.progress import Callback
+from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult, stragglers
 
 T = TypeVar("T")
@@ -126,6 +126,7 @@ class DistributedSGD:
             self._training.range = Range(cluster, least, most, self._state)
             self._keeping = Keeping(checkpoints, claim, self._training, self._state)
             self._keeping.resume()
+            self._events = EventFeed(cluster.events)
             undo.pop_all()
         self._dropped = weakref.finalize(self, drop, cluster, self._keeping, os.getpid())
         self._dropped.atexit = False  # Ray ends everything then
@@ -200,7 +201,7 @@ class DistributedSGD:
         Args:
             steps, epochs: how long; exactly one of them. An epoch ends where the data have been seen
                 once; the first may have begun before.
-            callbacks: called for each step and, if they ask for it, between epochs.
+            callbacks: called for each step and event, and between epochs if they override `on_epoch_end`.
             progress: show a progress bar on standard error.
 
         Returns:
@@ -211,7 +212,7 @@ class DistributedSGD:
             CheckpointError: a checkpoint could not be written; told by the next one that is due, or at the end.
         """
         with self._idle():
-            return fit(self, self._keeping, self._train, steps, epochs, callbacks, progress)
+            return fit(self, self._keeping, self._events, self._train, steps, epochs, callbacks, progress)
 
     def _train(self, steps: int, stats: bool, on_step: Callable[[StepResult], None]) -> None:
         self._live()
@@ -265,23 +266,31 @@ class DistributedSGD:
         return self._state.weights()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """`weights`, further names of tied parameters, and buffers averaged over replicas.
+        """Return CPU copies of all parameters, under each of their names, and of buffers, averaged over replicas.
 
-        Loads into the plain module: ``module.load_state_dict(sgd.state_dict())``.
+        The plain module takes it: ``module.load_state_dict(sgd.state_dict())``.
         """
         with self._idle():
-            layout = self._job.description.layout
-            state = layout.named(self._state.snapshot("weights").weights) | self._state.mean_buffers()
-            for entry in layout.entries:
-                for alias in entry.aliases:
-                    state[alias] = state[entry.name]
-            return state
+            return self._state.state_dict()
 
-    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Sets parameters by name on all servers and workers; those not named, and the optimizer, stay.
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set all parameters and buffers of every replica; the optimizer's state and the place in the data stay.
+
+        Args:
+            state: by name, what `state_dict` of a trainer, or of the plain module, returned: no name more or less.
 
         Raises:
-            ConfigurationError: an unknown name or another shape.
+            ConfigurationError: a name is missing or unknown, or a tensor has another shape; nothing has changed.
+        """
+        with self._idle():
+            self._state.load_state_dict(state, self._training.version)
+            self._keeping.changed()
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Set some parameters by name on all servers and workers; the others, and the optimizer's state, stay.
+
+        Raises:
+            ConfigurationError: a name is unknown, or a tensor has another shape; nothing has changed.
         """
         with self._idle():
             self._state.set_weights(weights, self._training.version)

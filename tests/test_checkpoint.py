@@ -17,7 +17,7 @@ from torch import nn
 
 from steepest import DistributedSGD, ParameterServerStrategy, SimpleStrategy
 from steepest.checkpoint.files import MANIFEST, Checkpoint, Owner, assemble, disassemble, read, write
-from steepest.errors import CheckpointError, SteepestError
+from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, same_bits, samples
@@ -306,6 +306,44 @@ class TestOverRay:
         load_model(module, next(path.glob("weights-*.safetensors")), strict=True)
         assert module.decode.weight is module.encode.weight
         assert same_bits(module.state_dict(), sgd.state_dict())
+
+    def test_a_state_dict_is_loaded_again_to_the_bit(self, trained: Any) -> None:
+        sgd, path, _ = trained
+        sgd.restore(path)
+        before = sgd.state_dict()
+        sgd.fit(steps=5, progress=False)
+        after, rest = sgd.state_dict(), sgd.fit(steps=1, progress=False)
+        sgd.load_state_dict(before)
+        assert same_bits(sgd.state_dict(), before)
+        with DistributedSGD(TIED.creator(), num_workers=3, strategy="allreduce", seed=9) as other:
+            other.step()
+            other.load_state_dict(after)
+            assert same_bits(other.state_dict(), after)
+            assert other.stats().step == 1
+            module = Tied()  # and the plain module's
+            other.load_state_dict(module.state_dict())
+            assert same_bits(other.state_dict(), module.state_dict())
+        assert sgd.step().step == rest.step + 1
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"encode.weight": None}, "state has no encode.weight: give what state_dict"),
+            ({"norm.running_mean": None}, "state has no norm.running_mean"),
+            ({"stranger": torch.zeros(2)}, "the model has no stranger"),
+            ({"norm.running_mean": torch.zeros(2)}, r"'norm.running_mean' has shape \(2,\)"),
+            ({"head.bias": torch.zeros(7, 7)}, r"'head.bias' has shape \(7, 7\)"),
+        ],
+    )
+    def test_a_state_dict_of_another_model_is_refused_and_nothing_changes(
+        self, trained: Any, change: dict[str, torch.Tensor | None], says: str
+    ) -> None:
+        sgd = trained[0]
+        before = sgd.state_dict()
+        wrong = {name: value for name, value in (before | change).items() if value is not None}
+        with pytest.raises(ConfigurationError, match=says):
+            sgd.load_state_dict(wrong)
+        assert same_bits(sgd.state_dict(), before)
 
     def test_what_does_not_fit_is_refused_and_nothing_changes(self, trained: Any, tmp_path: Path) -> None:
         sgd, path, _ = trained

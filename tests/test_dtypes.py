@@ -200,6 +200,8 @@ def test_a_job_keeps_them_through_everything(tmp_path: Path, workers: int) -> No
             return state
 
         before = look()
+        trainer.load_state_dict(before)
+        assert all(same(value, before[name]) for name, value in look().items())
         assert (int(before["steps"]), complex(before["turns"])) == (3, 3j)
         trainer.fit(steps=2, progress=False)
         os.kill(trainer.foreach_worker(lambda view: view.pid)[-1], signal.SIGKILL)

@@ -15,6 +15,7 @@ from steepest import (
     AllreduceStrategy,
     Callback,
     DistributedSGD,
+    Event,
     FailureConfig,
     LocalStrategy,
     ParameterServerStrategy,
@@ -49,6 +50,23 @@ class Watch(Callback):
         """How many workers took how many steps, one after the other."""
         found = itertools.groupby(result.samples for result in self.results)
         return [(workers, len(list(steps))) for workers, steps in found]
+
+
+class Seen(Callback):
+    """Notes events; raises for one, if told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.events: list[Event] = []
+        self.ended = 0
+
+    def on_event(self, trainer: DistributedSGD, event: Event) -> None:
+        self.events.append(event)
+        if self.error is not None:
+            raise self.error
+
+    def on_fit_end(self, trainer: DistributedSGD) -> None:
+        self.ended += 1
 
 
 def killer(*victims: int) -> Any:
@@ -198,6 +216,21 @@ def test_two_wait_for_each_other_and_any_number_does_if_told_to() -> None:
             assert watch.sizes() == [(workers, 60)]
             assert difference(trainer.weights(), straight.weights()) < 1e-12
             assert [event.kind for event in trainer.stats().events] == ["replaced"]
+
+
+def test_callbacks_see_each_event_once() -> None:
+    with DistributedSGD(TASK.creator(), num_workers=2) as trainer:
+        trainer.resize(num_servers=2)
+        first, second = Seen(), Seen(RuntimeError("seen"))
+        trainer.fit(steps=5, callbacks=[first], progress=False)
+        assert [event.kind for event in first.events] == ["resized"]
+        with pytest.raises(RuntimeError, match="seen"):
+            trainer.fit(steps=100, callbacks=[Watch((10, killer(pids(trainer)[1]))), first, second], progress=False)
+        assert [event.kind for event in first.events] == ["resized", "replaced"]
+        assert (second.events, second.ended) == (first.events[1:], 1)
+        trainer.fit(steps=5, callbacks=[second], progress=False)
+        assert tuple(first.events) == trainer.stats().events
+        assert len(second.events) == 1
 
 
 def test_too_few_wait_for_those_who_die_together() -> None:

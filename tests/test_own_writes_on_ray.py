@@ -93,6 +93,9 @@ def test_a_momentum_encoder_trains_as_in_one_process(ray_cluster: None, tmp_path
         assert same_bits({"key.weight": sgd.weights()["key.weight"]}, {"key.weight": before["key.weight"]})
         sgd.set_strategy("allreduce")
         assert sgd.foreach_worker(keys) == [1.0, 1.0]
+        sgd.load_state_dict(before)
+        assert same_bits(sgd.state_dict(), before), "frozen parameters that the model writes to are loaded too"
+        assert sgd.foreach_worker(keys) == [pytest.approx(float(before["key.bias"].mean()))] * 2
         sgd.restore(tmp_path)
         assert same_bits(sgd.state_dict(), before)
         sgd.resize(num_workers=1)

@@ -1,4 +1,4 @@
-"""What `fit` does: from one place where something is to be done between two steps to the next."""
+"""The loop of `fit`: trains from one pause between two steps to the next, and calls the callbacks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from steepest.cluster.checkpoint_manager import Keeping
 from steepest.config.validation import require_choice, require_count
 from steepest.errors import ConfigurationError
-from steepest.observe.progress import Callback, ProgressBar
+from steepest.observe.progress import Callback, EventFeed, ProgressBar
 from steepest.observe.results import StepResult
 
-_METHODS = ("on_fit_begin", "on_step", "on_epoch_end", "on_fit_end")
+_METHODS = ("on_fit_begin", "on_step", "on_event", "on_epoch_end", "on_fit_end")
 
 #: Takes so many steps, with statistics or without, and calls a function for each.
 Train = Callable[[int, bool, Callable[[StepResult], None]], None]
@@ -20,6 +20,7 @@ Train = Callable[[int, bool, Callable[[StepResult], None]], None]
 def fit(
     sgd: Any,
     keeping: Keeping,
+    feed: EventFeed,
     train: Train,
     steps: int | None,
     epochs: int | None,
@@ -42,15 +43,19 @@ def fit(
         for callback in callbacks:
             callback.on_fit_begin(sgd, left)
         try:
-            _take(sgd, keeping, train, left, callbacks)
+            feed.tell(sgd, callbacks)
+            _take(sgd, keeping, feed, train, left, callbacks)
         finally:
-            for callback in callbacks:
-                callback.on_fit_end(sgd)
+            try:
+                feed.tell(sgd, callbacks)
+            finally:
+                for callback in callbacks:
+                    callback.on_fit_end(sgd)
     return keeping.result()
 
 
 def check_callbacks(callbacks: object) -> None:
-    """A list of callbacks, or of what has their methods.
+    """Check that `callbacks` is a list of callbacks, or of objects that have all their methods.
 
     Raises:
         ConfigurationError: it is not.
@@ -67,8 +72,9 @@ def check_callbacks(callbacks: object) -> None:
             )
 
 
-def _take(sgd: Any, keeping: Keeping, train: Train, left: int, callbacks: Sequence[Callback]) -> None:
+def _take(sgd: Any, keeping: Keeping, feed: EventFeed, train: Train, left: int, callbacks: Sequence[Callback]) -> None:
     def on_step(result: StepResult) -> None:
+        feed.tell(sgd, callbacks)
         for callback in callbacks:
             callback.on_step(sgd, result)
 
@@ -80,6 +86,7 @@ def _take(sgd: Any, keeping: Keeping, train: Train, left: int, callbacks: Sequen
             ends_epoch = keeping.plan.epoch_end(begin)
             until = min(until, ends_epoch)
         train(until - begin, True, on_step)
+        feed.tell(sgd, callbacks)
         left -= until - begin
         for callback in pausing if until == ends_epoch else ():
             callback.on_epoch_end(sgd, keeping.result())

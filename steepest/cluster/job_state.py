@@ -78,6 +78,34 @@ class JobState:
         if frozen:
             self._cluster.call_workers(remote_functions.take_installed, frozen)
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return parameters, under all their names, and buffers averaged over replicas, all CPU copies."""
+        layout = self._cluster.job.description.layout
+        state = layout.named(self.snapshot("weights").weights) | self.mean_buffers()
+        return state | {alias: state[entry.name] for entry in layout.entries for alias in entry.aliases}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+        """Set all parameters and buffers, see `DistributedSGD.load_state_dict`, as a version."""
+        layout, mine = self._cluster.job.description.layout, self.buffers()[0]
+        parameters = {name for entry in layout.entries for name in (entry.name, *entry.aliases)}
+        own = parameters | mine.keys()
+        for lacks, names in (("state", own - state.keys()), ("the model", state.keys() - own)):
+            if names:
+                raise ConfigurationError(
+                    f"{lacks} has no {', '.join(sorted(names)[:8])}: give what state_dict() of such a model returned; "
+                    "set_weights() takes some parameters"
+                )
+        buffers = Tensors((name, torch.as_tensor(state[name])) for name in mine.keys() - parameters)
+        for name, value in buffers.items():
+            if value.shape != mine[name].shape:
+                raise ConfigurationError(
+                    f"{name!r} has shape {tuple(value.shape)}, the model's has {tuple(mine[name].shape)}"
+                )
+        weights = layout.allocate()
+        layout.write(weights, {name: value for name, value in state.items() if name not in buffers})
+        self.install(version, weights, None)
+        self._cluster.call_workers(remote_functions.load_buffers, buffers)  # frozen parameters are as installed
+
     def log(self) -> CommitLog:
         """Every commit so far, see `DistributedSGD.log`."""
         commits = self._commits()

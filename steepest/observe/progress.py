@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from steepest.observe.results import StepResult
+from steepest.observe.results import Event, StepResult
 
 
 class Run(Protocol):
@@ -19,23 +20,53 @@ class Run(Protocol):
 
 
 class Callback:
-    """Called by `fit`; override what you need.
+    """Base class of what `DistributedSGD.fit` calls on the driver, in the thread of `fit`; override what you need.
 
-    `on_step` is called for each committed step, in order, while workers already go on; they pause at the
-    end of an epoch only if some callback overrides `on_epoch_end`, so that it may evaluate or save.
+    `sgd` is the trainer. Callbacks are called in the order in which they were given. An error that one raises ends
+    `fit`, which raises it after `on_fit_end`.
     """
 
     def on_fit_begin(self, sgd: Any, steps: int) -> None:
-        """Training begins; `steps` will be taken."""
+        """Take note that training begins; `steps` steps will be taken."""
 
     def on_step(self, sgd: Any, result: StepResult) -> None:
-        """A step was committed."""
+        """Take note of a committed step; called for each, in order, while workers compute the next ones."""
+
+    def on_event(self, sgd: Any, event: Event) -> None:
+        """Take note of a death, a resize or another event of `Stats.events`; called once for each, in order.
+
+        It is called between two calls of `on_step`, or before `on_fit_end`, while workers may compute. Events since the
+        last `fit` come right after `on_fit_begin`.
+        """
 
     def on_epoch_end(self, sgd: Any, result: StepResult) -> None:
-        """An epoch ended with this step; workers are idle."""
+        """Take note that an epoch ended with this step.
+
+        Workers are idle: the trainer may evaluate or save. They pause for it only if a callback overrides this method.
+        """
 
     def on_fit_end(self, sgd: Any) -> None:
-        """Training ended, also by an error."""
+        """Take note that training ended, also by an error."""
+
+
+class EventFeed:
+    """Calls callbacks with each event once, in order.
+
+    Args:
+        events: all events so far, oldest first; grows while processes die and come.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+        self._told = 0
+
+    def tell(self, sgd: Any, callbacks: Sequence[Callback]) -> None:
+        """Call `on_event` of all callbacks for each event since the last call; raise what a callback raises."""
+        while self._told < len(self._events):
+            event = self._events[self._told]
+            self._told += 1
+            for callback in callbacks:
+                callback.on_event(sgd, event)
 
 
 class ProgressBar(Callback):
