@@ -1,56 +1,98 @@
-"""Distributed SGD on Ray: one model, one ``strategy=``, from a laptop to a cluster."""
+"""Distributed SGD on Ray: one model, one ``strategy=``, from a laptop to a cluster.
 
-from steepest.checkpoint.files import Checkpoints
-from steepest.collectives.ring import ring_allreduce
-from steepest.config.compression import Int8, PowerSGD, TopK
-from steepest.config.run import DeadlineConfig, FailureConfig, ResourceConfig, RunConfig
-from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, SimpleStrategy
-from steepest.data.ray_dataset import RayDataset
-from steepest.data.sources import IndexedStream
-from steepest.engine.commit_log import Commit, CommitLog, LoggedPush
-from steepest.models.numpy import NumpyLogisticRegression
-from steepest.models.protocol import Computed, Model
-from steepest.models.torch import TorchModel, accuracy
-from steepest.observe.progress import Callback
-from steepest.observe.results import EvaluationResult, Event, Staleness, Stats, StepResult
-from steepest.optim.spec import OptimizerSpec
-from steepest.parameter_server.api import ParameterServer
-from steepest.tensors.layout import ParameterLayout
-from steepest.trainer import DistributedSGD
+Names are loaded when they are first used: torch takes seconds to import, and not every process needs it.
+"""
 
-__all__ = [
-    "AllreduceStrategy",
-    "Callback",
-    "Checkpoints",
-    "Commit",
-    "CommitLog",
-    "Computed",
-    "DeadlineConfig",
-    "DistributedSGD",
-    "EvaluationResult",
-    "Event",
-    "FailureConfig",
-    "IndexedStream",
-    "Int8",
-    "LocalStrategy",
-    "LoggedPush",
-    "Model",
-    "NumpyLogisticRegression",
-    "OptimizerSpec",
-    "ParameterLayout",
-    "ParameterServer",
-    "ParameterServerStrategy",
-    "PowerSGD",
-    "RayDataset",
-    "ResourceConfig",
-    "RunConfig",
-    "SimpleStrategy",
-    "Staleness",
-    "Stats",
-    "StepResult",
-    "TopK",
-    "TorchModel",
-    "accuracy",
-    "ring_allreduce",
-]
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
+    from steepest.checkpoint.files import Checkpoints as Checkpoints
+    from steepest.collectives.ring import ring_allreduce as ring_allreduce
+    from steepest.config.compression import Int8 as Int8
+    from steepest.config.compression import PowerSGD as PowerSGD
+    from steepest.config.compression import TopK as TopK
+    from steepest.config.run import DeadlineConfig as DeadlineConfig
+    from steepest.config.run import FailureConfig as FailureConfig
+    from steepest.config.run import ResourceConfig as ResourceConfig
+    from steepest.config.run import RunConfig as RunConfig
+    from steepest.config.strategies import AllreduceStrategy as AllreduceStrategy
+    from steepest.config.strategies import LocalStrategy as LocalStrategy
+    from steepest.config.strategies import ParameterServerStrategy as ParameterServerStrategy
+    from steepest.config.strategies import SimpleStrategy as SimpleStrategy
+    from steepest.data.ray_dataset import RayDataset as RayDataset
+    from steepest.data.sources import IndexedStream as IndexedStream
+    from steepest.engine.commit_log import Commit as Commit
+    from steepest.engine.commit_log import CommitLog as CommitLog
+    from steepest.engine.commit_log import LoggedPush as LoggedPush
+    from steepest.models.numpy import NumpyLogisticRegression as NumpyLogisticRegression
+    from steepest.models.protocol import Computed as Computed
+    from steepest.models.protocol import Model as Model
+    from steepest.models.torch import TorchModel as TorchModel
+    from steepest.models.torch import accuracy as accuracy
+    from steepest.observe.progress import Callback as Callback
+    from steepest.observe.results import EvaluationResult as EvaluationResult
+    from steepest.observe.results import Event as Event
+    from steepest.observe.results import Staleness as Staleness
+    from steepest.observe.results import Stats as Stats
+    from steepest.observe.results import StepResult as StepResult
+    from steepest.optim.spec import OptimizerSpec as OptimizerSpec
+    from steepest.parameter_server.api import ParameterServer as ParameterServer
+    from steepest.tensors.layout import ParameterLayout as ParameterLayout
+    from steepest.trainer import DistributedSGD as DistributedSGD
+
 __version__ = "0.1.0"
+
+_MODULES = {
+    "AllreduceStrategy": "config.strategies",
+    "Callback": "observe.progress",
+    "Checkpoints": "checkpoint.files",
+    "Commit": "engine.commit_log",
+    "CommitLog": "engine.commit_log",
+    "Computed": "models.protocol",
+    "DeadlineConfig": "config.run",
+    "DistributedSGD": "trainer",
+    "EvaluationResult": "observe.results",
+    "Event": "observe.results",
+    "FailureConfig": "config.run",
+    "IndexedStream": "data.sources",
+    "Int8": "config.compression",
+    "LocalStrategy": "config.strategies",
+    "LoggedPush": "engine.commit_log",
+    "Model": "models.protocol",
+    "NumpyLogisticRegression": "models.numpy",
+    "OptimizerSpec": "optim.spec",
+    "ParameterLayout": "tensors.layout",
+    "ParameterServer": "parameter_server.api",
+    "ParameterServerStrategy": "config.strategies",
+    "PowerSGD": "config.compression",
+    "RayDataset": "data.ray_dataset",
+    "ResourceConfig": "config.run",
+    "RunConfig": "config.run",
+    "SimpleStrategy": "config.strategies",
+    "Staleness": "observe.results",
+    "Stats": "observe.results",
+    "StepResult": "observe.results",
+    "TopK": "config.compression",
+    "TorchModel": "models.torch",
+    "accuracy": "models.torch",
+    "ring_allreduce": "collectives.ring",
+}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name, or a module of the package, when it is first used."""
+    if name in _MODULES:
+        found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        found = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found  # found without this function from now on
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
