@@ -16,8 +16,7 @@ from steepest.errors import DeadlineError, PeerLostError, ProtocolError, Shutdow
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.transport.channel import Channel, Event
 from steepest.transport.frames import encode
-from steepest.transport.ray_calls import CallTransport
-from steepest.transport.ray_parcels import ANSWER_HEAD, CALL_HEAD, END, HELLO, NOTHING, SAY, Parcel, unpack
+from steepest.transport.ray_calls import CALL_HEAD, END, HELLO, NOTHING, SAY, Answer, Callee, CallTransport, unpack
 from tests.drawn import seeds
 
 ME, OTHER = worker_peer(0), server_peer(0)
@@ -40,9 +39,9 @@ def numbers(events: list[Event]) -> list[int]:
     return [event.message.sequence for event in events if event.message is not None]
 
 
-def parcel(answer: int, *found: int) -> Parcel:
-    """Messages of the actor to the caller."""
-    return ANSWER_HEAD.pack(answer, False) + b"".join(encode(message(number, OTHER, ME)) for number in found), []
+def answer(*found: int) -> Answer:
+    """Messages of the actor to the caller, after which it has no more."""
+    return b"\0" + b"".join(encode(message(number, OTHER, ME)) for number in found), []
 
 
 def packed(number: int, what: int = SAY, *, key: int = 1, text: bytes = b"") -> bytes:
@@ -60,9 +59,9 @@ class FakeCall:
     def __init__(self, call: bytes, *payloads: Any) -> None:
         self.call, self.payloads = call, payloads
         self.key, self.number, self.what = CALL_HEAD.unpack_from(call)
-        self.result: Future[Parcel] = Future()
+        self.result: Future[Answer] = Future()
 
-    def future(self) -> Future[Parcel]:
+    def future(self) -> Future[Answer]:
         return self.result
 
     @property
@@ -93,52 +92,33 @@ class FakeRay:
             self.calls.append(call)
         return call
 
-    def connected(self, transport: CallTransport, **options: Any) -> Any:
-        return transport.connect((OTHER,), self, **options)
-
-
-def start(callee: CallTransport, call: bytes, *payloads: Any) -> tuple[threading.Thread, Future[Parcel]]:
-    """Answers a call on a thread; returns when the transport has it."""
-    found: Future[Parcel] = Future()
-
-    def body() -> None:
-        try:
-            found.set_result(callee.answer(call, payloads))
-        except (ShutdownError, PeerLostError) as error:
-            found.set_exception(error)
-
-    callee._woken.clear()
-    thread = threading.Thread(target=body)
-    thread.start()
-    callee._woken.wait(SECONDS)
-    return thread, found
+    def connected(self, transport: CallTransport, pause: float = 0.0) -> Any:
+        return transport.connect(Callee((OTHER,), self, pause))
 
 
 def greeted(callee: CallTransport, key: int = 1) -> Any:
     """The callee's new channel to a caller."""
-    thread, found = start(callee, hello(key))
+    found = callee.answer(hello(key), ())
     events = callee.poll(0)
     assert events[-1][1:] == (None, "opened")
-    assert found.result(SECONDS) == NOTHING
-    thread.join(SECONDS)
+    assert found.result(0) == NOTHING
     return events[-1].channel
 
 
 # -- the caller's end --------------------------------------------------------------------------------
 
 
-def test_answers_are_put_in_order() -> None:
+def test_answers_are_taken_in_the_order_of_the_calls() -> None:
     actor, transport = FakeRay(), CallTransport(sink, (ME,))
     channel = actor.connected(transport)
-    for number in range(3):
+    for number in range(2):
         channel.send(message(number))
         transport.poll(0)
-    assert [call.number for call in actor.calls] == [1, 2, 3]
-    actor.calls[0].result.set_result(parcel(2, 5, 6))
-    actor.calls[2].result.set_result(parcel(1, 4))
+    assert [call.number for call in actor.calls] == [1, 2]
+    actor.calls[1].result.set_result(answer(4))
     assert transport.poll(0) == []
-    actor.calls[1].result.set_result(parcel(0, 1, 2, 3))
-    assert numbers(transport.poll(0)) == [1, 2, 3, 4, 5, 6]
+    actor.calls[0].result.set_result(answer(1, 2, 3))
+    assert numbers(transport.poll(0)) == [1, 2, 3, 4]
 
 
 def test_a_call_is_always_in_flight_and_few_are() -> None:
@@ -151,10 +131,10 @@ def test_a_call_is_always_in_flight_and_few_are() -> None:
     for number in range(20):
         channel.send(message(number))
         transport.pump()
-    assert len(actor.calls) == 4
+    assert len(actor.calls) == 2
     actor.calls[1].result.set_result(NOTHING)  # pump need not wait for poll
     transport.pump()
-    assert [call.said for call in actor.calls] == [[], [0], [1], [2], list(range(3, 20))]
+    assert [call.said for call in actor.calls] == [[], [0], list(range(1, 20))]
 
 
 def test_a_caller_may_pause_after_an_answer() -> None:
@@ -164,7 +144,7 @@ def test_a_caller_may_pause_after_an_answer() -> None:
     actor.calls[0].result.set_result(NOTHING)
     transport.poll(0)
     assert len(actor.calls) == 2, "no answer, no pause"
-    actor.calls[1].result.set_result(parcel(0, 1))
+    actor.calls[1].result.set_result(answer(1))
     assert numbers(transport.poll(0)) == [1]
     transport.poll(0)
     assert len(actor.calls) == 2
@@ -193,7 +173,7 @@ def test_a_completed_call_ends_poll() -> None:
     actor.connected(transport)
     transport.poll(0)
     call = actor.calls[0]
-    thread = threading.Thread(target=lambda: call.result.set_result(parcel(0, 7)))
+    thread = threading.Thread(target=lambda: call.result.set_result(answer(7)))
     thread.start()
     assert numbers(transport.poll(SECONDS)) == [7]
     thread.join()
@@ -207,7 +187,7 @@ def test_an_error_closes_the_channel_once() -> None:
     for number in range(3):
         channel.send(message(number))
         transport.poll(0)
-    actor.calls[0].result.set_result(parcel(0, 1))
+    actor.calls[0].result.set_result(answer(1))
     for call in actor.calls[1:]:
         call.result.set_exception(ray.exceptions.RayActorError(error_msg="it died\nlong ago"))
     events = transport.poll(0)
@@ -230,7 +210,7 @@ def test_an_answer_that_makes_no_sense_closes_the_channel(size: int | None, reas
     actor, transport = FakeRay(), CallTransport(sink, (ME,))
     channel = actor.connected(transport)
     transport.poll(0)
-    text, _ = parcel(0, 1)
+    text, _ = answer(1)
     if size is None:
         text = text[:-1]
     else:
@@ -255,34 +235,33 @@ def test_who_does_not_answer_is_not_connected() -> None:
 
     transport, silent = CallTransport(sink, (ME,)), Silent()
     with pytest.raises(DeadlineError, match=r"server 0 did not answer a call within 0\.01 s"):
-        transport.connect((OTHER,), silent, 0.01)
+        transport.connect(Callee((OTHER,), silent), 0.01)
     assert silent.calls[-1].what == END, "it is told, should it still live"
     with pytest.raises(PeerLostError, match="cannot call server 0: gone"):
-        transport.connect((OTHER,), Dead())
+        transport.connect(Callee((OTHER,), Dead()))
     assert transport.poll(0) == []
 
 
 # -- the callee's end --------------------------------------------------------------------------------
 
 
-def test_calls_are_put_in_order_and_only_the_newest_is_held() -> None:
+def test_calls_are_taken_in_order_and_only_the_newest_is_held() -> None:
     actor, caller, callee = FakeRay(), CallTransport(sink, (ME,)), CallTransport(sink, (OTHER,))
     channel = actor.connected(caller)
     back = greeted(callee, actor.key)
     assert (back.peers, back.name) == ((ME,), "worker 0")
-    for number in range(3):
+    for number in (1, 2):
         channel.send(message(number, size=number))
         caller.poll(0)
-    third, second, first, again = (start(callee, actor.calls[i].call, *actor.calls[i].payloads) for i in (2, 1, 0, 1))
-    assert numbers(callee.poll(0)) == [0, 1, 2]
-    for thread, found in (first, second, again):
-        assert found.result(SECONDS) == NOTHING
-        thread.join(SECONDS)
-    assert third[0].is_alive()
+    second, first = (callee.answer(actor.calls[i].call, actor.calls[i].payloads) for i in (1, 0))
+    assert numbers(callee.poll(0)) == [1, 2]
+    assert first.result(0) == NOTHING
+    assert not second.done()
     back.send(message(8, OTHER, ME))
     back.send(message(9, OTHER, ME))
     callee.poll(0)
-    actor.calls[2].result.set_result(third[1].result(SECONDS))
+    for call, found in zip(actor.calls, (first, second), strict=True):
+        call.result.set_result(found.result(0))
     assert numbers(caller.poll(0)) == [8, 9]
 
 
@@ -291,54 +270,64 @@ def test_a_long_turn_says_what_it_has_and_that_more_follows(monkeypatch: pytest.
     actor.connected(caller, pause=3600)
     back = greeted(callee, actor.key)
     caller.poll(0)
-    thread, found = start(callee, actor.calls[0].call)
+    found = callee.answer(actor.calls[0].call, ())
     back.send(message(1, OTHER, ME))
     monkeypatch.setattr("steepest.transport.ray_calls._GATHER_SECONDS", 3600)
     callee.pump()
-    assert thread.is_alive()
+    assert not found.done()
     monkeypatch.setattr("steepest.transport.ray_calls._GATHER_SECONDS", 0)
     callee.pump()
-    actor.calls[0].result.set_result(found.result(SECONDS))
+    actor.calls[0].result.set_result(found.result(0))
     assert numbers(caller.poll(0)) == [1]
     caller.poll(0)
     assert len(actor.calls) == 2, "no pause"
-    thread.join(SECONDS)
+    back.send(message(2, OTHER, ME))
+    found = callee.answer(actor.calls[1].call, ())
+    callee.pump()
+    actor.calls[1].result.set_result(found.result(0))
+    assert numbers(caller.poll(0)) == [2], "the turn need not end for that"
 
 
 def test_a_call_is_not_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steepest.transport.ray_calls._HOLD_SECONDS", 0.001)
+    monkeypatch.setattr("steepest.transport.ray_calls._HOLD_SECONDS", -1)
     callee = CallTransport(sink, (OTHER,))
     greeted(callee)
-    assert callee.answer(packed(1), ()) == NOTHING
+    found = callee.answer(packed(1), ())
+    callee.poll(0)
+    callee.poll(0)
+    assert found.result(0) == NOTHING
 
 
 def test_the_first_call_returns_when_the_router_knows_the_caller() -> None:
     callee = CallTransport(sink, (OTHER,))
-    thread, found = start(callee, hello())
+    found = callee.answer(hello(), ())
     assert not found.done()
     (event,) = callee.poll(0)
     assert (event.message, event.reason) == (None, "opened")
-    found.result(SECONDS)
-    thread.join(SECONDS)
+    assert found.result(0) == NOTHING
 
 
 def test_a_caller_that_leaves_or_comes_again() -> None:
     callee = CallTransport(sink, (OTHER,))
     first = greeted(callee)
-    thread, found = start(callee, packed(2, END))  # leaves; one call is still on its way
+    callee.answer(packed(2, END), ())  # leaves; one call is still on its way
     assert callee.poll(0) == []
-    start(callee, packed(1))
+    found = callee.answer(packed(1), ())
     assert callee.poll(0) == [Event(first, None, "channel closed")]
-    assert found.result(SECONDS) == NOTHING
-    thread.join(SECONDS)
+    assert found.result(0) == NOTHING
     second = greeted(callee)
-    start(callee, hello(2, ME, COORDINATOR))
+    callee.answer(hello(2, ME, COORDINATOR), ())
+    callee.answer(hello(3, ME), ())
     events = callee.poll(0)
     assert events[0] == Event(second, None, "it has connected anew")
     assert events[1][1:] == (None, "opened")
-    with pytest.raises(PeerLostError, match="it has closed this channel"):
-        callee.answer(packed(1), ())
-    assert callee.answer(packed(2, END), ()) == NOTHING
+    assert events[2] == Event(events[1].channel, None, "it has connected anew")
+    assert events[3][1:] == (None, "opened")
+    left = [callee.answer(packed(1), ()), callee.answer(packed(2, END), ())]
+    callee.poll(0)
+    for found in left:
+        with pytest.raises(PeerLostError, match="it has closed this channel"):
+            found.result(0)
 
 
 def test_nonsense_closes_the_channel_and_the_caller_is_told() -> None:
@@ -347,24 +336,22 @@ def test_nonsense_closes_the_channel_and_the_caller_is_told() -> None:
 
     callee = CallTransport(refuse, (OTHER,))
     back = greeted(callee)
-    _, found = start(callee, packed(1, text=encode(message(1, size=3)) + bytes(3)))
+    found = callee.answer(packed(1, text=encode(message(1, size=3)) + bytes(3)), ())
     assert callee.poll(0) == [Event(back, None, "refused: not for me")]
-    assert "refused: not for me" in str(found.exception(SECONDS))
+    assert "refused: not for me" in str(found.exception(0))
     assert callee.refused == 1
 
 
 def test_close_ends_every_call() -> None:
     callee = CallTransport(sink, (OTHER,))
     greeted(callee)
-    held = [start(callee, packed(1)), start(callee, hello(2, worker_peer(1)))]
+    held = callee.answer(packed(1), ())
+    callee.poll(0)
+    new = callee.answer(hello(2, worker_peer(1)), ())
     callee.close()
-    for thread, found in held:
-        assert isinstance(found.exception(SECONDS), PeerLostError | type(None))
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    with pytest.raises(ShutdownError):
-        callee.answer(packed(2), ())
-    assert callee.answer(packed(2, END), ()) == NOTHING
+    assert isinstance(held.exception(0), PeerLostError)
+    assert isinstance(new.exception(0), ShutdownError)
+    assert isinstance(callee.answer(packed(2), ()).exception(0), ShutdownError)
     actor, transport = FakeRay(), CallTransport(sink, (ME,))
     channel = actor.connected(transport)
     transport.close()
@@ -380,7 +367,7 @@ def test_both_ways_in_order_exactly_once_in_any_order_of_calls(seed: int) -> Non
     there = actor.connected(caller)
     back = greeted(callee, actor.key)
     sent, found = [0, 0], ([], [])  # by direction
-    running: list[tuple[FakeCall, threading.Thread, Future[Parcel]]] = []
+    running: list[tuple[FakeCall, Future[Answer]]] = []
 
     def send(direction: int) -> None:
         source, target = ((ME, OTHER), (OTHER, ME))[direction]
@@ -390,15 +377,14 @@ def test_both_ways_in_order_exactly_once_in_any_order_of_calls(seed: int) -> Non
     def run() -> None:
         if actor.calls:
             call = actor.calls.pop(luck.randrange(len(actor.calls)))
-            running.append((call, *start(callee, call.call, *call.payloads)))
+            running.append((call, callee.answer(call.call, call.payloads)))
 
     def complete() -> None:
-        over = [entry for entry in running if entry[2].done()]
+        over = [entry for entry in running if entry[1].done()]
         if over:
-            entry = luck.choice(over)
-            running.remove(entry)
-            entry[1].join(SECONDS)
-            entry[0].result.set_result(entry[2].result())
+            call, answer = luck.choice(over)
+            running.remove((call, answer))
+            call.result.set_result(answer.result())
 
     actions = [
         lambda: send(0),
@@ -413,12 +399,10 @@ def test_both_ways_in_order_exactly_once_in_any_order_of_calls(seed: int) -> Non
     ]
     for _ in range(200):
         luck.choice(actions)()
+        luck.choice(actions)()
     while len(found[0]) < sent[0] or len(found[1]) < sent[1]:
         luck.choice(actions[2:])()
     assert found == (list(range(sent[0])), list(range(sent[1])))
-    callee.close()
-    for _, thread, _ in running:
-        thread.join(SECONDS)
 
 
 # -- over Ray ----------------------------------------------------------------------------------------
@@ -439,8 +423,8 @@ class Talker:
                     heard.source, heard.target = heard.target, heard.source
                     channel.send(heard)
 
-    def exchange(self, call: bytes, *payloads: Any) -> Parcel:
-        return self.transport.answer(call, payloads)
+    def exchange(self, call: bytes, *payloads: Any) -> Answer:
+        return self.transport.answer(call, payloads).result()
 
 
 def talk(actor: Any, index: int, count: int) -> list[int]:
@@ -448,7 +432,7 @@ def talk(actor: Any, index: int, count: int) -> list[int]:
     luck = random.Random(index)
     me = worker_peer(index)
     transport = CallTransport(sink, (me,))
-    channel = transport.connect((OTHER,), actor, SECONDS)
+    channel = transport.connect(Callee((OTHER,), actor), SECONDS)
     found: list[int] = []
     for number in range(count):
         channel.send(message(number, me, OTHER, luck.choice((0, 1, 99_999, 100_000, 3_000_000))))
@@ -481,7 +465,7 @@ class TestOverRay:
     def test_the_death_of_an_actor_closes_the_channel(self) -> None:
         actor = ray.remote(Talker).options(num_cpus=0, max_concurrency=8).remote()
         transport = CallTransport(sink, (ME,))
-        channel = transport.connect((OTHER,), actor, SECONDS)
+        channel = transport.connect(Callee((OTHER,), actor), SECONDS)
         channel.send(message(3))
         assert numbers(transport.poll(SECONDS)) == [3]
         transport.poll(0)
@@ -490,4 +474,4 @@ class TestOverRay:
         assert event[:2] == (channel, None)
         assert "actor" in event.reason
         with pytest.raises(PeerLostError):
-            transport.connect((OTHER,), actor, SECONDS)
+            transport.connect(Callee((OTHER,), actor), SECONDS)

@@ -312,7 +312,8 @@ class Cluster:
         opened += self.get(opening, "open the workers")
         ends: list[Address | Callee] = list(opened)
         if by_calls(self.job.config):
-            ends = [Callee(end.peers, actor) for end, actor in zip(opened, [*hosting, *others], strict=True)]
+            pause = _PAUSE_SECONDS if in_driver else 0.0
+            ends = [Callee(end.peers, actor, pause) for end, actor in zip(opened, [*hosting, *others], strict=True)]
         if not in_driver:
             ends = ends[: len(hosting)]
             everybody = bool(self.job.places.relays) or self.job.servers_in_workers  # all have something to say to all
@@ -329,7 +330,7 @@ class Cluster:
         self._router.transport = transport
         self.client = host_client(self._router, self.job, self._client_index)
         for end in ends:
-            self._router.attach(connect(transport, end, timeout, _PAUSE_SECONDS if in_driver else 0.0))
+            self._router.attach(connect(transport, end, timeout))
         self._router.start("steepest driver")
         if held is not None:  # before servers send what they have to all who join
             carry(held, self.holdings(), self.get)

@@ -43,8 +43,7 @@ from steepest.tensors.dtypes import Tensors
 from steepest.tensors.layout import Cut, ParameterLayout
 from steepest.tensors.shared_memory import AVAILABLE, segment_of
 from steepest.transport.channel import Address, Channel, ChannelSink
-from steepest.transport.ray_calls import Callee, CallTransport
-from steepest.transport.ray_parcels import Bytes, Parcel
+from steepest.transport.ray_calls import Answer, Bytes, Callee, CallTransport
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
 
@@ -343,10 +342,10 @@ class Process:
         found: Remains = self._on_router(find)
         return found
 
-    def exchange(self, call: bytes, *payloads: Bytes) -> Parcel:
-        """Takes what a caller has to say; returns what this process has for it."""
+    def exchange(self, call: bytes, *payloads: Bytes) -> Answer:
+        """Take a caller's messages; return this process' messages for it."""
         assert isinstance(self._transport, CallTransport)
-        return self._transport.answer(call, payloads)
+        return self._transport.answer(call, payloads).result()
 
     def watch(self) -> None:
         """Returns when the process is stopped; raises what ended its router otherwise."""
@@ -439,13 +438,11 @@ def make_transport(
     return CallTransport(sink, peers) if ways == "ray" else WireTransport(token, peers, node, sink, ways)
 
 
-def connect(
-    transport: WireTransport | CallTransport, other: Address | Callee, timeout: float, pause: float = 0.0
-) -> Channel:
-    """A channel to another process of the job; for `pause` see `CallTransport.connect`."""
+def connect(transport: WireTransport | CallTransport, other: Address | Callee, timeout: float) -> Channel:
+    """Open a channel to another process of the job."""
     if isinstance(other, Callee):
         assert isinstance(transport, CallTransport)
-        return transport.connect(other.peers, other.actor, timeout, pause=pause)
+        return transport.connect(other, timeout)
     assert isinstance(transport, WireTransport)
     return transport.connect(other, timeout)
 

@@ -1,13 +1,14 @@
 """Messages as Ray actor calls, payloads through Ray's object store: no socket of our own.
 
-Of two processes one calls and the other, an actor, is called. A call takes along what the caller has to say
-and returns what the callee has for it. The caller keeps one call in flight, which the callee holds until it
-has something to say, `_HOLD_SECONDS` are over or a newer call has come; so either may speak at any time. Ray
-runs the calls of a threaded actor, and completes them, in any order: calls are numbered, and so are the
-answers that say something; both ends put them back in order.
+Of two processes one is the caller and the other, an actor, the callee. A call carries the caller's messages and
+returns the callee's. The caller keeps a call in flight; the callee holds the newest one until it has a message for
+the caller, `_HOLD_SECONDS` are over, or a newer call has come: so either end may send at any time. Ray runs the calls
+of a threaded actor in any order and completes them in any order, therefore calls are numbered: the callee takes them
+in the order of their numbers, only the newest call returns messages, and the caller takes what calls return in the
+order of the calls. Ray's threads only wait for futures; everything else happens on the router's thread.
 
-A caller that closes its channel says so. A caller that dies does not, and nothing here notices it (what is
-meant for it is kept): that is left to the driver, which watches all processes through Ray.
+A caller that closes its channel says so in a last call. The death of a caller is not noticed here (messages for it are
+kept): that is left to the driver, which watches all processes through Ray.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import logging
 import math
 import secrets
+import struct
 import threading
 import time
 from collections import deque
@@ -26,6 +28,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import ray
 import torch
 
@@ -33,213 +37,228 @@ from steepest.errors import DeadlineError, PeerLostError, ProtocolError, Shutdow
 from steepest.messages.message import Kind, Message, Peer
 from steepest.messages.permissions import SUCCEEDED
 from steepest.transport.channel import ChannelSink, Event
-from steepest.transport.frames import encode
-from steepest.transport.ray_parcels import (
-    ANSWER_HEAD,
-    CALL_HEAD,
-    END,
-    HELLO,
-    NOTHING,
-    SAY,
-    SMALL_BYTES,
-    InOrder,
-    Parcel,
-    unpack,
-)
-from steepest.transport.ray_parcels import Bytes as Bytes
+from steepest.transport.frames import HEADER, Sink, decode_header, decode_meta, encode
 
 log = logging.getLogger(__name__)
 
+Bytes = npt.NDArray[np.uint8]
+#: What a call returns: one byte, whether more follows unasked, and messages; and the payloads that are not small.
+Answer = tuple[bytes, list[Bytes]]
+NOTHING: Answer = (b"", [])
+#: Head of a call: the caller's key, the call's number, and what it is; Ray takes long for every further argument.
+CALL_HEAD = struct.Struct("<QQB")
+HELLO, SAY, END = range(3)  # followed by the caller's peers as JSON; by messages; by nothing
+
 _Call = tuple[int, memoryview, Sequence[Bytes]]  # what it is, what follows the head, payloads
 
+_SMALL_BYTES = 100_000  # a payload below follows its message's header
 _FULL_BYTES = 1 << 20  # a caller that has gathered more does not wait for the end of its turn
-_IN_FLIGHT = 4
-_HOLD_SECONDS = 2.0
-_GATHER_SECONDS = 0.02  # in a long turn, answers gather for about so long
+_IN_FLIGHT = 2  # one that is held, one on its way
+_HOLD_SECONDS = 2.0  # no longer, lest the calls of dead callers take all threads
+_GATHER_SECONDS = 0.02  # in a long turn, messages for a caller gather for about so long
 
 
 class Callee(NamedTuple):
-    """Whom to call: an actor with a method `exchange`, and the roles that it hosts."""
+    """An actor to call.
+
+    Attributes:
+        peers: the roles that it hosts.
+        actor: its handle; its method `exchange` returns the result of `CallTransport.answer`.
+        pause: seconds without a call in flight after an answer; spares calls to an actor that only answers.
+    """
 
     peers: tuple[Peer, ...]
     actor: Any
+    pause: float = 0.0
 
 
 def threads_for(callers: int) -> int:
-    """The `max_concurrency` that an actor needs for calls that it holds, beside what it needs otherwise."""
-    return 2 * callers
+    """Return the `max_concurrency` that an actor needs for calls that wait there, beside what it needs otherwise."""
+    return _IN_FLIGHT * callers
 
 
 class _Channel:
-    """What both ends have in common: they gather what is sent. Used on the router's thread."""
+    """What both ends have in common: messages gather until they leave."""
 
     def __init__(self, transport: CallTransport, peers: tuple[Peer, ...]) -> None:
-        self.name = ""
-        self.peers: tuple[Peer, ...] = ()
-        self.introduce(peers)
-        self.pending = 0  # payloads are copied at once
-        self.closed = False
-        self.parts: list[bytes] = []
-        self.payloads: list[Any] = []
-        self.size = 0
-        self._transport = transport
-
-    def introduce(self, peers: tuple[Peer, ...]) -> None:
-        """Says who is at the other end."""
         self.name = " + ".join(map(str, peers))
         self.peers = peers
+        self.pending = 0  # payloads are copied at once
+        self.closed = False
+        self._transport = transport
+        self._parts: list[bytes] = []
+        self._payloads: list[Any] = []
+        self._size = 0
 
     def send(self, message: Message) -> None:
-        """Keeps a message, with a copy of its payload, for the next call or answer."""
+        """Keep a message, with a copy of its payload, until it leaves."""
         if self.closed:
             return
         part = encode(message)
         if message.payload is not None:
             size = message.payload.numel()
-            if size < SMALL_BYTES:
+            if size < _SMALL_BYTES:
                 part += message.payload.numpy().tobytes()
             else:
                 try:
-                    self.payloads.append(self._keep(message))
+                    self._payloads.append(self._copy(message))
                 except ray.exceptions.RayError as error:
                     self._transport.lose(self, f"its payload cannot be kept: {_reason(error)}")
                     return
-            self.size += size
+            self._size += size
             self._transport.bytes_sent += size
-        self.parts.append(part)
+        self._parts.append(part)
 
-    def _keep(self, message: Message) -> Any:
-        assert message.payload is not None
-        return message.payload.numpy().copy()
+    def _copy(self, message: Message) -> Any:
+        raise NotImplementedError
 
-    def gathered(self) -> tuple[bytes, list[Any]]:
-        """What was sent since the last time."""
-        taken = b"".join(self.parts), self.payloads
-        self.parts, self.payloads, self.size = [], [], 0
+    def _gathered(self) -> tuple[bytes, list[Any]]:
+        """Return what was sent since the last time."""
+        taken = b"".join(self._parts), self._payloads
+        self._parts, self._payloads, self._size = [], [], 0
         return taken
 
     def own_pending(self, memory: torch.Tensor) -> None:
-        """Payloads are copies already."""
+        """Do nothing: payloads are copies already."""
 
-    def close(self) -> None:
-        """Closes this end; what has not left is lost."""
-        self._transport.forget(self)
+    def close(self, reason: str = "it has closed this channel") -> None:
+        """Close this end, for a reason that the other end may see; what has not left is lost."""
+        if not self.closed:
+            self.closed = True
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        raise NotImplementedError
 
 
 class CallingChannel(_Channel):
-    """A `Channel` to an actor; made by `CallTransport.connect`."""
+    """A `Channel` to an actor; made by `CallTransport.connect`.
 
-    def __init__(self, transport: CallTransport, peers: tuple[Peer, ...], actor: Any, pause: float) -> None:
-        super().__init__(transport, peers)
-        self.in_flight = 0  # calls; counted down on Ray's threads
-        self.listen_at = 0.0
-        self._answers: InOrder[Parcel] = InOrder()
-        self._pause = pause
-        self._actor = actor
+    Attributes:
+        calls: those in flight, and those that have returned and are to be taken; oldest first.
+    """
+
+    def __init__(self, transport: CallTransport, callee: Callee) -> None:
+        super().__init__(transport, callee.peers)
+        self.calls: deque[Future[Answer]] = deque()
+        self._callee = callee
+        self._listen_at = 0.0
         self._key = secrets.randbits(64)
-        self._calls = 0
+        self._number = 0
 
-    def _keep(self, message: Message) -> Any:
+    def _copy(self, message: Message) -> Any:
         return self._transport.store(message)
 
-    def _call(self, what: int, text: bytes = b"", payloads: Sequence[Any] = ()) -> Any:
-        head = CALL_HEAD.pack(self._key, self._calls, what)
-        self._calls += 1
-        return self._actor.exchange.remote(head + text, *payloads)
-
-    def greet(self) -> Future[Parcel]:
-        """The first call; nothing may be sent before it is answered."""
-        future: Future[Parcel] = self._call(HELLO, json.dumps(self._transport.peers).encode()).future()
+    def call(self, what: int, text: bytes = b"", payloads: Sequence[Any] = ()) -> Future[Answer]:
+        """Make the next call; HELLO is the first, and the next one follows its answer."""
+        head = CALL_HEAD.pack(self._key, self._number, what)
+        self._number += 1
+        future: Future[Answer] = self._callee.actor.exchange.remote(head + text, *payloads).future()
         return future
 
-    def end(self) -> None:
-        """The last call; whoever is dead need not be told."""
-        with contextlib.suppress(ray.exceptions.RayError):
-            self._call(END).future()  # Ray prints an error that nobody takes
-
-    def flush(self) -> None:
-        """Calls with what is gathered, unless too many calls are in flight."""
-        if self.parts and self.in_flight < _IN_FLIGHT:
-            self._start()
-
     def send(self, message: Message) -> None:
-        """Keeps a message, with a copy of its payload, for the next call; does not wait long for that."""
+        """Keep a message, with a copy of its payload, for the next call; much does not wait for that."""
         super().send(message)
-        if self.size >= _FULL_BYTES:
+        if self._size >= _FULL_BYTES:
             self.flush()
 
+    def flush(self) -> None:
+        """Call with what is gathered, unless too many calls are in flight."""
+        if self._parts and self._in_flight() < _IN_FLIGHT:
+            self._say()
+
     def listen(self, now: float) -> float:
-        """Sees to it that a call is in flight; returns when to look again, in seconds."""
-        if self.in_flight or self.closed:
+        """See to it that a call is in flight; return the seconds after which to look again."""
+        if self.closed or self._in_flight():
             return math.inf
-        if now < self.listen_at:
-            return self.listen_at - now
-        self._start()
+        if now < self._listen_at:
+            return self._listen_at - now
+        self._say()
         return math.inf
 
-    def take(self, parcel: Parcel) -> list[Parcel]:
-        """Takes an answer; returns those whose turn it is."""
-        number, more = ANSWER_HEAD.unpack_from(parcel[0])
-        self.listen_at = 0.0 if more else time.monotonic() + self._pause
-        return self._answers.put(number, parcel)
+    def answered(self, more: bool) -> None:
+        """Pause after messages that have come, unless more follow unasked."""
+        self._listen_at = 0.0 if more else time.monotonic() + self._callee.pause
 
-    def _start(self) -> None:
+    def _in_flight(self) -> int:
+        return sum(not call.done() for call in self.calls)
+
+    def _say(self) -> None:
         try:
-            future: Future[Parcel] = self._call(SAY, *self.gathered()).future()
+            future = self.call(SAY, *self._gathered())
         except ray.exceptions.RayError as error:
             self._transport.lose(self, _reason(error))
             return
-        with self._transport.lock:
-            self.in_flight += 1
-        future.add_done_callback(lambda future: self._transport.returned(self, future))
+        self.calls.append(future)
+        future.add_done_callback(lambda _: self._transport.wake())
+
+    def _end(self, reason: str) -> None:
+        self._transport.calling.remove(self)
+        self.calls.clear()
+        with contextlib.suppress(ray.exceptions.RayError):  # of a dead actor
+            self.call(END)  # its future is taken: Ray prints errors that nobody takes
 
 
 class AnsweringChannel(_Channel):
     """A `Channel` to a caller; made by the transport when it calls for the first time."""
 
-    def __init__(self, transport: CallTransport, key: int) -> None:
-        super().__init__(transport, ())
-        self.key = key
-        self.calls: InOrder[_Call] = InOrder()
-        # below: guarded by the transport's lock
-        self.changed = threading.Condition(transport.lock)
-        self.greeted = False
-        self.newest = 0
-        self.why_closed = ""
-        self._ready: list[bytes] = []
-        self._ready_payloads: list[Bytes] = []
-        self._more = False
-        self._answers = 0
+    def __init__(self, transport: CallTransport, key: int, peers: tuple[Peer, ...]) -> None:
+        super().__init__(transport, peers)
+        self._key = key
+        self._calls: dict[int, _Call] = {}  # that have come, and are to be taken
+        self._next = 0
+        self._newest = -1
+        self._held: Future[Answer] | None = None  # the newest call's
+        self._until = 0.0
         self._since = 0.0  # when the first message was gathered
 
+    def _copy(self, message: Message) -> Any:
+        assert message.payload is not None
+        return message.payload.numpy().copy()
+
     def send(self, message: Message) -> None:
-        """Keeps a message, with a copy of its payload, for the next answer."""
-        if not self.parts:
+        """Keep a message, with a copy of its payload, for the next answer."""
+        if not self._parts:
             self._since = time.monotonic()
         super().send(message)
 
-    def flush(self, more: bool = False) -> None:
-        """Lets the call that is held return; in the middle of a turn, more will follow."""
-        if self.parts and not (more and time.monotonic() < self._since + _GATHER_SECONDS):
-            with self.changed:
-                text, payloads = self.gathered()
-                self._ready.append(text)
-                self._ready_payloads += payloads
-                self._more = more
-                self.changed.notify_all()
+    def put(self, number: int, call: _Call, answer: Future[Answer]) -> None:
+        """Keep a call that has come; hold it if it is the newest."""
+        self._calls[number] = call
+        if number < self._newest:
+            answer.set_result(NOTHING)
+            return
+        self.release()
+        self._newest, self._held = number, answer
+        self._until = time.monotonic() + _HOLD_SECONDS
 
-    def due(self, number: int) -> bool:
-        """Whether a call has to return; the first one returns when the router knows the channel."""
-        return self.closed or (self.greeted if number == 0 else bool(self._ready) or self.newest > number)
+    def next(self) -> _Call | None:
+        """Return the next call; None if it has not come yet."""
+        call = self._calls.pop(self._next, None)
+        self._next += call is not None
+        return call
 
-    def take(self) -> Parcel:
-        """The next answer."""
-        if not self._ready:
-            return NOTHING
-        parcel = (b"".join([ANSWER_HEAD.pack(self._answers, self._more), *self._ready]), self._ready_payloads)
-        self._answers += 1
-        self._ready, self._ready_payloads = [], []
-        return parcel
+    def flush(self, more: bool) -> None:
+        """Let the call that is held return if it is time; in the middle of a turn more follows, and little waits."""
+        if self._held is None:
+            return
+        now = time.monotonic()
+        if self._parts and not (more and now < self._since + _GATHER_SECONDS):
+            text, payloads = self._gathered()
+            self.release((bytes([more]) + text, payloads))
+        elif now > self._until:
+            self.release()
+
+    def release(self, answer: Answer = NOTHING) -> None:
+        """Let the call that is held return, if there is one."""
+        if self._held is not None:
+            self._held.set_result(answer)
+            self._held = None
+
+    def _end(self, reason: str) -> None:
+        del self._transport.callers[self._key]
+        if self._held is not None:
+            self._held.set_exception(PeerLostError(reason))
 
 
 class CallTransport:
@@ -247,52 +266,62 @@ class CallTransport:
 
     Args:
         sink: where arriving payloads go; asked on the thread that polls.
-        peers: the roles of this process, told to whom it calls.
+        peers: the roles of this process, for those that it calls.
     """
 
     def __init__(self, sink: ChannelSink, peers: tuple[Peer, ...] = ()) -> None:
         self.peers = peers
         self.refused = 0
         self.bytes_sent = 0
-        self.lock = threading.Lock()
+        self.calling: list[CallingChannel] = []
+        self.callers: dict[int, AnsweringChannel] = {}  # by their keys
         self._sink = sink
-        self._calling: list[CallingChannel] = []
-        self._answering: list[AnsweringChannel] = []  # those that the router knows
-        self._callers: dict[int, AnsweringChannel] = {}
-        self._returned: deque[tuple[CallingChannel, Future[Parcel]]] = deque()
-        self._called: deque[tuple[AnsweringChannel, int, _Call]] = deque()
+        self._called: deque[tuple[bytes, Sequence[Bytes], Future[Answer]]] = deque()  # left by Ray's threads
         self._events: list[Event] = []
         self._woken = threading.Event()
         self._stored: dict[tuple[int, ...], Any] = {}
         self._closed = False
 
-    # -- calling -------------------------------------------------------------------------------
-
-    def connect(
-        self, peers: tuple[Peer, ...], actor: Any, timeout: float = 10.0, *, pause: float = 0.0
-    ) -> CallingChannel:
-        """Becomes a caller of an actor that hosts these roles.
-
-        Args:
-            pause: seconds without a call in flight after an answer; spares calls to one who only answers.
+    def connect(self, callee: Callee, timeout: float = 10.0) -> CallingChannel:
+        """Become a caller of an actor.
 
         Raises:
             PeerLostError: it is dead, or takes no calls.
             DeadlineError: no answer within `timeout` seconds.
         """
-        channel = CallingChannel(self, peers, actor, pause)
+        channel = CallingChannel(self, callee)
+        self.calling.append(channel)
         try:
-            channel.greet().result(timeout)
+            channel.call(HELLO, json.dumps(self.peers).encode()).result(timeout)
         except FutureTimeoutError:
-            channel.end()
+            channel.close()
             raise DeadlineError(f"{channel.name} did not answer a call within {timeout:g} s") from None
         except ray.exceptions.RayError as error:
+            channel.close()
             raise PeerLostError(f"cannot call {channel.name}: {_reason(error)}") from error
-        self._calling.append(channel)
         return channel
 
+    def answer(self, call: bytes, payloads: Sequence[Bytes]) -> Future[Answer]:
+        """Take the arguments of a call of `exchange`; any thread may do this.
+
+        Returns:
+            What the call has to return, or to raise: ShutdownError when this process does not serve any more,
+            PeerLostError when this end of the channel is closed.
+        """
+        answer: Future[Answer] = Future()
+        self._called.append((call, payloads, answer))
+        self._woken.set()
+        if self._closed:
+            self._refuse_calls()
+        return answer
+
+    def _refuse_calls(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread may take the last one
+            while self._called:
+                self._called.popleft()[2].set_exception(ShutdownError("the process is shut down"))
+
     def store(self, message: Message) -> Any:
-        """Puts a payload into the object store; weights that go to several workers only once."""
+        """Put a payload into the object store; weights that go to several workers only once."""
         assert message.payload is not None
         data = message.payload.numpy()
         if message.kind is not Kind.WEIGHTS:
@@ -304,55 +333,12 @@ class CallTransport:
             self._stored[key] = ray.put(data)
         return self._stored[key]
 
-    def returned(self, channel: CallingChannel, future: Future[Parcel]) -> None:
-        """A call has returned; this is one of Ray's threads."""
-        with self.lock:
-            channel.in_flight -= 1
-            self._returned.append((channel, future))
-        self._woken.set()
-
-    # -- answering -----------------------------------------------------------------------------
-
-    def answer(self, call: bytes, payloads: Sequence[Bytes]) -> Parcel:
-        """Takes a call of `exchange` and waits for what is to be said to the caller; any thread may do this.
-
-        Raises:
-            ShutdownError: this process does not serve any more.
-            PeerLostError: this end of the channel is closed.
-        """
-        key, number, what = CALL_HEAD.unpack_from(call)
-        with self.lock:
-            channel = self._callers.get(key)
-            if what == END and (self._closed or channel is None):
-                return NOTHING
-            if self._closed:
-                raise ShutdownError("the process is shut down")
-            if channel is None and what == HELLO:
-                channel = self._callers[key] = AnsweringChannel(self, key)
-            if channel is None:
-                raise PeerLostError("it has closed this channel")
-            channel.newest = max(channel.newest, number)
-            channel.changed.notify_all()
-            self._called.append((channel, number, (what, memoryview(call)[CALL_HEAD.size :], payloads)))
-            self._woken.set()
-            if what == END:
-                return NOTHING
-            channel.changed.wait_for(lambda: channel.due(number), None if number == 0 else _HOLD_SECONDS)
-            if channel.closed:
-                raise PeerLostError(channel.why_closed)
-            return NOTHING if number == 0 else channel.take()
-
-    # -- Transport -----------------------------------------------------------------------------
-
     def poll(self, timeout: float) -> list[Event]:
-        """Lets what was sent leave, and waits up to `timeout` seconds for the first event."""
-        for answering in self._answering:
-            answering.flush()
-        for calling in list(self._calling):
-            calling.flush()
+        """Let what was sent leave, and wait up to `timeout` seconds for the first event."""
+        self._flush(more=False)
         self._take()
         now = time.monotonic()
-        for calling in list(self._calling):
+        for calling in list(self.calling):
             timeout = min(timeout, calling.listen(now))
         if not self._events:
             self._woken.wait(max(timeout, 0.0))
@@ -361,37 +347,60 @@ class CallTransport:
         events, self._events = self._events, []
         return events
 
-    def _take(self) -> None:
-        """Takes what Ray's threads have left."""
-        while self._returned:
-            self._take_answer(*self._returned.popleft())
-        while self._called:
-            channel, number, call = self._called.popleft()
-            for ready in channel.calls.put(number, call):
-                self._take_call(channel, ready)
+    def pump(self) -> None:
+        """Let what was sent leave, if need be."""
+        self._flush(more=True)
 
-    def _take_answer(self, channel: CallingChannel, future: Future[Parcel]) -> None:
-        error = future.exception()
-        if error is not None:
+    def _flush(self, more: bool) -> None:
+        self._sort()
+        for answering in self.callers.values():
+            answering.flush(more)
+        for calling in list(self.calling):
+            calling.flush()
+
+    def _sort(self) -> None:
+        """Give each channel the calls that have come for it."""
+        while self._called:
+            call, payloads, answer = self._called.popleft()
+            key, number, what = CALL_HEAD.unpack_from(call)
+            text = memoryview(call)[CALL_HEAD.size :]
+            if what == HELLO:
+                peers = tuple(Peer(*peer) for peer in json.loads(bytes(text)))
+                self.callers[key] = AnsweringChannel(self, key, peers)
+            if key in self.callers:
+                self.callers[key].put(number, (what, text, payloads), answer)
+            else:
+                answer.set_exception(PeerLostError("it has closed this channel"))
+
+    def _take(self) -> None:
+        """Take the answers and the calls that have come, each channel's in their order."""
+        for calling in list(self.calling):
+            while calling.calls and calling.calls[0].done():
+                self._take_answer(calling, calling.calls.popleft())
+        self._sort()
+        for answering in list(self.callers.values()):
+            while (call := answering.next()) is not None:
+                self._take_call(answering, *call)
+
+    def _take_answer(self, channel: CallingChannel, future: Future[Answer]) -> None:
+        if (error := future.exception()) is not None:
             self.lose(channel, _reason(error))
             return
-        parcel = future.result()
-        if parcel[0]:
-            for text, payloads in channel.take(parcel):
-                self._deliver(channel, memoryview(text)[ANSWER_HEAD.size :], payloads)
+        text, payloads = future.result()
+        if text:
+            channel.answered(more=bool(text[0]))
+            self._deliver(channel, memoryview(text)[1:], payloads)
 
-    def _take_call(self, channel: AnsweringChannel, call: _Call) -> None:
-        what, text, payloads = call
+    def _take_call(self, channel: AnsweringChannel, what: int, text: memoryview, payloads: Sequence[Bytes]) -> None:
         if what == HELLO:
-            channel.introduce(tuple(Peer(*peer) for peer in json.loads(bytes(text))))
             succeeding = {peer for peer in channel.peers if peer.role in SUCCEEDED}
-            for other in [other for other in self._answering if succeeding.intersection(other.peers)]:
-                self.lose(other, "it has connected anew")
-            self._answering.append(channel)
+            for other in list(self.callers.values()):
+                if other is channel:
+                    break  # those behind it have come later
+                if succeeding.intersection(other.peers):
+                    self.lose(other, "it has connected anew")
             self._events.append(Event(channel, None, "opened"))
-            with channel.changed:
-                channel.greeted = True
-                channel.changed.notify_all()
+            channel.release()
         elif what == END:
             self.lose(channel, "channel closed")
         else:
@@ -409,57 +418,58 @@ class CallTransport:
             return
         self._events += [Event(channel, message) for message in messages]
 
-    def in_use(self, memory: torch.Tensor) -> bool:
-        """Never: payloads are copies."""
-        return False
-
-    def pump(self) -> None:
-        """Lets what was sent leave, if need be."""
-        for calling in list(self._calling):
-            calling.flush()
-        for answering in self._answering:
-            answering.flush(more=True)
-
-    def wake(self) -> None:
-        """Ends a `poll` in progress; may be called from any thread."""
-        self._woken.set()
-
-    # -- closing -------------------------------------------------------------------------------
-
     def lose(self, channel: _Channel, reason: str) -> None:
-        """Closes a channel and reports it."""
+        """Close a channel and report it."""
         if not channel.closed:
-            self.forget(channel, reason)
+            channel.close(reason)
             self._events.append(Event(channel, None, reason))
 
-    def forget(self, channel: _Channel, reason: str = "it has closed this channel") -> None:
-        """Closes a channel without an event; tells the other end."""
-        if channel.closed:
-            return
-        with self.lock:
-            channel.closed = True
-            channel.gathered()
-            if isinstance(channel, AnsweringChannel):
-                channel.why_closed = reason
-                channel.changed.notify_all()
-                self._callers.pop(channel.key, None)
-        if isinstance(channel, AnsweringChannel):
-            if channel in self._answering:
-                self._answering.remove(channel)
-        elif isinstance(channel, CallingChannel):
-            self._calling.remove(channel)
-            channel.end()
+    def in_use(self, memory: torch.Tensor) -> bool:
+        """Return False: payloads are copies."""
+        return False
+
+    def wake(self) -> None:
+        """End a `poll` in progress; any thread may do this."""
+        self._woken.set()
 
     def close(self) -> None:
-        """Closes every channel; calls that are held return at once."""
-        with self.lock:
-            self._closed = True
-            answering = list(self._callers.values())
-        for channel in [*self._calling, *answering]:
-            self.forget(channel, "the process is shut down")
-        self._returned.clear()
-        self._called.clear()
+        """Close every channel; calls that are held return at once."""
+        self._closed = True
+        for channel in [*self.calling, *self.callers.values()]:
+            channel.close("the process is shut down")
+        self._refuse_calls()
         self._stored.clear()
+
+
+def unpack(text: memoryview, payloads: Sequence[Bytes], sink: Sink) -> list[Message]:
+    """Return the messages of a call or an answer; payloads are copied to where the sink says.
+
+    Raises:
+        ProtocolError: a header makes no sense, or does not go with its payload.
+    """
+    messages = []
+    following = iter(payloads)
+    while text:
+        if len(text) < HEADER.size:
+            raise ProtocolError("a header that is cut off")
+        message, meta_size, size = decode_header(text)
+        text = text[HEADER.size :]
+        if meta_size:
+            message.meta = decode_meta(text[:meta_size])
+            text = text[meta_size:]
+        if size:
+            if size < _SMALL_BYTES:
+                payload: Bytes | None = np.frombuffer(text[:size], dtype=np.uint8)
+                text = text[size:]
+            else:
+                payload = next(following, None)
+            if payload is None or payload.nbytes != size:
+                raise ProtocolError(f"{message.kind.name} without its payload of {size} bytes")
+            message.payload = sink(message, size)
+            if message.payload is not None:
+                message.payload.numpy()[:] = payload
+        messages.append(message)
+    return messages
 
 
 def _reason(error: BaseException) -> str:
