@@ -38,7 +38,7 @@ def ours(orders: Orders, namespace: Namespace, meeting: str, token: bytes, rank:
     keep_freed_memory()
     router = Router()
     wire = WireTransport(token, (member_peer(rank),), namespace.name, router.destination)
-    router.transport = wire
+    router.use(wire)
     write(Path(meeting) / str(rank), wire.listen(namespace.address))
     addresses = [read(Path(meeting) / str(other)) for other in range(world)]
     one_host = AVAILABLE and wire.lends and len({address.node for address in addresses}) == 1

@@ -36,7 +36,7 @@ def serve(
     weights = allocate(servers_group.arrays.layout.nbytes)
     servers_group.host_server(router, index, weights)
     wire = WireTransport(token, peers, namespace.name, router.destination)
-    router.transport = wire
+    router.use(wire)
     write(Path(meeting) / str(index), wire.listen(namespace.address))
     if index:
         router.attach(wire.connect(read(Path(meeting) / "0")))
@@ -66,7 +66,7 @@ def work(
     router = Router()
     peers = servers_group.user_peers(index)
     wire = WireTransport(token, peers, namespace.name, router.destination)
-    router.transport = wire
+    router.use(wire)
     pusher, client = servers_group.host_user(router, index)
     for server in range(servers):
         router.attach(wire.connect(read(Path(meeting) / str(server))))

@@ -157,7 +157,7 @@ def take_part(
         peers.append(CLIENT)
         client = host_client(router, plan, CLIENT.index)
     wire = WireTransport(token, tuple(peers), namespace.name, router.destination)
-    router.transport = wire
+    router.use(wire)
     if server is not None:
         write(Path(meeting) / str(server), wire.listen(namespace.address))
     for other in range(plan.num_servers if server is None else server):

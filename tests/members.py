@@ -53,7 +53,8 @@ def wire_group(
     routers, wires = [Router() for _ in range(size)], []
     for rank, router in enumerate(routers):
         node = f"node {rank}" if apart else "here"
-        router.transport = wire = WireTransport(TOKEN, (member_peer(rank),), node, router.destination, ways)
+        wire = WireTransport(TOKEN, (member_peer(rank),), node, router.destination, ways)
+        router.use(wire)
         wires.append(wire)
         closing.callback(wire.close)
     addresses = [wire.listen("127.0.0.1") for wire in wires]

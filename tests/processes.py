@@ -93,7 +93,8 @@ class User:
         router = Router()
         self.arrays = group.arrays
         self.pusher, client = group.host_user(router, index)
-        router.transport = wire = WireTransport(TOKEN, group.user_peers(index), "here", router.destination, ways)
+        wire = WireTransport(TOKEN, group.user_peers(index), "here", router.destination, ways)
+        router.use(wire)
         for address in addresses:
             router.attach(wire.connect(address))
         self.connection = Connection(router, self.pusher, client, name="it", timeout=SECONDS, max_in_flight=4)
@@ -124,7 +125,8 @@ def _serve(pipe: Pipe, group: ServerGroup, index: int, ways: str) -> None:
     router = Router()
     server = group.host_server(router, index, allocate(group.arrays.layout.nbytes))
     peers = (server_peer(0), COORDINATOR) if index == 0 else (server_peer(index),)
-    router.transport = wire = WireTransport(TOKEN, peers, "here", router.destination, ways)
+    wire = WireTransport(TOKEN, peers, "here", router.destination, ways)
+    router.use(wire)
     pipe.send(wire.listen("127.0.0.1"))
     first = pipe.recv()
     if index:

@@ -43,7 +43,7 @@ class Counting:
 
 def test_who_waits_for_a_message_of_its_own_process_does_not_wait_for_others() -> None:
     router, transport, role = Router(), Silent(), Counting()
-    router.transport = transport  # type: ignore[assignment]
+    router.use(transport)  # type: ignore[arg-type]
     router.host(ME, role)
     router.sender(OTHER)(ME, Message(Kind.WEIGHTS))
     router.wait()

@@ -64,7 +64,7 @@ def transport() -> Gathering:
 @pytest.fixture
 def router(transport: Gathering) -> Router:
     made = Router()
-    made.transport = transport  # type: ignore[assignment]
+    made.use(transport)  # type: ignore[arg-type]
     return made
 
 

@@ -327,7 +327,7 @@ class Cluster:
             self._host_in_driver(initial)
         node = ray.get_runtime_context().get_node_id()
         transport = make_transport(self.job, self._token, peers, node, self._router.destination)
-        self._router.transport = transport
+        self._router.use(transport)
         self.client = host_client(self._router, self.job, self._client_index)
         for end in ends:
             self._router.attach(connect(transport, end, timeout))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 import torch
@@ -47,6 +47,9 @@ from steepest.transport.ray_calls import Answer, Bytes, Callee, CallTransport
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
 
+ProcessType = TypeVar("ProcessType", bound="Process")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 _RESULT_SECONDS = 0.02  # the driver hears of short steps together
 _NO_COLLECTIVE = (
     'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
@@ -99,8 +102,21 @@ class WorkerView:
     models: tuple[Model, ...]
 
 
+def on_router(
+    method: Callable[Concatenate[ProcessType, Parameters], Result],
+) -> Callable[Concatenate[ProcessType, Parameters], Result]:
+    """Have a method of a process run on its router's thread; what it raises travels as text."""
+
+    @functools.wraps(method)
+    def called(process: ProcessType, /, *arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        with _as_text():
+            return process.router.call(functools.partial(method, process, *arguments, **options)).result()
+
+    return called
+
+
 class Process:
-    """A Ray actor's body. Its methods run on Ray's threads; all state lives on the router's thread.
+    """A Ray actor's body. Its methods are called on Ray's threads; all state lives on the router's thread.
 
     Args:
         name: for threads and logs.
@@ -120,91 +136,85 @@ class Process:
         )
         self._models: list[Model] = []
         self._replicas: Replicas | None = None
-        self._memory: Memory | None = None  # for them, until they are there
+        self._memory: Memory | None = None  # for the replicas, until they are bound
         self._worker: Worker | None = None
         self._servers: list[Server] = []
         self._kept = Kept()
         self._member: MemberCollective | None = None
         self._index = -1
         self._token = token
-        self._router = Router()
-        self._transport: WireTransport | CallTransport = CallTransport(self._router.destination)
-        self._router.transport = self._transport
+        self.router = Router()
+        self._use(CallTransport(self.router.destination))
         if keep_memory and keep_freed_memory():
-            self._router.start(name, start_thread)
+            self.router.start(name, start_thread)
         else:
-            self._router.start(name)
-        self._on_router(lambda: torch.set_num_threads(threads))
+            self.router.start(name)
+        self._set_threads(threads)
 
-    def _on_router(self, function: Callable[[], Any]) -> Any:
-        with _as_text():
-            return self._router.call(function).result()
+    def _use(self, transport: WireTransport | CallTransport) -> None:
+        self._transport = transport
+        self.router.use(transport)
+
+    @on_router
+    def _set_threads(self, threads: int) -> None:
+        torch.set_num_threads(threads)
 
     def alive(self) -> None:
-        """A sign of life, although the router may be in the middle of a long step."""
+        """Return, as a sign of life, although the router may be in the middle of a long step."""
 
+    @on_router
     def reserve(self, nbytes: int) -> None:
-        """Takes memory for so large a model, for the servers that it will host."""
-        self._on_router(lambda: self._kept.room(nbytes).zero_())
+        """Take memory for a model of this size, for the servers that the process will host."""
+        self._kept.room(nbytes).zero_()
 
     def prepare(self, model_creator: ModelCreator) -> None:
-        """Imports what the models need, by receiving the function that makes them."""
+        """Import what the models need, by receiving the function that makes them."""
 
     def place(self) -> Place:
-        """Where it runs."""
+        """Return where the process runs."""
         return self._place
 
+    @on_router
     def build(self, model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: Cut) -> Description:
-        """Makes the worker's models."""
-
-        def build() -> Description:
-            self._index = worker
-            self._models, description = build_models(model_creator, worker, devices, seed, cut)
-            self._memory = memory_for(description.layout)
-            return description
-
-        description: Description = self._on_router(build)
+        """Make the worker's models; return what they have in common."""
+        self._index = worker
+        self._models, description = build_models(model_creator, worker, devices, seed, cut)
+        self._memory = memory_for(description.layout)
         return description
 
+    @on_router
     def bind(self, job: Job, gpu: bool) -> None:
-        """Moves the models into flat buffers on their devices."""
+        """Move the models into flat buffers on their devices."""
+        kind = "cuda" if gpu else "cpu"
+        devices = [torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))]
+        memory, self._memory = self._memory, None
+        self._replicas = build_replicas(job, self._index, self._models, devices, self._replicas, memory)
 
-        def bind() -> None:
-            kind = "cuda" if gpu else "cpu"
-            devices = [torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))]
-            memory, self._memory = self._memory, None
-            self._replicas = build_replicas(job, self._index, self._models, devices, self._replicas, memory)
-
-        self._on_router(bind)
-
+    @on_router
     def release(self, cut: Cut, index: int, keep: bool) -> ParameterLayout | None:
-        """Lets go of all roles and connections, and keeps the models, if any, which will be cut into other chunks.
+        """Let go of all roles and connections, and keep the models, if any, which will be cut into other chunks.
 
         Args:
-            index: of the worker that it will be, if it is one.
-            keep: what its servers hold too, until `forget`.
+            index: of the worker that the process will host, if any.
+            keep: whether to keep the servers' state too, until `forget`.
         """
-
-        def release_() -> ParameterLayout | None:
-            self._index = index
-            self._router.clear()
-            self._router.transport = self._transport = CallTransport(self._router.destination)
-            self._worker = self._member = None
-            self._kept = Kept(self._servers if keep else ())
-            self._servers = []
-            for model in self._models:
-                model.relayout(cut)
-            return self._models[0].layout if self._models else None
-
-        layout: ParameterLayout | None = self._on_router(release_)
-        return layout
+        self._index = index
+        self.router.clear()
+        self._use(CallTransport(self.router.destination))
+        self._worker = self._member = None
+        self._kept = Kept(self._servers if keep else ())
+        self._servers = []
+        for model in self._models:
+            model.relayout(cut)
+        return self._models[0].layout if self._models else None
 
     def initial(self) -> tuple[Bytes, Tensors]:
-        """The flat weights and the first replica's state, as made."""
+        """Return the flat weights and the first replica's state, as made."""
         assert self._replicas is not None
         replicas = self._replicas
         return replicas.weights.numpy(), Tensors(replicas.models[0].state())
 
+    @on_router
     def open(
         self,
         job: Job,
@@ -212,135 +222,129 @@ class Process:
         initial: tuple[Bytes, Tensors] | None,
         incarnation: int = 0,
     ) -> Address:
-        """Hosts servers (the coordinator beside the first) and this process' worker, whose life it is.
+        """Host servers (the coordinator beside the first) and this process' worker.
+
+        Args:
+            servers: their indices.
+            initial: weights and model state to begin with; None to keep what is there.
+            incarnation: which life of the worker this is.
 
         Returns:
             Where it listens; without host and port when it is reached by calls of `exchange`.
         """
+        relays = [i for i in servers if i in job.places.relays]
+        peers = (*(server_peer(index) for index in servers), *(relay_peer(index) for index in relays))
+        if 0 in servers:
+            peers = (*peers, COORDINATOR)
+        if self._replicas is not None:
+            peers = (*peers, worker_peer(self._index), member_peer(self._index))
+        else:
+            torch.set_num_threads(1)  # also where it was started as a spare worker
+        self._use(make_transport(job, self._token, peers, self._place.node, self.router.destination))
+        if servers:
+            self._host_servers(job, servers, relays, None if initial is None else initial[0])
+        if self._replicas is not None:
+            self._worker = host_worker(self.router, job, self._index, self._replicas, incarnation=incarnation)
+            if initial is not None:
+                self._replicas.begin_with(initial[1])
+        if isinstance(self._transport, WireTransport):
+            return self._transport.listen(self._place.host)
+        return Address(self._place.node, "", 0, "", peers)
 
-        def open_() -> Address:
-            relays = [i for i in servers if i in job.places.relays]
-            peers = (*(server_peer(index) for index in servers), *(relay_peer(index) for index in relays))
-            if 0 in servers:
-                peers = (*peers, COORDINATOR)
-            if self._replicas is not None:
-                peers = (*peers, worker_peer(self._index), member_peer(self._index))
-            else:
-                torch.set_num_threads(1)  # also where it was started as a spare worker
-            self._transport = make_transport(job, self._token, peers, self._place.node, self._router.destination)
-            self._router.transport = self._transport
-            if servers:
-                # A worker that hosts servers shares its weights with them: one copy, updated in place.
-                own = self._replicas if job.strategy.in_place else None
-                weights = own.weights if own is not None else self._kept.room(job.description.layout.nbytes)
-                if initial is not None:
-                    for chunk in job.description.layout.chunks:
-                        if not set(servers).isdisjoint(job.holders[chunk.index]):
-                            weights.numpy()[chunk.start : chunk.stop] = initial[0][chunk.start : chunk.stop]
-                if 0 in servers:
-                    host_coordinator(self._router, job, _RESULT_SECONDS)
-                for index in servers:
-                    in_place = own is not None or index in relays
-                    self._servers.append(host_server(self._router, job, index, weights, shared=in_place))
-                for index in relays:
-                    shown = segment_of(weights) is not None  # else descriptors or memory had run out
-                    host_relay(self._router, job, index, weights, shown=shown)
-            self._open_worker(job, initial, incarnation)
-            if isinstance(self._transport, WireTransport):
-                return self._transport.listen(self._place.host)
-            return Address(self._place.node, "", 0, "", peers)
-
-        address: Address = self._on_router(open_)
-        return address
-
-    def _open_worker(self, job: Job, initial: tuple[Bytes, Tensors] | None, incarnation: int) -> None:
-        if self._replicas is None:
-            return
-        self._worker = host_worker(self._router, job, self._index, self._replicas, incarnation=incarnation)
+    def _host_servers(self, job: Job, servers: Sequence[int], relays: Sequence[int], initial: Bytes | None) -> None:
+        # A worker that hosts servers shares its weights with them: one copy, updated in place.
+        own = self._replicas if job.strategy.in_place else None
+        weights = own.weights if own is not None else self._kept.room(job.description.layout.nbytes)
         if initial is not None:
-            self._replicas.begin_with(initial[1])
+            for chunk in job.description.layout.chunks:
+                if not set(servers).isdisjoint(job.holders[chunk.index]):
+                    weights.numpy()[chunk.start : chunk.stop] = initial[chunk.start : chunk.stop]
+        if 0 in servers:
+            host_coordinator(self.router, job, _RESULT_SECONDS)
+        for index in servers:
+            in_place = own is not None or index in relays
+            self._servers.append(host_server(self.router, job, index, weights, shared=in_place))
+        for index in relays:
+            shown = segment_of(weights) is not None  # else descriptors or memory had run out
+            host_relay(self.router, job, index, weights, shown=shown)
 
+    @on_router
     def give(self, chunks: Sequence[int]) -> dict[int, ChunkState]:
-        """What the servers that it let go of held of these chunks."""
-        given: dict[int, ChunkState] = self._on_router(lambda: self._kept.give(chunks))
-        return given
+        """Return the state of these chunks that servers of before `release` held."""
+        return self._kept.give(chunks)
 
+    @on_router
     def take_over(self, *given: Mapping[int, ChunkState]) -> None:
-        """Its servers have what those had that it let go of, or other processes'."""
+        """Give this process' servers the state that its servers of before `release`, or other processes', held."""
         parts = {chunk: state for part in given for chunk, state in part.items()}
-        self._on_router(lambda: self._kept.hand_over(self._servers, parts))
+        self._kept.hand_over(self._servers, parts)
 
+    @on_router
     def forget(self) -> None:
-        """All have what the servers held that it let go of."""
+        """Drop the state that servers of before `release` held: all processes have what they need of it."""
+        self._kept = Kept()
 
-        def forget_() -> None:
-            self._kept = Kept()
-
-        self._on_router(forget_)
-
+    @on_router
     def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
-        """Connects to other processes."""
+        """Connect to other processes."""
+        for other in others:
+            self.router.attach(connect(self._transport, other, timeout))
 
-        def connect_() -> None:
-            for other in others:
-                self._router.attach(connect(self._transport, other, timeout))
-
-        self._on_router(connect_)
-
+    @on_router
     def take_state(self, plan: SamplePlan | None, seed: int, state: Tensors | None) -> None:
-        """Goes on with the samples where the others are, and with their buffers, if there are others."""
+        """Continue with the other workers' sample plan, and with their model state, if there are other workers."""
+        assert self._replicas is not None
+        self._replicas.use_plan(plan, seed)
+        if state is not None:
+            self._replicas.begin_with(state)
 
-        def take() -> None:
-            assert self._replicas is not None
-            self._replicas.use_plan(plan, seed)
-            if state is not None:
-                self._replicas.begin_with(state)
-
-        self._on_router(take)
-
+    @on_router
     def join(self, job: Job, workers: Sequence[Address]) -> None:
-        """Tells the coordinator that this process' worker is ready, which then knows where the others are."""
+        """Tell the coordinator that this process' worker is ready.
+
+        Args:
+            workers: where all workers listen, for collective operations among them.
+        """
         assert self._worker is not None
-        worker = self._worker
+        if isinstance(self._transport, WireTransport):
+            self._member = self._member_of(job, workers, self._worker, self._transport)
+        operations.install(self._member or _NO_COLLECTIVE)
+        self._worker.join()
 
-        def join() -> None:
-            transport = self._transport
-            if isinstance(transport, WireTransport):
-                self._member = MemberCollective(
-                    self._index,
-                    len(workers),
-                    self._router,
-                    job.step_timeout,
-                    lambda other: transport.connect(workers[other], job.step_timeout),
-                    generation=lambda: worker.newest_generation,
-                    one_host=AVAILABLE and transport.lends and len({address.node for address in workers}) == 1,
-                )
-            operations.install(self._member or _NO_COLLECTIVE)
-            worker.join()
-
-        self._on_router(join)
+    def _member_of(
+        self, job: Job, workers: Sequence[Address], worker: Worker, transport: WireTransport
+    ) -> MemberCollective:
+        return MemberCollective(
+            self._index,
+            len(workers),
+            self.router,
+            job.step_timeout,
+            lambda other: transport.connect(workers[other], job.step_timeout),
+            generation=lambda: worker.newest_generation,
+            one_host=AVAILABLE and transport.lends and len({address.node for address in workers}) == 1,
+        )
 
     def give_up(self) -> None:
-        """Returns when this process' worker, which takes no step any more, has ended the one that it is at."""
+        """Have this process' worker take no further step; return when it has ended its current one."""
         if (worker := self._worker) is not None:
             with _as_text():
-                self._on_router(worker.give_up).result()
+                self.router.call(worker.give_up).result().result()
 
+    @on_router
     def heard(self) -> list[Message]:
-        """What the coordinator said of late."""
-        words: list[Message] = self._on_router(lambda: self._servers[0].witness.words)
-        return words
+        """Return the coordinator's latest decisions."""
+        return self._servers[0].witness.words
 
+    @on_router
     def remains(self, heard: Sequence[Sequence[Message]]) -> Remains:
-        """What this process' servers hold when they have caught up with the others."""
+        """Return what this process' servers hold when they have caught up with the others.
 
-        def find() -> Remains:
-            for server in self._servers:
-                catch_up(server, heard)
-            return remains(self._servers)
-
-        found: Remains = self._on_router(find)
-        return found
+        Args:
+            heard: the results of `heard`, of all processes.
+        """
+        for server in self._servers:
+            catch_up(server, heard)
+        return remains(self._servers)
 
     def exchange(self, call: bytes, *payloads: Bytes) -> Answer:
         """Take a caller's messages; return this process' messages for it."""
@@ -348,49 +352,54 @@ class Process:
         return self._transport.answer(call, payloads).result()
 
     def watch(self) -> None:
-        """Returns when the process is stopped; raises what ended its router otherwise."""
-        if (error := self._router.finished.exception()) is not None:
+        """Return when the process is stopped; raise what ended its router otherwise."""
+        if (error := self.router.finished.exception()) is not None:
             raise RemoteError(describe_error(error))
 
     def call(self, position: tuple[int, int], number: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a function on the replicas once they hold the weights of (generation, version).
+        """Run a function on the replicas once they hold the weights of (generation, version); return its result.
 
         Args:
             number: of the call, higher than of any before, for the collective operations in it.
         """
         assert self._worker is not None
-        worker, member = self._worker, self._member
-
-        def run(replicas: Replicas) -> Any:
-            with member.call(number) if member is not None else contextlib.nullcontext():
-                return function(replicas, *arguments)
-
+        run = functools.partial(_run, function, arguments, self._member, number)
+        at_version = functools.partial(self._worker.at_version, *position, run)
         with _as_text():
-            future: Future[Any] = self._on_router(lambda: worker.at_version(*position, run))
-            return future.result()
+            return self.router.call(at_version).result().result()
 
     def view_call(self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]) -> Any:
-        """Runs a user's function on this worker; returns its result as `sent` does."""
-        place = self._place
+        """Run a user's function on this worker; return its result as `sent` does."""
+        return self.call(position, number, self._view, function)
 
-        def run(replicas: Replicas) -> Any:
-            return sent(function, function(WorkerView(self._index, place.host, place.pid, replicas.models)))
-
-        return self.call(position, number, run)
+    def _view(self, replicas: Replicas, function: Callable[[WorkerView], Any]) -> Any:
+        return sent(function, function(WorkerView(self._index, self._place.host, self._place.pid, replicas.models)))
 
     def abandon(self, number: int, reason: str) -> None:
-        """Ends what a call awaits of other workers, because one of them failed."""
+        """End what a call awaits of other workers, because one of them failed."""
         if (member := self._member) is not None:
-            self._router.call(lambda: member.abandon(number, reason))
+            self.router.call(functools.partial(member.abandon, number, reason))
 
     def counters(self) -> dict[str, int]:
-        """Frames refused, bytes sent and bytes resident in this process; answers although a step may take long."""
-        refused = self._router.refused + self._transport.refused
+        """Return frames refused, bytes sent and bytes resident in this process, although a step may take long."""
+        refused = self.router.refused + self._transport.refused
         return {"refused": refused, "bytes_sent": self._transport.bytes_sent, "resident": _resident_bytes()}
 
     def stop(self) -> None:
-        """Closes every channel and ends the thread."""
-        self._router.stop()
+        """Close every channel and end the thread."""
+        self.router.stop()
+
+
+def _run(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    member: MemberCollective | None,
+    number: int,
+    replicas: Replicas,
+) -> Any:
+    """Run a function on the replicas, with collective operations where there are any."""
+    with member.call(number) if member is not None else contextlib.nullcontext():
+        return function(replicas, *arguments)
 
 
 @contextlib.contextmanager

@@ -420,7 +420,7 @@ def host_worker(
     exchange = job.strategy.exchange(
         index, replicas.layout, job.holders, replicas.weights, send, job.places, adopt, alone=alone
     )
-    replicas.packer = exchange.packer
+    replicas.use_packer(exchange.packer)
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
     # where all contribute to each version, no weights come before a worker has computed its gradient
     pump = router.pump_both_ways if job.strategy.in_workers and job.strategy.rule.together else router.pump
@@ -442,7 +442,7 @@ def host_worker(
 
 def _host(router: Router, job: Job, peer: Peer, role: Role) -> None:
     router.host(peer, role)
-    router.admission = Admission(TRAINING, job.limits)
+    router.admit(Admission(TRAINING, job.limits))
     if job.description.attend is not None and peer.role in ("server", "worker"):
         job.description.attend(router, peer, role)
 

@@ -121,6 +121,10 @@ class Replicas:
         self._plan = plan
         self._seed = seed
 
+    def use_packer(self, packer: Packer) -> None:
+        """Keep the packer of this worker's gradients, which holds what compression has left out so far."""
+        self.packer = packer
+
     def go_on_from(self, other: Replicas) -> None:
         """Goes on, also with the data, where others were that had the same models."""
         self._batches, self._first = other._batches, other._first

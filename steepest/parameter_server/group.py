@@ -69,7 +69,7 @@ class ServerGroup:
             checked=self.nonfinite != "pass",
         )
         router.host(peer, server)
-        router.admission = self.admission
+        router.admit(self.admission)
         if index == 0:
             self._host_coordinator(router)
         return server
@@ -94,7 +94,7 @@ class ServerGroup:
         reader = Client(layout, self.holders, self.num_servers, router.sender(client))
         router.host(worker, pusher)
         router.host(client, reader)
-        router.admission = self.admission
+        router.admit(self.admission)
         return pusher, reader
 
     @staticmethod

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from steepest.cluster.process import Process, connect
+from steepest.cluster.process import Process, connect, on_router
 from steepest.errors import DeadlineError, PeerLostError
 from steepest.messages.message import COORDINATOR, server_peer
 from steepest.parameter_server.connection import Connection
@@ -30,36 +30,36 @@ class ServerProcess(Process):
     """A Ray actor's body: one server of a group."""
 
     def open_group(self, group: ServerGroup, index: int, initial: Mapping[str, Bytes], ways: str) -> Address | None:
-        """Hosts a server, and listens; returns where, or None when it is reached by calls.
+        """Host a server, and listen; return where, or None when it is reached by calls.
 
         Args:
             initial: memory of all arrays by name.
             ways: how it talks, "ray" for calls.
         """
-
-        def open_() -> Address | None:
-            peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
-            layout = group.arrays.layout
-            weights = allocate(layout.nbytes)
-            memory = weights.numpy()
-            for chunk in layout.chunks:
-                at = chunk.start
-                for piece in chunk.slices if group.owners[chunk.index] == index else ():
-                    size = chunk.dtype.itemsize
-                    begin, end = piece.start * size, piece.stop * size
-                    memory[at : at + end - begin] = initial[layout.entries[piece.entry].name][begin:end]
-                    at += end - begin
-            group.host_server(self._router, index, weights)
-            if ways == "ray":
-                self._transport = self._router.transport = CallTransport(self._router.destination, peers)
-                return None
-            wire = WireTransport(self._token, peers, self._place.node, self._router.destination, ways)
-            self._transport = self._router.transport = wire
-            return wire.listen(self._place.host)
-
-        address: Address | None = self._on_router(open_)
-        self._router.finished.add_done_callback(_log_end)
+        address = self._open_server(group, index, initial, ways)
+        self.router.finished.add_done_callback(_log_end)
         return address
+
+    @on_router
+    def _open_server(self, group: ServerGroup, index: int, initial: Mapping[str, Bytes], ways: str) -> Address | None:
+        peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
+        layout = group.arrays.layout
+        weights = allocate(layout.nbytes)
+        memory = weights.numpy()
+        for chunk in layout.chunks:
+            at = chunk.start
+            for piece in chunk.slices if group.owners[chunk.index] == index else ():
+                size = chunk.dtype.itemsize
+                begin, end = piece.start * size, piece.stop * size
+                memory[at : at + end - begin] = initial[layout.entries[piece.entry].name][begin:end]
+                at += end - begin
+        group.host_server(self.router, index, weights)
+        if ways == "ray":
+            self._use(CallTransport(self.router.destination, peers))
+            return None
+        wire = WireTransport(self._token, peers, self._place.node, self.router.destination, ways)
+        self._use(wire)
+        return wire.listen(self._place.host)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Access:
             usable = _always
             node = ray.get_runtime_context().get_node_id()
             transport = WireTransport(self.token, peers, node, router.destination, self.ways)
-        router.transport = transport
+        router.use(transport)
         pusher, client = self.group.host_user(router, index)
         connection = Connection(
             router,

@@ -182,7 +182,8 @@ class Network:
     def router(self) -> Router:
         """A new process."""
         router = Router()
-        router.transport = transport = InProcessTransport(router)
+        transport = InProcessTransport(router)
+        router.use(transport)
         if self._random is not None:
             transport.random = self._random
             transport.speed = self._random.choice((0.05, 0.3, 1.0))

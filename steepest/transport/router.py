@@ -85,6 +85,14 @@ class Router:
 
     # -- wiring --------------------------------------------------------------------------------
 
+    def use(self, transport: Transport) -> None:
+        """Receive and send over a transport; its sink is `destination`."""
+        self.transport = transport
+
+    def admit(self, admission: Admission) -> None:
+        """Take from other processes what this admission allows, and nothing else."""
+        self.admission = admission
+
     def host(self, peer: Peer, role: Role) -> None:
         """Makes a role live in this process."""
         self._roles[peer] = role
