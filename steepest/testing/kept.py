@@ -59,7 +59,7 @@ def rooms_of(holder: Server | MemberCollective) -> int:
 
     A server's rooms that were given back take no memory but stay mapped, and count here.
     """
-    return len(holder._rooms._rooms if isinstance(holder, Server) else holder._rooms)
+    return len(holder._rooms._rooms if isinstance(holder, Server) else holder._lending_buffers)
 
 
 def buffers_of(server: Server) -> int:
