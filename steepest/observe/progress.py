@@ -13,7 +13,7 @@ from steepest.observe.results import Event, StepResult
 
 
 class Run(Protocol):
-    """What a callback is given: the trainer."""
+    """The attributes of the trainer that the progress bar reads."""
 
     num_workers: int
     num_servers: int
@@ -70,7 +70,7 @@ class EventFeed:
 
 
 class ProgressBar(Callback):
-    """A live line: loss, metrics, samples per second, workers, servers."""
+    """A live line on stderr: loss, metrics, samples per second, workers, servers."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -79,14 +79,14 @@ class ProgressBar(Callback):
         self._drawn = 0.0
 
     def on_fit_begin(self, sgd: Run, steps: int) -> None:
-        """Draws the bar."""
+        """Draw the bar."""
         self._samples = 0
         self._began = time.monotonic()
         self._drawn = 0.0
         self._bar = tqdm(total=steps, unit="step", dynamic_ncols=True, file=sys.stderr)
 
     def on_step(self, sgd: Run, result: StepResult) -> None:
-        """Moves it on."""
+        """Move the bar on, and write the step's figures ten times per second at most."""
         self._samples += result.samples
         self._bar.update(1)
         now = time.monotonic()
@@ -104,7 +104,7 @@ class ProgressBar(Callback):
         self._bar.set_postfix(shown, refresh=False)
 
     def on_fit_end(self, sgd: Run) -> None:
-        """Leaves the last line standing."""
+        """Close the bar, and leave its last line standing."""
         if self._bar is not None:
             if self._samples:
                 self._describe(sgd, self._last, time.monotonic())

@@ -14,14 +14,15 @@ class StepResult:
     Attributes:
         step: steps committed so far, this one included.
         epoch: the epoch that the step belongs to, from 0; None when the data are streams.
-        loss: mean over all samples of all replicas, by weight; NaN when statistics were not fetched.
-        metrics: likewise, by name.
+        loss: mean over all samples of all replicas, by weight; NaN when statistics were not
+            fetched.
+        metrics: means over all samples, by name.
         samples: number of samples in the step.
         staleness: for each contribution, updates committed between its pull and its application.
         timings: seconds, means over workers: "data", "compute", "wait" (for the weights before it).
-        gradient_norm: 2-norm of the mean gradient over all that is trained, before clipping; where a step is several
-            updates, the mean of their norms. None where it is not computed: with ``nonfinite="pass"`` and no
-            `clip_norm`, and with backup workers.
+        gradient_norm: 2-norm of the mean gradient over all that is trained, before clipping; where
+            a step is several updates, the mean of their norms. None where it is not computed: with
+            ``nonfinite="pass"`` and no `clip_norm`, and with backup workers.
     """
 
     step: int
@@ -35,7 +36,7 @@ class StepResult:
 
     @classmethod
     def from_message(cls, version: int, meta: dict[str, Any], epoch: int | None) -> StepResult:
-        """From the coordinator's words about a commit."""
+        """Return the result of a step of which the coordinator has told."""
         return cls(
             version,
             epoch,
@@ -50,7 +51,13 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Means over a data set: loss, metrics by name, and the number of samples."""
+    """Means over a data set.
+
+    Attributes:
+        loss: mean over all samples, by weight.
+        metrics: likewise, by name.
+        samples: number of samples.
+    """
 
     loss: float
     metrics: dict[str, float]
@@ -59,7 +66,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class Staleness:
-    """How stale gradients were when they were applied: updates committed since their weights were pulled.
+    """The staleness of gradients: updates committed between their pull and their application.
 
     Attributes:
         histogram: number of pushes by staleness.
@@ -73,7 +80,10 @@ class Staleness:
     histogram: dict[int, int]
 
     def quantile(self, share: float) -> int:
-        """The least staleness that at least this share of all pushes (0 to 1) did not exceed; 0 without pushes."""
+        """Return the least staleness that a share of all pushes (0 to 1) did not exceed.
+
+        0 without pushes.
+        """
         needed, seen = share * sum(self.histogram.values()), 0
         for staleness, count in sorted(self.histogram.items()):
             seen += count
@@ -93,20 +103,20 @@ class Staleness:
 
     @property
     def max(self) -> int:
-        """The greatest."""
+        """The maximum."""
         return max(self.histogram, default=0)
 
 
 class Event(NamedTuple):
-    """Something that happened to a job's processes: a mark on the time line.
+    """A change of a job's processes: a mark on the time line.
 
     Attributes:
         time: seconds since the epoch, as `time.time` has it.
-        kind: "replaced" (a successor took the place of a worker), "left" (the others go on without it), "returned" (its
-            successor joined them), "recovered" (others took over what a process held), "moved" (away
-            from a node that will go), "resized".
+        kind: "replaced" (a successor took the place of a worker), "left" (the others go on without
+            a worker), "returned" (its successor joined them), "recovered" (other processes took
+            over the chunks of a dead one), "moved" (away from a node that will go), "resized".
         step: committed by then.
-        line: as it was logged.
+        line: the line of the log.
     """
 
     time: float
@@ -116,7 +126,13 @@ class Event(NamedTuple):
 
 
 class Straggler(NamedTuple):
-    """A slow worker: which, how many times as long as the median of the others it takes, and since which step."""
+    """A slow worker.
+
+    Attributes:
+        worker: its index.
+        factor: how many times as long as the median of the others it computes.
+        since: the step since which it does.
+    """
 
     worker: int
     factor: float
@@ -124,7 +140,11 @@ class Straggler(NamedTuple):
 
 
 def stragglers(paces: Mapping[int, float], since: Mapping[int, int]) -> tuple[Straggler, ...]:
-    """Those that are said to be slow, and how much.
+    """Return the slow workers, and how slow they are.
+
+    Args:
+        paces: by worker, seconds of computing for its share of a step.
+        since: by slow worker, the number of steps committed before it became slow.
 
     Example:
         >>> stragglers({0: 0.1, 1: 0.5, 2: 0.1}, {1: 40})
@@ -139,27 +159,33 @@ def stragglers(paces: Mapping[int, float], since: Mapping[int, int]) -> tuple[St
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Where a job stands.
+    """The counters of a job.
 
     Attributes:
         step: steps committed, those before a restore included.
         version: updates committed; as many as steps in synchronous modes.
         generation: memberships so far.
         samples, seconds: trained since the job began, and spent in `step` and `fit`.
-        bytes_pushed: gradient bytes that left workers for servers, in the precision in which they did.
-        bytes_pulled: bytes of weights that came to workers, likewise; what lies in shared memory counts too.
+        bytes_pushed: gradient bytes that left workers for servers, in the precision in which they
+            did.
+        bytes_pulled: bytes of weights that came to workers, likewise; bytes in shared memory count
+            too.
         refused: frames and connections refused by any process.
-        memory: bytes that each process holds in memory, by its name ("worker 0"); what processes of a host share
-            counts in each of them. About 300 MB are Python, torch and Ray. Empty where it cannot be known.
+        memory: bytes that each process holds in memory, by its name ("worker 0"); what processes of
+            a host share counts in each of them. About 300 MB are Python, torch and Ray. Empty where
+            it cannot be known.
         skipped: updates left out because of NaN or infinity (``nonfinite="skip"``).
-        dropped: gradients that were too late (backup workers) or too stale; their samples were computed again.
+        dropped: gradients that were too late (backup workers) or too stale; their samples were
+            computed again.
         staleness: of all gradients that were applied.
-        num_workers, num_servers: worker processes, and servers, in processes of their own or in those of workers.
-        replaced: processes that died and have a successor.
-        paces: by worker, seconds of computing that its share of a step takes, a running mean; empty until steps with
-            statistics were taken.
+        num_workers, num_servers: worker processes, and servers, in processes of their own or in
+            those of workers.
+        replaced: number of processes that died and have a successor.
+        paces: by worker, seconds of computing that its share of a step takes, a running mean; empty
+            until steps with statistics were taken.
         stragglers: workers that compute over twice as long as the median of the others.
-        events: who died, left, returned and joined, and what it cost, oldest first.
+        events: deaths, departures, returns and joins of processes, and what each cost, oldest
+            first.
     """
 
     step: int
@@ -183,5 +209,5 @@ class Stats:
 
     @property
     def samples_per_second(self) -> float:
-        """Mean over the time spent training."""
+        """The mean over the time spent training."""
         return self.samples / self.seconds if self.seconds else 0.0
