@@ -1,4 +1,4 @@
-"""The Channel and Transport protocols: what carries messages between processes."""
+"""The Channel and Transport protocols, by which messages travel between processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from steepest.messages.message import Message, Peer
 
 
 class Address(NamedTuple):
-    """Where a process listens: TCP for other nodes, a Unix-domain socket for its own.
+    """The addresses at which a process listens: TCP for other nodes, a Unix-domain socket for its own.
 
     Attributes:
         node: Ray node id (or any name) that tells hosts apart.
         host, port: of the TCP socket; port 0 where there is none.
-        unix: name of the Unix-domain socket; starts with a NUL byte in Linux' abstract namespace; empty for none.
+        unix: name of the Unix-domain socket; starts with a NUL byte in Linux' abstract namespace;
+            empty for none.
         peers: the roles that the process hosts.
     """
 
@@ -31,13 +32,13 @@ class Channel(Protocol):
     """One ordered, framed, two-way stream between this process and one other.
 
     `send` never blocks: what the stream does not take at once is kept and follows when it can, in
-    order. A payload is not copied by `send`; `own_pending` copies those that have not left yet, for an
-    owner who is about to change them. A channel closes when its peer dies.
+    order. A payload is not copied by `send`; `own_pending` copies those that have not left yet, for
+    an owner that is about to change them. A channel closes when its peer dies.
     """
 
     @property
     def name(self) -> str:
-        """Whom it leads to, for errors."""
+        """The process at the other end, for errors."""
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -45,25 +46,35 @@ class Channel(Protocol):
 
     @property
     def pending(self) -> int:
-        """Bytes accepted by `send` that have not left yet."""
+        """The number of bytes accepted by `send` that have not left yet."""
 
     def send(self, message: Message) -> None:
-        """Queues a message."""
+        """Queue a message; never blocks.
+
+        Raises:
+            MessageTooLargeError: what is beside its payload has over 4 MB.
+        """
 
     def own_pending(self, memory: torch.Tensor) -> None:
-        """Copies queued payloads that lie in this memory (flat, uint8), so that it may be changed."""
+        """Copy queued payloads that lie in this memory (flat, uint8), so that it may be changed."""
 
     def close(self) -> None:
-        """Closes this end; the other sees the end of the stream."""
+        """Close this end; the other one sees the end of the stream."""
 
 
-#: Tells a transport where a payload that begins to arrive goes (see `steepest.transport.frames.Sink`); it is given the
-#: channel as well, because whoever is at the other end may name another process as the sender.
+#: Returns the memory for a payload that begins to arrive (see `steepest.transport.frames.Sink`).
+#: It is given the channel, too, because the process at the other end may name another sender.
 ChannelSink = Callable[[Channel, Message, int], torch.Tensor | None]
 
 
 class Event(NamedTuple):
-    """Something that a transport saw: a message, a new channel, or (both None) a closed one."""
+    """An event of a transport: a message, a new channel, or (both None) a closed one.
+
+    Attributes:
+        channel: on which it happened.
+        message: that has arrived; None for a new or closed channel.
+        reason: "opened" for a new channel, otherwise why it was closed.
+    """
 
     channel: Channel
     message: Message | None
@@ -74,21 +85,27 @@ class Transport(Protocol):
     """All channels of one process, served by one thread."""
 
     def poll(self, timeout: float) -> list[Event]:
-        """Moves bytes both ways; waits up to `timeout` seconds for the first event."""
+        """Move bytes both ways, and return what happened.
+
+        Wait up to `timeout` seconds for the first event.
+        """
 
     def pump(self) -> None:
-        """Sends what can be sent now, without waiting."""
+        """Send what can be sent now, without waiting."""
 
     def in_use(self, memory: torch.Tensor) -> bool:
-        """Whether a peer may still be reading this memory, or has yet to be sent it: it must not change."""
+        """Return whether this memory must not change.
+
+        A peer may be reading it, or some of it has not left yet.
+        """
 
     def wake(self) -> None:
-        """Ends a `poll` in progress; the only method that other threads may call."""
+        """End a `poll` in progress; the only method that other threads may call."""
 
     def close(self) -> None:
-        """Closes every channel."""
+        """Close every channel."""
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two flat uint8 tensors share memory."""
+    """Return whether two flat uint8 tensors share memory."""
     return a.data_ptr() < b.data_ptr() + b.numel() and b.data_ptr() < a.data_ptr() + a.numel()

@@ -1,15 +1,16 @@
-"""The opening of a connection: both ends prove that they know the job's token before anything else is understood.
+"""The opening of a connection, in which both ends prove that they know the job's token.
 
 ======== ====================================================================================================
 from     bytes
 ======== ====================================================================================================
-acceptor the greeting, its nonce
-caller   the greeting, its nonce, the size of its hello, the hello (its own roles, those it means), its proof
-acceptor the size of its answer, the answer (its own roles), its proof
+acceptor the greeting, its nonce caller   the greeting, its nonce, the size of its hello, the hello
+(its own roles, those it means), its proof acceptor the size of its answer, the answer (its own
+roles), its proof
 ======== ====================================================================================================
 
-A proof is an HMAC-SHA256 of both nonces and of what the same end says. In place of the answer's size the acceptor may
-say that the proof is wrong, or that it needs the place for others.
+A proof is an HMAC-SHA256 of both nonces and of the hello or answer of the same end. In place of the
+answer's size the acceptor may say that the proof is wrong, or that it needs the place for another
+connection. Nothing else is understood before.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ _ROOT = 0
 
 
 class BusyError(Exception):
-    """The other end gave this connection's place to another one: to be tried again."""
+    """The acceptor closed this connection for another one; it is to be tried again."""
 
 
 def names_of(peers: tuple[Peer, ...]) -> str:
-    """Roles of one process as text."""
+    """Return the roles of one process as text."""
     return " + ".join(str(peer) for peer in peers) or "a peer"
 
 
@@ -93,17 +94,20 @@ def _unpack_hello(data: bytes) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
 def prove(
     sock: socket.socket, token: bytes, own: tuple[Peer, ...], meant: tuple[Peer, ...], deadline: float
 ) -> tuple[Peer, ...]:
-    """Opens a connected socket, blocking; returns the roles that the other end proves to host.
+    """Open a connected socket, blocking, and return the roles that the other end proves to host.
 
     Args:
+        sock: connected.
+        token: the job's secret.
         own: roles of this process.
         meant: roles that the other end should host; none for any.
         deadline: by `time.monotonic`.
 
     Raises:
         AuthenticationError: the two ends do not know the same token.
-        ProtocolError: it is not a steepest process of this version, or hosts other roles than those that are meant.
-        BusyError: it needs the place.
+        ProtocolError: the other end is not a steepest process of this version, or hosts other roles
+            than `meant`.
+        BusyError: the other end needs the place.
         TimeoutError: no answer by the deadline.
         OSError: the connection broke.
     """
@@ -113,7 +117,7 @@ def prove(
     first, second = theirs[len(_GREETING) :], secrets.token_bytes(_NONCE)
     hello = _pack_hello(own, meant)
     proof = _proof(token, b"connect", first, second, hello)
-    with contextlib.suppress(ConnectionError):  # what it said before it closed is still to be read
+    with contextlib.suppress(ConnectionError):  # an end that has closed may have said why
         sock.sendall(_GREETING + second + struct.pack("<I", len(hello)) + hello + proof)
     prefix = _receive_exactly(sock, 4, deadline)
     if prefix == _REFUSED:
@@ -153,7 +157,7 @@ def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
 
 
 class Refusals:
-    """Counts refused connections and logs them: the first at once, then at most a line a minute with their number."""
+    """Refused connections, counted and logged: the first at once, then one line a minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0
@@ -163,15 +167,19 @@ class Refusals:
         self._next = -float("inf")
 
     def add(self, who: str, reason: str) -> None:
-        """Counts one."""
+        """Count a refused connection, and log it if a line is due."""
         self.count += 1
         self._untold += 1
         self._last = f"{who}: {reason}"
-        self.tell()
+        self.log_if_due()
 
-    def tell(self, *, all_of_it: bool = False) -> None:
-        """Logs what was not, when a minute has passed since the last line."""
-        if self._untold and (all_of_it or self._clock() >= self._next):
+    def log_if_due(self, *, now: bool = False) -> None:
+        """Log the refusals that are not logged yet, if a line is due.
+
+        Args:
+            now: whether to log them even if no line is due.
+        """
+        if self._untold and (now or self._clock() >= self._next):
             self._next = self._clock() + LOG_SECONDS
             number = "a connection" if self._untold == 1 else f"{self._untold} connections, the last of them"
             log.warning("refused %s from %s", number, self._last)
@@ -192,21 +200,27 @@ class _Opening:
 class Openings:
     """The accepting end of a process: listeners, and connections until they have proven the token.
 
-    What strangers can cost is bounded: `MOST_OPENINGS` sockets without buffers of this process, each for at most
-    `OPENING_SECONDS`, `ACCEPTED_AT_ONCE` new ones in a turn, a line of the log a minute. When descriptors run out,
-    one of them gives way; if there is none, a reserved descriptor serves to accept and turn away, so that a listener
-    never stays ready for what cannot be accepted.
+    What strangers can cost is bounded: `MOST_OPENINGS` sockets without buffers of this process,
+    each for at most `OPENING_SECONDS`, `ACCEPTED_AT_ONCE` new ones in a turn, a line of the log a
+    minute. When descriptors run out, one of these sockets is closed; if there is none, a reserved
+    descriptor serves to accept and turn away a caller, so that a listener never stays ready for a
+    connection that cannot be accepted.
 
-    When all places are taken a new connection gets that of a random one, of the address from which most come. So
-    strangers at other addresses than an honest peer's take no place of its, and of strangers at the same one it is
-    safe with probability (1 - 1/48)^n when it answers before n more of them are accepted. What has been said is read
-    before others are accepted. Who loses a place, or is too slow, is told so and tries again until its own deadline
+    When all places are taken a new connection gets that of a random one, of the address that has
+    most of them. So strangers at other addresses than an honest peer's take no place of its, and of
+    strangers at the same one it is safe with probability (1 - 1/48)^n when it answers before n more
+    of them are accepted. Bytes that have come are read before new connections are accepted. A
+    caller that loses its place, or is too slow, is told so and tries again until its own deadline
     (`BusyError`).
 
-    Over Unix-domain sockets, which every user of the host can reach, only this user and root are heard at all.
+    Over Unix-domain sockets, which every user of the host can reach, only this user and root are
+    heard at all.
 
     Args:
-        selector: that of the transport; what is registered has a function as its data, to be called when it is ready.
+        token: the job's secret.
+        peers: the roles of this process.
+        selector: that of the transport; the data of what is registered is a function, to be called
+            when it is ready.
         adopt: takes over a socket whose other end has proven to host these roles.
         clock: in seconds, monotonic.
     """
@@ -227,23 +241,26 @@ class Openings:
         self._clock = clock
         self._ready: list[socket.socket] = []  # listeners
         self._open: dict[_Opening, None] = {}  # oldest first
-        self._random = random.Random(secrets.randbits(64))  # not the user's
+        self._random = random.Random(secrets.randbits(64))  # the user's generators stay as they are
         self._reserved = -1
 
     def listen(self, listener: socket.socket) -> None:
-        """Accepts connections from now on."""
+        """Accept the connections of a listening socket from now on."""
         listener.setblocking(False)
         self._reserve()
         self._selector.register(listener, selectors.EVENT_READ, lambda: self._ready.append(listener))
 
     def limit(self, timeout: float) -> float:
-        """A wait of so many seconds, or until somebody's time is up."""
+        """Return the shorter of `timeout` and the seconds until the next connection has to be closed."""
         if self._open:
             timeout = min(timeout, next(iter(self._open)).deadline - self._clock())
         return timeout
 
     def turn(self) -> None:
-        """Accepts some of those who wait, and closes what has not proven the token in time; after each wait."""
+        """Accept some connections, and close those that have not proven the token in time.
+
+        Call it after each wait.
+        """
         ready, self._ready = self._ready, []
         for listener in ready:
             for _ in range(ACCEPTED_AT_ONCE):
@@ -251,19 +268,19 @@ class Openings:
                     break
         while self._open and (oldest := next(iter(self._open))).deadline <= self._clock():
             self._refuse(oldest, "no proof of the token in time", _BUSY)
-        self.refusals.tell()
+        self.refusals.log_if_due()
 
     def close(self) -> None:
-        """Closes what has not proven the token; listeners are whose they were."""
+        """Close the connections that have not proven the token; the listeners stay open."""
         for opening in list(self._open):
             self._drop(opening)
         if self._reserved >= 0:
             os.close(self._reserved)
             self._reserved = -1
-        self.refusals.tell(all_of_it=True)
+        self.refusals.log_if_due(now=True)
 
     def _accept(self, listener: socket.socket) -> bool:
-        """Whether there may be more."""
+        """Accept one connection, and return whether there may be more."""
         try:
             sock, address = listener.accept()
         except (BlockingIOError, ConnectionError):
@@ -286,14 +303,18 @@ class Openings:
         try:
             sock.send(_GREETING + opening.nonce)
             self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(opening))
-        except OSError as error:  # it is gone already, or nothing more can be watched
+        except OSError as error:  # the caller has closed it, or the selector can take no more
             sock.close()
             self.refusals.add(origin, f"handshake: {error}")
         else:
             self._open[opening] = None
 
     def _turn_away(self, listener: socket.socket) -> bool:
-        """Frees a descriptor: that of an opening, or the reserved one, to be rid of who waits."""
+        """Free a descriptor, and return whether another connection may be accepted.
+
+        It is the descriptor of a connection that has proven nothing, or else the reserved one, with
+        which the caller is told to try again.
+        """
         if self._open:
             self._make_room()
             return True
@@ -324,7 +345,7 @@ class Openings:
 
     def _hear(self, opening: _Opening) -> None:
         if opening not in self._open:
-            return  # it gave way a moment ago
+            return  # it was closed a moment ago
         try:
             if (said := self._receive(opening)) is not None:
                 self._answer(opening, *said)
@@ -338,7 +359,15 @@ class Openings:
             self._refuse(opening, f"handshake: {error}")
 
     def _receive(self, opening: _Opening) -> tuple[bytes, bytes] | None:
-        """The other end's nonce and hello when they are complete and proven."""
+        """Return the other end's nonce and hello when they are complete and proven.
+
+        None until then.
+
+        Raises:
+            ProtocolError: the other end is no steepest process of this version, or has closed the
+                connection.
+            AuthenticationError: its proof is wrong.
+        """
         data = opening.received
         wanted = _FIXED
         if len(data) >= _FIXED:
@@ -360,11 +389,16 @@ class Openings:
         return second, hello
 
     def _answer(self, opening: _Opening, second: bytes, hello: bytes) -> None:
-        """Says who is here; who meant another one hears that, and is not let in."""
+        """Name the roles of this process; a caller that means others hears that, and is refused.
+
+        Raises:
+            ProtocolError: the caller means other roles.
+        """
         peers, meant = _unpack_hello(hello)
         mine = _pack(self._peers)
         proof = _proof(self._token, b"accept", second, opening.nonce, mine)
-        opening.sock.send(struct.pack("<I", len(mine)) + mine + proof)  # it fits: nothing else was sent but a greeting
+        # It fits into the socket's buffer, to which only the greeting was written.
+        opening.sock.send(struct.pack("<I", len(mine)) + mine + proof)
         if meant and set(meant) != set(self._peers):
             raise ProtocolError(f"{names_of(peers)} means {names_of(meant)}, not {names_of(self._peers)}")
         del self._open[opening]
@@ -385,7 +419,7 @@ class Openings:
 
 
 def _origin(sock: socket.socket, address: object) -> tuple[str, bool]:
-    """Where a connection comes from, and whether that is a user whom nobody here knows.
+    """Return the origin of a connection, and whether that is a user of the host who may not connect.
 
     IPv6 addresses of one network of 64 bits are one origin.
     """

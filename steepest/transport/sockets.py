@@ -1,23 +1,22 @@
 """The wire: framed streams over TCP between hosts and Unix-domain sockets inside one.
 
-One thread serves all sockets of a process with `selectors`; nothing blocks but `poll`. Payloads leave
-from the tensors' memory (`sendmsg`) and arrive in it (`recv_into`). A connection opens with a mutual
-proof that both ends know the job's token (`steepest.transport.handshake`); until then not a byte of it is
-understood as a frame, and it is no channel.
+One thread serves all sockets of a process with `selectors`; nothing blocks but `poll`. Payloads
+leave from the tensors' memory (`sendmsg`) and arrive in it (`recv_into`). A connection opens with a
+mutual proof that both ends know the job's token (`steepest.transport.handshake`); until then no
+byte of it is understood as a frame, and it is no channel.
 
-Which sockets, and whether payloads are lent in shared memory, may be narrowed by `ways`:
+Which sockets are used, and whether payloads are lent in shared memory, may be narrowed by `ways`:
 
 ======== ================================== ==============
 ways     inside a host                      between hosts
 ======== ================================== ==============
 "wire"   Unix-domain sockets, shared memory TCP
-"shared" Unix-domain sockets, shared memory refused
-"unix"   Unix-domain sockets                TCP
+"shared" Unix-domain sockets, shared memory refused "unix"   Unix-domain sockets                TCP
 "tcp"    TCP                                TCP
 ======== ================================== ==============
 
-All processes of a job are given the same. The sender decides whether it lends: an end that does not lend still
-takes what is lent to it.
+All processes of a job are given the same. The sender decides whether it lends: an end that does not
+lend still takes what is lent to it.
 """
 
 from __future__ import annotations
@@ -46,13 +45,15 @@ log = logging.getLogger(__name__)
 _SOCKET_BUFFER = 4 << 20
 _BACKLOG = 512
 _PATIENCE_SECONDS = 0.25
-_PAUSE_SECONDS = 0.005  # before a place is asked for again
-_BRISK_SECONDS = 0.0006  # what a short wait is; waking a process that sleeps costs a good part of it
-_BRISK_AFTER = 16  # short waits in a row; where processes compute, there is a long one in every step
+_PAUSE_SECONDS = 0.005  # before a connection is tried again
+_BRISK_SECONDS = 0.0006  # a short wait; waking a process that sleeps costs a good part of it
+_BRISK_AFTER = 16  # short waits in a row; where processes compute, every step has a long one
 
 
 def check_ways(ways: str, *nodes: str) -> None:
-    """Checks that processes on these nodes can talk so; over "wire", "tcp" and "ray" they always can.
+    """Check that processes on these nodes can talk in these ways.
+
+    Over "wire", "tcp" and "ray" they always can.
 
     Raises:
         ConfigurationError: they cannot.
@@ -74,7 +75,7 @@ def check_ways(ways: str, *nodes: str) -> None:
 
 
 def _has_unix() -> bool:
-    """Whether names of sockets may lie in the abstract namespace, where nothing has to be cleaned up."""
+    """Return whether sockets can have abstract names, which leave nothing behind."""
     return os.path.exists("/proc/net/unix")
 
 
@@ -85,11 +86,12 @@ class WireTransport:
         token: the job's secret, at least 16 bytes.
         peers: the roles of this process, told to the other end.
         node: a name equal for processes that may meet on a Unix-domain socket.
-        sink: where arriving payloads go.
+        sink: returns the memory for a payload that arrives.
         ways: "wire", "shared", "unix" or "tcp"; see above.
-        clock: for what strangers may take; in seconds, monotonic.
+        clock: for the deadlines of connections that have proven nothing; in seconds, monotonic.
 
     Raises:
+        AuthenticationError: the token is too short.
         ConfigurationError: this platform does not have what `ways` needs.
     """
 
@@ -129,13 +131,16 @@ class WireTransport:
 
     @property
     def refused(self) -> int:
-        """Connections that were refused: of strangers, and of peers that broke the protocol."""
+        """The number of refused connections: of strangers, and of peers that broke the protocol."""
         return self._broke_off + self._openings.refusals.count
 
     # -- opening -------------------------------------------------------------------------------
 
     def listen(self, host: str) -> Address:
-        """Listens on a free TCP port of an IPv4 or IPv6 address and on a Unix-domain socket, as far as `ways` has them.
+        """Listen on a free TCP port and on a Unix-domain socket, as far as `ways` has them.
+
+        Args:
+            host: an IPv4 or IPv6 address of this host.
 
         Raises:
             ConfigurationError: the address is none of this host.
@@ -155,15 +160,21 @@ class WireTransport:
         return Address(self.node, host, port, unix_name, self.peers)
 
     def connect(self, address: Address, timeout: float = 10.0) -> WireChannel:
-        """Connects to a listening process, over a Unix-domain socket when it is on the same node.
+        """Connect to a listening process, over a Unix-domain socket when it is on the same node.
 
-        Where that cannot be reached (containers of one node with networks of their own), TCP takes its place unless
-        `ways` forces one, and nothing is lent.
+        Where that cannot be reached (containers of one node with networks of their own), TCP takes
+        its place unless `ways` forces one, and nothing is lent. Blocks until the connection is
+        open.
+
+        Args:
+            address: of the process.
+            timeout: in seconds.
 
         Raises:
-            PeerLostError: nobody listens there, or not for long.
+            PeerLostError: no process listens there, or it closes the connection.
             AuthenticationError: the two ends do not know the same token.
-            ProtocolError: it is not a steepest process of this version, or not the one that the address names.
+            ProtocolError: it is not a steepest process of this version, or not the one that the
+                address names.
             DeadlineError: no answer within `timeout` seconds.
             ConfigurationError: it is on another node, which `ways` excludes.
         """
@@ -185,7 +196,7 @@ class WireTransport:
             except OSError as error:
                 _close(sock)
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    time.sleep(_PAUSE_SECONDS)  # that says nothing about the other end
+                    time.sleep(_PAUSE_SECONDS)  # no descriptor here: the other end may be well
                     continue
                 raise PeerLostError(f"cannot connect to {where}: {error}") from error
             except ProtocolError:
@@ -218,7 +229,7 @@ class WireTransport:
     # -- serving -------------------------------------------------------------------------------
 
     def poll(self, timeout: float) -> list[Event]:
-        """Moves bytes both ways; waits up to `timeout` seconds for the first event."""
+        """Move bytes both ways, and return what happened; wait up to `timeout` seconds for it."""
         gathering, self._gathering = self._gathering, []
         for channel in gathering:
             if not channel.closed:
@@ -241,9 +252,11 @@ class WireTransport:
         return events
 
     def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """Waits; after many short waits for small messages at first without sleeping, which would take longer.
+        """Wait for sockets.
 
-        Whoever else wants the processor has it meanwhile.
+        After many short waits for small messages poll for a while before sleeping.
+
+        Waking up would take longer than such a wait. The processor is yielded between polls.
         """
         if not timeout:
             return self._selector.select(0)
@@ -279,16 +292,16 @@ class WireTransport:
             self.lose(channel, str(error))
 
     def pump(self) -> None:
-        """Sends what can be sent now, without waiting."""
+        """Send what can be sent now, without waiting."""
         for channel in [channel for channel in self._channels if channel.pending]:
             channel.flush()
 
     def in_use(self, memory: torch.Tensor) -> bool:
-        """Whether a peer may still be reading this memory where it lies, or some of it has not left yet."""
+        """Return whether a peer may still be reading this memory, or some of it has not left yet."""
         return self.lending.in_use(memory) or any(c.holds(memory) for c in self._channels if c.pending)
 
     def wake(self) -> None:
-        """Ends a `poll` in progress; may be called from any thread."""
+        """End a `poll` in progress; may be called from any thread."""
         with contextlib.suppress(BlockingIOError, OSError):  # already woken, or closed
             self._wake_out.send(b"\0")
 
@@ -300,34 +313,34 @@ class WireTransport:
     # -- called by channels --------------------------------------------------------------------
 
     def count(self, message: Message) -> None:
-        """Adds a sent message to the counters."""
+        """Add a sent message to the counters."""
         if message.payload is not None:
             self.bytes_sent += message.payload.numel()
 
     def gather(self, channel: WireChannel) -> None:
-        """What a channel holds leaves with the next `poll` or `pump`."""
+        """Send what a channel has queued with the next `poll` or `pump`."""
         self._gathering.append(channel)
 
     def watch(self, channel: WireChannel, writing: bool) -> None:
-        """Sets whether the selector also waits for a channel to take bytes."""
+        """Set whether the selector also waits for a channel to take bytes."""
         if not channel.closed:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
             self._selector.modify(channel._socket, events, channel)
 
     def refuse(self, channel: WireChannel, reason: str) -> None:
-        """Counts and logs a peer that broke the protocol, and closes its channel."""
+        """Count and log a peer that broke the protocol, and close its channel."""
         self._broke_off += 1
         log.warning("refused %s: %s", channel.name, reason)
         self.lose(channel, f"refused: {reason}")
 
     def lose(self, channel: WireChannel, reason: str) -> None:
-        """Closes a channel and reports it."""
+        """Close a channel and report it as an event."""
         if not channel.closed:
             self.forget(channel)
             self._events.append(Event(channel, None, reason))
 
     def forget(self, channel: WireChannel) -> None:
-        """Closes a channel without an event."""
+        """Close a channel without an event."""
         if not channel.closed:
             channel.closed = True
             channel.pending = 0
@@ -338,7 +351,7 @@ class WireTransport:
             channel.release()
 
     def close(self) -> None:
-        """Closes every socket."""
+        """Close every socket."""
         if self._closed:
             return
         self._closed = True
@@ -390,7 +403,7 @@ def _dial_unix(name: str, deadline: float) -> socket.socket:
             sock.settimeout(_left(deadline))
             try:
                 sock.connect(name)
-            except BlockingIOError:  # as many wait as can; over TCP the kernel tries again by itself
+            except BlockingIOError:  # the backlog is full; over TCP the kernel tries again
                 time.sleep(_PAUSE_SECONDS)
             else:
                 return sock
@@ -405,7 +418,7 @@ def _dial_tcp(address: Address, deadline: float) -> socket.socket:
         left = _left(deadline)
         try:
             return socket.create_connection((address.host, address.port), min(patience, left))
-        except TimeoutError:  # where as many wait as can, who asks is not heard: asking anew is sooner than TCP's way
+        except TimeoutError:  # with a full backlog a new attempt is sooner than TCP's own
             patience *= 1.5
 
 

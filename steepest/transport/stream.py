@@ -1,4 +1,4 @@
-"""One connected socket as a channel: what is queued, what leaves, what is lent in shared memory."""
+"""One connected socket as a channel: queued bytes, and payloads lent in shared memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from steepest.transport.channel import Channel
 from steepest.transport.frames import SEND_AGAIN, SENT_AGAIN, FrameReader, buffer_of, control, encode
 
 _BUFFERS_PER_CALL = 64
-_WORTH_WAKING = 1 << 21
-_GATHERED_BYTES = 1 << 15  # less than this waits for the end of the turn, for company
+_WORTH_WAKING = 1 << 21  # bytes; for fewer of a large message a process is not woken
+_GATHERED_BYTES = 1 << 15  # fewer wait for the end of the turn, to leave together
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
 class StreamOwner(Protocol):
-    """What a channel asks of the transport that holds its socket.
+    """The methods of the transport that a channel calls.
 
     Attributes:
         lends: whether payloads may be lent in shared memory.
@@ -38,7 +38,7 @@ class StreamOwner(Protocol):
     lending: shared_memory.Lending
 
     def sink(self, channel: Channel, message: Message, size: int, /) -> torch.Tensor | None:
-        """Return where a payload of `size` bytes that begins to arrive goes."""
+        """Return the memory for a payload of `size` bytes that begins to arrive."""
 
     def count(self, message: Message) -> None:
         """Add a sent message to the counters."""
@@ -57,32 +57,44 @@ class StreamOwner(Protocol):
 
 
 class WireChannel:
-    """A `Channel` over one connected socket; made by `WireTransport`."""
+    """A `Channel` over one connected socket; made by `WireTransport`.
+
+    Args:
+        transport: that holds the socket.
+        sock: connected and proven.
+        name: of the other end, for errors.
+        peers: the roles at the other end.
+    """
 
     def __init__(self, transport: StreamOwner, sock: socket.socket, name: str, peers: tuple[Peer, ...]) -> None:
         self.name = name
         self.peers = peers
         self.pending = 0
         self.closed = False
-        self._broken = False  # takes no more bytes; what it still holds is read before it is lost
+        self._broken = False  # the peer takes no more bytes; those that it has sent are still read
         self._transport = transport
         self._socket = sock
-        self._queue: deque[tuple[memoryview, int]] = deque()  # and their address; 0 where nobody changes them
-        self._awaited = 1  # bytes that have to be there before the transport is told of any
+        # Bytes to send, and their address; 0 for bytes that no owner changes.
+        self._queue: deque[tuple[memoryview, int]] = deque()
+        self._awaited = 1  # bytes that must have come before the transport is woken
         self._watched = False  # whether the transport waits for the socket to take more
         sink = functools.partial(transport.sink, self)
         local = sock.family == socket.AF_UNIX and shared_memory.AVAILABLE
         self._lender = transport.lending.lender() if local and transport.lends else None
         self._borrower = shared_memory.Borrower()
-        self._descriptors: deque[int | None] = deque()  # that came over the socket, and were not asked for yet
-        self._to_pass: list[shared_memory.Segment] = []  # whose descriptors go with the next bytes; kept until then
+        self._descriptors: deque[int | None] = deque()  # that have come and were not used yet
+        # Segments whose descriptors go with the next bytes.
+        self._to_pass: list[shared_memory.Segment] = []
         if local:
             self._reader = FrameReader(self._receive, sink, self._borrow, self._send_again)
         else:
             self._reader = FrameReader(sock.recv_into, sink)
 
     def send(self, message: Message) -> None:
-        """Queues a message; small ones leave together, before the transport waits. Dropped when it is closed."""
+        """Queue a message.
+
+        Small ones leave together, before the transport waits. A closed channel drops it.
+        """
         if self.closed or self._broken:
             return
         payload, notice = message.payload, b""
@@ -103,20 +115,20 @@ class WireChannel:
             self.pending += data.nbytes
 
     def flush(self) -> None:
-        """Sends queued bytes until the socket takes no more; asks to be told when it does again."""
+        """Send queued bytes until the socket takes no more; the rest follows when it does again."""
         try:
             while self._queue:
                 self._send_bytes()
         except BlockingIOError:
             pass
-        except ConnectionError:  # the peer is gone, but what it sent before is still to be read
+        except ConnectionError:  # the peer is dead, but what it sent before is still to be read
             self._broken = True
             self.pending = 0
             self._queue.clear()
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RD)  # so that reading is sure to meet an end
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:  # as many descriptors of this user are on their way as may be
+            if error.errno != errno.ETOOMANYREFS:  # too many descriptors of this user are in flight
                 self._transport.lose(self, f"send failed: {error}")
                 return
         if self._watched != bool(self._queue):
@@ -124,9 +136,10 @@ class WireChannel:
             self._transport.watch(self, writing=self._watched)
 
     def _send_bytes(self) -> None:
-        """One system call's worth."""
+        """Send the bytes of one system call."""
         parts = [data for data, _ in itertools.islice(self._queue, _BUFFERS_PER_CALL)]
-        if self._to_pass:  # one at a time: a reader whose table is full is told that one is missing, not how many
+        # One descriptor at a time: a reader whose table is full does not learn how many are missing.
+        if self._to_pass:
             descriptor = array.array("i", [self._to_pass[0].descriptor])
             parts = parts if len(self._to_pass) == 1 else [parts[0][:1]]
             sent = self._socket.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
@@ -142,7 +155,7 @@ class WireChannel:
             sent -= first.nbytes
 
     def _receive(self, into: memoryview) -> int:
-        """As `recv_into`, for descriptors too."""
+        """Receive bytes as `recv_into` does, and descriptors with them."""
         count, ancillary, flags, _ = self._socket.recvmsg_into([into], _DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -152,7 +165,7 @@ class WireChannel:
         return count
 
     def await_bytes(self, missing: int) -> None:
-        """Lets this process sleep until a good part of the bytes that are missing is there."""
+        """Let this process sleep until a good part of the missing bytes has come."""
         wanted = 1 if self._lender is not None else max(min(missing, _WORTH_WAKING), 1)
         if wanted != self._awaited:
             self._awaited = wanted
@@ -166,7 +179,11 @@ class WireChannel:
         return found
 
     def _send_again(self, slot: int) -> None:
-        """The other end cannot have a payload where it lies."""
+        """Send a lent payload through the socket, which the other end cannot read where it lies.
+
+        Raises:
+            ProtocolError: nothing is lent in that slot.
+        """
         if self._lender is None:
             raise ProtocolError("a payload is wanted again of an end that lends none")
         header, payload = self._lender.take_back(slot)
@@ -175,7 +192,7 @@ class WireChannel:
         self._transport.gather(self)
 
     def release(self) -> None:
-        """Lets shared memory and descriptors go."""
+        """Free the shared memory and the descriptors."""
         if self._lender is not None:
             self._lender.close()
         self._borrower = shared_memory.Borrower()
@@ -185,19 +202,19 @@ class WireChannel:
         self._to_pass.clear()
 
     def holds(self, memory: torch.Tensor) -> bool:
-        """Whether queued bytes lie in this memory."""
+        """Return whether queued bytes lie in this memory."""
         begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
         return any(address and address < end and begin < address + data.nbytes for data, address in self._queue)
 
     def own_pending(self, memory: torch.Tensor) -> None:
-        """Copies queued bytes that lie in this memory, so that it may change."""
+        """Copy queued bytes that lie in this memory, so that it may change."""
         begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
         for index, (data, address) in enumerate(self._queue):
             if address and address < end and begin < address + data.nbytes:
                 self._queue[index] = (memoryview(bytes(data)), 0)
 
     def close(self) -> None:
-        """Closes the socket at once; queued bytes that it does not take now are lost."""
+        """Close the socket at once; queued bytes that it does not take now are lost."""
         if self.pending and not self.closed:
             self.flush()
         self._transport.forget(self)
