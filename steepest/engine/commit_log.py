@@ -1,4 +1,4 @@
-"""The log of commits: everything that a serial replay of a run needs."""
+"""The log of commits, from which a run is replayed serially."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ class LoggedPush(NamedTuple):
     """One contribution to a commit.
 
     Attributes:
-        worker, incarnation, sequence: whose push it was.
+        worker, incarnation, sequence: the name of the push.
         pulled: the version whose weights it was computed from.
-        share: which samples: with n shares in a step, part ``share % n`` of step ``share // n`` of the plan.
+        share: its samples: with n shares in a step, part ``share % n`` of step ``share // n`` of
+            the plan.
     """
 
     worker: int
@@ -34,7 +35,8 @@ class Commit:
     Attributes:
         version: that it made.
         pushes: contributions, in the order in which they were added up.
-        hyperparameters: by parameter group, where a schedule changed them; None when nowhere.
+        hyperparameters: by parameter group, where a schedule changed them; None where it changed
+            none.
         rate: factor of the learning rate (1 unless divided by the staleness).
         skipped: whether it was left out because of NaN or infinity.
         clip: factor of the gradient (1 unless its norm exceeded `clip_norm`).
@@ -49,13 +51,13 @@ class Commit:
 
     @classmethod
     def from_entry(cls, entry: list[Any]) -> Commit:
-        """From the coordinator's words."""
+        """Return the commit of an entry of the coordinator's log."""
         version, pushes, *rest = entry
         return cls(version, tuple(LoggedPush(*push) for push in pushes), *rest)
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """For each contribution, updates between its pull and its application."""
+        """The number of updates between the pull and the application of each contribution."""
         return tuple(self.version - 1 - push.pulled for push in self.pushes)
 
 
@@ -64,15 +66,18 @@ class CommitLog:
     """Every commit since training began, or since weights were last set or restored.
 
     Attributes:
-        commits: in order, since the job was last put together anew: by another size or strategy, or after a death.
+        commits: in order, since the job was last put together again: in another size or strategy,
+            or after a death.
         strategy, num_workers, devices_per_worker, seed: of the trainer.
-        hosts: where its workers and servers ran, which says whose gradients were added up first; None for apart.
+        hosts: of its workers and servers, which decide the order in which gradients were added up;
+            None for apart.
         accumulate: micro-batches of each of its replicas in a step.
         start: the version before the first of these commits.
-        plan: which samples each share is; None for that of a run's beginning.
-        cuts: into how many shares each step is cut, and into how many batches.
+        plan: the samples of each share; None for the plan of a run's beginning.
+        cuts: the number of shares of each step, and of its micro-batches.
         threads: torch threads of each worker, and of each server; None where they are not known.
-        earlier: the logs of what the job was before, oldest first, each without any of its own.
+        earlier: the logs of the job before it was put together again, oldest first, each without
+            earlier ones.
     """
 
     commits: tuple[Commit, ...]
@@ -94,9 +99,9 @@ class CommitLog:
         return (*self.earlier, self)
 
     def samples(self) -> Iterator[tuple[int, int, int]]:
-        """Which samples were committed: (epoch, begin, end) in the order of that epoch, for each contribution.
+        """Yield the samples that were committed, as (epoch, begin, end) in the order of that epoch.
 
-        Without those of a stream, which has no epochs.
+        Those of a stream, which has no epochs, are left out.
         """
         for part in self.parts:
             if part.plan is not None:

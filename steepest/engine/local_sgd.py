@@ -1,4 +1,4 @@
-"""Local SGD: several updates by each worker's own optimizer, then one of the difference that they made."""
+"""Local SGD: updates by each worker's own optimizer, then one of the difference they made."""
 
 from __future__ import annotations
 
@@ -16,20 +16,27 @@ from steepest.models.protocol import Arrive, Model
 from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.protocol.push_tracking import clip_factor
 
-#: What a worker's own optimizer remembers by "parameter/key", which of it is plain numbers, where its schedule stands.
+#: State of a worker's own optimizer by "parameter/key", the keys that are plain numbers, and the
+#: state of its schedule.
 Inner = tuple[dict[str, torch.Tensor], list[str], ScheduleState | None]
 
 
 class LocalReplicas(Replicas):
-    """Replicas whose share of a step is `updates` batches each, with an update after every one of them.
+    """Replicas whose share of a step is `updates` batches, with an update after each.
 
-    What they push is the difference between the weights that they began with and those that they ended with, of which
-    the servers make one update of their own (the outer one). The worker then has the weights again that it began with,
-    until those of the next version are here, so that a step that fails leaves no trace. State of the inner optimizer
-    stays with its worker.
+    They push the difference between the weights that they began with and those that they ended
+    with, of which the servers make one update of their own (the outer one). Then the worker has the
+    weights that it began with again, until those of the next version have come, so that a step that
+    fails leaves no trace. State of the inner optimizer stays with its worker.
 
-    References: Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767; Douillard et al. 2023,
-    DiLoCo, arXiv:2311.08105.
+    References: Stich 2019, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767;
+    Douillard et al. 2023, DiLoCo, arXiv:2311.08105.
+
+    Args:
+        models, devices, first_index, shares, seed, accumulate, updates, memory: see `Replicas`.
+        spec: the inner optimizer.
+        updates_before: returns the number of updates of each weight before a step.
+        clip_norm: the greatest norm of a batch's gradient, or None for any.
     """
 
     def __init__(
@@ -70,17 +77,17 @@ class LocalReplicas(Replicas):
             for chunk in chunks
         }
         self._number = -1  # of the last share
-        self._before: list[Record] = []  # the inner optimizer's state before it
+        self._before: list[Record] = []  # the inner optimizer's state before that share
         self._schedule_before: ScheduleState | None = None
 
     def adopt(self, weights: torch.Tensor) -> bool:
-        """Each worker's weights are its own."""
+        """Return False: each worker's weights are its own."""
         return False
 
     def compute(
         self, number: int, chunk_ready: ChunkReady, metrics: bool, arrive: Arrive = lambda entry: None
     ) -> WorkerResult:
-        """Takes one share's updates and hands on what they changed; see `Replicas.compute`."""
+        """Make one share's updates, and push the difference that they made; see `Replicas.compute`."""
         arrive(None)
         self._begin(number)
         counts = self._counts(number)
@@ -105,7 +112,7 @@ class LocalReplicas(Replicas):
         return result
 
     def _begin(self, number: int) -> None:
-        """A share that is computed again, because its step failed, begins where it began before."""
+        """Save the inner optimizer's state, or restore it where a share is computed again."""
         if number == self._number:
             self._load(self._before)
             self._schedule.go_on_from(self._schedule_before)
@@ -115,7 +122,7 @@ class LocalReplicas(Replicas):
         self._number = number
 
     def _keep(self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
-        """One chunk of an inner gradient; applied when the backward pass no longer needs the weights."""
+        """Keep one chunk of an inner gradient until the backward pass no longer needs the weights."""
         held = self._held[index]
         if not unit:
             return
@@ -129,7 +136,7 @@ class LocalReplicas(Replicas):
             factor = clip_factor(math.sqrt(math.fsum(map(sum_of_squares, means))), self._clip_norm)
             for mean in means if factor != 1.0 else ():
                 mean.mul_(factor)
-        changed = self._schedule.at(at)  # what a schedule leaves alone returns to the recipe's value
+        changed = self._schedule.at(at)  # what it leaves out has the recipe's value
         hyper = [{**recipe, **now} for recipe, now in zip(self._recipe, changed, strict=True)]
         for held in self._held.values():
             held.apply(hyper, 1.0)
@@ -156,10 +163,10 @@ class LocalReplicas(Replicas):
             self._held[index].load_state(about, value.clone())
 
     def inner_state(self, step: int) -> Inner:
-        """What its optimizer remembers.
+        """Return the state of the inner optimizer and its schedule.
 
         Args:
-            step: steps committed. What was computed for a later one counts for nothing.
+            step: steps committed; a share that was computed for a later step does not count.
         """
         given_up = self._number // self._shares >= step
         state, plain = assemble(self.layout, self._before if given_up else self._records())
@@ -169,7 +176,7 @@ class LocalReplicas(Replicas):
     def load_inner_state(
         self, state: Mapping[str, torch.Tensor], plain: Sequence[Any], schedule: ScheduleState | None
     ) -> None:
-        """Sets what `inner_state` returns."""
+        """Set what `inner_state` returned."""
         self._load(disassemble(self.layout, state, plain))
         self._schedule.go_on_from(schedule)
         self._number = -1

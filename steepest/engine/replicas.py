@@ -1,4 +1,4 @@
-"""The replicas of one worker: several copies of a model, their gradients added up before they leave."""
+"""The replicas of one worker: copies of a model whose gradients are added up before they leave."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from steepest.tensors.dtypes import Tensors, merged
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
 
-#: Called when a chunk of the worker's gradient is complete: chunk index, its bytes, unit weight, summed
-#: weight of the worker's samples, and the entries for which no replica had a gradient.
+#: A callback for a complete chunk of the worker's gradient: chunk index, its bytes, unit weight,
+#: summed weight of the worker's samples, and the entries for which no replica had a gradient.
 ChunkReady = Callable[[int, torch.Tensor, float, float, frozenset[int]], None]
 
-#: What batches gave, and the seconds for loading and computing them.
+#: The results of batches, and the seconds for loading and for computing them.
 Batches = tuple[list[Computed], float, float]
 
-#: Flat vectors for weights, and for gradients, which processes of the same host may read there.
+#: Flat vectors for weights and for gradients, which processes of the same host may read in place.
 Memory = tuple[torch.Tensor, torch.Tensor]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -35,7 +35,15 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """What a worker got from one step: means by weight over its replicas, and seconds spent."""
+    """The result of one step on one worker.
+
+    Attributes:
+        loss: mean over its replicas, by weight.
+        weight: of its samples in means.
+        samples: number of samples.
+        metrics: means, by name.
+        timings: seconds, by what they were spent on.
+    """
 
     loss: float
     weight: float
@@ -45,28 +53,41 @@ class WorkerResult:
 
 
 def memory_for(layout: ParameterLayout) -> Memory:
-    """Memory for replicas to be: pages are taken now, which may take longer than copying what will be in them."""
+    """Return memory for replicas that will be made, with its pages taken.
+
+    Taking them may last longer than copying to them.
+    """
     return layout.allocate(), allocate(layout.nbytes).zero_()
 
 
 class Replicas:
     """All replicas of one worker, on its devices.
 
-    On the CPU, replicas share one copy of the weights and compute in turn. On GPUs each has a copy on
-    its own device. Gradients are added up in replica order, chunk by chunk, in units of the first
-    replica's weight: ``sum(weight_i * gradient_i) == unit * payload``, so that with equal batches (and
-    with one replica always) nothing is multiplied. Micro-batches are added up in the same way.
+    On the CPU, replicas share one copy of the weights and compute in turn. On GPUs each has a copy
+    on its own device. Gradients are added up in replica order, chunk by chunk, in units of the
+    first replica's weight: ``sum(weight_i * gradient_i) == unit * payload``, so that with equal
+    batches (and with one replica always) nothing is multiplied. Micro-batches are added up in the
+    same way. Used on the thread of the process' router.
 
     Args:
         models: one for each device, in order.
-        devices: where each computes.
-        first_index: index of the first of them among all replicas of the job.
+        devices: of the models.
+        first_index: index of the first replica among all replicas of the job.
         shares: of a step, one for each worker whose gradient it takes.
         seed: of the job.
         accumulate: micro-batches that each replica computes one after the other for one gradient.
         updates: gradients of a step, see `steepest.engine.local_sgd`.
         leased: whether shares come one by one, so that the next one is not known beforehand.
         memory: for weights and gradients, see `memory_for`.
+
+    Attributes:
+        models: as given.
+        layout: of the models.
+        weights: the flat vector of weights, uint8.
+        first_index, worker: of the replicas, in the job.
+        leased: as given.
+        packer: what compression has left out of this worker's gradients; None until a process hosts
+            the worker.
     """
 
     def __init__(
@@ -96,26 +117,31 @@ class Replicas:
         scratch = self._sum if len(models) * accumulate == 1 else self.layout.allocate()
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, device in enumerate(devices):
-            if device.type == "cpu":  # weights are shared; replica 0 writes the sum itself, if it writes only once
+            # Weights are shared; replica 0 writes to the sum itself, if it writes only once.
+            if device.type == "cpu":
                 self._own.append((self.weights, self._sum if index == 0 and accumulate == 1 else scratch))
             else:
                 self._own.append((self.weights.to(device), self._sum.to(device)))
         for model, (weights, gradients) in reversed(list(zip(models, self._own, strict=True))):
-            model.bind(weights, gradients)  # the first replica last: its initial values are everybody's
+            model.bind(weights, gradients)  # the first replica last: its initial values count
         if self._devices[0].type != "cpu":
             self.weights.copy_(self._own[0][0])
-        #: the state to begin with; until the first weights are here, with which frozen parameters come
+        #: the state to begin with, until the first weights and frozen parameters have come
         self._first: Mapping[str, torch.Tensor] | None = {}
-        #: by replica: the share and micro-batch that comes next, and where from
+        #: by replica: the share and number of the next micro-batch, and the iterator that yields it
         self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
-        #: what compression has left out of this worker's gradients; set by who hosts the worker
         self.packer: Packer | None = None
         self._plan: SamplePlan | None = None
         self._sizes = [sum(s.stop - s.start for s in chunk.slices) for chunk in self.layout.chunks]
         self._trainable = [chunk.index for chunk in self.layout.chunks if chunk.trainable]
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
-        """Sets which samples belong to whom from now on (None when the data are streams, which go on), and the seed."""
+        """Set the sample plan, and the seed of the job.
+
+        Args:
+            plan: from now on; None when the data are streams, which go on where they are.
+            seed: of the job.
+        """
         if plan is not None or self._plan is not None:
             self._batches = [None] * len(self.models)
         self._plan = plan
@@ -126,17 +152,21 @@ class Replicas:
         self.packer = packer
 
     def go_on_from(self, other: Replicas) -> None:
-        """Goes on, also with the data, where others were that had the same models."""
+        """Continue, also with the data, where earlier replicas with the same models were."""
         self._batches, self._first = other._batches, other._first
 
     def begin_with(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Has every model begin with a state (see `Model.state`), before the first weights are here."""
+        """Give every model a state (see `Model.state`), before the first weights are here."""
         self._first = state
         for model in self.models:
             model.load_state(state)
 
     def states(self, names: Sequence[str] = ()) -> list[Tensors]:
-        """Each replica's state (see `Model.state`), with these frozen parameters even where they are as installed."""
+        """Return each replica's state (see `Model.state`).
+
+        Args:
+            names: of frozen parameters that are in it even where they are as installed.
+        """
         found = []
         for model in self.models:
             state = Tensors(model.state())
@@ -147,9 +177,10 @@ class Replicas:
         return found
 
     def renumber(self, first_index: int, shares: int) -> None:
-        """They are those of another worker, in a job of as many shares; weights are in memory of their own again.
+        """Become the replicas of another worker index; weights lie in memory of their own again.
 
-        For the arguments see the class.
+        Args:
+            first_index, shares: as of the class.
         """
         self.first_index, self.worker, self._shares = first_index, first_index // len(self.models), shares
         if self.weights.data_ptr() != self._memory.data_ptr():
@@ -157,13 +188,16 @@ class Replicas:
             self._move(self._memory)
 
     def adopt(self, weights: torch.Tensor) -> bool:
-        """Uses a vector that others fill, and share, instead of this worker's own; whether that can be.
+        """Use a vector of weights that other processes write, instead of this worker's own.
 
-        The models may write to it, as they may to their own: what they write is theirs alone, and is forgotten
-        when they have computed.
+        The models may write to it, as they may to their own: what they write is private to this
+        process, and is undone when they have computed.
 
         Args:
             weights: uint8, flat, of the layout's size.
+
+        Returns:
+            Whether it is used.
         """
         if weights.data_ptr() == self.weights.data_ptr():
             return True
@@ -180,14 +214,14 @@ class Replicas:
                 self.models[index].move(weights)
 
     def forget_writes(self) -> None:
-        """Undoes what the models themselves have written to weights that are shared."""
+        """Undo what the models themselves have written to shared weights."""
         forget_writes(self.weights)
 
     def refuse_writes(self) -> None:
-        """Undoes what the models have written to weights that are shared, after a step.
+        """Undo what the models have written to shared weights, after a step.
 
         Raises:
-            ModelError: they have changed something.
+            ModelError: they have changed trained parameters; names the first.
         """
         if changed := forget_writes(self.weights):
             behind = [e for e in self.layout.entries if e.trainable and e.offset + e.nbytes > changed[0]]
@@ -195,9 +229,10 @@ class Replicas:
                 raise ModelError(refusal(min(behind, key=lambda entry: entry.offset).name))
 
     def weights_changed(self) -> None:
-        """Brings new weights to the devices; on the CPU the models see them as they are.
+        """Copy new weights to the devices; on the CPU the models see them as they are.
 
-        With the first ones all replicas take the frozen parameters that were installed; later they keep their own.
+        With the first weights all replicas take the frozen parameters that were installed; later
+        they keep their own.
         """
         for device, (weights, _) in zip(self._devices, self._own, strict=True):
             if device.type != "cpu":
@@ -209,35 +244,48 @@ class Replicas:
 
     @property
     def _parts(self) -> int:
-        """Micro-batches that make one step, those of all workers together."""
+        """The number of micro-batches of one step, those of all workers together."""
         return self._shares * len(self.models) * self._micros
 
     def _first_part(self, number: int, replica: int) -> int:
-        """Where in its step the first micro-batch of one replica lies: in order of worker, device, micro-batch."""
+        """Return the place in its step of the first micro-batch of one replica.
+
+        The order is worker, device, micro-batch.
+        """
         return (number % self._shares * len(self.models) + replica) * self._micros
 
     def _next_batch(self, number: int, replica: int, micro: int, count: int) -> Any:
-        """One of the `count` micro-batches, none of them empty, of one replica in one share."""
+        """Return the next micro-batch of one replica.
+
+        Args:
+            number: of the share.
+            replica: index on this worker.
+            micro: index of the micro-batch in the share.
+            count: number of the replica's micro-batches in the share that are not empty.
+        """
         kept = self._batches[replica]
         if kept is None or (self._plan is not None and kept[0] != (number, micro)):
             first, step = self._first_part(number, replica), number // self._shares
             plan, own = self._plan, self._micros
             shares = iter(()) if plan is None else plan.shares(step, first, self._parts, own)
             kept = ((number, micro), self.models[replica].data.open(shares, prefetch=not self.leased))
-        self._batches[replica] = None  # an iterator that raises is of no use any more
+        self._batches[replica] = None  # an iterator that raises is exhausted
         try:
             batch = next(kept[1])
         except StopIteration:
             raise ModelError(
                 "the source of the training data ended: its open() must yield a batch for each share"
             ) from None
-        # in the next step it is at the same place
+        # In the next step the replica has the same place.
         following = (number, micro + 1) if micro + 1 < count else (number + self._shares, 0)
         self._batches[replica] = (following, kept[1])
         return batch
 
     def _counts(self, number: int) -> list[int]:
-        """How many micro-batches each replica has in one share: empty ones come last."""
+        """Return the number of micro-batches of each replica in one share that are not empty.
+
+        Empty ones come last.
+        """
         if (plan := self._plan) is None:
             return [self._micros] * len(self.models)
         step, parts = number // self._shares, self._parts
@@ -247,13 +295,17 @@ class Replicas:
     def compute(
         self, number: int, chunk_ready: ChunkReady, metrics: bool, arrive: Arrive = lambda entry: None
     ) -> WorkerResult:
-        """Computes the gradient of one share of the samples; `chunk_ready` is called during the backward pass.
+        """Compute the gradient of one share of the samples.
 
         Args:
-            number: of the share: with n shares in a step, the n-th part ``number % n`` of step ``number // n``.
-            chunk_ready: takes each chunk.
-            metrics: compute the model's metrics too.
+            number: of the share: with n shares in a step, it is part ``number % n`` of step
+                ``number // n``.
+            chunk_ready: called with each chunk, during the backward pass, on this thread.
+            metrics: whether to compute the model's metrics, too.
             arrive: returns when the weights of an entry (of all, with None) are here.
+
+        Raises:
+            ModelError: the model breaks its protocol. Also what the model raises.
         """
         counts = self._counts(number)
         if not any(counts):
@@ -275,7 +327,7 @@ class Replicas:
         metrics: bool,
         arrive: Arrive,
     ) -> Batches:
-        """The gradient of some (replica, micro-batch) pairs of a share."""
+        """Compute the gradient of some (replica, micro-batch) pairs of a share."""
         step = number // self._shares
         collector = _Collector(self, len(batches), chunk_ready)
         results: list[Computed] = []
@@ -286,7 +338,7 @@ class Replicas:
             batch = self._next_batch(number, replica, micro, counts[replica])
             loaded = time.perf_counter()
             if self._devices[replica].type != "cpu":
-                arrive(None)  # then they have been copied to the device
+                arrive(None)  # the model computes with copies on its device
             collector.begin(self._own[replica][1])
             results.append(checked(self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)))
             arrive(None)
@@ -296,17 +348,27 @@ class Replicas:
         return results, loading, computing
 
     def warmup(self) -> None:
-        """Computes one gradient on every replica and throws it away."""
+        """Compute one gradient on every replica and drop it; models keep their state."""
         for replica, model in enumerate(self.models):
             shares = [np.arange(min(model.batch_size, model.data.size or 1))]
             batch = next(iter(model.data.open(shares)))
-            before = model.state()  # running means, say, which a forward pass moves on
+            before = model.state()  # such as running means, which a forward pass changes
             model.compute_gradients(batch, lambda *_: None, False)
             model.load_state(before)
             self._batches[replica] = None
 
     def evaluate(self, data: Any, batch_size: int | None, part: int, parts: int) -> WorkerResult:
-        """Loss and metrics over one of `parts` equal ranges of a data set, computed by the first replica."""
+        """Return loss and metrics over a part of a data set, computed by the first replica.
+
+        Args:
+            data: as `Model.source` takes it.
+            batch_size: by default the model's.
+            part: which of `parts` equal ranges.
+            parts: number of ranges.
+
+        Raises:
+            ModelError: the data have no known length.
+        """
         began = time.perf_counter()
         model = self.models[0]
         size = batch_size or model.batch_size
@@ -320,32 +382,38 @@ class Replicas:
 
 
 def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:
-    """Means by weight over all batches, and the seconds that they took."""
+    """Return means by weight over all batches, and the seconds that they took."""
     timings = {"data": sum(loading for _, loading, _ in parts), "compute": sum(computing for *_, computing in parts)}
     return WorkerResult(*_mean([result for results, _, _ in parts for result in results]), timings)
 
 
 class _Collector:
-    """Adds the gradients of replicas and micro-batches up chunk by chunk and hands complete chunks on."""
+    """A sum of the gradients of replicas and micro-batches, formed chunk by chunk.
+
+    Args:
+        replicas: of one worker.
+        count: number of batches.
+        chunk_ready: called with each chunk when the last batch has completed it.
+    """
 
     def __init__(self, replicas: Replicas, count: int, chunk_ready: ChunkReady) -> None:
         self._replicas = replicas
         self._layout = replicas.layout
         self._left = count
         self._chunk_ready = chunk_ready
-        self._unit = 0.0  # weight of the first batch that weighed anything, among those that ended
-        self._weight = 0.0
-        self._total = 0.0  # weight of those that ended
+        self._unit = 0.0  # weight of the first batch with a weight, of those that ended
+        self._weight = 0.0  # of the present batch
+        self._total = 0.0  # weight of the batches that ended
         self._present: set[int] = set()
 
     def begin(self, gradients: torch.Tensor) -> None:
-        """The next batch starts; its replica writes to `gradients`."""
+        """Begin the next batch, whose replica writes to `gradients`."""
         self._left -= 1
         self._gradients = gradients
         self._missing = list(self._replicas._sizes)
 
     def end(self) -> None:
-        """All of the batch is computed.
+        """End a batch.
 
         Raises:
             ModelError: `ready` was not called for every trainable parameter.
@@ -361,7 +429,7 @@ class _Collector:
         self._total += self._weight
 
     def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
-        """One entry's gradient is written, or its part in a chunk."""
+        """Take an entry's gradient, or its part in a chunk; see `steepest.models.protocol.Ready`."""
         self._weight = weight
         if present and weight:
             self._present.add(entry)
@@ -380,7 +448,7 @@ class _Collector:
         total = self._layout.chunk_view(self._replicas._sum, index).view(chunk.dtype)
         own = self._layout.chunk_view(self._gradients, index).view(chunk.dtype)
         if self._unit:
-            if self._weight:  # otherwise it does not count, and may well be NaN: a mean over nothing
+            if self._weight:  # a batch without weight may hold NaN: a mean over nothing
                 total.add_(own.to(total.device), alpha=self._weight / self._unit)
         elif own.data_ptr() != total.data_ptr():
             total.copy_(own)
@@ -407,7 +475,7 @@ def _mean(results: Sequence[Computed]) -> tuple[float, float, int, dict[str, flo
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch's, NumPy's and Python's global generators."""
+    """Seed torch's, NumPy's and Python's global generators."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
@@ -416,7 +484,7 @@ def seed_everything(seed: int) -> None:
 
 
 def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
-    """Each replica's state, all with the same names.
+    """Return each replica's state, all with the same names.
 
     Args:
         call: calls a function of `Replicas` on all workers, with arguments for it.
@@ -425,10 +493,11 @@ def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
     names = sorted(set().union(*states))
     if all(len(state) == len(names) for state in states):
         return states
-    states = [state for part in call(Replicas.states, names) for state in part]  # not all have changed the same
+    # Not all replicas have changed the same frozen parameters.
+    states = [state for part in call(Replicas.states, names) for state in part]
     return [Tensors((name, state[name]) for name in names) for state in states]
 
 
 def mean_states(states: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> Tensors:
-    """One state from those of several replicas, see `dtypes.merged`."""
+    """Return one state merged from those of several replicas, see `steepest.tensors.dtypes.merged`."""
     return Tensors((name, merged([state[name] for state in states], weights)) for name in states[0])

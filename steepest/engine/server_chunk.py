@@ -23,9 +23,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Push:
-    """One worker's gradient of one chunk, staged, or the sum of several: never changed until its commit is applied.
+    """One worker's staged gradient of one chunk, or the sum of several.
 
-    The gradient of the workers' batch is ``unit / total * payload``; `total` is the batch's sample weight.
+    Not changed until it is applied.
+
+    The gradient of the workers' batch is ``unit / total * payload``.
+
+    Attributes:
+        workers: that contribute.
+        payload: flat bytes in the form of `packing`; None without any gradient.
+        unit: weight of one unit of the payload.
+        total: weight of the batch's samples.
+        absent: entries that have no gradient.
+        packing: None for the chunk's own dtype.
     """
 
     workers: frozenset[int]
@@ -40,10 +50,13 @@ class ServerChunk:
     """One chunk on its server: weights, optimizer, staged pushes and their weighted mean.
 
     Args:
-        spec: the optimizer; None to add what is pushed to the weights.
-        weights: the chunk's bytes; updated in place, or in a room that `apply` is given.
-        checked: whether to compute squares, in which NaN and infinity are seen.
-        keeps_mean: whether payloads may change once their mean is formed, and not only when it is applied.
+        chunk: of the layout.
+        layout: of the model.
+        spec: the optimizer; None to add pushes to the weights.
+        weights: the chunk's bytes; updated in place, or in memory that `apply` is given.
+        checked: whether to compute squares, in which NaN and infinity show.
+        keeps_mean: whether payloads may change once their mean is formed, and not only when it is
+            applied.
     """
 
     def __init__(
@@ -64,9 +77,9 @@ class ServerChunk:
         self._spec = spec
         self._checked = checked and chunk.dtype.is_floating_point
         self._sum: torch.Tensor | None = None  # memory for a mean of several
-        # staging memory, all of it, by id; a connection that breaks in the middle of a payload lets go of its part
+        # All staging memory, by id; a connection that breaks within a payload drops its buffer.
         self._buffers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-        self._spare: dict[int, list[torch.Tensor]] = {}  # what of it is free, by size
+        self._spare: dict[int, list[torch.Tensor]] = {}  # free staging memory, by size
         self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
         self._parameters = [
             torch.nn.Parameter(view, requires_grad=chunk.dtype.is_floating_point)
@@ -77,12 +90,12 @@ class ServerChunk:
         if chunk.trainable and spec is not None:
             slices = list(zip(self._names, self._parameters, strict=True))
             self._optimizer, self._groups = spec.build(slices)
-        # torch's own optimizers leave gradients as they are; others get one that they may write to
+        # Torch's own optimizers leave gradients as they are; others get one that they may write to.
         gentle = spec is None or type(self._optimizer).__module__.startswith("torch.optim")
         self._lends_mean = gentle and not keeps_mean
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory for one push; free again after its commit."""
+        """Return memory of `nbytes` bytes for one push; it is free again after `release`."""
         if spare := self._spare.get(nbytes):
             return spare.pop()
         buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -90,12 +103,12 @@ class ServerChunk:
         return buffer
 
     def release(self, payload: torch.Tensor | None) -> None:
-        """Takes back the staging buffer, if it is one, of a push that is done with."""
+        """Free the memory of a payload, if it is a staging buffer."""
         if payload is not None and self._buffers.get(id(payload)) is payload:
             self._spare.setdefault(payload.numel(), []).append(payload)
 
     def own(self, payload: torch.Tensor) -> torch.Tensor:
-        """The same in memory of this server's own."""
+        """Return a payload in memory of this server's own; a copy where it lies elsewhere."""
         if self._buffers.get(id(payload)) is payload:
             return payload
         buffer = self.staging_buffer(payload.numel())
@@ -109,19 +122,19 @@ class ServerChunk:
         return self._sum
 
     def contributors(self) -> set[int]:
-        """The workers whose gradients are staged."""
+        """Return the workers whose gradients are staged."""
         return {worker for push in self.staged.values() for worker in push.workers}
 
     def check(self, push: PushId) -> float:
-        """The sum of the squares of one staged gradient; not finite when an element is not."""
+        """Return the sum of the squares of one staged gradient; not finite when an element is not."""
         staged = self.staged[push]
         if staged.payload is None or not self._checked:
             return 0.0
         factor = staged.unit / staged.total if staged.total else 1.0
-        return sum_of_squares(self._values(staged)) * (factor * factor)  # infinite, where ** would raise
+        return sum_of_squares(self._values(staged)) * (factor * factor)  # `**` raises on overflow
 
     def _values(self, push: Push) -> torch.Tensor:
-        """A payload's elements: of half precision in that, of other formats unpacked."""
+        """Return a payload's elements: half precision as it is, other formats unpacked."""
         assert push.payload is not None
         if push.packing is None:
             return push.payload.view(self.chunk.dtype)
@@ -130,7 +143,7 @@ class ServerChunk:
         return self._unpacked([push], push.unit, torch.empty_like(self.weights).view(self.chunk.dtype))
 
     def _unpacked(self, pushes: Sequence[Push], total: float, out: torch.Tensor) -> torch.Tensor:
-        """The sum of packed payloads, by unit."""
+        """Return the sum of packed payloads, each times ``unit / total``, written to `out`."""
         out.zero_()
         for packing in dict.fromkeys(push.packing for push in pushes):
             assert packing is not None
@@ -139,7 +152,7 @@ class ServerChunk:
         return out
 
     def reduce(self, chosen: Iterable[PushId]) -> None:
-        """Forms the weighted mean of staged pushes, in the given order."""
+        """Form the weighted mean of staged pushes, in the given order."""
         pushes = [self.staged[push] for push in chosen]
         total = math.fsum(push.total for push in pushes)
         pushes = [push for push in pushes if push.payload is not None and push.unit != 0.0]
@@ -159,7 +172,8 @@ class ServerChunk:
         result = first
         if rest or unit != total or not self._lends_mean or not wide:
             result = self._accumulator
-            if all(other == unit for _, other in rest):  # divided by a count: the mean of equal values is that value
+            # Divided by a count, so that the mean of equal values is that value.
+            if all(other == unit for _, other in rest):
                 if rest and wide:
                     torch.add(first, rest.pop(0)[0], out=result)
                 else:
@@ -175,16 +189,22 @@ class ServerChunk:
         self.mean = result
 
     def squares(self) -> float:
-        """The sum of the squares of the mean; not finite when an element is not."""
+        """Return the sum of the squares of the mean; not finite when an element is not."""
         return sum_of_squares(self.mean) if self._checked and self.mean is not None else 0.0
 
     def clip(self, factor: float) -> None:
-        """Multiplies the mean, which moves into memory of its own: payloads stay as they are."""
+        """Multiply the mean by a factor.
+
+        It moves into memory of its own, because payloads must not change.
+        """
         if self.mean is not None and factor != 1.0:
             self.mean = torch.mul(self.mean, factor, out=self._accumulator)
 
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
-        """(worker, parameter) of each of these gradients that holds NaN or infinity."""
+        """Return (worker, parameter) of each of these gradients that holds NaN or infinity.
+
+        The worker is -1 where each gradient is finite and only their sum is not.
+        """
         found = []
         for push in chosen:
             if self.staged[push].payload is not None:
@@ -193,13 +213,16 @@ class ServerChunk:
                 for name, view in zip(self._names, views, strict=True):
                     if not bool(torch.isfinite(view).all()):
                         found.append((push.worker, name))
-        return found or [(-1, self._names[0])]  # each is finite, only their sum is not
+        return found or [(-1, self._names[0])]
 
     def apply(self, hyper: Sequence[Hyperparameters], rate: float, room: torch.Tensor | None = None) -> None:
-        """One optimizer step with the mean, learning rates multiplied by `rate`.
+        """Take one optimizer step with the mean, and drop the mean.
 
         Args:
-            room: where the new weights go, when the old ones must not change; None to change them in place.
+            hyper: hyperparameters that a schedule changed, by group of the recipe.
+            rate: factor of the learning rates.
+            room: memory for the new weights, when the old ones must not change; None to change them
+                in place.
         """
         if self.mean is None:
             return
@@ -229,13 +252,16 @@ class ServerChunk:
         self.mean = None
 
     def move(self, room: torch.Tensor) -> None:
-        """The weights are there from now on."""
+        """Let the weights lie in other memory, which holds their values."""
         self.weights = room
         for parameter, view in zip(self._parameters, self._layout.slice_views(self.chunk, room), strict=True):
             parameter.data = view
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        """torch's fused SGD cannot begin one parameter's momentum while another's runs; the plain one can."""
+        """Step the optimizer, unfused where only some parameters have momentum.
+
+        Torch's fused SGD cannot begin one parameter's momentum while another has some.
+        """
         begun = {bool(optimizer.state.get(p)) for p in self._parameters if p.grad is not None}
         fused = [group for group in optimizer.param_groups if group.get("fused")]
         if len(begun) < 2 or not isinstance(optimizer, torch.optim.SGD):
@@ -247,18 +273,18 @@ class ServerChunk:
             group["fused"] = True
 
     def forget(self, push: PushId) -> None:
-        """A staged push is done with."""
+        """Drop a staged push, and free its memory."""
         self.release(self.staged.pop(push).payload)
 
     def discard(self) -> None:
-        """Forgets all that is staged."""
+        """Drop all staged pushes and the mean."""
         for push in self.staged.values():
             self.release(push.payload)
         self.staged.clear()
         self.mean = None
 
     def set_hyperparameters(self, hyper: Sequence[Hyperparameters]) -> None:
-        """Sets what a schedule changed; `hyper` has one entry for each group of the recipe."""
+        """Set the hyperparameters that a schedule changed, by group of the recipe."""
         if self._optimizer is None:
             return
         for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
@@ -266,7 +292,11 @@ class ServerChunk:
                 group[key] = tuple(value) if isinstance(value, list) else value
 
     def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
-        """The optimizer's state: (description, tensor) of each slice and key."""
+        """Return the optimizer's state: (description, tensor) of each slice and key.
+
+        The description has "name" (of the parameter), "key", "start", "stop" (of the slice) and
+        "plain" (whether the value is a Python number).
+        """
         records: list[tuple[dict[str, Any], torch.Tensor]] = []
         if self._optimizer is None:
             return records
@@ -282,20 +312,20 @@ class ServerChunk:
         return records
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Sets one record of `state`.
+        """Set one record that `state` returned.
 
         Raises:
-            ProtocolError: it is none of this chunk.
+            ProtocolError: the record is none of this chunk.
         """
         parameter = self.check_state(about, value)
         assert self._optimizer is not None
         self._optimizer.state[parameter][about["key"]] = value.item() if about["plain"] else value
 
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> torch.nn.Parameter:
-        """The slice that a record of `state` is about.
+        """Return the slice to which a record of `state` belongs.
 
         Raises:
-            ProtocolError: it is none of this chunk.
+            ProtocolError: the record is none of this chunk.
         """
         missing = [name for name in ("key", "start", "plain") if name not in about]
         if missing or self._optimizer is None or (about["plain"] and value.numel() != 1):
@@ -308,7 +338,11 @@ class ServerChunk:
 
     @staticmethod
     def _check_form(key: str, value: torch.Tensor, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """torch's fused kernels read as many elements as the parameter has, wherever the state ends."""
+        """Check that state has its parameter's size and dtype: torch's fused kernels do not.
+
+        Raises:
+            ProtocolError: it has not.
+        """
         fused = any(group.get("fused") for group in optimizer.param_groups) and key != "step"
         if fused and (value.numel(), value.dtype) != (parameter.numel(), parameter.dtype):
             raise ProtocolError(
@@ -317,7 +351,7 @@ class ServerChunk:
             )
 
     def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
-        """Takes a step from such optimizer state elsewhere.
+        """Take a step from such optimizer state on a copy of the chunk.
 
         Raises:
             ProtocolError: that fails.
@@ -334,11 +368,11 @@ class ServerChunk:
             raise ProtocolError(f"optimizer state with which no step can be taken: {error}") from error
 
     def clear_state(self) -> None:
-        """Forgets the optimizer's state."""
+        """Drop the optimizer's state."""
         if self._optimizer is not None:
             self._optimizer.state.clear()
 
 
 def _add(total: torch.Tensor, gradient: torch.Tensor, factor: float = 1.0) -> None:
-    """Adds a gradient; a narrow one is widened as it is added."""
+    """Add a gradient times a factor; a narrow one is widened as it is added."""
     total.add_(gradient, alpha=factor) if factor != 1.0 else total.add_(gradient)

@@ -1,4 +1,4 @@
-"""Which of a job's processes share a host, and who there speaks for whom."""
+"""The hosts of a job's processes, and the relays that serve the workers of one host."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from steepest.messages.message import Peer, relay_peer, worker_peer
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the workers and servers of a job run; hosts are numbered.
+    """The hosts on which the workers and servers of a job run, by number.
 
     Attributes:
         workers: the host of each worker.
         servers: the host of each server.
-        gathers: whether what several workers of a host have in common passes through a relay.
+        gathers: whether gradients and weights that several workers of a host have in common pass
+            through a relay.
 
     Example:
         >>> hosts = Hosts(workers=(0, 0, 1), servers=(0, 1), gathers=True)
@@ -29,14 +30,14 @@ class Hosts:
 
     @classmethod
     def apart(cls, workers: int, servers: int) -> Hosts:
-        """Every process on a host of its own."""
+        """Return the hosts of a job in which every process has one of its own."""
         return cls(tuple(range(workers)), tuple(range(workers, workers + servers)))
 
     @cached_property
     def relays(self) -> dict[int, tuple[int, ...]]:
-        """For each server with a relay beside it the workers that the relay serves.
+        """The workers that each relay serves, by the index of the server beside the relay.
 
-        A host has one if it has a server (beside the first of which it lives) and several workers.
+        A host has a relay, beside its first server, if it has a server and several workers.
         """
         found: dict[int, tuple[int, ...]] = {}
         for host in sorted(set(self.servers)) if self.gathers else ():
@@ -46,19 +47,19 @@ class Hosts:
         return found
 
     def relay_of(self, worker: int) -> int | None:
-        """The relay of a worker, if it has one."""
+        """Return the index of a worker's relay, or None if it has none."""
         return next((relay for relay, workers in self.relays.items() if worker in workers), None)
 
     def reader_of(self, worker: int) -> Peer:
-        """To whom servers send the weights that a worker wants."""
+        """Return the peer to which servers send a worker's weights: its relay, or the worker itself."""
         relay = self.relay_of(worker)
         return worker_peer(worker) if relay is None else relay_peer(relay)
 
     def host_of(self, peer: Peer) -> int | None:
-        """Where a worker, a server or a relay runs; None for others."""
+        """Return the host of a worker, a server or a relay; None for other peers."""
         where = self.workers if peer.role == "worker" else self.servers if peer.role in ("server", "relay") else ()
         return where[peer.index] if peer.index < len(where) else None
 
     def beside(self, worker: int, server: int) -> bool:
-        """Whether a worker and a server share a host."""
+        """Return whether a worker and a server share a host."""
         return self.workers[worker] == self.servers[server]
