@@ -1,4 +1,4 @@
-"""What a server and a worker do in the middle of a message, told as it happens."""
+"""Wrappers by which servers and workers report moments within a message, for scripted faults."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from steepest.engine.worker import Worker
 from steepest.messages.message import WHOLE, Kind, Message, Peer
 from steepest.testing.faults import Clock, Moment
 
-#: Told of a step, a moment in it, and what has happened by then.
+#: Called with a step, a moment in it, and what has happened by then, in words.
 Told = Callable[[int, Moment, str], None]
 
 
 def watch_applying(server: Server, reached: Told) -> None:
-    """Has a server tell when half of its chunks are updated to the next version ("apply"), and the others are not."""
+    """Have a server report when half of its chunks are updated to the next version ("apply")."""
     chunks = [held for held in server._chunks.values() if held.chunk.trainable]
     updated: dict[int, list[int]] = {}  # to the version that is being made
 
@@ -40,7 +40,11 @@ def watch_applying(server: Server, reached: Told) -> None:
 
 
 def watch_server(server: Server, reached: Told) -> None:
-    """Has a server tell of that, of each chunk of a gradient that has come ("push"), and of weights that leave."""
+    """Have a server report the moments of its steps.
+
+    They are "apply" (see `watch_applying`), each chunk of a gradient that has come ("push"), and
+    each chunk of weights that leaves ("pull").
+    """
     handle, send = server.handle, server._send
 
     def handled(source: Peer, message: Message) -> None:
@@ -60,7 +64,7 @@ def watch_server(server: Server, reached: Told) -> None:
 
 
 def watch_worker(worker: Worker, clock: Clock, reached: Told) -> None:
-    """Has a worker tell of each chunk of weights that has come while it computes nothing ("pull")."""
+    """Have a worker report each chunk of weights that comes while it computes nothing ("pull")."""
     receive = worker._exchange.receive
 
     def received(source: Peer, message: Message) -> tuple[int, int] | None:

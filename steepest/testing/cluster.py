@@ -43,14 +43,22 @@ class InProcessCluster:
     """A whole job in one thread: the same state machines as on Ray, over in-process channels.
 
     Args:
-        lend: whether gradients and weights are read where they lie, as between processes of one host.
-        hosts: where the workers and servers are said to run; by default each on a host of its own.
-        replaces: whether a worker that is killed (`kill`) is waited for, until `replace` gives it a successor.
-        faults: what is to go wrong, see `steepest.testing.Fault`.
+        model_creator, num_workers, devices_per_worker, accumulate, strategy, seed: as of
+            `DistributedSGD`.
+        shuffle: see `Network`.
+        step_timeout: virtual seconds that a step may take.
+        keep_log: whether to keep every commit for `log`.
+        lend: whether gradients and weights are read where they lie, as between processes of one
+            host.
+        hosts: of the workers and servers; by default each has a host of its own.
+        replaces: whether a worker that is killed (`kill`) is waited for, until `replace` gives it a
+            successor.
+        faults: the script, see `steepest.testing.Fault`.
 
     Attributes:
-        left: what the coordinator said of workers that left.
-        on_left: called for each, with its index; replaces it unless another function is put here.
+        left: the coordinator's messages about workers that died.
+        on_left: called for each, with its index; replaces the worker unless another function is put
+            here.
         lives: by worker, how many processes came before the present one.
 
     Example:
@@ -139,15 +147,15 @@ class InProcessCluster:
             worker_role.join()
 
     def kill(self, worker: int) -> None:
-        """A worker's process is gone at once, in the middle of whatever it does."""
+        """End a worker's process at once, in the middle of whatever it does."""
         self.network.remove(self.worker_routers[worker])
 
     def hang(self, worker: int) -> None:
-        """A worker's process stands still, with its channels open, until `heal` or `kill`."""
+        """Stop a worker's process, with its channels open, until `heal` or `kill`."""
         self.network.hang(self.worker_routers[worker])
 
     def heal(self) -> None:
-        """Processes that hang go on, and links that are cut carry messages again."""
+        """Let processes that hang go on, and links that are cut carry messages again."""
         self.network.heal()
 
     @property
@@ -156,13 +164,13 @@ class InProcessCluster:
         return self._script.unmet
 
     def router(self, peer: Peer) -> Router:
-        """The process in which a role lives now."""
+        """Return the router of the process in which a role lives now."""
         if peer.role == "client":
             return self.client_router
         return (self.worker_routers if peer.role == "worker" else self.server_routers)[peer.index]
 
     def replace(self, worker: int) -> None:
-        """Another process takes the place of a worker that was killed."""
+        """Start another process in the place of a worker that was killed."""
         job = self.job
         self.lives[worker] += 1
         cut = job.strategy.cut
@@ -179,7 +187,7 @@ class InProcessCluster:
         self.workers[worker].join()
 
     def _server_peers(self, index: int) -> tuple[Peer, ...]:
-        """The roles in the process of a server."""
+        """Return the roles in the process of a server."""
         peers = server_peers(index)
         if self.job.strategy.in_workers:
             peers = (*peers, worker_peer(index))
@@ -189,10 +197,11 @@ class InProcessCluster:
         self.links.setdefault(near, []).append(self.network.connect(a, a_peers, b, b_peers))
 
     def step(self, steps: int = 1) -> list[Message]:
-        """Takes steps; returns the RESULT messages, and ends early with a FAILURE.
+        """Take steps and return the RESULT messages; a FAILURE is the last one.
 
         Raises:
-            PeerLostError: a server is gone.
+            PeerLostError: a server is dead.
+            DeadlineError: nothing moves any more.
         """
         self.client.ask(steps, True)
         found: list[Message] = []
@@ -211,12 +220,12 @@ class InProcessCluster:
         return found
 
     def wait(self, future: Future[T], what: str) -> T:
-        """Runs the job until a future is done."""
+        """Run the job until a future is done, and return its result."""
         self.network.run_until(future.done, what)
         return future.result()
 
     def log(self) -> CommitLog:
-        """Every commit, if it was asked to be kept."""
+        """Return every commit; empty without `keep_log`."""
         found = self.wait(read_log(self.client), "the log")
         job = self.job
         where = (job.config, job.num_workers, job.devices_per_worker, job.seed, job.hosts, job.accumulate)
@@ -224,17 +233,17 @@ class InProcessCluster:
         return CommitLog(tuple(found), *where, plan=job.plan(), cuts=(job.shares, job.parts), threads=threads)
 
     def snapshot(self, what: str = "weights") -> Snapshot:
-        """The servers' weights, and optimizer state with "state"."""
+        """Return the servers' weights, with "state" the optimizer's state too."""
         return self.wait(self.client.read(what), "a snapshot")
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The servers' weights by parameter name."""
+        """Return the servers' weights by parameter name."""
         snapshot = self.snapshot()
         layout = self.job.description.layout
         return {e.name: layout.entry_view(snapshot.weights, i).clone() for i, e in enumerate(layout.entries)}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """`weights`, and what replicas change themselves, averaged over them."""
+        """Return `weights`, and the values that replicas change themselves, averaged over them."""
         return self.weights() | self._mean_state(range(len(self.workers)))
 
     def _mean_state(self, workers: Iterable[int]) -> dict[str, torch.Tensor]:
@@ -243,7 +252,7 @@ class InProcessCluster:
         return mean_states(states, [1.0] * len(states)) if states else {}
 
     def disconnect(self, peer: Peer) -> None:
-        """Cuts every channel of a worker, a server or the client, as its death would."""
+        """Close every channel of a worker, a server or the client, as its death would."""
         for link in self.links.get(peer, []):
             link.close()
         for link in (link for links in self.links.values() for link in links if peer in link.peers):
@@ -252,6 +261,6 @@ class InProcessCluster:
 
 
 def server_peers(index: int) -> tuple[Peer, ...]:
-    """The roles in the process of a server: the coordinator lives beside the first."""
+    """Return the roles in the process of a server: beside the first one lives the coordinator."""
     own = Peer("server", index)
     return (own, Peer("coordinator", 0)) if index == 0 else (own,)

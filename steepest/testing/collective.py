@@ -12,7 +12,7 @@ from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 
 
 class InProcessCollective(PointToPoint):
-    """A `Collective` between threads of one process: slow, simple, what others are held against.
+    """A `Collective` between threads of one process: slow, simple, and what others are compared with.
 
     Make one for each member with `InProcessCollective.group`.
 
@@ -29,7 +29,12 @@ class InProcessCollective(PointToPoint):
 
     @classmethod
     def group(cls, size: int, deadline: float = 10.0) -> list[InProcessCollective]:
-        """Members that know each other; `deadline` is in seconds."""
+        """Return the members of a group.
+
+        Args:
+            size: their number.
+            deadline: of each wait, in seconds.
+        """
         post = _Post()
         return [cls(rank, size, deadline, post) for rank in range(size)]
 
@@ -45,7 +50,7 @@ class InProcessCollective(PointToPoint):
         return work
 
     def abort(self, reason: str) -> None:
-        """Ends every operation in progress."""
+        """End every operation in progress, of all members."""
         self._post.abort(reason)
 
 
@@ -65,7 +70,7 @@ class _Receipt:
 
 
 class _Post:
-    """Where threads lay down messages for each other, by sender, receiver and number."""
+    """The messages that threads have sent each other, by sender, receiver and number."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""Scripted faults: what happens to which process in which of its steps, and how workers come to know of it."""
+"""Scripted faults: which process they strike in which of its steps, and the clocks of workers."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind, Peer
 from steepest.models.protocol import Arrive, Computed, Model
 
-#: When in a step of a worker: as the forward pass begins; as the first gradient is written; as the last one is, when
-#: the chunks without it have left; when everything has left and nothing is reported; as new weights come. Of a server:
-#: as a gradient comes ("push"); when half of its chunks are updated; as weights leave ("pull").
+#: A moment in a step of a worker: as the forward pass begins; as the first gradient is written; as
+#: the last one is, when the chunks without it have left; when everything has left and nothing is
+#: reported; as new weights come. Of a server: as a gradient comes ("push"); when half of its chunks
+#: are updated; as weights leave ("pull").
 Moment = Literal["forward", "backward", "push", "report", "pull", "apply"]
 
-#: Moments that a model can tell of.
+#: The moments in which a model's own code runs.
 COMPUTING: tuple[Moment, ...] = ("forward", "backward", "push", "report")
 _OF_SERVERS: tuple[Moment, ...] = ("push", "apply", "pull")
-#: The faults that are about messages.
+#: The faults that strike messages.
 OF_MESSAGES = ("drop", "duplicate", "delay")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong in one step of one process; made by the methods below, given in any order.
+    """A fault in one step of one process; made by the class methods, given in any order.
 
-    Steps are the process' own: a worker counts the gradients that it begins to compute, from 0 in each life, those
-    of steps that are taken again included (a share without samples is none); a server, and the coordinator, the
-    versions that it has committed. So a fault of a worker happens once in a life, and needs no clock. "apply" of a
-    server's step s makes version s + 1.
+    Steps are the process' own: a worker counts the gradients that it begins to compute, from 0 in
+    each life, those of steps that are taken again included (a share without samples is none); a
+    server, and the coordinator, the versions that it has committed. So a fault of a worker happens
+    once in a life, and needs no clock. "apply" of a server's step s makes version s + 1.
 
     Attributes:
-        what: which fault.
-        role, index: of the process: "worker", "server", or "coordinator" for its messages. A process hosts all roles
-            that it hosts: the coordinator is in that of server 0, and under ``"allreduce"`` servers are in workers'.
-        step: in which of its steps.
-        at: when in the step; servers have "push" (as a gradient comes), "apply" (when half of the chunks are updated)
-            and "pull" (as weights leave for workers).
-        life: in which life of the process, None for every one: by default a successor is spared.
+        what: the kind of fault.
+        role, index: of the process: "worker", "server", or "coordinator" for its messages. The
+            fault strikes all roles of the process: the coordinator is in that of server 0, and
+            under ``"allreduce"`` servers are in workers'.
+        step: of the process.
+        at: the moment in the step; servers have "push" (as a gradient comes), "apply" (when half of
+            the chunks are updated) and "pull" (as weights leave for workers).
+        life: of the process, None for every one: by default a successor is spared.
         peer: the other end, as ``("server", 0)``; None for all.
         kind: of the messages; None for all.
         count: how many messages, at most.
@@ -97,14 +99,14 @@ class Fault:
 
     @classmethod
     def raises(cls, role: str, index: int, *, step: int, at: Moment = "forward", life: int | None = 0) -> Fault:
-        """The model raises a RuntimeError."""
+        """Return a fault in which the model raises a RuntimeError."""
         return cls("raise", role, index, step, at, life)
 
     @classmethod
     def kill(cls, role: str, index: int, *, step: int, at: Moment | None = None, life: int | None = 0) -> Fault:
-        """The process is gone: its channels close; what it has sent arrives. In a real process: SIGKILL.
+        """Return a fault in which the process dies: its channels close; what it has sent arrives.
 
-        By default at "forward" of a worker, at "push" of a server.
+        In a real process: SIGKILL. By default at "forward" of a worker, at "push" of a server.
         """
         return cls("kill", role, index, step, at or _first(role), life)
 
@@ -119,10 +121,11 @@ class Fault:
         rounds: float = math.inf,
         life: int | None = 0,
     ) -> Fault:
-        """The process stands still, with its channels open, for so many rounds or until `InProcessCluster.heal`.
+        """Return a fault in which the process stands still, with its channels open.
 
-        In a real process: SIGSTOP, until somebody sends it SIGCONT or SIGKILL. A worker that stops as its forward pass
-        begins gets what is on its way of its weights first.
+        It does so for so many rounds or until `InProcessCluster.heal`. In a real process: SIGSTOP,
+        until another process sends it SIGCONT or SIGKILL. A worker that stops as its forward pass
+        begins gets the weights that are on their way first.
         """
         return cls("hang", role, index, step, at or _first(role), life, rounds=rounds)
 
@@ -130,9 +133,10 @@ class Fault:
     def slow(
         cls, role: str, index: int, *, step: int, factor: float, steps: float = math.inf, life: int | None = 0
     ) -> Fault:
-        """The process takes `factor` times as long, for so many steps.
+        """Return a fault in which the process takes `factor` times as long, for so many steps.
 
-        In one thread it takes a turn in one of so many rounds; a real worker sleeps in proportion to what it computes.
+        In one thread it takes a turn in one of so many rounds; a real worker sleeps in proportion
+        to what it computes.
         """
         return cls("slow", role, index, step, life=life, factor=factor, steps=steps)
 
@@ -148,10 +152,11 @@ class Fault:
         rounds: float = math.inf,
         life: int | None = 0,
     ) -> Fault:
-        """Nothing passes between the process and that of `peer` (None: anybody), for so many rounds or until `heal`.
+        """Return a fault in which nothing passes between the process and that of `peer`.
 
-        As with TCP nothing is lost or reordered: what is sent waits, in both directions. It is lost with the channel,
-        when that is closed. No end is told of the cut.
+        It lasts for so many rounds or until `heal`. As with TCP nothing is lost or reordered:
+        messages wait, in both directions. They are lost with the channel, when that is closed.
+        Neither end is told of the cut.
         """
         return cls("cut", role, index, step, at or _first(role), life, peer, rounds=rounds)
 
@@ -166,11 +171,12 @@ class Fault:
         peer: tuple[str, int] | None = None,
         life: int | None = 0,
     ) -> Fault:
-        """A message that the role sends is lost, and all that follows it to the same process, until the channel closes.
+        """Return a fault that loses a message of the role, and all that follow it in its channel.
 
-        A channel delivers everything in order or closes, and the protocol relies on that: a message lost by itself
-        cannot happen, and nothing is promised for it. This can: a host that vanishes has sent a part, and nobody is
-        told. What the other end sends still arrives. It is over when the process is killed and replaced.
+        A channel delivers everything in order or closes, and the protocol relies on that: a message
+        lost by itself cannot happen, and nothing is promised for it. This can: a host that vanishes
+        has sent a part, and no process is told. What the other end sends still arrives. It is over
+        when the process is killed and replaced.
         """
         return cls("drop", role, index, step, life=life, kind=kind, peer=peer)
 
@@ -186,9 +192,10 @@ class Fault:
         count: float = math.inf,
         life: int | None = 0,
     ) -> Fault:
-        """Messages that the role sends in that step come twice, one copy right behind the other.
+        """Return a fault in which messages that the role sends in that step come twice in a row.
 
-        No channel does that either; but senders that try again would, and every push counts once all the same.
+        No channel does that either; but senders that try again would, and every push counts once
+        all the same.
         """
         return cls("duplicate", role, index, step, life=life, kind=kind, peer=peer, count=count)
 
@@ -205,15 +212,18 @@ class Fault:
         count: float = math.inf,
         life: int | None = 0,
     ) -> Fault:
-        """Messages that the role sends in that step take so many rounds; those behind them in the channel wait."""
+        """Return a fault in which messages that the role sends in that step take so many rounds.
+
+        Those behind them in the channel wait.
+        """
         return cls("delay", role, index, step, life=life, kind=kind, peer=peer, count=count, rounds=rounds)
 
     def concerns(self, process: Peer, life: int, step: int) -> bool:
-        """Whether it is about that step of that life."""
+        """Return whether the fault is to happen in that step of that life of a process."""
         return process == (self.role, self.index) and self.life in (None, life) and self.step == step
 
     def slows(self, process: Peer, life: int, step: int) -> bool:
-        """Whether it makes that step slow."""
+        """Return whether the fault makes that step slow."""
         own = self.what == "slow" and process == (self.role, self.index) and self.life in (None, life)
         return own and self.step <= step < self.step + self.steps
 
@@ -225,21 +235,21 @@ def _first(role: str) -> Moment:
     return "push" if role == "server" else "forward"
 
 
-#: Told of a worker's step and the moment in it; given a function that returns when weights are here.
+#: Called with a worker's step, the moment in it, and a function that returns when weights are here.
 Reached = Callable[[int, Moment, Arrive], None]
 
 
 class Clock:
-    """Counts the steps of one life of a worker by the gradients of its last replica, and tells of moments in them.
+    """A count of the steps of one life of a worker, by the gradients of its last replica.
 
     Args:
         batches: that each replica computes for a step.
-        reached: told of each moment.
+        reached: called at each moment of a step.
 
     Attributes:
         step: the one that was begun last, or -1.
-        computing: whether it is being computed.
-        factor: how many times as long computing is to take.
+        computing: whether that step is being computed.
+        factor: how many times as long computing takes.
     """
 
     def __init__(self, batches: int, reached: Reached) -> None:
@@ -253,7 +263,10 @@ class Clock:
         self._mark = 0.0
 
     def watch(self, model: Model) -> None:
-        """Has a model tell of its moments: the last of those that are given to this, in order of their devices."""
+        """Count the gradients of a model.
+
+        The last one that is watched, of the last device, reports its moments.
+        """
         compute = model.compute_gradients
         self._last = model
 
@@ -306,18 +319,21 @@ class Clock:
         return computed
 
     def _stretch(self) -> None:
-        """Lets what was computed since the mark have taken longer."""
+        """Sleep, so that what was computed since the mark has taken `factor` times as long."""
         if self.factor > 1:
             time.sleep((self.factor - 1) * (time.perf_counter() - self._mark))
 
 
 class Watched:
-    """A model creator whose models are watched: with a clock for each life, made as its first model is.
+    """A model creator whose models are watched by a clock for each life, made with its first model.
 
     Args:
         creator: of the models.
-        make_clock: given a worker's index.
-        attend: what its models have as `attend`, see `steepest.engine.job.Description`.
+        make_clock: makes the clock of a worker, given its index.
+        attend: the `attend` of its models, see `steepest.engine.job.Description`.
+
+    Attributes:
+        clocks: of each worker's present life.
     """
 
     def __init__(
@@ -329,11 +345,11 @@ class Watched:
         self.clocks: dict[int, Clock] = {}
 
     def __call__(self, worker: int, device: int) -> Model:
-        """Makes a model, and has it watched."""
+        """Return a model that is watched."""
         model = self._creator(worker, device)
         if device == 0:
             self.clocks[worker] = self._make_clock(worker)
-        if isinstance(model, Model):  # else whoever asked for it complains
+        if isinstance(model, Model):  # otherwise the caller raises
             self.clocks[worker].watch(model)
             if self._attend is not None:
                 model.attend = self._attend  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the parts of a job still keep: for tests that nothing is left behind, or that memory stays bounded."""
+"""What the parts of a job keep in memory, for tests that it is bounded, or nothing at all."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def exchange_of(worker: Worker) -> Exchange:
 
 
 def log_of(coordinator: Coordinator) -> list[Commit]:
-    """Return what a coordinator has committed, if it keeps a log."""
+    """Return the commits of a coordinator that keeps a log."""
     return [Commit.from_entry(entry) for entry in coordinator._history.look(0)["log"]]
 
 
 def gradient_of(worker: Worker) -> torch.Tensor:
-    """Return the flat vector (uint8) in which a worker's gradient lies that it pushed last."""
+    """Return the flat vector (uint8) of the gradient that a worker pushed last."""
     assert worker._replicas._sum is not None
     return worker._replicas._sum
 
@@ -55,32 +55,32 @@ def unsent_of(wire: WireTransport) -> int:
 
 
 def rooms_of(holder: Server | MemberCollective) -> int:
-    """Return in how many places a server has mapped weights, or a member of a collective what it lends and borrows.
+    """Return the number of buffers of a server's weights, or of those that a member lends.
 
-    A server's rooms that were given back take no memory but stay mapped, and count here.
+    A server's buffers that were given back take no memory but stay mapped, and count here.
     """
     return len(holder._rooms._rooms if isinstance(holder, Server) else holder._lending_buffers)
 
 
 def buffers_of(server: Server) -> int:
-    """Return the largest number of staging buffers that any of a server's chunks has, free ones included."""
+    """Return the most staging buffers that a chunk of a server has, free ones included."""
     return max((len(held._buffers) for held in server.chunks.values()), default=0)
 
 
 def pushes_of(server: Server) -> int:
-    """Return how much a server keeps of pushes: those that are staged or arriving, and buffers that are in use."""
+    """Return how many pushes a server keeps: those that are staged or arriving, and buffers in use."""
     chunks = server.chunks.values()
     used = sum(len(held._buffers) - sum(map(len, held._spare.values())) for held in chunks)
     return used + sum(len(held.staged) for held in chunks) + len(server._arriving)
 
 
 def puts_of(server: Server) -> int:
-    """Return the number of states that were put into a server, whole or in part, and not installed yet."""
+    """Return the number of states that were put into a server and not installed yet."""
     return len(server._puts)
 
 
 def undecided(of: Coordinator | Staging) -> int:
-    """Return the number of pushes of which something was heard and that are neither committed nor dropped."""
+    """Return the number of pushes that were announced and are neither committed nor dropped."""
     if isinstance(of, Coordinator):
         return undecided(of._staging) + len(of._part)
     if isinstance(of, StagedTogether):
@@ -100,7 +100,7 @@ def ranges_of(counted: Counted) -> list[tuple[int, int]]:
 
 
 def remembered_by(of: Server | Coordinator | StagedEach) -> set[int]:
-    """Return the workers of whose pushes it is remembered which are done with."""
+    """Return the workers of whose pushes it is remembered which were committed or dropped."""
     holder = of._staging if isinstance(of, Coordinator) else of
     assert isinstance(holder, Server | StagedEach)
     return {worker for worker, _ in holder._done._counted}

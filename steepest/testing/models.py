@@ -18,7 +18,14 @@ def linear_model_creator(
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
     **settings: Any,
 ) -> ModelCreator:
-    """A model creator for tests: linear regression in float64 on fixed random data."""
+    """Return a model creator for tests: linear regression in float64 on fixed random data.
+
+    Args:
+        samples: in the data set.
+        batch_size: samples per replica and step.
+        optimizer: as of `TorchModel`; by default SGD with a learning rate of 0.1.
+        settings: further arguments of `TorchModel`.
+    """
 
     def create(worker_index: int, device_index: int) -> TorchModel:
         generator = torch.Generator().manual_seed(1)

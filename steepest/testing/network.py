@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class _Loan:
-    """A payload that another process of this host reads where it lies; given back when the last view of it goes."""
+    """A payload that another process reads where it lies.
+
+    Given back when the last view of it is collected.
+    """
 
     def __init__(self, payload: torch.Tensor, lent: Counter[int]) -> None:
         self._payload, self._lent = payload, lent
@@ -34,11 +37,14 @@ class _Loan:
 
 
 class Link:
-    """One direction-aware end of an in-process channel; what is sent is copied as a wire would, or lent.
+    """One end of an in-process channel; payloads are copied as by a wire, or lent.
 
     Attributes:
-        held_until: the round until which nothing comes to this end; it waits, in order.
-        severed: whether what is sent to this end is lost from now on, although neither end is told.
+        name, peers, pending: see `Channel`.
+        closed: whether this end is closed.
+        held_until: the round until which nothing comes to this end; messages wait, in order.
+        severed: whether messages to this end are lost from now on, although neither end is told.
+        other: the other end.
     """
 
     def __init__(self, network: Network, name: str, peers: tuple[Peer, ...], far: InProcessTransport) -> None:
@@ -53,7 +59,11 @@ class Link:
         self.other: Link | None = None
 
     def send(self, message: Message) -> None:
-        """Delivers a copy to the other end's queue, if a wire would take it."""
+        """Deliver a copy of a message to the other end's process.
+
+        Raises:
+            MessageTooLargeError: as a wire would.
+        """
         if self.closed:
             return
         encode_meta(message)
@@ -72,10 +82,10 @@ class Link:
         return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
     def own_pending(self, memory: torch.Tensor) -> None:
-        """Nothing is pending: `send` copies, or lends."""
+        """Do nothing: nothing is pending, `send` copies or lends."""
 
     def close(self) -> None:
-        """Closes both ends; the other one sees it."""
+        """Close both ends; the other process sees it."""
         for end, owner in ((self, None), (self.other, self._far)):
             if end is not None and not end.closed:
                 end.closed = True
@@ -91,11 +101,12 @@ class InProcessTransport:
         self.refused = 0
         self.inbox: deque[tuple[Link, Message | None]] = deque()
         self.lent: Counter[int] = Counter()  # readers of this process' memory, by address
-        self.random: random.Random | None = None  # chooses the channel that is heard next; order within one stays
-        self.speed = 1.0  # the share of its turns that it takes
-        self.every = 1  # it takes a turn only in every so many rounds: a slow process
+        self.random: random.Random | None = None  # chooses the channel of the next message
+        self.speed = 1.0  # the share of its turns that the process takes
+        self.every = 1  # the process takes a turn in one of so many rounds
         self.hung_until = 0.0  # the round until which it takes no turns, and sends nothing
-        self.unsent: list[tuple[InProcessTransport, Link, Message]] = []  # what it would have sent meanwhile
+        # Messages that it would have sent while it hung.
+        self.unsent: list[tuple[InProcessTransport, Link, Message]] = []
         self.links: list[Link] = []  # this process' end of each of its channels
 
     @property
@@ -104,7 +115,7 @@ class InProcessTransport:
         return bool(self.inbox or self.router._local or self.router._events or self.router._calls)
 
     def poll(self, timeout: float) -> list[Event]:
-        """The next message, if any; never waits."""
+        """Return the next message, if there is one; never waits."""
         if not self.inbox:
             return []
         link, message = self._next()
@@ -113,7 +124,7 @@ class InProcessTransport:
             message.payload = here if message.kind in link._network.lends else None
             try:
                 target = self.router.destination(link, message, here.numel())
-            except ProtocolError as error:  # as over a wire: whose payload nobody takes is not heard any more
+            except ProtocolError as error:  # a wire closes the channel, too
                 self.refused += 1
                 log.warning("refused %s: %s", link.name, error)
                 link.close()
@@ -134,35 +145,40 @@ class InProcessTransport:
         return self.inbox.popleft()
 
     def in_use(self, memory: torch.Tensor) -> bool:
-        """Whether another process reads it where it lies."""
+        """Return whether another process reads this memory where it lies."""
         return self.lent[memory.data_ptr()] > 0
 
     def pump(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: nothing is pending."""
 
     def wake(self) -> None:
-        """Nothing waits."""
+        """Do nothing: `poll` never waits."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class Network:
     """Routers of one thread and the links between them.
 
     Args:
-        shuffle: a seed; processes then take their turns in random order, some rarely, and hear their channels
-            in random order, so that messages of different channels overtake each other, each channel staying
-            in order.
+        shuffle: a seed; processes then take their turns in random order, some rarely, and take
+            messages of their channels in random order, so that messages of different channels
+            overtake each other, each channel staying in order.
 
     Attributes:
-        now: virtual time in seconds; it passes when nothing moves, and `round_seconds` in each round.
+        now: virtual time in seconds; it passes when nothing moves, and `round_seconds` in each
+            round.
+        round_seconds: see `now`.
         rounds: how often every process was given its turn.
         delivered: messages that were put into inboxes or are on their way there.
-        filter: looks at every message as it is sent; what it returns is delivered instead.
+        filter: called with every message as it is sent; the messages that it returns are delivered
+            instead.
         lends: kinds of messages whose payloads are lent instead of copied, as in shared memory.
-        latency: rounds that a message takes; those behind it in its channel wait for it.
-        script: as `filter`, and before it, with the channel's receiving end; what it returns takes so many rounds more.
+        latency: returns the rounds that a message takes; those behind it in its channel wait for
+            it.
+        script: as `filter`, and before it, with the channel's receiving end; messages take the
+            rounds that it returns.
     """
 
     def __init__(self, shuffle: int | None = None) -> None:
@@ -174,13 +190,14 @@ class Network:
         self._idle = 0  # rounds in which nothing moved
         self._random = None if shuffle is None else random.Random(shuffle)
         self._transports: list[InProcessTransport] = []
-        self._late: dict[Link, deque[tuple[int, InProcessTransport, Message]]] = {}  # due in which round, by channel
+        # (round in which it is due, receiver, message), by channel.
+        self._late: dict[Link, deque[tuple[int, InProcessTransport, Message]]] = {}
         self.filter: Callable[[Message], Sequence[Message]] = lambda message: [message]
         self.latency: Callable[[Message], int] = lambda message: 0
         self.script: Callable[[Link, Message], Sequence[tuple[Message, int]]] = lambda link, message: [(message, 0)]
 
     def router(self) -> Router:
-        """A new process."""
+        """Return the router of a new process."""
         router = Router()
         transport = InProcessTransport(router)
         router.use(transport)
@@ -191,30 +208,37 @@ class Network:
         return router
 
     def remove(self, router: Router) -> None:
-        """A process is gone, and whoever has a channel to it sees that."""
+        """End a process at once; processes with a channel to it see that channel close."""
         self._transports = [transport for transport in self._transports if transport.router is not router]
         for link in _transport(router).links:
             link.close()
 
     def runs(self, router: Router) -> bool:
-        """Whether a process was made and not removed."""
+        """Return whether a process was made and not removed."""
         return router.transport in self._transports
 
     def set_pace(self, router: Router, every: int) -> None:
-        """From now on a process takes a turn only in every so many rounds."""
+        """Let a process take a turn in only one of every so many rounds, from now on."""
         _transport(router).every = every
 
     def hang(self, router: Router, rounds: float = math.inf) -> None:
-        """A process stands still, with its channels open, for so many rounds or until `heal`.
+        """Stop a process, with its channels open, for so many rounds or until `heal`.
 
-        What it was computing is computed to the end, since it is all one thread; but nothing that it sends from now on
-        leaves before it goes on.
+        A computation in progress is computed to its end, since all is one thread; but nothing that
+        the process sends from now on leaves before it goes on.
         """
         _transport(router).hung_until = self.rounds + rounds
 
     def cut(self, a: Router, b: Router | None = None, rounds: float = math.inf) -> None:
-        """Nothing passes between two processes (between one and all others without `b`), for so many rounds or until
-        `heal`: it waits, in order, as TCP sends again what was lost; what waits when the channel is closed is lost.
+        """Let nothing pass between two processes for so many rounds or until `heal`.
+
+        Messages wait, in order, as TCP sends again what was lost; they are lost when their channel
+        is closed.
+
+        Args:
+            a: one process.
+            b: the other one; None for all others.
+            rounds: that the cut lasts.
         """
         for link in _transport(a).links:
             assert link.other is not None
@@ -222,14 +246,17 @@ class Network:
                 link.held_until = link.other.held_until = self.rounds + rounds
 
     def heal(self) -> None:
-        """Processes that hang go on, links that are cut carry messages again; what was dropped stays lost."""
+        """Let processes that hang go on, and links that are cut carry messages.
+
+        Dropped messages stay lost.
+        """
         for transport in self._transports:
             transport.hung_until = 0.0
             for link in transport.links:
                 link.held_until = 0.0
 
     def connect(self, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]) -> Link:
-        """Connects two processes; returns the end that `a` holds."""
+        """Connect two processes, and return the end that `a` holds."""
         near, far = _transport(a), _transport(b)
         there = Link(self, " + ".join(map(str, b_peers)), b_peers, far)
         back = Link(self, " + ".join(map(str, a_peers)), a_peers, near)
@@ -241,7 +268,13 @@ class Network:
         return there
 
     def deliver(self, to: InProcessTransport, link: Link, message: Message) -> None:
-        """Puts a message into a process' inbox, now or some rounds later; `link` is the end at which it arrives."""
+        """Put a message into a process' inbox, now or some rounds later.
+
+        Args:
+            to: the process.
+            link: the end at which the message arrives.
+            message: already copied.
+        """
         if self._hangs(link._far):
             link._far.unsent.append((to, link, message))
             return
@@ -260,7 +293,7 @@ class Network:
         return transport.hung_until > self.rounds
 
     def _arrive(self) -> None:
-        """What was on its way for long enough is there; what is on its way through a closed channel is lost."""
+        """Put messages that are due into inboxes; those of closed channels are lost."""
         for transport in self._transports:
             if transport.unsent and not self._hangs(transport):
                 unsent, transport.unsent = transport.unsent, []
@@ -282,7 +315,11 @@ class Network:
         return any(map(math.isfinite, [*hung, *(link.held_until for link in self._late)]))
 
     def run_until(self, done: Callable[[], bool], what: str) -> None:
-        """Gives every process its turns until something holds.
+        """Give every process its turns until a condition holds.
+
+        Args:
+            done: the condition.
+            what: is waited for, for the error.
 
         Raises:
             DeadlineError: nothing moves any more, not even when an hour of virtual time passes.
@@ -293,19 +330,24 @@ class Network:
 
     @property
     def waiting(self) -> int:
-        """How many messages are on their way: they take some rounds more, or wait for a link to be healed."""
+        """The number of messages on their way.
+
+        They take some rounds more, or wait for a link to be healed.
+        """
         return sum(map(len, self._late.values()))
 
     def settle(self) -> None:
-        """Gives every process its turns until no message is on its way and no process has anything to do.
+        """Give every process its turns until no message is on its way and none has anything to do.
 
         Raises:
-            DeadlineError: something waits for what does not come, as on a link that is cut.
+            DeadlineError: a message waits for ever, as on a link that is cut.
         """
         self.run_until(lambda: not (self._late or any(t.has_work for t in self._transports)), "silence")
 
     def wait(self, router: Router) -> None:
-        """Gives every process a turn, in the middle of one's work, whose random state and saved tensors are its own.
+        """Give every process a turn in the middle of one's work.
+
+        That one's random state stays as it is.
 
         Raises:
             DeadlineError: as `run_until`.
@@ -315,7 +357,8 @@ class Network:
             raise ShutdownError("the process is gone")
         states = torch.get_rng_state(), np.random.get_state(), random.getstate()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # in place of a checkpointed part's
+            # Hooks of a checkpointed part of the model must not see the other processes' tensors.
+            with torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 self._round("what it needs to go on")
         finally:
             torch.set_rng_state(states[0])
@@ -334,7 +377,7 @@ class Network:
             if self.rounds % transport.every == 0 and (self._random is None or self._random.random() < transport.speed):
                 try:
                     transport.router.turn(0.0)
-                except ShutdownError:  # it died in the middle of what it did
+                except ShutdownError:  # the process died in the middle of its turn
                     if self.runs(transport.router):
                         raise
         if self.round_seconds:
@@ -349,7 +392,7 @@ class Network:
             self._pass(36.0)
 
     def _pass(self, seconds: float) -> None:
-        """Virtual time goes by, and everybody is told."""
+        """Let virtual time pass, and tell all routers."""
         self.now += seconds
         for transport in self._transports:
             if not self._hangs(transport):

@@ -24,24 +24,28 @@ from steepest.transport.router import Role, Router
 def with_faults(
     model_creator: ModelCreator, faults: Iterable[Fault], lives: str | os.PathLike[str], *, batches: int = 1
 ) -> ModelCreator:
-    """A model creator whose jobs' processes misbehave as scripted, wherever these run.
+    """Return a model creator whose jobs' processes misbehave as scripted, wherever they run.
 
-    Only what a process can do to itself: `Fault.kill` and `Fault.hang` of workers and servers at any of their moments,
-    `Fault.raises` and `Fault.slow` of workers. Faults at "forward", "backward", "push" and "report" of workers are done
-    by the model, from which the library's own code cannot tell it; for the others the script follows the model's
-    description to the processes of servers, and wraps some methods of the objects that it is about there. Nothing is
-    wrapped in processes that no fault is about.
+    Only faults that a process can do to itself: `Fault.kill` and `Fault.hang` of workers and
+    servers at any of their moments, `Fault.raises` and `Fault.slow` of workers. Faults at
+    "forward", "backward", "push" and "report" of workers are done by the model, from which the
+    library's own code cannot tell it; for the others the script follows the model's description to
+    the processes of servers, and wraps some methods of the roles that it strikes there. Nothing is
+    wrapped in other processes.
 
-    A process does not know which life of its worker or server it is; it counts by files in `lives`: one,
-    ``worker-1-life-0``, for each time that a worker's models were made, or that a server which is to suffer something
-    came into a process. A line in it tells of each fault, and is written as it happens. A server's steps are counted
-    from 0 again when the job is put together again because another process died.
+    A process does not know which life of its worker or server it is; it counts by files in `lives`:
+    one, ``worker-1-life-0``, for each time that a worker's models were made, or that a server with
+    a fault to come was put into a process. A line in it tells of each fault, and is written as it
+    happens. A server's steps are counted from 0 again when the job is put together again because
+    another process died.
 
     Args:
         model_creator: of the models.
         faults: in any order.
-        lives: a folder that all processes see (of a file system that hosts share), empty when the run begins.
-        batches: that each replica computes for a step: `accumulate`, or `sync_every`, or their product.
+        lives: a folder that all processes see (of a file system that hosts share), empty when the
+            run begins.
+        batches: that each replica computes for a step: `accumulate`, or `sync_every`, or their
+            product.
 
     Raises:
         ConfigurationError: a fault that no process can do to itself.
@@ -62,7 +66,7 @@ class _Life:
     """One life of a worker or server in this process.
 
     Attributes:
-        number: how many were before it.
+        number: of lives before it.
         happened: faults.
         clock: a worker's.
     """
@@ -80,25 +84,28 @@ class _Life:
             break
 
     def note(self, line: str) -> None:
-        """Writes to its file; what is written stays there though the process is killed."""
+        """Append a line to this life's file, where it stays though the process is killed."""
         with self._file.open("a") as file:
             file.write(line + "\n")
 
 
-#: Of this process: it may be given its roles several times in one life.
+#: The lives in this process, which may be given its roles several times in one life.
 _LIVES: dict[tuple[Path, Peer], _Life] = {}
 
 
 @dataclass(frozen=True)
 class _Inside:
-    """Has faults happen in the process that it is in; travels there with the model creator, and with the job."""
+    """A script for the process that it is in.
+
+    It travels there with the model creator, and with the job.
+    """
 
     faults: tuple[Fault, ...]
     lives: Path
     batches: int
 
     def make_clock(self, worker: int) -> Clock:
-        """The clock of a worker whose models are made here."""
+        """Return the clock of a worker whose models are made in this process."""
         own = worker_peer(worker)
         life = _LIVES[self.lives, own] = _Life(self.lives, own)
 
@@ -111,7 +118,7 @@ class _Inside:
         return clock
 
     def attend(self, router: Router, own: Peer, role: Role) -> None:
-        """A worker or server was put into this process."""
+        """Watch a worker or server that was put into this process, if a fault is to strike it."""
         if not any(own == (fault.role, fault.index) and fault.at not in _by_model(own) for fault in self.faults):
             return
         if (life := _LIVES.get((self.lives, own))) is None:
@@ -139,7 +146,7 @@ class _Inside:
                 continue
             life.happened.add(fault)
             if flush is not None:
-                flush()  # what it has sent has left
+                flush()  # so that messages sent before the fault have left
             life.note(f"{fault} at {moment}" + (about and f": {about}"))
             _suffer(fault)
 
@@ -149,7 +156,7 @@ def _by_model(own: Peer) -> tuple[Moment, ...]:
 
 
 def _suffer(fault: Fault) -> None:
-    """Does to this process what it is to suffer."""
+    """Do to this process what the fault says."""
     if fault.what == "raise":
         raise RuntimeError(f"scripted: {fault} at {fault.at}")
     if fault.what != "slow":

@@ -23,21 +23,23 @@ from steepest.tensors.half_precision import narrow_size, rounded
 
 
 def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tensor]:
-    """Applies a log serially and returns the weights by name, which equal those that the run gave.
+    """Apply a log serially, and return the weights by name, which equal those of the run.
 
-    Each gradient is computed anew: from the weights of the version that its worker had pulled, over the
-    samples and with the random state that it had; so this takes as long as all workers together did. Of
-    past versions only those still needed are kept. Computes with as many torch threads as the run did, which change
-    the order in which numbers are added up; the caller's are set again at the end.
+    Each gradient is computed again: from the weights of the version that its worker had pulled,
+    over the samples and with the random state that it had; so this takes as long as all workers
+    together did. Of past versions only those still needed are kept. Computes with as many torch
+    threads as the run did, which change the order in which numbers are added up; the caller's
+    number is set again at the end.
 
     Args:
         log: from `DistributedSGD.log()`, with ``RunConfig(keep_log=True)``.
         model_creator: as the run had it.
 
     Raises:
-        ConfigurationError: the log does not begin at the beginning, because weights were set or restored, or it goes on
-            with other workers under local SGD or compression, whose own state it does not tell; or with a worker, added
-            or a dead one's successor, that began with the others' mean of frozen parameters that the model updates.
+        ConfigurationError: the log does not begin at the beginning, because weights were set or
+            restored, or it goes on with other workers under local SGD or compression, whose own
+            state it does not tell; or with a worker, added or a dead one's successor, that began
+            with the others' mean of frozen parameters that the model updates.
 
     Example:
         >>> from steepest.testing import InProcessCluster, linear_model_creator, replay
@@ -59,9 +61,14 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
 
 
 class _Carried(NamedTuple):
-    """What goes over from one part of a log to the next: weights, and the optimizer's state with its plain numbers.
+    """The state with which the replay of one part of a log ends and that of the next begins.
 
-    Also what replicas change themselves, as the mean of all of them, and which frozen parameters of them differed.
+    Attributes:
+        weights: by name, with changed frozen parameters.
+        own: the values that replicas change themselves, as the mean over them.
+        differing: frozen parameters whose values differ between replicas.
+        state: of the optimizer.
+        plain: keys of the state that are plain numbers.
     """
 
     weights: dict[str, torch.Tensor]
@@ -126,7 +133,8 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
         _refuse_if(carried.differing, log)
         workers[0].begin_with(carried.own)
     begun = workers[0].states()
-    states = [begun] * log.num_workers  # of each worker's replicas: buffers, and frozen parameters that they change
+    # Of each worker's replicas: buffers, and frozen parameters that they change.
+    states = [begun] * log.num_workers
     lives: dict[int, int] = {}
     succeeded = False
     for commit in log.commits:
@@ -165,7 +173,13 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
 
 
 def _refuse_if(names: list[str], log: CommitLog) -> None:
-    """Workers began with a mean of these of which the log does not tell when it was taken."""
+    """Refuse a part of a log before which workers began with a mean of frozen parameters.
+
+    The log does not tell when that mean was taken.
+
+    Raises:
+        ConfigurationError: `names` has a parameter.
+    """
     if names:
         raise ConfigurationError(
             f"after version {log.start} a worker began with the mean of what the others had made of frozen parameters "
@@ -174,7 +188,7 @@ def _refuse_if(names: list[str], log: CommitLog) -> None:
 
 
 def _all(states: list[list[Tensors]], workers: list[Replicas]) -> list[Tensors]:
-    """What each worker's replicas have changed themselves, all with the same names."""
+    """Return the values that each worker's replicas have changed themselves, all with the same names."""
 
     def call(function: Callable[..., Any], *names: Sequence[str]) -> list[Any]:
         found = []
@@ -188,12 +202,12 @@ def _all(states: list[list[Tensors]], workers: list[Replicas]) -> list[Tensors]:
 
 
 class _Senders:
-    """Every worker's end: what it pushes reaches the one server in the form in which it reached its own."""
+    """The workers' ends, whose pushes reach the one server in the form that they had in the run."""
 
     def __init__(self, job: Job, server: Server) -> None:
         self._job = job
         self._server = server
-        self._exchanges: dict[int, tuple[int, PushPull]] = {}  # by worker: its incarnation, and its end
+        self._exchanges: dict[int, tuple[int, PushPull]] = {}  # by worker: incarnation, end
         self._relays = {
             index: Relay(
                 index,
@@ -209,10 +223,11 @@ class _Senders:
         }
 
     def exchange(self, worker: int, incarnation: int) -> PushPull:
-        """A worker's end; a successor begins with one of its own, since what compression left out died with the other.
+        """Return a worker's end; a successor begins with a new one, because the old residuals died.
 
         Args:
-            incarnation: which life of the worker.
+            worker: its index.
+            incarnation: its life.
         """
         life, exchange = self._exchanges.get(worker, (-1, None))
         if exchange is None or life != incarnation:
@@ -224,15 +239,15 @@ class _Senders:
 
     def _arrive(self, source: Peer, target: Peer, message: Message) -> None:
         if target.role == "server" and target.index != self._job.owners[message.chunk]:
-            return  # copies get the same
+            return  # the holders of copies get the same
         message.source, message.target = source, target
         if message.payload is not None:
-            message.payload = message.payload.clone()  # it is overwritten by the next push
+            message.payload = message.payload.clone()  # the next push overwrites it
         (self._relays[target.index] if target.role == "relay" else self._server).handle(source, message)
 
 
 def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> None:
-    """Weights as a worker received them."""
+    """Copy weights into a worker's replicas, in the precision in which it received them."""
     layout, wire = job.description.layout, job.wire_formats[1]
     replicas.weights.copy_(weights)
     for chunk in layout.chunks:

@@ -1,4 +1,4 @@
-"""Scripted faults in a job of one thread: to its processes, and to messages between them."""
+"""Scripted faults in a job of one thread: of its processes, and of messages between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Watchable(Protocol):
     Attributes:
         network: between its processes.
         servers, coordinator: roles.
-        lives: of each worker, how many were there before it.
+        lives: of each worker, the number of processes before the present one.
     """
 
     network: Network
@@ -38,16 +38,16 @@ class Watchable(Protocol):
 
 
 class Script:
-    """Has faults happen in an `InProcessCluster`.
+    """The faults of an `InProcessCluster`.
 
     Args:
-        cluster: where.
-        faults: which.
+        cluster: in which they happen.
+        faults: in any order.
         model_creator: of the cluster's models.
         batches: that each replica computes for a step.
 
     Attributes:
-        creator: makes the models that tell when a step has come to which moment.
+        creator: makes the models, which report the moments of workers' steps.
         unmet: the faults that have not happened in any life yet.
 
     Raises:
@@ -62,7 +62,14 @@ class Script:
         self.creator = Watched(model_creator, self._make_clock)
 
     def check(self, counts: dict[str, int]) -> None:
-        """Refuses what is about processes that there are not, of those that there are by role."""
+        """Check that all processes with faults exist.
+
+        Args:
+            counts: the number of processes of each role.
+
+        Raises:
+            ConfigurationError: one does not.
+        """
         for fault in self._faults:
             for role, index in [(fault.role, fault.index), *([fault.peer] if fault.peer else [])]:
                 if not 0 <= index < counts.get(role, 0):
@@ -70,7 +77,7 @@ class Script:
 
     @property
     def unmet(self) -> list[Fault]:
-        """In the order in which they were given."""
+        """The faults that have not happened yet, in the order in which they were given."""
         met = {position for position, _ in self._happened}
         return [fault for position, fault in enumerate(self._faults) if position not in met]
 
@@ -86,7 +93,7 @@ class Script:
             for fault in self._due(own, step, moment):
                 if fault.what == "hang":
                     try:
-                        arrive(None)  # what is on its way comes now, since the pass is computed to its end
+                        arrive(None)  # all weights come now, since the pass is computed to its end
                     finally:
                         self._cluster.network.hang(router, fault.rounds)
                     continue
@@ -97,7 +104,7 @@ class Script:
         return Clock(self._batches, reached)
 
     def watch(self, server: Server, own: Peer) -> None:
-        """Has a server's faults happen in the middle of an update."""
+        """Have a server's faults happen in the middle of an update."""
 
         def reached(step: int, moment: Moment, about: str) -> None:
             for fault in self._due(own, step, moment):
@@ -108,7 +115,12 @@ class Script:
         watch_applying(server, reached)
 
     def __call__(self, link: Link, message: Message) -> list[tuple[Message, int]]:
-        """What becomes of a message on its way to the end `link`; with the rounds that it takes more."""
+        """Return what becomes of a message: (message, rounds that it takes more) pairs.
+
+        Args:
+            link: the end at which it arrives.
+            message: on its way.
+        """
         source, target = message.source, message.target
         assert source is not None
         assert target is not None
@@ -134,7 +146,7 @@ class Script:
         return [(copy, rounds) for copy in copies]
 
     def _moments(self, message: Message, source: Peer, target: Peer) -> list[tuple[Peer, Moment]]:
-        """The moments that have come as that message is sent, and of which process."""
+        """Return the moments that have come as that message is sent, each with its process."""
         if message.kind is Kind.PUSH and target.role == "server":
             return [(target, "push")]
         if message.kind is not Kind.WEIGHTS:
@@ -147,7 +159,7 @@ class Script:
         return found
 
     def _due(self, process: Peer, step: int, moment: Moment) -> list[Fault]:
-        """What is to happen to a process now, and has not happened in this life; from now on it has."""
+        """Return the faults that are to happen to a process now, and count them as happened."""
         life, found = self._life(process), []
         for position, fault in enumerate(self._faults):
             if fault.what in (*OF_MESSAGES, "slow") or fault.at != moment or self._happened[position, life]:
@@ -171,7 +183,7 @@ class Script:
                 network.cut(router, far, fault.rounds)
 
     def _set_pace(self, process: Peer, step: int) -> None:
-        """A process is as slow as the script says, if it says anything of it."""
+        """Make a process as slow as its faults say."""
         life = self._life(process)
         own = [(n, f) for n, f in enumerate(self._faults) if f.what == "slow" and process == (f.role, f.index)]
         now = [(position, fault) for position, fault in own if fault.slows(process, life, step)]
