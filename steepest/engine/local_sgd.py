@@ -99,7 +99,9 @@ class LocalReplicas(Replicas):
                 micros = range(update * self._accumulate, (update + 1) * self._accumulate)
                 batches = [(replica, m) for replica, count in enumerate(counts) for m in micros if m < count]
                 if batches:
-                    parts.append(self._compute_each(number, batches, counts, self._keep, metrics, lambda entry: None))
+                    parts.append(
+                        self._compute_each(number, batches, counts, self._hold_gradient, metrics, lambda entry: None)
+                    )
                     self._update(first + update)
             result = summarize_batches(parts)
             if result.weight:
@@ -121,7 +123,9 @@ class LocalReplicas(Replicas):
             self._schedule_before = self._schedule.state()
         self._number = number
 
-    def _keep(self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
+    def _hold_gradient(
+        self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
+    ) -> None:
         """Keep one chunk of an inner gradient until the backward pass no longer needs the weights."""
         held = self._held[index]
         if not unit:

@@ -154,7 +154,7 @@ class Model(Protocol):
         """
 
     def relayout(self, cut: Cut) -> None:
-        """Plan `layout` anew, in the same order, cut into other chunks; a call of `bind` follows."""
+        """Plan `layout` again, in the same order, cut into other chunks; a call of `bind` follows."""
 
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None

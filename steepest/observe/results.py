@@ -36,7 +36,7 @@ class StepResult:
 
     @classmethod
     def from_message(cls, version: int, meta: dict[str, Any], epoch: int | None) -> StepResult:
-        """Return the result of a step of which the coordinator has told."""
+        """Return the result of a step from the coordinator's message about it."""
         return cls(
             version,
             epoch,

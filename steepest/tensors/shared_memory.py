@@ -281,7 +281,7 @@ class Lending:
 
 
 class _Region:
-    """Memory for copies, handed out from beginning to end, and anew when all has come back."""
+    """Memory for copies, handed out in order; its beginning follows when all has come back."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory

@@ -281,7 +281,7 @@ class Clock:
             try:
                 if batch_number + 1 < self._batches:
                     return compute(batch, ready, metrics, arrive)
-                return self._tell(model, compute, batch, ready, metrics, arrive)
+                return self._compute_reporting(model, compute, batch, ready, metrics, arrive)
             except BaseException:
                 self._begun = (self.step + 1) * self._batches  # the step is over
                 raise
@@ -290,7 +290,7 @@ class Clock:
 
         model.compute_gradients = watched  # type: ignore[method-assign]
 
-    def _tell(
+    def _compute_reporting(
         self, model: Model, compute: Callable[..., Computed], batch: Any, ready: Any, metrics: bool, arrive: Arrive
     ) -> Computed:
         missing = {index for index, entry in enumerate(model.layout.entries) if entry.trainable}
@@ -324,7 +324,7 @@ class Clock:
             time.sleep((self.factor - 1) * (time.perf_counter() - self._mark))
 
 
-class Watched:
+class WatchedCreator:
     """A model creator whose models are watched by a clock for each life, made with its first model.
 
     Args:

@@ -100,7 +100,7 @@ def ranges_of(counted: Counted) -> list[tuple[int, int]]:
 
 
 def remembered_by(of: Server | Coordinator | StagedEach) -> set[int]:
-    """Return the workers of whose pushes it is remembered which were committed or dropped."""
+    """Return the workers with pushes that are remembered as committed or dropped."""
     holder = of._staging if isinstance(of, Coordinator) else of
     assert isinstance(holder, Server | StagedEach)
     return {worker for worker, _ in holder._done._counted}

@@ -16,8 +16,8 @@ from steepest.engine.worker import Worker
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Peer, worker_peer
 from steepest.models.protocol import Arrive
-from steepest.testing.attending import watch_server, watch_worker
-from steepest.testing.faults import COMPUTING, Clock, Fault, Moment, Watched
+from steepest.testing.faults import COMPUTING, Clock, Fault, Moment, WatchedCreator
+from steepest.testing.moments import watch_server, watch_worker
 from steepest.transport.router import Role, Router
 
 
@@ -58,8 +58,8 @@ def with_faults(
                 f"{fault} cannot happen inside a real process: give kill or hang (without rounds) of workers and "
                 "servers, raises or slow of workers, or use InProcessCluster(faults=...)"
             )
-    inside = _Inside(chosen, Path(lives).absolute(), batches)
-    return Watched(model_creator, inside.make_clock, inside.attend)
+    inside = _ProcessScript(chosen, Path(lives).absolute(), batches)
+    return WatchedCreator(model_creator, inside.make_clock, inside.attend)
 
 
 class _Life:
@@ -94,7 +94,7 @@ _LIVES: dict[tuple[Path, Peer], _Life] = {}
 
 
 @dataclass(frozen=True)
-class _Inside:
+class _ProcessScript:
     """A script for the process that it is in.
 
     It travels there with the model creator, and with the job.
@@ -148,14 +148,14 @@ class _Inside:
             if flush is not None:
                 flush()  # so that messages sent before the fault have left
             life.note(f"{fault} at {moment}" + (about and f": {about}"))
-            _suffer(fault)
+            _strike(fault)
 
 
 def _by_model(own: Peer) -> tuple[Moment, ...]:
     return COMPUTING if own.role == "worker" else ()
 
 
-def _suffer(fault: Fault) -> None:
+def _strike(fault: Fault) -> None:
     """Do to this process what the fault says."""
     if fault.what == "raise":
         raise RuntimeError(f"scripted: {fault} at {fault.at}")

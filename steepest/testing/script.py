@@ -13,13 +13,13 @@ from steepest.errors import ConfigurationError, ShutdownError
 from steepest.messages.message import Kind, Message, Peer, worker_peer
 from steepest.models.protocol import Arrive
 from steepest.protocol.coordinator import Coordinator
-from steepest.testing.attending import watch_applying
-from steepest.testing.faults import OF_MESSAGES, Clock, Fault, Moment, Watched
+from steepest.testing.faults import OF_MESSAGES, Clock, Fault, Moment, WatchedCreator
+from steepest.testing.moments import watch_applying
 from steepest.testing.network import Link, Network
 from steepest.transport.router import Router
 
 
-class Watchable(Protocol):
+class ScriptedJob(Protocol):
     """The job of one thread in which faults happen.
 
     Attributes:
@@ -54,12 +54,14 @@ class Script:
         ConfigurationError: there is no such process.
     """
 
-    def __init__(self, cluster: Watchable, faults: Sequence[Fault], model_creator: ModelCreator, batches: int) -> None:
+    def __init__(
+        self, cluster: ScriptedJob, faults: Sequence[Fault], model_creator: ModelCreator, batches: int
+    ) -> None:
         self._cluster = cluster
         self._faults = tuple(faults)
         self._happened: Counter[tuple[int, int]] = Counter()  # how often: by position, and life
         self._batches = batches
-        self.creator = Watched(model_creator, self._make_clock)
+        self.creator = WatchedCreator(model_creator, self._make_clock)
 
     def check(self, counts: dict[str, int]) -> None:
         """Check that all processes with faults exist.

@@ -12,10 +12,10 @@ from steepest.messages.message import WHOLE, Kind, Message, Peer
 from steepest.testing.faults import Clock, Moment
 
 #: Called with a step, a moment in it, and what has happened by then, in words.
-Told = Callable[[int, Moment, str], None]
+Report = Callable[[int, Moment, str], None]
 
 
-def watch_applying(server: Server, reached: Told) -> None:
+def watch_applying(server: Server, reached: Report) -> None:
     """Have a server report when half of its chunks are updated to the next version ("apply")."""
     chunks = [held for held in server._chunks.values() if held.chunk.trainable]
     updated: dict[int, list[int]] = {}  # to the version that is being made
@@ -39,7 +39,7 @@ def watch_applying(server: Server, reached: Told) -> None:
         watch(held)
 
 
-def watch_server(server: Server, reached: Told) -> None:
+def watch_server(server: Server, reached: Report) -> None:
     """Have a server report the moments of its steps.
 
     They are "apply" (see `watch_applying`), each chunk of a gradient that has come ("push"), and
@@ -63,7 +63,7 @@ def watch_server(server: Server, reached: Told) -> None:
     server._send = sent
 
 
-def watch_worker(worker: Worker, clock: Clock, reached: Told) -> None:
+def watch_worker(worker: Worker, clock: Clock, reached: Report) -> None:
     """Have a worker report each chunk of weights that comes while it computes nothing ("pull")."""
     receive = worker._exchange.receive
 
