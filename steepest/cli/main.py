@@ -11,7 +11,7 @@ from steepest.errors import SteepestError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit status."""
+    """Run a subcommand, and return the exit status."""
     parser = argparse.ArgumentParser(prog="steepest", description="Distributed SGD on Ray.")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train handwritten digits under every strategy")
@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from steepest.cli.demo import run
 
             rows = run(chosen.epochs, progress=not chosen.no_progress)
-            wanted = [0.95 if row.difference is not None else 0.9 for row in rows]  # other updates vary from run to run
+            # Runs that make other updates vary.
+            wanted = [0.95 if row.difference is not None else 0.9 for row in rows]
             return 0 if all(row.accuracy >= least for row, least in zip(rows, wanted, strict=True)) else 1
         return doctor()
     except SteepestError as error:
@@ -35,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def doctor() -> int:
-    """Prints what there is, and trains one step in each strategy; 0 when all is well."""
+    """Print what Ray, torch and devices there are, and train one step in each strategy.
+
+    0 when all is well.
+    """
     import numpy as np
     import torch
 

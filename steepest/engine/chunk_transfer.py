@@ -1,4 +1,7 @@
-"""Chunks of servers that end, for the servers that come after them: what stays in a process is not sent anywhere."""
+"""Chunks of servers that end, given to the servers that follow them.
+
+Those in the same process stay there.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ class ChunkState:
 
     Attributes:
         weights: its bytes.
-        records: its optimizer's state, see `ServerChunk.state`: what each is, and its bytes.
+        records: its optimizer's state, see `ServerChunk.state`: description and bytes of each
+            tensor.
     """
 
     weights: Bytes
@@ -31,10 +35,10 @@ class ChunkState:
 
 
 class Kept:
-    """What a process' servers held when they ended.
+    """The chunks of a process' servers that have ended.
 
     Args:
-        servers: of one layout; nobody tells them anything any more.
+        servers: of one layout; they handle no more messages.
     """
 
     def __init__(self, servers: Sequence[Server] = ()) -> None:
@@ -42,13 +46,16 @@ class Kept:
         self._room = servers[0].room if servers else None
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """A flat vector for servers to come: that in which chunks lie already, if it has that size."""
+        """Return a flat vector for the next servers.
+
+        It is the one in which the kept chunks lie, if that has the size.
+        """
         if self._room is None or self._room.numel() != nbytes:
             self._room = allocate(nbytes)
         return self._room
 
     def give(self, chunks: Iterable[int]) -> dict[int, ChunkState]:
-        """For servers in another process."""
+        """Return the state of some chunks, for servers in another process."""
         return {index: self._state(index) for index in chunks}
 
     def _state(self, index: int) -> ChunkState:
@@ -61,7 +68,14 @@ class Kept:
         return ChunkState(held.weights.numpy(), records)
 
     def hand_over(self, servers: Iterable[Server], given: Mapping[int, ChunkState]) -> None:
-        """Gives servers of the same layout their chunks: of those that ended here, or else what others gave."""
+        """Give servers of the same layout their chunks.
+
+        Chunks that are kept here are copied or stay where they are; others come from `given`.
+
+        Args:
+            servers: the next ones.
+            given: chunks of other processes.
+        """
         for server in servers:
             for index, held in server.chunks.items():
                 if (own := self._chunks.get(index)) is not None:

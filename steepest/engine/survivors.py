@@ -1,4 +1,4 @@
-"""What is left of a job when servers die: survivors are brought to one version, and every chunk is found again."""
+"""The state of a job whose servers died: survivors are brought to one version, their chunks found."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class Remains:
-    """What one process' servers hold.
+    """The state that one process' servers hold.
 
     Attributes:
         position: generation and version.
         chunks: that they hold.
-        state: what the coordinator said last of its ledger and history, and of its schedule if it did.
+        state: the ledger and history of the coordinator's last message, and its schedule if it sent
+            one.
         log: entries of the coordinator's log.
     """
 
@@ -39,12 +40,13 @@ class Salvage:
     """A whole job's state at one version.
 
     Attributes:
-        state: of the coordinator: "ledger" (see `Leases.state`), "history" and, if there is one that can be carried,
-            "schedule" (see `Schedule.state`), which may stand at a step before.
+        version: at which it is.
+        state: of the coordinator: "ledger" (see `Leases.state`), "history" and, if there is one
+            that can be carried, "schedule" (see `Schedule.state`), which may be of a step before.
         log: every commit until then, if they were kept and are known.
-        weights: the flat vector; None if chunks are where they were.
+        weights: the flat vector; None if chunks are in the processes that held them.
         records: with weights, the optimizer's state.
-        holders: else the processes that have each chunk.
+        holders: without weights, the processes that have each chunk.
     """
 
     version: int
@@ -56,17 +58,18 @@ class Salvage:
 
 
 def catch_up(server: Server, heard: Iterable[Sequence[Message]]) -> None:
-    """Tells a server what it missed of all that any server has heard.
+    """Have a server handle the coordinator's messages that another server has heard and it has not.
 
-    A version is committed when it is staged on every server, so whatever one of them has heard of, all can apply; and
-    a worker's gradient is not overwritten before the worker has the weights that it led to.
+    A version is committed when it is staged on every server, so all of them can apply what one of
+    them has heard of; and a worker's gradient is not overwritten before the worker has the weights
+    that came of it.
     """
     for word in missing(server.witness.words, heard):
         server.handle(COORDINATOR, word)
 
 
 def remains(servers: Sequence[Server]) -> Remains:
-    """What is left in a process."""
+    """Return the state that the servers of one process hold."""
     chunks = frozenset(index for server in servers for index in server.chunks)
     words = servers[0].witness.words
     state = dict(words[-1].values()["state"]) if words else {}
@@ -76,7 +79,12 @@ def remains(servers: Sequence[Server]) -> Remains:
 
 
 def assemble(chunks: int, found: Mapping[T, Remains]) -> Salvage | None:
-    """One state from what processes hold; None if one of that many chunks is lost."""
+    """Return one state from those of several processes; None if a chunk is lost.
+
+    Args:
+        chunks: their number.
+        found: by process; only those at the newest version count.
+    """
     newest = max(found.values(), key=lambda part: part.position)
     whole = {process: part.chunks for process, part in found.items() if part.position == newest.position}
     holders = {chunk: [process for process, held in whole.items() if chunk in held] for chunk in range(chunks)}
