@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from steepest.collectives.protocol import Collective
-from steepest.data.sampler import even_share
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.tensors.shared_memory import AVAILABLE, allocate
 from tests.members import GROUPS, MakeGroup, Member, group_of, pattern, together
-from tests.pairs import grid
 
 SIZES = [1, 2, 3]
 
@@ -29,23 +27,6 @@ def make_group(request: pytest.FixtureRequest) -> Iterator[MakeGroup]:
 def over_wire() -> Iterator[MakeGroup]:
     with group_of("unix") as make:
         yield make
-
-
-@grid(size=SIZES, length=[0, 1, 2, 7, 100], dtype=[torch.float32, torch.float64, torch.int64])
-def test_reduce_scatter_then_all_gather_is_the_sum(make_group: Any, size: int, length: int, dtype: torch.dtype) -> None:
-    vectors = [(torch.arange(length) * (rank + 1)).to(dtype) for rank in range(size)]
-    kept = [vector.clone() for vector in vectors]
-
-    def do(member: Collective) -> tuple[torch.Tensor, torch.Tensor]:
-        part = member.reduce_scatter(vectors[member.rank])
-        return part, member.all_gather(part, length)
-
-    total = sum(vectors[1:], vectors[0])
-    for rank, (part, whole) in enumerate(together(make_group(size), do)):
-        begin, end = even_share(length, rank, size)
-        assert torch.equal(part, total[begin:end])
-        assert torch.equal(whole, total)
-    assert all(torch.equal(vector, before) for vector, before in zip(vectors, kept, strict=True))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -114,8 +95,6 @@ def test_what_cannot_be_a_message_is_refused(make_group: Any) -> None:
     for tensor in (torch.zeros(4, 4).t(), torch.zeros(4)[::2], torch.zeros(2, device="meta")):
         with pytest.raises(ConfigurationError, match=r"use \.cpu\(\) and \.contiguous\(\)"):
             member.irecv(tensor, 0)
-    with pytest.raises(ConfigurationError, match="its slice of 7 has 3"):
-        member.all_gather(torch.zeros(4), 7)
 
 
 def test_a_message_of_another_size_is_refused(over_wire: Any) -> None:
@@ -129,14 +108,14 @@ def test_a_message_of_another_size_is_refused(over_wire: Any) -> None:
     together(over_wire(2), do)
 
 
-@pytest.mark.parametrize("operation", ["barrier", "reduce_scatter", "irecv"])
+@pytest.mark.parametrize("operation", ["barrier", "exchange", "irecv"])
 def test_a_member_that_does_not_come_is_named_at_the_deadline(make_group: Any, operation: str) -> None:
     first, _second = make_group(2, deadline=0.05)
     vector = torch.arange(3.0)
     with pytest.raises(DeadlineError, match="member 0 waited 0.05 s in vain for .* member 1"):
         {
             "barrier": first.barrier,
-            "reduce_scatter": lambda: first.reduce_scatter(vector),
+            "exchange": lambda: first.exchange({1: vector}, {1: torch.empty(3)}),
             "irecv": lambda: first.irecv(torch.empty(3), 1).wait(),
         }[operation]()
     assert torch.equal(vector, torch.arange(3.0))

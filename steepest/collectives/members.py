@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from steepest.collectives.protocol import PointToPoint
+from steepest.collectives.protocol import Collective
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 from steepest.messages.message import Kind, Message, Peer, member_peer
 from steepest.tensors.allocator import Recycler
@@ -93,7 +93,7 @@ class _SendWork:
         self._member.until(lambda: self._member.has_left(self._payload, self._to), "taking a message", self._to)
 
 
-class MemberCollective(PointToPoint):
+class MemberCollective(Collective):
     """A `Collective` whose members are roles: messages travel over the channels of their processes.
 
     Everything happens on the router's thread; a wait turns the router. A member connects to those
@@ -101,7 +101,7 @@ class MemberCollective(PointToPoint):
     open channel is used.
 
     Args:
-        rank, size, deadline: see `PointToPoint`.
+        rank, size, deadline: see `Collective`.
         router: of this process; the role `member_peer(rank)` is hosted on it here.
         connect: opens a channel to the process of a member of lower rank.
         generation: returns the present membership; when it changes, operations in progress end with

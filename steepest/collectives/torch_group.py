@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from steepest.collectives.protocol import PointToPoint
+from steepest.collectives.protocol import Collective
 from steepest.errors import DeadlineError, PeerLostError
 
 
-class TorchCollective(PointToPoint):
+class TorchCollective(Collective):
     """A `Collective` over a process group that sends and receives on the CPU, such as Gloo's.
 
     Args:

@@ -7,12 +7,12 @@ from collections import Counter
 
 import torch
 
-from steepest.collectives.protocol import Done, PointToPoint, Work
+from steepest.collectives.protocol import Collective, Done, Work
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 
 
-class InProcessCollective(PointToPoint):
-    """A `Collective` between threads of one process: slow, simple, and what others are compared with.
+class InProcessCollective(Collective):
+    """A `Collective` between threads of one process: slow, simple, what others are held against.
 
     Make one for each member with `InProcessCollective.group`.
 
