@@ -142,7 +142,7 @@ class Move:
         for seat in leaving:
             cluster.seats.retire(seat)
         cluster.successors.leave(self.nodes)
-        step = cluster.client.position.version // cluster.job.versions_per_step + 1
+        step = cluster.step + 1
         who = ", ".join(map(str, sorted(self._leaving)))
         cluster.note(
             "moved",

@@ -168,7 +168,7 @@ class JobState:
     def _tell_of_schedule(self, version: int) -> None:
         """Says once that a schedule has to be computed from its beginning."""
         job = self._cluster.job
-        updates = job.updates_before(version // job.versions_per_step)
+        updates = job.updates_before(job.step_of(version))
         if job.description.optimizer_spec.lr_scheduler is None or not updates or self._told_of_schedule:
             return
         self._told_of_schedule = True
@@ -205,7 +205,7 @@ class JobState:
     def collect(self) -> files.Checkpoint:
         """Everything that a checkpoint holds."""
         snapshot = self.snapshot("state")
-        step, rest = snapshot.version // self._cluster.job.versions_per_step, self.remaining()
+        step, rest = self._cluster.job.step_of(snapshot.version), self.remaining()
         about = {
             "step": step,
             "epoch": rest.epoch,
@@ -246,7 +246,7 @@ class JobState:
         weights = layout.allocate()
         layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
         averaged = Tensors((name, value) for name, value in saved.weights.items() if name not in layout.index)
-        version = about["step"] * cluster.job.versions_per_step
+        version = cluster.job.version_of(about["step"])
         self.install(version, weights, records, schedule=about.get("schedule"))
         left = tuple((e, b, t) for e, b, t in about.get("left", ()))
         begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
@@ -310,7 +310,7 @@ class JobState:
         def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
             return cluster.call_workers(function, *arguments, workers=old)
 
-        step = snapshot.version // job.versions_per_step
+        step = job.step_of(snapshot.version)
         optimizer = OptimizerState.collect(cluster, snapshot, keep, step, call)
         buffers = self.mean_buffers() if added else Tensors()
         ledger = [told["following"], *told["returned"]]
@@ -342,7 +342,7 @@ class JobState:
         """
         cluster, job = self._cluster, self._cluster.job
         plan, seed = cluster.plan
-        step, rest = found.version // job.versions_per_step, Remaining()
+        step, rest = job.step_of(found.version), Remaining()
         if plan is not None:
             together = job.strategy.rule.together  # the steps are the ledger
             following, *returned = [step * job.shares] if together else found.state["ledger"]
@@ -351,13 +351,13 @@ class JobState:
         weights = None if found.weights is None else job.description.layout.named(found.weights)
         before = self.part()
         cluster.reform(config, step, keep, added, count, seats, found.holders)
-        self._close_log(found, before, step * cluster.job.versions_per_step)
+        self._close_log(found, before, cluster.job.version_of(step))
         layout = cluster.job.description.layout
         flat = None if weights is None else layout.allocate()
         if flat is not None and weights is not None:
             layout.write(flat, weights)
         state = {"history": found.state["history"]}  # the ledger begins anew, with the plan
-        version, records = step * cluster.job.versions_per_step, optimizer.place(cluster)
+        version, records = cluster.job.version_of(step), optimizer.place(cluster)
         self.install(version, flat, records, state, optimizer.schedule)
         plan = cluster.job.plan(step, rest, seed)
         cluster.plan = (plan, seed)

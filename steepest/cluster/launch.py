@@ -521,10 +521,14 @@ class Cluster:
         """See `supervision.raise_lost`."""
         raise_lost(peer, self.places.get(peer), why, self.deaths.traceback(peer))
 
+    @property
+    def step(self) -> int:
+        """Steps committed, as far as the driver has heard."""
+        return self.job.step_of(self.client.position.version)
+
     def note(self, kind: str, line: str) -> None:
         """Tells the user in one line what happened, and keeps it."""
-        step = self.client.position.version // self.job.versions_per_step
-        self.events.append(Event(time.time(), kind, step, line))
+        self.events.append(Event(time.time(), kind, self.step, line))
         log.warning("%s", line)
 
     @property

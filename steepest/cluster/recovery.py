@@ -128,7 +128,7 @@ class Recovery:
             else "no update and no sample is lost"
         )
         who = ", ".join(f"{peer} ({cause})" for peer, cause in dead.items())
-        step, job = cluster.client.position.version // cluster.job.versions_per_step + 1, cluster.job
+        step, job = cluster.step + 1, cluster.job
         took = f"training stopped for {time.monotonic() - began:.2f} s"
         if added is not None:
             self.count += len(dead)
@@ -199,7 +199,7 @@ class Recovery:
                 calls = [actor.call.remote((0, -1), 0, function, *arguments) for actor in workers.values()]
                 return cluster.get(calls, "tell its state")
 
-            step = found.version // job.versions_per_step
+            step = job.step_of(found.version)
             if added is None:
                 keep = dict(enumerate(workers))
                 optimizer = OptimizerState.collect(cluster, found, keep, step, call)

@@ -127,7 +127,7 @@ class Resize:
         self._state.reform(self._config, self.workers, {**self._added, **self._servers}, seats=seats)
         if self._wanted is not None:
             self._wanted(self.workers)
-        job, step = cluster.job, cluster.client.position.version // cluster.job.versions_per_step + 1
+        job, step = cluster.job, cluster.step + 1
         cluster.note(
             "resized",
             f"{job.num_workers} workers and {job.num_servers} servers instead of {before.num_workers} and "
@@ -185,7 +185,7 @@ class Without:
         with successors.paused():
             self._state.reform(cluster.job.config, len(alive), keep=dict(enumerate(alive)))
         then = cluster.seats.leave_out(left_out)
-        step, took = cluster.client.position.version // cluster.job.versions_per_step + 1, time.monotonic() - began
+        step, took = cluster.step + 1, time.monotonic() - began
         cluster.note(
             "left",
             f"{', '.join(who)}; going on with {len(alive)} workers from step {step} on, {then}; no update and no "
@@ -247,7 +247,7 @@ class Return:
         successors = cluster.successors
         successors.returning = [start for start in successors.returning if start not in joining.values()]
         successors.count += len(joining)
-        step, took = cluster.client.position.version // cluster.job.versions_per_step + 1, time.monotonic() - began
+        step, took = cluster.step + 1, time.monotonic() - began
         who = ", ".join(f"{worker_peer(new)} (pid {cluster.places[worker_peer(new)].pid})" for new in joining)
         cluster.note(
             "returned",

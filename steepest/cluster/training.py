@@ -93,8 +93,8 @@ class Training:
 
     @property
     def step(self) -> int:
-        """Steps committed."""
-        return self.version // self.cluster.job.versions_per_step
+        """Steps committed, as far as the driver has heard."""
+        return self.cluster.step
 
     def take(self, steps: int, stats: bool, on_step: Callable[[int, Message], None]) -> None:
         """Grants steps and hands on each result; takes back what is not used when anything raises."""
@@ -163,7 +163,7 @@ class Training:
         """Has workers stop soon; returns after which step."""
         client = self.cluster.client
         limit = self.wait(self.cluster.on_router(client.stop), "the coordinator to stop the workers")["limit"]
-        return int(limit) // self.cluster.job.versions_per_step
+        return self.cluster.job.step_of(int(limit))
 
     def request(self, change: Change) -> None:
         """Has something changed between two steps of those that are being taken; from any thread."""

@@ -385,7 +385,7 @@ class Successors:
             self._joined.clear()
         self.count += 1
         repeated = "the step is taken again" if job.strategy.rule.together else "the others went on"
-        step, took = cluster.client.position.version // job.versions_per_step + 1, time.monotonic() - start.began
+        step, took = cluster.step + 1, time.monotonic() - start.began
         cluster.note(
             "replaced",
             f"{peer} on {old.host} (pid {old.pid}) died in step {step}: {cause}; pid {place.pid} has taken its place "

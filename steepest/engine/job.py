@@ -162,6 +162,14 @@ class Job:
         """Updates that make one step."""
         return self.strategy.rule.versions_per_step(self.num_workers)
 
+    def step_of(self, version: int) -> int:
+        """Return how many whole steps the updates of a version make."""
+        return version // self.versions_per_step
+
+    def version_of(self, step: int) -> int:
+        """Return how many updates have been made after so many steps."""
+        return step * self.versions_per_step
+
     @property
     def wire_formats(self) -> tuple[Packing | None, torch.dtype | None]:
         """How float32 chunks are pushed and pulled; one worker shares its memory with its servers."""
