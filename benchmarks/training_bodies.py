@@ -27,9 +27,9 @@ from steepest.engine.job import (
     host_relay,
     host_server,
     host_worker,
-    make_strategy,
 )
 from steepest.engine.replicas import Replicas
+from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import Hosts
 from steepest.messages.message import COORDINATOR, Kind, Peer, relay_peer, server_peer, worker_peer
 from steepest.models.protocol import Model

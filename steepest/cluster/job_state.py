@@ -18,9 +18,9 @@ from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import Remaining, with_ended
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import Commit, CommitLog
-from steepest.engine.job import make_strategy
 from steepest.engine.local_sgd import Inner
 from steepest.engine.replicas import all_states, mean_states
+from steepest.engine.strategy import make_strategy
 from steepest.engine.survivors import Salvage
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.message import Peer

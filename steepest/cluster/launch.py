@@ -44,8 +44,8 @@ from steepest.engine.job import (
     host_client,
     host_coordinator,
     host_server,
-    make_strategy,
 )
+from steepest.engine.strategy import make_strategy
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,

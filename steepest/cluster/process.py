@@ -28,10 +28,10 @@ from steepest.engine.job import (
     host_relay,
     host_server,
     host_worker,
-    make_strategy,
 )
 from steepest.engine.replicas import Memory, Replicas, memory_for
 from steepest.engine.server import Server
+from steepest.engine.strategy import make_strategy
 from steepest.engine.survivors import Remains, catch_up, remains
 from steepest.engine.topology import Hosts
 from steepest.engine.worker import Worker

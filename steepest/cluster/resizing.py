@@ -18,7 +18,8 @@ from steepest.cluster.placement import Room, ask_for_room, check_possible, fitti
 from steepest.cluster.process import by_calls
 from steepest.cluster.worker_replacement import Start
 from steepest.config.strategies import StrategyConfig
-from steepest.engine.job import check_agreement, make_strategy
+from steepest.engine.job import check_agreement
+from steepest.engine.strategy import make_strategy
 from steepest.errors import ResourcesError
 from steepest.messages.message import Peer, worker_peer
 

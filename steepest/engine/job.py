@@ -11,19 +11,17 @@ from typing import Any
 import torch
 
 from steepest.compression.codecs import Packing
-from steepest.config.strategies import AllreduceStrategy, LocalStrategy, SimpleStrategy, StrategyConfig
+from steepest.config.strategies import LocalStrategy, SimpleStrategy, StrategyConfig
 from steepest.data.sampler import Remaining, SamplePlan
 from steepest.data.sources import Blocks
-from steepest.engine.allreduce import Allreduce
 from steepest.engine.client import Client
 from steepest.engine.coordinator_role import CoordinatorRole
-from steepest.engine.exchange import Strategy
 from steepest.engine.host_aggregator import Relay
-from steepest.engine.local_exchange import Local
 from steepest.engine.local_sgd import LocalReplicas
-from steepest.engine.push_pull import ServerStrategy
+from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Memory, Replicas, seed_everything
 from steepest.engine.server import Server
+from steepest.engine.strategy import Strategy, make_strategy
 from steepest.engine.topology import Hosts
 from steepest.engine.worker import Worker
 from steepest.errors import ModelError
@@ -204,13 +202,6 @@ class Job:
         blocks = self.description.blocks
         begun = tuple(each for each in rest.begun if each[1] != blocks)
         return SamplePlan(samples, self.global_batch, seed, step, rest.epoch, rest.offset, blocks, rest.left, begun)
-
-
-def make_strategy(config: StrategyConfig) -> Strategy:
-    """The strategy that a configuration stands for."""
-    if isinstance(config, LocalStrategy):
-        return Local(config)
-    return Allreduce(config) if isinstance(config, AllreduceStrategy) else ServerStrategy(config)
 
 
 def build_models(
@@ -425,8 +416,9 @@ def host_worker(
     send = router.sender(peer)
     alone = job.num_workers == 1
     adopt = _refuse if job.servers_in_workers else replicas.adopt  # it stays with the vector that its server updates
-    exchange = job.strategy.exchange(
-        index, replicas.layout, job.holders, replicas.weights, send, job.places, adopt, alone=alone
+    own = index if job.strategy.in_workers else None
+    exchange = PushPull(
+        index, replicas.layout, job.holders, replicas.weights, send, job.places, job.wire_formats, adopt, own
     )
     replicas.use_packer(exchange.packer)
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from steepest.engine.exchange import Exchange
 from steepest.engine.incoming_weights import Key
+from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import MessageTooLargeError, ModelError, PeerLostError, ShutdownError, describe_error
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send
@@ -73,7 +73,7 @@ class Worker:
         self,
         index: int,
         replicas: Replicas,
-        exchange: Exchange,
+        exchange: PushPull,
         send: Send,
         *,
         members: int = 1,

@@ -23,10 +23,10 @@ from steepest.engine.job import (
     host_relay,
     host_server,
     host_worker,
-    make_strategy,
 )
 from steepest.engine.replicas import all_states, mean_states
 from steepest.engine.server import Server
+from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import Hosts
 from steepest.engine.worker import Worker
 from steepest.errors import PeerLostError

@@ -12,10 +12,11 @@ from steepest.checkpoint.files import assemble, disassemble
 from steepest.config.strategies import LocalStrategy
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.host_aggregator import Relay
-from steepest.engine.job import Job, ModelCreator, build_models, build_replicas, make_strategy
+from steepest.engine.job import Job, ModelCreator, build_models, build_replicas
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Replicas, all_states, mean_states
 from steepest.engine.server import Server
+from steepest.engine.strategy import make_strategy
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind, Message, Peer, relay_peer, worker_peer
 from steepest.tensors.dtypes import Tensors, same_bits

@@ -1,0 +1,135 @@
+"""What a strategy means for the processes of a job, as one frozen description: its modes differ in its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from steepest.compression.codecs import Packing, make_packing
+from steepest.config.compression import PowerSGD
+from steepest.config.strategies import (
+    AllreduceStrategy,
+    LocalStrategy,
+    ParameterServerStrategy,
+    SimpleStrategy,
+    StrategyConfig,
+)
+from steepest.optim.spec import OptimizerSpec
+from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitFirst, CommitRule
+from steepest.tensors.half_precision import WIRE_DTYPES
+from steepest.tensors.layout import Cut
+
+_ALL = 1 << 30  # more servers than there are
+_WHOLE = 1 << 62  # bytes of a chunk: more than a model has
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way of training; made by `make_strategy`.
+
+    Allreduce is the synchronous parameter server whose servers live in the workers' own processes, on the workers' own
+    weights: each member is in charge of one slice of the chunks. It receives its slice of every gradient (a
+    reduce-scatter), updates those weights, whose optimizer state no other member keeps (Rajbhandari et al. 2020, stage
+    1), and all members gather the slices (an all-gather). That is 2 (W - 1) / W bytes sent for each byte of the model,
+    as in a ring, in two hops instead of 2 (W - 1). Across hosts the gradients of a host are added up in shared memory
+    first, and leave it once.
+
+    Local SGD has servers, in the workers' processes or their own, that take the mean change of the weights for a
+    gradient. With an outer learning rate of 1 and no momentum the result is the mean of the workers' weights.
+
+    Attributes:
+        rule: how staged pushes become commits.
+        cut: how models are cut into chunks.
+        in_driver: whether the driver itself is the only server, reached through Ray's object store.
+        in_workers: whether each worker's process is a server's too.
+        servers: how many servers to run; None for one on each node, or in each worker.
+        replication: how many servers hold each chunk; all, if there are fewer.
+        in_place: whether servers in a worker's process update the very weights that it computes with.
+        updates: batches of each replica in a step with an update of its own weights after each; 1 for none.
+        hierarchical: whether what several workers of a host have in common leaves it and comes to it once.
+        nonfinite: what becomes of an update with NaN or infinity: "refuse", "skip" or "pass".
+        clip_norm: the greatest norm of an update's gradient; None for any.
+        scale_rate: whether the learning rate is divided by the staleness.
+        wire_formats: how float32 chunks are pushed, and in which dtype they are pulled; None for as they are.
+        outer: of local SGD, which has the outer optimizer's settings.
+
+    Reference: ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054.
+    """
+
+    rule: CommitRule
+    cut: Cut
+    in_driver: bool = False
+    in_workers: bool = False
+    servers: int | None = None
+    replication: int = 1
+    in_place: bool = True
+    updates: int = 1
+    hierarchical: bool = True
+    nonfinite: str = "refuse"
+    clip_norm: float | None = None
+    scale_rate: bool = False
+    wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None)
+    outer: LocalStrategy | None = None
+
+    def num_servers(self, nodes: int, workers: int) -> int:
+        """Return how many servers to run for so many workers on so many nodes."""
+        if self.servers is not None:
+            return self.servers
+        return workers if self.in_workers else max(nodes, self.replication if workers > 1 else 1)
+
+    def server_spec(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """Return the optimizer that servers apply, where the user's is `spec`: the same, or local SGD's outer one."""
+        if self.outer is None:
+            return spec
+        stand_in = torch.nn.Parameter(torch.zeros(1))
+        sgd = torch.optim.SGD(
+            [stand_in], self.outer.outer_lr, momentum=self.outer.outer_momentum, nesterov=self.outer.nesterov
+        )
+        outer = OptimizerSpec.read(sgd, {id(stand_in): ""})
+        ((_, hyper),) = outer.groups
+        return replace(outer, groups=((tuple(sorted(spec.trainable())), hyper),))
+
+
+def make_strategy(config: StrategyConfig) -> Strategy:
+    """Return the strategy that a configuration stands for."""
+    if isinstance(config, SimpleStrategy):
+        return Strategy(CommitAll(), Cut(_WHOLE), in_driver=True, servers=1, clip_norm=config.clip_norm)
+    pull = config.pull_format
+    base = Strategy(
+        CommitAll(),
+        Cut(config.chunk_bytes, whole=isinstance(config.push_format, PowerSGD)),
+        nonfinite=config.nonfinite,
+        clip_norm=config.clip_norm,
+        wire_formats=(make_packing(config.push_format), None if pull is None else WIRE_DTYPES[pull]),
+    )
+    if isinstance(config, AllreduceStrategy):
+        replication = config.replication if config.is_sharded else _ALL
+        return replace(base, in_workers=True, replication=replication, hierarchical=config.hierarchical)
+    if isinstance(config, ParameterServerStrategy):
+        return replace(
+            base,
+            rule=_rule(config),
+            servers=config.num_servers,
+            replication=config.replication,
+            scale_rate=config.correction == "learning_rate",
+        )
+    return replace(
+        base,
+        in_workers=config.num_servers is None,
+        servers=config.num_servers,
+        replication=config.replication,
+        in_place=False,
+        updates=config.sync_every,
+        hierarchical=config.hierarchical,
+        clip_norm=None,  # workers clip what each batch gives
+        outer=config,
+    )
+
+
+def _rule(config: ParameterServerStrategy) -> CommitRule:
+    if config.mode == "sync":
+        return CommitFirst(config.backup_workers) if config.backup_workers else CommitAll()
+    if config.mode == "ssp":
+        return CommitEach(lead=config.lead)
+    return CommitEach(drop_above=config.staleness)
