@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import ray
-from ray._private import state as ray_state  # as Ray Train and Serve ask; there is no public way
 
 from steepest.cluster.diagnostics import never_ran
 from steepest.cluster.job_state import JobState
@@ -15,11 +14,6 @@ from steepest.cluster.placement import Room, ask_for_room
 from steepest.engine.job import check_agreement
 from steepest.errors import ResourcesError
 from steepest.messages.message import Peer, worker_peer
-
-
-def draining() -> dict[str, float]:
-    """The nodes that will go, and when on the clock of `time.time`; 0 for some time."""
-    return {node: stamp / 1000.0 for node, stamp in ray_state.state.get_draining_nodes().items()}
 
 
 def are_up(calls: list[Any], timeout: float, deadline: float) -> bool:

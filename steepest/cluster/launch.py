@@ -30,6 +30,7 @@ from steepest.cluster.diagnostics import (
 from steepest.cluster.held_resources import hold, let_go, who_else
 from steepest.cluster.placement import Seats, fitting, reserve, spread, worker_bundle
 from steepest.cluster.process import Place, Process, by_calls, connect, hosts_of, make_transport, ways_of
+from steepest.cluster.ray_private import check as check_ray
 from steepest.cluster.remote_functions import name_of
 from steepest.cluster.worker_replacement import Successors
 from steepest.config.run import RunConfig
@@ -107,6 +108,7 @@ class Cluster:
         run_config: RunConfig,
         accumulate: int = 1,
     ) -> None:
+        check_ray()
         self.holder = hold(f'a trainer with strategy="{strategy.name}"')
         self.run_config = run_config
         self._deadline = time.monotonic() + run_config.deadlines.start * (1 + _UP_FACTOR)

@@ -20,6 +20,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from steepest.cluster.ray_private import started_here
 from steepest.config.run import cluster_address
 from steepest.errors import ResourcesError
 
@@ -170,9 +171,8 @@ def check_possible(workers: int, bundle: Mapping[str, float], nodes: Sequence[Ma
 
 
 def may_grow() -> bool:
-    """Whether nodes may join the cluster: not where Ray was started by this process, for itself."""
-    node = getattr(ray._private.worker, "_global_node", None)
-    return node is None or not node.is_head()
+    """Return whether nodes may join the cluster: not if this process has started Ray for itself."""
+    return not started_here()
 
 
 def _reserved_by_others(table: Mapping[str, Mapping[str, Any]], own: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 import torch
 
+from steepest.cluster.ray_private import name_process
 from steepest.cluster.remote_functions import sent
 from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
@@ -119,13 +120,15 @@ class Process:
     """A Ray actor's body. Its methods are called on Ray's threads; all state lives on the router's thread.
 
     Args:
-        name: for threads and logs.
+        name: of the process, in `ps` and logs, until `open` gives it a role; and of the router's thread.
         token: the job's secret.
         threads: torch threads.
         keep_memory: whether to keep memory that is freed, see `steepest.tensors.allocator`.
     """
 
     def __init__(self, name: str, token: bytes, threads: int, keep_memory: bool = False) -> None:
+        self._name = ""
+        self._take_name(name)
         context = ray.get_runtime_context()
         logs = dict.fromkeys(_log_file(number) for number in (1, 2))
         self._place = Place(
@@ -150,6 +153,15 @@ class Process:
         else:
             self.router.start(name)
         self._set_threads(threads)
+
+    def __repr__(self) -> str:
+        """Return the process' name, under which Ray shows the actor."""
+        return self._name
+
+    def _take_name(self, name: str) -> None:
+        if name != self._name:
+            self._name = name
+            name_process(name)
 
     def _use(self, transport: WireTransport | CallTransport) -> None:
         self._transport = transport
@@ -232,6 +244,8 @@ class Process:
         Returns:
             Where it listens; without host and port when it is reached by calls of `exchange`.
         """
+        role = server_peer(servers[0]) if self._replicas is None else worker_peer(self._index)
+        self._take_name(f"steepest {role}")
         relays = [i for i in servers if i in job.places.relays]
         peers = (*(server_peer(index) for index in servers), *(relay_peer(index) for index in relays))
         if 0 in servers:

@@ -11,11 +11,12 @@ from typing import Any
 import ray
 
 from steepest.cluster.diagnostics import has_answered, never_ran
-from steepest.cluster.draining import Move, are_up, draining
+from steepest.cluster.draining import Move, are_up
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
 from steepest.cluster.placement import Room, ask_for_room, check_possible, fitting, may_grow
 from steepest.cluster.process import by_calls
+from steepest.cluster.ray_private import draining_nodes
 from steepest.cluster.worker_replacement import Start
 from steepest.config.strategies import StrategyConfig
 from steepest.engine.job import check_agreement
@@ -326,7 +327,7 @@ class Range:
             self._heard = now
             here = {place.node for place in cluster.places.values()}
             failing = dict.fromkeys(cluster.seats.failing, 0.0)
-            for nodes, why in ((draining(), "will go"), (failing, "failed again and again")):
+            for nodes, why in ((draining_nodes(), "will go"), (failing, "failed again and again")):
                 going = {node: when for node, when in nodes.items() if node in here and node not in self._left}
                 self._left |= going.keys()
                 if going:

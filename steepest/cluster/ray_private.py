@@ -1,0 +1,94 @@
+"""All private API of Ray that steepest uses, looked up when it is first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import operator
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from steepest.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+TESTED = "2.60"
+
+
+def _look_up(module: str, name: str) -> Any:
+    """Return what a dotted name stands for in one of Ray's private modules.
+
+    Raises:
+        ConfigurationError: this version of Ray has no such module or name.
+    """
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"Ray {ray.__version__} has no {module}.{name}, which steepest needs: install a version of Ray that "
+            f"steepest is tested with, {TESTED}"
+        ) from error
+
+
+def check() -> None:
+    """Check that this version of Ray has the private API without which training cannot go on.
+
+    Raises:
+        ConfigurationError: it has not; the message names the version.
+    """
+    _look_up("ray._private.state", "state.get_draining_nodes")  # as Ray Train and Serve ask
+    _look_up("ray._private.worker", "_global_node")
+
+
+def draining_nodes() -> dict[str, float]:
+    """Return the ids of nodes that will leave the cluster, each with its deadline on the clock of `time.time`.
+
+    A deadline of 0 is not known.
+    """
+    stamps: dict[str, int] = _look_up("ray._private.state", "state.get_draining_nodes")()
+    return {node: stamp / 1000.0 for node, stamp in stamps.items()}
+
+
+def started_here() -> bool:
+    """Return whether this process has started the Ray that it uses, for itself: no node will join that one."""
+    node = _look_up("ray._private.worker", "_global_node")
+    return node is not None and bool(node.is_head())
+
+
+def name_process(name: str) -> None:
+    """Show this process, one of Ray's workers, under a name in `ps`, `top`, Ray's dashboard and logs from now on.
+
+    The title keeps its prefix "ray::", by which `ray stop` and the dashboard know Ray's processes. `top` shows 15
+    characters, in which "steepest" is left out. Without the private API a warning is logged and nothing is renamed.
+
+    Args:
+        name: such as "steepest worker 0".
+    """
+    try:
+        show = _title_setter()
+        prefix = _look_up("ray._private.ray_constants", "LOG_PREFIX_ACTOR_NAME")
+    except ConfigurationError as error:
+        log.warning("processes have no names: %s", error)
+        return
+    show(f"ray::{name}")
+    with contextlib.suppress(OSError), open(f"/proc/{os.getpid()}/comm", "w") as file:  # on Linux alone
+        file.write(f"ray::{name.removeprefix('steepest ')}")
+    for stream in (sys.stdout, sys.stderr):  # Ray's log monitor names the lines that follow
+        stream.write(f"{prefix}{name}\n")
+        stream.flush()
+
+
+@functools.cache
+def _title_setter() -> Callable[[str], None]:
+    """Return the function that sets this process' title, of which Ray has no more use.
+
+    Ray would set the title to the actor's class and method at the begin of each call, and to the class at its end.
+    """
+    show: Callable[[str], None] = _look_up("ray._raylet", "setproctitle")
+    importlib.import_module("ray._raylet").setproctitle = lambda title: None  # type: ignore[attr-defined]
+    return show
