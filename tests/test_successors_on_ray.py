@@ -193,7 +193,7 @@ def test_a_successor_waits_for_who_stands_still_for_a_moment() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "run_config",
     [
         RunConfig(failure=FailureConfig(patience=math.inf)),
         RunConfig(failure=FailureConfig(patience=math.inf, spares=1)),
