@@ -181,7 +181,7 @@ class Replayed:
         self.count = 0
 
     def __call__(self, message: Message) -> list[Message]:
-        if message.kind not in (Kind.PUSH, Kind.REPORT, Kind.STAGED):
+        if message.kind not in (Kind.PUSH, Kind.PUSHED, Kind.PUSH_STAGED):
             return [message]
         old = self._old[message.source, message.target]
         old.append(message)

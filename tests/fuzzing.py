@@ -23,10 +23,10 @@ ODD: tuple[Any, ...] = (
     *([], [0], [-1], [3], [[5, 0, 1]], [["client", 5, 1]], ["client", 5], [[[]]], {}, {"a": {"b": []}}, {"lr": "x"}),
 )
 KEYS = (
-    *("worker", "life", "why", "steps", "revoke", "stop", "stats", "what", "chunks", "anew", "state", "log", "pushes"),
+    *("worker", "life", "why", "steps", "stats", "what", "chunks", "anew", "state", "log", "first", "length", "pushes"),
     *("readers", "hyper", "skip", "clip", "entry", "workers", "reload", "again", "install", "absent", "dtype", "shape"),
-    *("name", "key", "start", "plain", "squares", "culprits", "pull", "reader", "ended", "joined", "word", "timings"),
-    *("samples", "bytes", "pulled", "loss", "metrics", "lease", "committed", "error", "reason", "peer", "step"),
+    *("name", "key", "start", "stop", "plain", "squares", "culprits", "pull", "reader", "word", "timings"),
+    *("samples", "bytes", "pulled", "loss", "metrics", "share", "committed", "error", "reason", "peer", "step"),
 )
 HEADERS: dict[str, tuple[Any, ...]] = {
     "generation": (0, 1, 2, 3, 1000, 2**32 - 1),

@@ -37,6 +37,19 @@ EACH = [
     name for name in MODES if name not in ("sync", "copies", "allreduce", "replicated", "backup")
 ]  # those in which each push is an update
 
+#: those in which every member contributes to every version
+TOGETHER = ("sync", "copies", "allreduce", "replicated")
+
+
+def staged_kind(name: str) -> Kind:
+    """What servers tell the coordinator in that mode once everything is staged."""
+    return Kind.VERSION_STAGED if name in TOGETHER else Kind.PUSH_STAGED
+
+
+def credit_kind(name: str) -> Kind:
+    """What the coordinator tells workers in that mode to have them take a step."""
+    return Kind.GRANT if name in TOGETHER else Kind.LEASE
+
 
 def mode(name: str, servers: int = 2, chunk_bytes: int = 64, **settings: Any) -> StrategyConfig:
     """The strategy of that name, with small chunks on several servers."""

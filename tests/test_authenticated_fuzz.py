@@ -79,7 +79,24 @@ def said_in_trouble(name: str) -> list[Message]:
     cluster.workers[1].join()
     cluster.client.declare_lost(1, 7, "it is silent")
     go_on(cluster.network)
-    return recorder.seen
+    return [*recorder.seen, *said_after_a_death(name)]
+
+
+def said_after_a_death(name: str) -> list[Message]:
+    """What is said when a worker is lost for which the others wait, and when nobody takes its place."""
+    waited_for = [Fault.slow("worker", 0, step=0, factor=50, steps=9), Fault.kill("worker", 0, step=2)]
+    found = []
+    for replaces, faults in ((True, waited_for if name == "ssp-0" else []), (False, [])):
+        cluster = make(name, task(), replaces=replaces, faults=faults)
+        recorder = Recorder(cluster.network)
+        trained(cluster, 4)
+        if not replaces:
+            cluster.network.remove(cluster.worker_routers[2])
+            go_on(cluster.network)
+            cluster.client.install(0, None, None)
+        go_on(cluster.network)
+        found += recorder.seen
+    return found
 
 
 def stranger(cluster: Any, routers: Any, chance: random.Random) -> Link:

@@ -188,7 +188,7 @@ def test_a_deadline_says_who_and_what_and_leaves_the_arrays_to_their_owner() -> 
 
 def test_a_deadline_holds_although_others_are_busy() -> None:
     setup = Setup(timeout=0.5)
-    setup.silence(Kind.END)  # pulls are never whole
+    setup.silence(Kind.SNAPSHOT_END)  # pulls are never whole
     done = threading.Event()
 
     def busy() -> None:

@@ -57,7 +57,8 @@ def report(coordinator: Coordinator, worker: int, **fields: Any) -> Outgoing:
 
 def staged(coordinator: Coordinator, server: int, meta: dict[str, Any] | None = None, **fields: Any) -> Outgoing:
     fields = {"generation": coordinator.generation, "version": coordinator.version, **fields}
-    return coordinator.handle(server_peer(server), Message(Kind.STAGED, meta=meta or {"squares": 1.0}, **fields))
+    word = Message(Kind.VERSION_STAGED, meta=meta or {"squares": 1.0}, **fields)
+    return coordinator.handle(server_peer(server), word)
 
 
 def complete(coordinator: Coordinator, workers: int = 2, servers: int = 2) -> Outgoing:
@@ -190,10 +191,10 @@ def test_steps_asked_for_add_up() -> None:
 def test_what_was_granted_can_be_taken_back() -> None:
     coordinator = started(steps=5)
     complete(coordinator)
-    out = ask(coordinator, 0, revoke=True)
-    assert only(out, Kind.INSTALLED).version == coordinator.limit == coordinator.version == 1
+    out = coordinator.handle(CLIENT, Message(Kind.REVOKE, sequence=2))
+    assert only(out, Kind.REVOKED).version == coordinator.limit == coordinator.version == 1
     assert report(coordinator, 0, generation=1) == []
-    assert [m.version for _, m in ask(coordinator)] == [2, 2]
+    assert [m.version for _, m in ask(coordinator, number=3)] == [2, 2]
 
 
 def test_a_model_that_raised_fails_the_step_and_the_next_can_be_taken() -> None:
@@ -339,7 +340,7 @@ def test_an_install_that_failed_leaves_the_version() -> None:
     complete(coordinator)
     coordinator.lost(worker_peer(0), "reset")
     out = coordinator.handle(CLIENT, Message(Kind.INSTALL, sequence=4, version=17))
-    refusal = only(out, Kind.INSTALLED)
+    refusal = only(out, Kind.INSTALL_REFUSED)
     assert (refusal.sequence, refusal.values()) == (4, {"reason": "lost", "peer": ["worker", 0], "why": "reset"})
     assert coordinator.version == 1
 
@@ -368,7 +369,7 @@ def test_counters_are_told_and_nonsense_refused() -> None:
     complete(coordinator)
     counters = {"version": 1, "generation": 1, "step": 1, "committed": 1, "skipped": 0, "dropped": 0}
     counters |= {"staleness": [(0, 2)], "following": 2, "returned": [], "paces": [], "slow": []}
-    told = only(coordinator.handle(CLIENT, Message(Kind.STATS, sequence=3)), Kind.STATS)
+    told = only(coordinator.handle(CLIENT, Message(Kind.READ_COUNTERS, sequence=3)), Kind.COUNTERS)
     assert (told.sequence, told.meta) == (3, counters)
     with pytest.raises(ProtocolError, match="PUSH"):
         coordinator.handle(worker_peer(0), Message(Kind.PUSH))
@@ -410,13 +411,13 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
 
 def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     class Script:
-        """A coordinator of which the next step is committed with each message, and given up with LEFT."""
+        """A coordinator of which the next step is committed with each message, and given up with GIVE_UP."""
 
         version, limit, logged = 0, 5, math.inf
 
         def handle(self, source: Peer, message: Message) -> list[tuple[Peer, Message]]:
             self.version += 1
-            kind = Kind.FAILURE if message.kind is Kind.LEFT else Kind.RESULT
+            kind = Kind.FAILURE if message.kind is Kind.GIVE_UP else Kind.RESULT
             return [(server_peer(0), Message(Kind.COMMIT)), (CLIENT, Message(kind, version=self.version))]
 
         def tick(self, now: float) -> list[tuple[Peer, Message]]:
@@ -433,7 +434,7 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monke
 
     role = CoordinatorRole(script, send, pause=1.0)  # type: ignore[arg-type]
 
-    def steps(count: int, kind: Kind = Kind.STAGED) -> list[int]:
+    def steps(count: int, kind: Kind = Kind.VERSION_STAGED) -> list[int]:
         for _ in range(count):
             role.handle(server_peer(0), Message(kind))
         return told
@@ -448,7 +449,7 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monke
     role.tick(0.0)
     assert told == [1, 2, 3, 4, 5, 6]
     assert steps(1) == [1, 2, 3, 4, 5, 6]
-    assert steps(1, Kind.LEFT) == [1, 2, 3, 4, 5, 6, 7, 8]  # bad news goes at once, after what was before it
+    assert steps(1, Kind.GIVE_UP) == [1, 2, 3, 4, 5, 6, 7, 8]  # bad news goes at once, after what was before it
 
 
 def test_what_happened_before_the_first_tick_is_not_ages_ago() -> None:

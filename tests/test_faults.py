@@ -170,7 +170,7 @@ def test_repeated_pushes_and_reports_count_once(shuffle: int) -> None:
     last: dict[Any, Message] = {}
 
     def repeat(message: Message) -> list[Message]:
-        if message.kind not in (Kind.PUSH, Kind.REPORT, Kind.STAGED):
+        if message.kind not in (Kind.PUSH, Kind.REPORT, Kind.VERSION_STAGED):
             return [message]
         old = last.get(about := (message.source, message.target, message.kind, message.chunk))
         last[about] = replace(message)

@@ -115,7 +115,7 @@ def test_every_kind_comes_out_as_it_went_in(kind, meta, size):
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_can_send_and_be_sent_to(role):
-    sent = Message(Kind.STATS, source=Peer(role, 5), target=Peer(role, 6))
+    sent = Message(Kind.COUNTERS, source=Peer(role, 5), target=Peer(role, 6))
     (arrived,), _ = receive([bytes_of(sent)])
     assert (arrived.source, arrived.target) == (Peer(role, 5), Peer(role, 6))
 
@@ -177,7 +177,7 @@ def test_messages_survive_every_cut_and_payloads_land_in_the_sinks_memory(sent, 
 
 
 def test_one_byte_at_a_time_is_enough():
-    sent = [message_of(size=5, meta={"a": 1}), message_of(Kind.GRANT), message_of(Kind.STATS, meta={})]
+    sent = [message_of(size=5, meta={"a": 1}), message_of(Kind.GRANT), message_of(Kind.COUNTERS, meta={})]
     arrived, end = receive([bytes([byte]) for byte in bytes_of(*sent)])
     assert isinstance(end, EOFError)
     assert_same(arrived, sent)

@@ -44,9 +44,9 @@ def test_every_page_of_the_log_fits_into_a_message(workers: int, groups: int) ->
         kept.add(entry, [0], skipped=False)
     found: list[list[Any]] = []
     while len(found) < len(added):
-        page = kept.look(len(found))
+        page = kept.page(len(found))
         assert page["log"], "a page of nothing"
-        assert len(encode_meta(Message(Kind.STATS, meta=page))) < MAX_META / 2
+        assert len(encode_meta(Message(Kind.LOG_PAGE, meta=page))) < MAX_META / 2
         found += page["log"]
     assert found == added
 
@@ -58,7 +58,7 @@ def test_a_log_of_many_pages_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     pages: list[int] = []
 
     def measure(message: Message) -> list[Message]:
-        if message.kind is Kind.STATS and message.target == CLIENT:
+        if message.kind is Kind.LOG_PAGE and message.target == CLIENT:
             pages.append(len(encode_meta(message)))
         return [message]
 
@@ -123,17 +123,18 @@ def test_with_a_thousand_workers_and_groups_no_decision_outgrows_a_message(rule:
             source = worker_peer(worker)
             largest(coordinator.handle(source, report(worker, generation, version + 1, coordinator.version)), seen)
             for server in () if together else range(2):
-                staged = Message(Kind.STAGED, generation, 0, version + 1, coordinator.version, meta={"worker": worker})
+                staged = Message(Kind.PUSH_STAGED, generation, 0, version + 1, coordinator.version)
+                staged.meta = {"worker": worker}
                 largest(coordinator.handle(server_peer(server), staged), seen)
         for server in range(2) if together else ():
-            staged = Message(Kind.STAGED, generation, version=coordinator.version, meta={"squares": 0.1})
+            staged = Message(Kind.VERSION_STAGED, generation, version=coordinator.version, meta={"squares": 0.1})
             largest(coordinator.handle(server_peer(server), staged), seen)
     assert coordinator.version >= 2
     largest(coordinator.handle(CLIENT, Message(Kind.READ, sequence=2, meta={"what": "state"})), seen)
-    largest(coordinator.handle(CLIENT, Message(Kind.STATS, sequence=3)), seen)
+    largest(coordinator.handle(CLIENT, Message(Kind.READ_COUNTERS, sequence=3)), seen)
     largest(coordinator.lost(worker_peer(3), "killed"), seen)
-    assert {"COMMIT", "MEMBERS", "GRANT", "SNAPSHOT", "STATS", "LEFT"} <= seen.keys()
-    assert ("RESULT" in seen) == together
+    assert {"COMMIT", "MEMBERS", "SNAPSHOT", "COUNTERS", "WORKER_LOST"} <= seen.keys()
+    assert ("GRANT" in seen, "LEASE" in seen, "RESULT" in seen) == (together, not together, together)
     assert max(seen.values()) < MAX_META / 2, seen
 
 
@@ -155,7 +156,7 @@ def test_nan_everywhere_names_some_of_it(name: str) -> None:
     told: list[int] = []
 
     def measure(message: Message) -> list[Message]:
-        if message.kind in (Kind.STAGED, Kind.FAILURE):
+        if message.kind in (Kind.VERSION_STAGED, Kind.PUSH_STAGED, Kind.FAILURE):
             told.append(len(encode_meta(message)))
         return [message]
 

@@ -20,18 +20,34 @@ from steepest.testing import InProcessCluster, replay, server_peers
 from steepest.testing.kept import buffers_of
 from steepest.transport.router import Router
 from tests.drawn import seeds
-from tests.modes import EACH, MODES, Moody, check, counters, make, plus_one, settle, shares, trained, worker_weights
+from tests.modes import (
+    EACH,
+    MODES,
+    Moody,
+    check,
+    counters,
+    credit_kind,
+    make,
+    plus_one,
+    settle,
+    shares,
+    staged_kind,
+    trained,
+    worker_weights,
+)
 from tests.pairs import grid
 from tests.reference import Task, Weights, same_bits, sgd
 
 STEPS = 5
 Filter = Callable[[Message], Sequence[Message]]
 
-#: what no job of workers sends of itself: somebody who is no member left; a user's collective operations
-OPEN = {Kind.LEFT, Kind.DATA, Kind.ABORT}
-#: what is sent in some modes only: where pushes are dropped; where chunks have copies
-DROPPING, COPYING = {Kind.DISCARD}, {Kind.LOGGED}
-EVERYWHERE = [kind for kind in Kind if kind not in OPEN | DROPPING | COPYING]
+#: what a job that trains with servers sends in these tests, whatever its mode
+EVERYWHERE = {
+    *(Kind.PUSH, Kind.REPORT, Kind.COMMIT, Kind.WEIGHTS, Kind.JOIN, Kind.MEMBERS, Kind.FAILED),
+    *(Kind.ASK, Kind.RESULT, Kind.FAILURE, Kind.REVOKE, Kind.REVOKED, Kind.READ_COUNTERS, Kind.COUNTERS),
+    *(Kind.READ_LOG, Kind.LOG_PAGE, Kind.READ, Kind.SNAPSHOT, Kind.STATE, Kind.SNAPSHOT_END),
+    *(Kind.PUT, Kind.PUT_RECEIVED, Kind.INSTALL, Kind.INSTALLED),
+}
 
 
 class Trouble:
@@ -153,10 +169,10 @@ class Again:
 
 
 KINDS = {
-    "sync": EVERYWHERE,
-    "copies": sorted(COPYING),
-    "backup": [*EVERYWHERE, *DROPPING],
-    "async-drop": [*EVERYWHERE, *DROPPING],
+    "sync": sorted(EVERYWHERE | {staged_kind("sync"), credit_kind("sync")}),
+    "copies": [Kind.LOGGED],  # where chunks have copies
+    "backup": sorted(EVERYWHERE | {staged_kind("backup"), credit_kind("backup"), Kind.DISCARD}),
+    "async-drop": sorted(EVERYWHERE | {staged_kind("async-drop"), credit_kind("async-drop"), Kind.DISCARD}),
 }
 
 
@@ -174,7 +190,7 @@ def test_all_messages_may_come_twice(name: str, seed: int) -> None:
     live(name, seed, Twice(None))
 
 
-@pytest.mark.parametrize("kind", [Kind.READ, Kind.SNAPSHOT, Kind.WEIGHTS, Kind.END])
+@pytest.mark.parametrize("kind", [Kind.READ, Kind.SNAPSHOT, Kind.WEIGHTS, Kind.SNAPSHOT_END])
 @pytest.mark.parametrize("name", ["sync", "async"])
 @seeds(1, "first")
 def test_what_is_read_amid_training_is_one_version_though_messages_come_twice(
@@ -242,12 +258,18 @@ def test_each_chunk_of_the_weights_only_ever_goes_forward() -> None:
     assert arrive(2, 2, second) == (False, None, 23)
 
 
-STEPPING = {Kind.PUSH, Kind.REPORT, Kind.ASK, Kind.COMMIT, Kind.WEIGHTS, Kind.STAGED, Kind.GRANT}
+def stepping(name: str) -> set[Kind]:
+    """What is sent in each step in that mode."""
+    everywhere = {Kind.PUSH, Kind.REPORT, Kind.ASK, Kind.COMMIT, Kind.WEIGHTS}
+    return everywhere | {staged_kind(name), credit_kind(name)}
 
 
 #: by modes, what is sent in both generations
-REPEATED = [*sorted(STEPPING), Kind.MEMBERS, Kind.RESULT]
-REPEATABLE = [(name, kind) for name in ("sync", "backup", "async", "ssp-0") for kind in REPEATED]
+REPEATABLE = [
+    (name, kind)
+    for name in ("sync", "backup", "async", "ssp-0")
+    for kind in [*sorted(stepping(name)), Kind.MEMBERS, Kind.RESULT]
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), [*REPEATABLE, ("backup", Kind.DISCARD), ("async-drop", Kind.DISCARD)])
@@ -256,7 +278,7 @@ def test_messages_of_earlier_steps_and_generations_are_not_taken_again(name: str
     again = Again({kind}, seed)
     live(name, seed, again)
     assert again.count
-    if kind in STEPPING - {Kind.ASK}:
+    if kind in stepping(name) - {Kind.ASK}:
         assert again.generations
 
 
@@ -270,7 +292,7 @@ def test_everything_may_come_again_at_any_time(name: str, seed: int) -> None:
 @seeds(3)
 def test_messages_may_be_late(name: str, seed: int) -> None:
     rng = random.Random(seed)
-    candidates = sorted(STEPPING | {Kind.MEMBERS, Kind.DISCARD})
+    candidates = sorted(stepping(name) | {Kind.MEMBERS, Kind.DISCARD})
     kinds = set(rng.sample(candidates, rng.randint(1, len(candidates))))
     late, sent = Counter[Kind](), Counter[Kind]()
 
@@ -283,14 +305,15 @@ def test_messages_may_be_late(name: str, seed: int) -> None:
 
     live(name, seed, delay=delay)
     assert late.keys() == kinds & sent.keys()
-    assert sent.keys() >= STEPPING | {Kind.MEMBERS}
+    assert sent.keys() >= stepping(name) | {Kind.MEMBERS}
 
 
 @pytest.mark.parametrize("name", ["sync", "backup", "async-drop", "ssp-0"])
-@pytest.mark.parametrize("kind", [Kind.WEIGHTS, Kind.STAGED, Kind.COMMIT, Kind.PUSH])
+@pytest.mark.parametrize("kind", [Kind.WEIGHTS, "staged", Kind.COMMIT, Kind.PUSH])
 @seeds(1)
-def test_one_server_may_be_far_behind_the_other(name: str, kind: Kind, seed: int) -> None:
+def test_one_server_may_be_far_behind_the_other(name: str, kind: Kind | str, seed: int) -> None:
     far = server_peer(1)
+    kind = kind if isinstance(kind, Kind) else staged_kind(name)
     live(name, seed, delay=lambda m: 60 if m.kind is kind and far in (m.source, m.target) else 0)
 
 
@@ -326,7 +349,7 @@ def test_the_chunks_of_a_push_may_come_in_any_order(name: str, shuffle: int) -> 
 def test_plus_one_counts_every_update_once(name: str, size: tuple[int, int], seed: int) -> None:
     workers, servers = size
     cluster = make(name, plus_one(), workers, servers=servers, shuffle=seed)
-    again = Again({Kind.PUSH, Kind.REPORT, Kind.STAGED, Kind.COMMIT}, seed)
+    again = Again({Kind.PUSH, Kind.REPORT, staged_kind(name), Kind.COMMIT}, seed)
     twice = Twice(None)
     cluster.network.filter = lambda message: [copy for m in again(message) for copy in twice(m)]
     trained(cluster, 4)
@@ -427,7 +450,7 @@ def test_pushes_of_a_foreign_generation_are_refused_and_counted(name: str, gener
         if message.kind is Kind.PUSH:
             sent += 1
             return [replace(message, generation=generation, sequence=message.sequence + 100), message]
-        if message.kind in (Kind.REPORT, Kind.STAGED):
+        if message.kind in (Kind.REPORT, staged_kind(name)):
             return [replace(message, generation=generation, sequence=message.sequence + 100), message]
         return [message]
 

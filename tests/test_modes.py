@@ -275,8 +275,8 @@ def test_with_backup_workers_what_was_dropped_comes_later_and_nothing_twice(seed
     granted: list[int] = []
 
     def note(message: Message) -> list[Message]:
-        if message.kind is Kind.GRANT:
-            granted.append(message.values()["lease"])
+        if message.kind is Kind.LEASE:
+            granted.append(message.values()["share"])
         return [message]
 
     cluster.network.filter = note
@@ -489,7 +489,7 @@ def test_the_deadline_names_the_server_that_lacks_what_was_reported() -> None:
     cluster = make("async", step_timeout=50.0)
     trained(cluster, 1)
     far = server_peer(1)
-    cluster.network.filter = lambda m: [] if (m.kind, m.source) == (Kind.STAGED, far) else [m]
+    cluster.network.filter = lambda m: [] if (m.kind, m.source) == (Kind.PUSH_STAGED, far) else [m]
     assert cluster.step(2)[-1].values()["awaited"] == ["server 1"]
 
 

@@ -27,6 +27,12 @@ from tests.reference import Task, perceptron, same_bits, samples, sgd
 
 # -- the table ---------------------------------------------------------------------------------------
 
+#: what changes what servers hold, and for whom
+DECISIONS = (
+    *(Kind.COMMIT, Kind.DISCARD, Kind.REFRESH, Kind.MEMBERS, Kind.WORKER_JOINED, Kind.WORKER_ENDED),
+    *(Kind.SNAPSHOT, Kind.INSTALL_PUT),
+)
+
 
 def servers_take(table: Any) -> set[tuple[Kind, str]]:
     return {(kind, source) for kind, source, target in table if target == "server"}
@@ -34,14 +40,17 @@ def servers_take(table: Any) -> set[tuple[Kind, str]]:
 
 def test_only_the_coordinator_decides_what_servers_do() -> None:
     for table in (TRAINING, OPEN):
-        for kind in (Kind.COMMIT, Kind.DISCARD, Kind.MEMBERS, Kind.SNAPSHOT):
-            assert {source for k, source in servers_take(table) if k is kind} == {"coordinator"}
+        for kind in DECISIONS:
+            assert {source for k, source in servers_take(table) if k is kind} <= {"coordinator"}
 
 
 def test_a_parameter_servers_users_can_neither_end_steps_nor_begin_generations() -> None:
     assert not {(kind, source) for kind, source, _ in OPEN} & {
         (kind, source)
-        for kind in (Kind.ASK, Kind.FAILED, Kind.JOIN, Kind.GRANT, Kind.LEFT, Kind.LOGGED)
+        for kind in (
+            *(Kind.ASK, Kind.REVOKE, Kind.STOP, Kind.FAILED, Kind.JOIN, Kind.GRANT, Kind.LEASE, Kind.GIVE_UP),
+            *(Kind.USER_LEFT, Kind.LOGGED),
+        )
         for source in ("worker", "client")
     }
 
@@ -142,7 +151,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
 
 def check_names(said: Sequence[Message], table: Any) -> None:
     """Whatever travels is named in the table, so that it is looked at; but for what only its receiver's user reads."""
-    free = {Kind.STATS, Kind.RESULT, Kind.FAILURE}
+    free = {Kind.COUNTERS, Kind.LOG_PAGE, Kind.RESULT, Kind.FAILURE, Kind.INSTALL_REFUSED}
     for message in said:
         assert message.source is not None
         assert message.target is not None
@@ -213,7 +222,7 @@ def test_nothing_that_is_said_when_things_go_wrong_is_refused(name: str, said: l
     cluster.network.remove(cluster.server_routers[1])
     cluster.client.ask(1, True)
     cluster.network.run_until(lambda: not cluster.client.outcomes.empty(), "the word that a server is gone")
-    assert {Kind.FAILED, Kind.LEFT, Kind.JOIN} <= {message.kind for message in said}
+    assert {Kind.FAILED, Kind.WORKER_LOST, Kind.JOIN} <= {message.kind for message in said}
     check_names(said, TRAINING)
     assert sum(router.refused for router in [*cluster.server_routers, *cluster.worker_routers]) == 0
 
@@ -248,7 +257,7 @@ def refusals(crowd: Crowd) -> int:
     return sum(router.refused for router in crowd.routers)
 
 
-@pytest.mark.parametrize("kind", [Kind.COMMIT, Kind.MEMBERS, Kind.DISCARD, Kind.SNAPSHOT, Kind.ASK])
+@pytest.mark.parametrize("kind", [*DECISIONS, Kind.ASK, Kind.REVOKE, Kind.STOP])
 @pytest.mark.parametrize("role", ["worker", "client", "coordinator", "server"])
 def test_a_user_cannot_decide_for_all(kind: Kind, role: str) -> None:
     crowd = Crowd()
@@ -363,9 +372,9 @@ def test_a_user_who_only_pushes_is_refused_at_some_point(chunk: int) -> None:
 def test_reports_without_pushes_are_bounded() -> None:
     crowd = Crowd()
     for sequence in range(1, 1025):
-        crowd.coordinator.handle(worker_peer(100), Message(Kind.REPORT, sequence=sequence))
+        crowd.coordinator.handle(worker_peer(100), Message(Kind.PUSHED, sequence=sequence))
     with pytest.raises(ProtocolError, match="1024 pushes of worker 100 are not complete"):
-        crowd.coordinator.handle(worker_peer(100), Message(Kind.REPORT, sequence=1025))
+        crowd.coordinator.handle(worker_peer(100), Message(Kind.PUSHED, sequence=1025))
     crowd.wait(crowd.users[1].push(like(crowd.initial, 1.0)))
 
 
@@ -469,7 +478,7 @@ def test_a_gradient_of_an_absurd_weight_is_one_that_is_not_finite() -> None:
         message.generation = server.generation
         server.handle(worker_peer(1), message)
     (_, staged) = sent[-1]
-    assert staged.kind is Kind.STAGED
+    assert staged.kind is Kind.PUSH_STAGED
     assert not torch.isfinite(torch.tensor(staged.values()["squares"]))
 
 

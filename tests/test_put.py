@@ -94,7 +94,7 @@ def test_a_state_that_was_put_in_part_only_is_not_installed_and_not_kept(shuffle
 
     def see(message: Message) -> list[Message]:
         nonlocal left
-        left -= message.kind in (Kind.PUT, Kind.STATE)
+        left -= message.kind in (Kind.PUT, Kind.PUT_STATE, Kind.REPLACE_STATE)
         return [message] if left >= 0 or message.source != Peer("client", FIRST) else []
 
     crowd.network.filter = see

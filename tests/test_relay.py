@@ -85,7 +85,7 @@ def test_a_host_sends_its_gradient_and_is_sent_the_weights_once() -> None:
         assert message.source is not None
         assert message.target is not None
         here, there = places.host_of(message.source), places.host_of(message.target)
-        if message.kind in (Kind.PUSH, Kind.WEIGHTS) and None not in (here, there) and here != there:
+        if message.kind in (Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS) and None not in (here, there) and here != there:
             assert message.payload is not None
             size[message.source.role, message.target.role] += message.payload.numel()
         return [message]
@@ -233,7 +233,7 @@ def test_a_relay_refuses_what_is_not_of_its_host() -> None:
         relay.destination(Message(Kind.STATE, chunk=0), 8)
     assert not sent
     trained(cluster, 1)
-    pushes = Message(Kind.PUSH, cluster.coordinator.generation, version=1, chunk=cluster.job.owners.index(0))
+    pushes = Message(Kind.HOST_PUSH, cluster.coordinator.generation, version=1, chunk=cluster.job.owners.index(0))
     pushes.meta = {"pushes": [[2, 0, 1]]}
     with pytest.raises(ProtocolError, match="serves"):
         cluster.servers[0].handle(relay_peer(0), pushes)

@@ -199,18 +199,18 @@ def report(worker: int, sequence: int, pulled: int = 0, total: float = 4.0) -> M
 
 
 def staged(worker: int, sequence: int, culprits: Any = ()) -> Message:
-    return Message(Kind.STAGED, sequence=sequence, meta={"worker": worker, "culprits": culprits})
+    return Message(Kind.PUSH_STAGED, sequence=sequence, meta={"worker": worker, "culprits": culprits})
 
 
 def test_together_nothing_is_ready_before_every_server_has_reduced() -> None:
     staging = StagedTogether(frozenset({0, 2}))
     staging.report(1, report(1, 7, 3))
-    staging.staged(0, Message(Kind.STAGED))
-    staging.staged(1, Message(Kind.STAGED))  # it holds nothing to train
+    staging.staged(0, Message(Kind.VERSION_STAGED))
+    staging.staged(1, Message(Kind.VERSION_STAGED))  # it holds nothing to train
     assert staging.ready() == []
     assert staging.awaited([0, 1]) == [worker_peer(0)]
     assert staging.awaited([1]) == [server_peer(2)]
-    staging.staged(2, Message(Kind.STAGED))
+    staging.staged(2, Message(Kind.VERSION_STAGED))
     assert staging.ready() == [push(1, 7, 3)]
     assert staging.take(staging.ready())[1].meta == {"samples": 1}
     assert staging.ready() == []
@@ -222,7 +222,7 @@ def test_each_culprit_is_named_once_however_many_chunks_it_spoils() -> None:
     together = StagedTogether(frozenset({0, 1}))
     each = StagedEach(frozenset({0, 1}))
     for server in (0, 1):
-        together.staged(server, Message(Kind.STAGED, meta=bad))
+        together.staged(server, Message(Kind.VERSION_STAGED, meta=bad))
         each.staged(server, staged(1, 1, [[1, "a"], [1, "a"], [1, "b"]]))
         each.staged(server, staged(2, 1, [[2, "c"]]))
     each.report(1, report(1, 1))

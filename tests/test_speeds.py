@@ -43,7 +43,7 @@ class Watch:
         if message.kind is Kind.COMMIT and message.target == server_peer(1):
             for worker, _, _ in message.values()["pushes"]:
                 self.clocks[worker] += 1
-        if message.kind is Kind.GRANT:
+        if message.kind in (Kind.GRANT, Kind.LEASE):
             assert message.target is not None
             worker = message.target.index
             transport(self._cluster, worker).every = next(self._scripts[worker])

@@ -79,7 +79,7 @@ def test_what_was_said_leaves_before_each_call_from_another_thread(router: Route
             send(OTHER, Message(Kind.PUSH))
 
         router.call(call)
-    send(OTHER, Message(Kind.STAGED))
+    send(OTHER, Message(Kind.PUSH_STAGED))
     router.turn(0.0)
     assert seen == [(1, 0), (2, 0), (3, 0)]
     assert len(transport.left) == 4
@@ -110,7 +110,7 @@ def test_what_was_said_leaves_before_a_connection_is_waited_for(router: Router, 
 def test_an_announcement_leaves_although_nothing_is_waited_for_yet(router: Router, transport: Gathering) -> None:
     member = MemberCollective(1, 2, router, 10.0, lambda other: transport)  # type: ignore[arg-type,return-value]
     member.irecv(torch.ones(1), 0)
-    assert [message.kind for message in transport.left] == [Kind.DATA], "who has something for it now sends it"
+    assert [message.kind for message in transport.left] == [Kind.CONNECTED], "who has something for it now sends it"
 
 
 def test_results_that_nobody_holds_make_room_for_the_next() -> None:

@@ -232,7 +232,7 @@ def test_a_successor_is_not_told_that_a_push_of_its_predecessor_was_its_own() ->
     told: list[int] = []
 
     def listen(message: Message) -> list[Message]:
-        if message.kind is Kind.GRANT and message.target == worker_peer(1) and "committed" in message.values():
+        if message.kind is Kind.LEASE and message.target == worker_peer(1):
             told.append(message.values()["committed"])
         return [message]
 

@@ -162,8 +162,8 @@ class Training:
     def _stop(self) -> int:
         """Has workers stop soon; returns after which step."""
         client = self.cluster.client
-        limit = self.wait(self.cluster.on_router(client.stop), "the coordinator to stop the workers")["limit"]
-        return self.cluster.job.step_of(int(limit))
+        limit: int = self.wait(self.cluster.on_router(client.stop), "the coordinator to stop the workers")
+        return self.cluster.job.step_of(limit)
 
     def request(self, change: Change) -> None:
         """Has something changed between two steps of those that are being taken; from any thread."""
@@ -239,7 +239,7 @@ class Training:
                     return gone
                 timeout = _SHORT_SECONDS if successors.starting else _LOOK_SECONDS
                 outcome = self.cluster.client.outcomes.get(timeout=timeout)
-                if isinstance(outcome, PeerLostError) or outcome.kind is not Kind.LEFT:
+                if isinstance(outcome, PeerLostError) or outcome.kind is not Kind.WORKER_LOST:
                     return outcome
                 if (gone := self._mend(outcome)) is not None:
                     return gone

@@ -266,7 +266,7 @@ class MemberCollective(Collective):
             self._router.pump()  # others may wait for earlier messages while this member connects
             self._router.attach(self._connect(other))
             # The other member sends what it has kept for this one.
-            self._deliver(member_peer(other), Message(Kind.DATA))
+            self._deliver(member_peer(other), Message(Kind.CONNECTED))
             self._router.pump()
 
     def has_left(self, memory: torch.Tensor, to: int) -> bool:
@@ -341,12 +341,14 @@ class MemberCollective(Collective):
         Raises:
             ProtocolError: it comes from no member, or from one that is too far ahead.
         """
-        if source.role != "member" or message.kind not in (Kind.DATA, Kind.ABORT):
+        if source.role != "member" or message.kind not in (Kind.DATA, Kind.CONNECTED, Kind.ABORT):
             raise ProtocolError(f"{message.kind.name} from {source} at a member")
         if not 0 <= source.index < self.size:
             raise ProtocolError(f"{source} is none of {self.size} members")
         for kept in self._unsent.pop(source.index, ()):
             self._deliver(source, kept)
+        if message.kind is Kind.CONNECTED:
+            return
         key = message.generation, message.version
         if self._over(key):
             return

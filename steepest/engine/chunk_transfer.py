@@ -15,6 +15,7 @@ import torch
 
 from steepest.engine.optimizer_records import state_message, state_tensor
 from steepest.engine.server import Server
+from steepest.messages.message import Kind
 from steepest.tensors.shared_memory import allocate
 
 Bytes = npt.NDArray[np.uint8]
@@ -62,7 +63,7 @@ class Kept:
         held = self._chunks[index]
         records = []
         for about, value in held.state():
-            message = state_message(0, index, about, value)
+            message = state_message(Kind.STATE, 0, index, about, value)
             payload = torch.empty(0, dtype=torch.uint8) if message.payload is None else message.payload
             records.append((message.values(), payload.numpy()))
         return ChunkState(held.weights.numpy(), records)

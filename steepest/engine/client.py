@@ -76,7 +76,7 @@ class Client:
     """
 
     def __init__(self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send) -> None:
-        #: RESULT, FAILURE and LEFT messages, or the loss of a peer, in the order of events
+        #: RESULT, FAILURE and WORKER_LOST messages, or the loss of a peer, in the order of events
         self.outcomes: queue.SimpleQueue[Message | PeerLostError] = queue.SimpleQueue()
         self.position = Position(0, 0)
         self._layout = layout
@@ -86,7 +86,7 @@ class Client:
         self._requests = 0
         self._reads: dict[int, _Read] = {}
         self._installs: dict[int, _Install] = {}
-        self._counters: dict[int, Future[dict[str, Any]]] = {}
+        self._answers: dict[int, Future[Any]] = {}  # of requests that one message answers
         self._left: set[tuple[int, int]] = set()  # workers and their lives, of which it has heard that they ended
         self._gone: PeerLostError | None = None
         self.lost_peer: Peer | None = None
@@ -103,17 +103,18 @@ class Client:
 
     def revoke(self) -> Future[Position]:
         """Takes back what is granted but not committed; the future tells where the job stands then."""
-        self._requests += 1
-        install = _Install(Future(), -1, set())
-        self._installs[self._requests] = install
-        self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": 0, "revoke": True}))
-        return self._unless_gone(install.future)
+        return self._request(Kind.REVOKE)
 
-    def stop(self) -> Future[dict[str, Any]]:
-        """Has workers stop at the end of a step soon; the future tells at which version ("limit"), which will come."""
+    def stop(self) -> Future[int]:
+        """Have workers stop at the end of a step soon; the future holds the last version that will come."""
+        return self._request(Kind.STOP)
+
+    def _request(self, kind: Kind, meta: dict[str, Any] | None = None) -> Future[Any]:
+        """Send the coordinator what one message answers; the future holds the answer."""
         self._requests += 1
-        future = self._counters[self._requests] = Future()
-        self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": 0, "stop": True}))
+        future: Future[Any] = Future()
+        self._answers[self._requests] = future
+        self._send(COORDINATOR, Message(kind, sequence=self._requests, meta=meta))
         return self._unless_gone(future)
 
     def read(self, what: str) -> Future[Snapshot]:
@@ -164,24 +165,24 @@ class Client:
                 messages.append((server, Message(Kind.PUT, sequence=self._requests, chunk=chunk, payload=view)))
         if records is not None:
             for server in range(self._servers):  # its word that optimizer state is replaced, even by none
-                messages.append((server, Message(Kind.STATE, sequence=self._requests, meta={})))
+                messages.append((server, Message(Kind.REPLACE_STATE, sequence=self._requests)))
             for chunk, about, value in records:
                 copy = value.clone()
                 for server in self._holders[chunk]:
-                    messages.append((server, state_message(self._requests, chunk, about, copy)))
+                    messages.append((server, state_message(Kind.PUT_STATE, self._requests, chunk, about, copy)))
         return messages
 
     def declare_lost(self, worker: int, life: int, why: str) -> None:
-        """Has a worker given up that is silent or cut off; a LEFT in `outcomes` says when it is."""
-        self._send(COORDINATOR, Message(Kind.LEFT, meta={"worker": worker, "life": life, "why": why}))
+        """Has a worker given up that is silent or cut off; a WORKER_LOST in `outcomes` says when it is."""
+        self._send(COORDINATOR, Message(Kind.GIVE_UP, meta={"worker": worker, "life": life, "why": why}))
 
-    def counters(self, log_from: int | None = None) -> Future[dict[str, Any]]:
-        """The coordinator's counters; or a page of its log, from an entry on."""
-        self._requests += 1
-        future = self._counters[self._requests] = Future()
-        meta = None if log_from is None else {"log": log_from}
-        self._send(COORDINATOR, Message(Kind.STATS, sequence=self._requests, meta=meta))
-        return self._unless_gone(future)
+    def counters(self) -> Future[dict[str, Any]]:
+        """Ask for the coordinator's counters."""
+        return self._request(Kind.READ_COUNTERS)
+
+    def log_page(self, first: int) -> Future[dict[str, Any]]:
+        """Ask for entries of the coordinator's log from `first` on (see `History.page`)."""
+        return self._request(Kind.READ_LOG, {"first": first})
 
     def _unless_gone(self, future: Future[T]) -> Future[T]:
         """Whoever is gone will not answer: the future fails now."""
@@ -207,7 +208,7 @@ class Client:
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
         match message.kind:
-            case Kind.LEFT:
+            case Kind.WORKER_LOST:
                 told = message.values()
                 if (left := (told["worker"], told["life"])) not in self._left:
                     self._left.add(left)
@@ -218,28 +219,34 @@ class Client:
                 if position > self.position:  # else it is a copy: a failure begins a generation
                     self.position = position
                     self.outcomes.put(message)
-            case Kind.WEIGHTS | Kind.STATE | Kind.END:
+            case Kind.WEIGHTS | Kind.STATE | Kind.SNAPSHOT_END:
                 if message.sequence in self._reads:
                     self._take(source, message, self._reads[message.sequence])
-                elif message.sequence in self._installs:
+            case Kind.PUT_RECEIVED:
+                if message.sequence in self._installs:
                     self._acknowledge(message, self._installs[message.sequence])
             case Kind.INSTALLED:
-                install = self._installs.pop(message.sequence, None)
-                if message.meta:  # a refusal
-                    peer, why = Peer(*message.meta["peer"]), message.meta["why"]
-                    self.lost_peer = self.lost_peer or peer
-                    if install is not None:
-                        install.future.set_exception(PeerLostError(f"nothing was installed: {peer} is gone ({why})"))
-                    return
                 self.position = max(self.position, Position(message.generation, message.version))
-                if install is not None:
+                if (install := self._installs.pop(message.sequence, None)) is not None:
                     install.future.set_result(self.position)
-            case Kind.STATS:
-                waiting = self._counters.pop(message.sequence, None)
-                if waiting is not None:
-                    waiting.set_result(message.values())
+            case Kind.INSTALL_REFUSED:
+                peer, why = Peer(*message.values()["peer"]), message.values()["why"]
+                self.lost_peer = self.lost_peer or peer
+                if (install := self._installs.pop(message.sequence, None)) is not None:
+                    install.future.set_exception(PeerLostError(f"nothing was installed: {peer} is gone ({why})"))
+            case Kind.REVOKED:
+                self.position = max(self.position, Position(message.generation, message.version))
+                self._answer(message.sequence, self.position)
+            case Kind.STOPPED:
+                self._answer(message.sequence, message.version)
+            case Kind.COUNTERS | Kind.LOG_PAGE:
+                self._answer(message.sequence, message.values())
             case _:
                 raise ProtocolError(f"a client does not take {message.kind.name}")
+
+    def _answer(self, sequence: int, answer: Any) -> None:
+        if (waiting := self._answers.pop(sequence, None)) is not None:
+            waiting.set_result(answer)
 
     def _take(self, source: Peer, message: Message, read: _Read) -> None:
         if source.index not in read.awaited:
@@ -290,8 +297,8 @@ class Client:
     def _fail_all(self, error: PeerLostError | ShutdownError) -> None:
         reads, self._reads = self._reads, {}
         installs, self._installs = self._installs, {}
-        counters, self._counters = self._counters, {}
-        futures: list[Future[Any]] = [*(read.future for read in reads.values()), *counters.values()]
+        answers, self._answers = self._answers, {}
+        futures: list[Future[Any]] = [*(read.future for read in reads.values()), *answers.values()]
         futures += [install.future for install in installs.values()]
         for future in futures:
             future.set_exception(error)
@@ -319,9 +326,9 @@ def read_log(client: Client) -> Future[list[Commit]]:
             return
         commits.extend(Commit.from_entry(entry) for entry in entries)
         if len(commits) < page.result()["length"]:
-            client.counters(len(commits)).add_done_callback(take)
+            client.log_page(len(commits)).add_done_callback(take)
         else:
             everything.set_result(commits)
 
-    client.counters(0).add_done_callback(take)
+    client.log_page(0).add_done_callback(take)
     return everything

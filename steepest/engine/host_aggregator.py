@@ -11,7 +11,7 @@ import torch
 from steepest.compression.codecs import Packer, Packing, sum_of_squares
 from steepest.engine.incoming_weights import ArrivingWeights, Key
 from steepest.errors import ProtocolError
-from steepest.messages.message import WHOLE, Kind, Message, Peer, Send, server_peer, worker_peer
+from steepest.messages.message import Kind, Message, Peer, Send, server_peer, worker_peer
 from steepest.tensors.layout import ParameterLayout
 
 
@@ -106,7 +106,7 @@ class Relay:
         if reload and self._can_be_shown and message.generation > self._shown:
             self._shown = message.generation
             for worker in self._workers:
-                where = Message(Kind.WEIGHTS, message.generation, version=message.version, chunk=WHOLE)
+                where = Message(Kind.WEIGHTS_SHARED, message.generation, version=message.version)
                 where.payload = self._weights.vector
                 self._send(worker_peer(worker), where)
         for worker in self._workers:
@@ -154,7 +154,7 @@ class Relay:
 
     def _leave(self, chunk: int, pushes: list[Message], payload: torch.Tensor | None, unit: float) -> None:
         first = pushes[0]
-        message = Message(Kind.PUSH, first.generation, first.incarnation, first.sequence, first.version, chunk)
+        message = Message(Kind.HOST_PUSH, first.generation, first.incarnation, first.sequence, first.version, chunk)
         message.weight, message.total = unit, math.fsum(push.total for push in pushes)
         absent = [frozenset(push.values().get("absent", ())) for push in pushes if push.payload is not None]
         message.meta = {"pushes": [[worker, push.incarnation, push.sequence] for worker, push in self._named(pushes)]}

@@ -21,15 +21,15 @@ _DTYPES = {
 _MOST_DIMENSIONS = 64
 
 
-def state_message(sequence: int, chunk: int, about: dict[str, Any], value: torch.Tensor) -> Message:
-    """One record of optimizer state as a message."""
+def state_message(kind: Kind, sequence: int, chunk: int, about: dict[str, Any], value: torch.Tensor) -> Message:
+    """Return one record of optimizer state as a message of this kind (STATE or PUT_STATE)."""
     meta = {**about, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     payload = as_bytes(value) if value.numel() else None
-    return Message(Kind.STATE, sequence=sequence, chunk=chunk, meta=meta, payload=payload)
+    return Message(kind, sequence=sequence, chunk=chunk, meta=meta, payload=payload)
 
 
 def state_tensor(about: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:
-    """The tensor of a STATE message."""
+    """The tensor of a record."""
     dtype, shape = _form(about)
     size = 0 if payload is None else payload.numel()
     if math.prod(shape) * dtype.itemsize != size:

@@ -9,7 +9,7 @@ import torch
 from steepest.compression.codecs import Packer, Packing
 from steepest.engine.incoming_weights import ArrivingWeights
 from steepest.engine.topology import Hosts
-from steepest.messages.message import WHOLE, Kind, Message, Peer, Send, relay_peer, server_peer
+from steepest.messages.message import Kind, Message, Peer, Send, relay_peer, server_peer
 from steepest.tensors.layout import ParameterLayout
 
 
@@ -116,13 +116,13 @@ class PushPull:
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return where an arriving payload goes: weights are received where the model sees them."""
-        if message.kind is Kind.WEIGHTS and message.chunk == WHOLE and size == self._layout.nbytes:
+        if message.kind is Kind.WEIGHTS_SHARED and size == self._layout.nbytes:
             return message.payload  # only of use where it lies
         return self._weights.destination(message, size)
 
     def receive(self, source: Peer, message: Message) -> tuple[int, int] | None:
         """Take a message; return (generation, version) when the weights of that version are complete."""
-        if message.kind is Kind.WEIGHTS and message.chunk == WHOLE:
+        if message.kind is Kind.WEIGHTS_SHARED:
             if message.payload is not None and self._adopt(message.payload):
                 self._weights.vector = message.payload
             return None

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from steepest.compression.codecs import Packing
-from steepest.engine.optimizer_records import checked_state_size, state_message, state_tensor
+from steepest.engine.optimizer_records import checked_state_size, state_message
+from steepest.engine.put_states import PutStates
 from steepest.engine.server_chunk import Push, ServerChunk
 from steepest.engine.topology import Hosts
 from steepest.engine.weight_buffers import Rooms
@@ -27,8 +28,6 @@ from steepest.tensors.layout import ParameterLayout
 
 log = logging.getLogger(__name__)
 
-_MOST_PUTS = 16  # states of one client that are not installed
-
 
 @dataclass(slots=True)
 class _Arriving:
@@ -37,14 +36,6 @@ class _Arriving:
     missing: int
     squares: list[float] = field(default_factory=list)
     culprits: list[tuple[int, str]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Put:
-    """What a client wants to be the state, as far as it has come."""
-
-    weights: dict[int, torch.Tensor] = field(default_factory=dict)
-    state: list[tuple[int, dict[str, Any], torch.Tensor]] = field(default_factory=list)
 
 
 class Server:
@@ -129,10 +120,8 @@ class Server:
         self._arriving: dict[PushId, _Arriving] = {}
         self._done = Done()
         self._together_now = _Arriving(len(self._trainable))
-        self._puts: dict[tuple[Peer, int], _Put] = {}  # by who puts, and in which request
-        self._installed: dict[Peer, int] = {}  # the last request of each
+        self._puts = PutStates(index, self._chunks, send, self._make_way, checked=open_to_all)
         self._ended: dict[int, int] = {}  # by worker, the last of its lives that are over
-        self._gone: set[Peer] = set()  # whoever put something and left; it may be installed all the same
 
     @property
     def chunks(self) -> dict[int, ServerChunk]:
@@ -154,13 +143,14 @@ class Server:
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Where an arriving payload goes: a push into a staging buffer of its chunk, or it stays where it is lent."""
-        if message.kind is Kind.STATE:
+        if message.kind is Kind.PUT_STATE:
             return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
         held = self._chunks.get(message.chunk)
         sizes = [held.chunk.nbytes] if held is not None else []
-        if held is not None and message.kind is Kind.PUSH:
+        is_push = message.kind in (Kind.PUSH, Kind.HOST_PUSH)
+        if held is not None and is_push:
             sizes.append((self._packing and self._packing.size(self._layout, held.chunk)) or sizes[0])
-        if message.kind not in (Kind.PUSH, Kind.PUT) or held is None or size not in sizes:
+        if not (is_push or message.kind is Kind.PUT) or held is None or size not in sizes:
             raise ProtocolError(
                 f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server {self._index} expects "
                 f"{held.chunk.nbytes if held else 'none of it'}"
@@ -174,20 +164,27 @@ class Server:
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
         match message.kind:
-            case Kind.PUSH:
+            case Kind.PUSH | Kind.HOST_PUSH:
                 self._stage(source, message)
             case Kind.COMMIT:
                 self._commit(message)
             case Kind.DISCARD:
                 self._discard(message)
+            case Kind.REFRESH:
+                if self._is_now(message):
+                    self._refresh(message.values()["readers"])
+            case Kind.WORKER_ENDED:
+                self._end_worker(message)
+            case Kind.WORKER_JOINED:
+                self._take_in(message)
             case Kind.MEMBERS:
                 self._begin_generation(message)
+            case Kind.INSTALL_PUT:
+                self._install_between_generations(message)
             case Kind.SNAPSHOT:
                 self._snapshot(message)
-            case Kind.PUT:
-                self._receive_weights(source, message)
-            case Kind.STATE:
-                self._receive_state(source, message)
+            case Kind.PUT | Kind.PUT_STATE | Kind.REPLACE_STATE:
+                self._puts.receive(source, message)
             case _:
                 raise ProtocolError(f"a server does not take {message.kind.name}")
         if self._copies:
@@ -195,13 +192,12 @@ class Server:
 
     def lost(self, peer: Peer, reason: str) -> None:
         """The coordinator decides what a loss means; it is told once all that arrived is staged."""
-        self._installed.pop(peer, None)  # who comes in its place counts from one again
-        self._gone |= {source for source, _ in self._puts if source == peer}
+        self._puts.lost(peer)
         if self._open_to_all and peer.role == "worker":
             for push in [push for push in self._arriving if push.worker == peer.index]:
                 self._forget(push)
             self._done.forget(peer.index)
-            self._send(COORDINATOR, Message(Kind.LEFT, meta={"worker": peer.index}))
+            self._send(COORDINATOR, Message(Kind.USER_LEFT, meta={"worker": peer.index}))
 
     def tick(self, now: float) -> None:
         """A server has no deadlines of its own."""
@@ -261,7 +257,7 @@ class Server:
 
     def _pushes_of(self, source: Peer, message: Message) -> list[PushId]:
         """Whose gradient it is: the sender's, or those of workers of its host."""
-        if source.role != "relay":
+        if message.kind is Kind.PUSH:
             return [PushId(source.index, message.incarnation, message.sequence)]
         pushes = sorted(PushId(*map(int, push)) for push in message.values()["pushes"])
         served = self._hosts.relays.get(source.index, ())
@@ -307,7 +303,7 @@ class Server:
         now.missing -= 1
         if now.missing == 0:
             about = self._about(now)
-            self._send(COORDINATOR, Message(Kind.STAGED, self.generation, version=self.version, meta=about))
+            self._send(COORDINATOR, Message(Kind.VERSION_STAGED, self.generation, version=self.version, meta=about))
 
     def _count(self, push: PushId, held: ServerChunk, pulled: int) -> None:
         """One more chunk of a push is there."""
@@ -322,7 +318,7 @@ class Server:
         arriving.missing -= 1
         if arriving.missing == 0:
             del self._arriving[push]
-            about = Message(Kind.STAGED, self.generation, push.incarnation, push.sequence, pulled)
+            about = Message(Kind.PUSH_STAGED, self.generation, push.incarnation, push.sequence, pulled)
             about.meta = {"worker": push.worker, **self._about(arriving)}
             self._send(COORDINATOR, about)
 
@@ -422,22 +418,38 @@ class Server:
         self._narrow_rooms.shrink([], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size])
 
     def _discard(self, message: Message) -> None:
-        """These pushes will never be committed; whoever made them goes on with the weights as they are."""
-        if (message.generation, message.version) != (self.generation, self.version):
-            return  # a copy: the coordinator's words come in order
-        meta = message.values()
-        for push in meta["pushes"]:
-            self._forget(PushId(*push))
-        if "ended" in meta:
-            worker, life = meta["ended"]
+        """Forget pushes; their workers go on with the weights as they are."""
+        if self._is_now(message):
+            for push in message.values()["pushes"]:
+                self._forget(PushId(*push))
+            self._refresh(message.values()["readers"])
+
+    def _end_worker(self, message: Message) -> None:
+        """Forget the incomplete pushes of a life of a worker, and refuse those that come yet."""
+        if self._is_now(message):
+            meta = message.values()
+            worker, life = meta["worker"], meta["life"]
             self._ended[worker] = life
+            for push in meta["pushes"]:
+                self._forget(PushId(*push))
             for push in [push for push in self._arriving if push.worker == worker and push.incarnation <= life]:
                 self._forget(push)
-        if "joined" in meta:
-            self._members |= {meta["joined"]}  # it may have been missing when the generation began
+
+    def _take_in(self, message: Message) -> None:
+        """Take pushes of a worker from now on, and send it all weights."""
+        if self._is_now(message):
+            worker = message.values()["worker"]
+            self._members |= {worker}  # it may have been missing when the generation began
             for held in self._chunks.values():
-                self._send_weights(worker_peer(meta["joined"]), held, reload=True)
-        for worker, sequence in meta["readers"]:
+                self._send_weights(worker_peer(worker), held, reload=True)
+
+    def _is_now(self, message: Message) -> bool:
+        """Return whether a decision is about this version; otherwise it is a copy, since decisions come in order."""
+        return (message.generation, message.version) == (self.generation, self.version)
+
+    def _refresh(self, readers: Sequence[Sequence[int]]) -> None:
+        """Send workers the trainable weights as they are."""
+        for worker, sequence in readers:
             for held in reversed(self._trainable):
                 self._send_weights(worker_peer(worker), held, sequence)
 
@@ -476,22 +488,30 @@ class Server:
         if (message.generation, message.version) <= (self.generation, self.version):
             return  # a copy
         meta = message.values()
-        self.version = message.version
-        if message.generation > self.generation or not self._open_to_all:
-            self.generation = message.generation
-            self._members = frozenset(meta["workers"])
-            for held in self._trainable:
-                held.discard()
-            self._arriving.clear()
-            self._done.clear()
-            self._together_now = _Arriving(len(self._trainable))
-        for role, index, sequence in meta.get("install", ()):
-            self._install(Peer(role, index), sequence)
+        self.generation, self.version = message.generation, message.version
+        self._members = frozenset(meta["workers"])
+        for held in self._trainable:
+            held.discard()
+        self._arriving.clear()
+        self._done.clear()
+        self._together_now = _Arriving(len(self._trainable))
+        self._install(meta.get("install", ()))
         if meta["reload"]:
             for reader in dict.fromkeys(self._hosts.reader_of(worker) for worker in sorted(self._members)):
                 for held in self._chunks.values():
                     self._send_weights(reader, held, reload=True)
         self._stage_early()
+
+    def _install_between_generations(self, message: Message) -> None:
+        """Install what clients have put; pushes that are staged stay."""
+        if (message.generation, message.version) > (self.generation, self.version):
+            self.version = message.version
+            self._install(message.values()["install"])
+
+    def _install(self, puts: Iterable[Sequence[Any]]) -> None:
+        """Make what clients have put the state; each entry is (role, index, request) of a client."""
+        for role, index, sequence in puts:
+            self.refused += not self._puts.install(Peer(role, index), sequence)
 
     def _stage_early(self) -> None:
         early, self._early = self._early, []
@@ -501,53 +521,6 @@ class Server:
                 self._stage(source, push)
             except ProtocolError as error:
                 log.warning("refused %s from %s: %s", push.kind.name, source, error)
-
-    def _begin_put(self, source: Peer, message: Message) -> _Put | None:
-        """Where to put it; nowhere when it is a copy of what was installed."""
-        if message.sequence <= self._installed.get(source, 0):
-            return None
-        key = (source, message.sequence)
-        if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
-            raise ProtocolError(f"{source} has put {_MOST_PUTS} states that it has not had installed")
-        if source in self._gone or key not in self._puts:
-            self._puts = {other: put for other, put in self._puts.items() if other[0] not in self._gone}
-            self._gone.clear()
-            self._puts[key] = _Put()
-        end = Message(Kind.END, sequence=message.sequence, version=message.version, chunk=message.chunk)
-        self._send(source, end)
-        return self._puts[key]
-
-    def _install(self, source: Peer, sequence: int) -> None:
-        """Makes what a client put the state; optimizer state only together with weights of a checkpoint."""
-        put = self._puts.pop((source, sequence), None)
-        if put is None or not self._can_install(source, put):
-            return
-        if source not in self._gone:
-            self._installed[source] = sequence
-        self._puts = {key: other for key, other in self._puts.items() if key[0] != source or key[1] > sequence}
-        for index, payload in put.weights.items():
-            held = self._chunks[index]
-            if (room := self._make_way(held)) is not None:
-                held.move(room)
-            held.weights.copy_(payload)
-        if put.state:
-            for held in self._chunks.values():
-                held.clear_state()
-            for index, about, value in put.state:
-                if "name" in about:
-                    self._chunks[index].load_state(about, value)
-
-    def _can_install(self, source: Peer, put: _Put) -> bool:
-        """Whether optimizers can go on from what somebody unknown has put."""
-        if self._open_to_all and put.state:
-            try:
-                for index, held in self._chunks.items():
-                    held.try_state([(about, value) for at, about, value in put.state if at == index])
-            except ProtocolError as error:
-                self.refused += 1
-                log.warning("refused what %s has put: %s", source, error)
-                return False
-        return True
 
     def _snapshot(self, message: Message) -> None:
         meta = message.values()
@@ -560,24 +533,8 @@ class Server:
         if meta["what"] == "state":
             for held in asked:
                 for about, value in held.state():
-                    self._send(reader, state_message(message.sequence, held.chunk.index, about, value.clone()))
-        end = Message(Kind.END, self.generation, sequence=message.sequence, version=self.version)
+                    part = state_message(Kind.STATE, message.sequence, held.chunk.index, about, value.clone())
+                    self._send(reader, part)
+        end = Message(Kind.SNAPSHOT_END, self.generation, sequence=message.sequence, version=self.version)
         end.meta = {"state": meta["state"]} if "state" in meta else None
         self._send(reader, end)
-
-    def _receive_weights(self, source: Peer, message: Message) -> None:
-        if message.payload is None or message.chunk not in self._chunks:
-            raise ProtocolError(f"PUT of {message.payload} for chunk {message.chunk} at server {self._index}")
-        if (put := self._begin_put(source, message)) is not None:
-            put.weights[message.chunk] = message.payload
-
-    def _receive_state(self, source: Peer, message: Message) -> None:
-        about = dict(message.values())
-        value = torch.empty(0)
-        if "name" in about:
-            value = state_tensor(about, message.payload)
-            if (held := self._chunks.get(message.chunk)) is None:
-                raise ProtocolError(f"optimizer state for chunk {message.chunk}: server {self._index} does not hold it")
-            held.check_state(about, value)
-        if (put := self._begin_put(source, message)) is not None:
-            put.state.append((message.chunk, about, value))

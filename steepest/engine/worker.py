@@ -147,7 +147,7 @@ class Worker:
 
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message, and takes steps as long as nothing is missing."""
-        if self._stepping and message.kind is not Kind.WEIGHTS:
+        if self._stepping and message.kind not in (Kind.WEIGHTS, Kind.WEIGHTS_SHARED):
             self._deferred.append((source, message))
             self._superseded |= message.kind is Kind.MEMBERS and message.generation > self.generation
             return
@@ -161,7 +161,7 @@ class Worker:
 
     def _take(self, source: Peer, message: Message) -> None:
         match message.kind:
-            case Kind.GRANT:
+            case Kind.GRANT | Kind.LEASE:
                 if message.generation == self.generation:
                     self._take_grant(message)
             case Kind.MEMBERS:
@@ -228,11 +228,11 @@ class Worker:
     def _take_grant(self, message: Message) -> None:
         meta = message.values()
         self._stats = bool(meta.get("stats", True))
-        if "lease" not in meta:
+        if message.kind is Kind.GRANT:
             self._limit = max(self._limit, message.version)
         elif (message.generation, message.version) > self._granted:  # else it is a copy
             self._granted = (message.generation, message.version)
-            self._lease = (int(meta["lease"]), message.version)
+            self._lease = (int(meta["share"]), message.version)
             self._exchange.committed(int(meta.get("committed", 0)))
 
     def _next_share(self, version: int) -> int | None:

@@ -53,14 +53,12 @@ class Schema:
         weighs: whether its weight and total say what its payload weighs.
         header: fields of the header that mean something here, beside the version and the chunk, which always do.
         about_chunk: whether it is about one chunk, and not about all or none.
-        may_be_bare: whether it may come without any of `meta`, although parts of that belong together.
     """
 
     meta: Mapping[str, Field] = field(default_factory=dict)
     header: Mapping[str, Field] = field(default_factory=dict)
     about_chunk: bool = False
     weighs: bool = False
-    may_be_bare: bool = False
 
     @property
     def lowest_chunk(self) -> int:
@@ -70,7 +68,7 @@ class Schema:
     @property
     def needs_meta(self) -> bool:
         """Whether some of `meta` must be there."""
-        return not self.may_be_bare and any(field.needed for field in self.meta.values())
+        return any(field.needed for field in self.meta.values())
 
 
 def needed(field: Field) -> Field:
@@ -110,7 +108,6 @@ TEXT = Field(f"a text of at most {_TEXT} characters", lambda value, limits: _is_
 WORKER = Field("the index of a worker", lambda value, limits: _is_count(value, limits.workers))
 CHUNK = Field("the index of a chunk", lambda value, limits: _is_count(value, limits.chunks))
 RECORD = Field("an object", lambda value, limits: isinstance(value, dict))
-NOTHING = Field("nothing: leave it out", lambda value, limits: False)
 ANYTHING = Field("anything", lambda value, limits: True)
 
 

@@ -15,7 +15,6 @@ from steepest.messages.fields import (
     FLAG,
     HEAVIEST,
     MOST,
-    NOTHING,
     NUMBER,
     RECORD,
     TEXT,
@@ -57,19 +56,20 @@ _HISTORY = whole(
     }
 )
 _STATE = whole({"ledger": some(COUNT), "history": _HISTORY, "schedule": RECORD})  # what is missing begins anew
+_PUTS = many(row(one_of("client"), COUNT, COUNT))
 _WORD = {"word": COUNT, "state": _STATE, "schedule": RECORD}  # with copies, of whatever the coordinator decides
 _WHAT = one_of("weights", "state", "standing")
 _RECORD = {  # of optimizer state: what it is
-    "name": TEXT,
-    "key": TEXT,
-    "start": COUNT,
-    "stop": COUNT,
-    "plain": FLAG,
-    "dtype": TEXT,
-    "shape": many(COUNT),
+    "name": needed(TEXT),
+    "key": needed(TEXT),
+    "start": needed(COUNT),
+    "stop": needed(COUNT),
+    "plain": needed(FLAG),
+    "dtype": needed(TEXT),
+    "shape": needed(many(COUNT)),
 }
-_SENT = Schema(about_chunk=True)
 _PUSH = Schema({"absent": many(COUNT)}, about_chunk=True, weighs=True)
+_DISCARD = Schema({"pushes": _PUSHES, "readers": _READERS, **_WORD})
 _COMMIT = Schema(
     {
         "pushes": _PUSHES,
@@ -82,12 +82,11 @@ _COMMIT = Schema(
     },
     {"weight": FINITE},
 )
-_DISCARD = Schema({"pushes": _PUSHES, "readers": _READERS, "ended": row(WORKER, COUNT), "joined": WORKER, **_WORD})
 _MEMBERS = Schema(
     {
         "workers": needed(many(WORKER)),
         "reload": needed(FLAG),
-        "install": many(row(one_of("client"), COUNT, COUNT)),
+        "install": _PUTS,
         "again": FLAG,
         **_WORD,
     }
@@ -95,12 +94,11 @@ _MEMBERS = Schema(
 _SNAPSHOT = Schema({"reader": needed(_PEER), "what": needed(_WHAT), "chunks": many(CHUNK), "state": _STATE})
 _READ = Schema({"what": _WHAT, "chunks": many(CHUNK)})
 _WEIGHTS = Schema({"reload": FLAG}, about_chunk=True)
-_STATE_SENT = Schema({name: needed(field) for name, field in _RECORD.items()}, about_chunk=True)
-_STATE_PUT = Schema(_RECORD)  # an empty one says that there is no other
+_STATE_TENSOR = Schema(_RECORD, about_chunk=True)
 _INSTALL = Schema({"anew": FLAG, "state": nothing_or(_STATE)})
-_INSTALLED = Schema({"peer": needed(_PEER), "why": needed(TEXT)}, may_be_bare=True)  # bare, or a refusal
 _FAILURE = Schema({"reason": needed(TEXT), "culprits": _CULPRITS, "step": COUNT, "worker": WORKER, "peer": _PEER})
 _STAGED = {"squares": NUMBER, "culprits": _CULPRITS}
+_PUSH_STAGED = Schema({"worker": needed(WORKER), **_STAGED})
 _GONE = {"worker": needed(WORKER), "life": needed(COUNT), "why": needed(TEXT)}
 _REPORT = {
     "samples": needed(COUNT),
@@ -116,19 +114,20 @@ _RESULT = Schema({"step": needed(COUNT), "samples": COUNT, "bytes_pushed": COUNT
 _COMMON: Mapping[Line, Schema] = {
     (Kind.COMMIT, "coordinator", "server"): _COMMIT,
     (Kind.DISCARD, "coordinator", "server"): _DISCARD,
-    (Kind.MEMBERS, "coordinator", "server"): _MEMBERS,
     (Kind.SNAPSHOT, "coordinator", "server"): _SNAPSHOT,
     (Kind.READ, "client", "coordinator"): _READ,
     (Kind.WEIGHTS, "server", "worker"): _WEIGHTS,
     (Kind.WEIGHTS, "server", "client"): _WEIGHTS,
-    (Kind.STATE, "server", "client"): _STATE_SENT,
-    (Kind.END, "server", "client"): Schema({"state": _STATE}),
-    (Kind.PUT, "client", "server"): _SENT,
-    (Kind.STATE, "client", "server"): _STATE_PUT,
+    (Kind.STATE, "server", "client"): _STATE_TENSOR,
+    (Kind.SNAPSHOT_END, "server", "client"): Schema({"state": _STATE}),
+    (Kind.PUT, "client", "server"): Schema(about_chunk=True),
+    (Kind.PUT_STATE, "client", "server"): _STATE_TENSOR,
+    (Kind.REPLACE_STATE, "client", "server"): Schema(),
+    (Kind.PUT_RECEIVED, "server", "client"): Schema(),
     (Kind.INSTALL, "client", "coordinator"): _INSTALL,
-    (Kind.INSTALLED, "coordinator", "client"): _INSTALLED,
-    (Kind.STATS, "client", "coordinator"): Schema({"log": COUNT}),
-    (Kind.STATS, "coordinator", "client"): Schema({"log": nothing_or(many(ANYTHING)), "limit": COUNT, "length": COUNT}),
+    (Kind.INSTALLED, "coordinator", "client"): Schema(),
+    (Kind.READ_COUNTERS, "client", "coordinator"): Schema(),
+    (Kind.COUNTERS, "coordinator", "client"): Schema(),
 }
 
 #: Of a job that trains.
@@ -137,26 +136,41 @@ TRAINING: Mapping[Line, Schema] = MappingProxyType(
         **_COMMON,
         (Kind.PUSH, "worker", "server"): _PUSH,
         (Kind.PUSH, "worker", "relay"): _PUSH,
-        (Kind.PUSH, "relay", "server"): Schema({"pushes": _PUSHES, **_PUSH.meta}, about_chunk=True, weighs=True),
-        (Kind.STAGED, "server", "coordinator"): Schema({"worker": WORKER, **_STAGED}),
+        (Kind.HOST_PUSH, "relay", "server"): Schema({"pushes": _PUSHES, **_PUSH.meta}, about_chunk=True, weighs=True),
+        (Kind.VERSION_STAGED, "server", "coordinator"): Schema(_STAGED),
+        (Kind.PUSH_STAGED, "server", "coordinator"): _PUSH_STAGED,
+        (Kind.REFRESH, "coordinator", "server"): Schema({"readers": _READERS, **_WORD}),
         (Kind.LOGGED, "server", "coordinator"): Schema(),
         (Kind.WEIGHTS, "server", "relay"): _WEIGHTS,
-        (Kind.WEIGHTS, "relay", "worker"): Schema({"reload": FLAG}),  # also of all chunks: where they lie
+        (Kind.WEIGHTS, "relay", "worker"): _WEIGHTS,
+        (Kind.WEIGHTS_SHARED, "relay", "worker"): Schema(),
         (Kind.REPORT, "worker", "coordinator"): Schema(_REPORT, weighs=True),
         (Kind.JOIN, "worker", "coordinator"): Schema(),
         (Kind.FAILED, "worker", "coordinator"): Schema(
             {"error": needed(TEXT), "traceback": needed(TEXT), "kind": TEXT}
         ),
+        (Kind.MEMBERS, "coordinator", "server"): _MEMBERS,
         (Kind.MEMBERS, "coordinator", "worker"): _MEMBERS,
-        (Kind.GRANT, "coordinator", "worker"): Schema({"stats": FLAG, "lease": COUNT, "committed": COUNT}),
-        (Kind.ASK, "client", "coordinator"): Schema(
-            {"steps": needed(COUNT), "stats": FLAG, "revoke": FLAG, "stop": FLAG}
+        (Kind.WORKER_JOINED, "coordinator", "server"): Schema({"worker": needed(WORKER), **_WORD}),
+        (Kind.WORKER_ENDED, "coordinator", "server"): Schema(
+            {"worker": needed(WORKER), "life": needed(COUNT), "pushes": _PUSHES, **_WORD}
         ),
+        (Kind.GRANT, "coordinator", "worker"): Schema({"stats": FLAG}),
+        (Kind.LEASE, "coordinator", "worker"): Schema({"share": needed(COUNT), "stats": FLAG, "committed": COUNT}),
+        (Kind.ASK, "client", "coordinator"): Schema({"steps": needed(COUNT), "stats": FLAG}),
+        (Kind.REVOKE, "client", "coordinator"): Schema(),
+        (Kind.REVOKED, "coordinator", "client"): Schema(),
+        (Kind.STOP, "client", "coordinator"): Schema(),
+        (Kind.STOPPED, "coordinator", "client"): Schema(),
+        (Kind.READ_LOG, "client", "coordinator"): Schema({"first": needed(COUNT)}),
+        (Kind.LOG_PAGE, "coordinator", "client"): Schema({"log": needed(nothing_or(many(ANYTHING))), "length": COUNT}),
         (Kind.RESULT, "coordinator", "client"): _RESULT,
         (Kind.FAILURE, "coordinator", "client"): _FAILURE,
-        (Kind.LEFT, "client", "coordinator"): Schema(_GONE),
-        (Kind.LEFT, "coordinator", "client"): Schema(_GONE),
+        (Kind.GIVE_UP, "client", "coordinator"): Schema(_GONE),
+        (Kind.WORKER_LOST, "coordinator", "client"): Schema(_GONE),
+        (Kind.INSTALL_REFUSED, "coordinator", "client"): Schema({"peer": needed(_PEER), "why": needed(TEXT)}),
         (Kind.DATA, "member", "member"): Schema(),
+        (Kind.CONNECTED, "member", "member"): Schema(),
         (Kind.ABORT, "member", "member"): Schema({"reason": TEXT}),
     }
 )
@@ -170,13 +184,14 @@ OPEN: Mapping[Line, Schema] = MappingProxyType(
         (Kind.PUSH, "worker", "server"): Schema(
             {"absent": many(COUNT)}, {**_OWN, "weight": ZERO_OR_ONE, "total": ZERO_OR_ONE}, about_chunk=True
         ),
-        (Kind.STAGED, "server", "coordinator"): Schema({"worker": needed(WORKER), **_STAGED}),
-        (Kind.REPORT, "worker", "coordinator"): Schema({"pull": FLAG, "timings": NOTHING}, _OWN),
+        (Kind.PUSH_STAGED, "server", "coordinator"): _PUSH_STAGED,
+        (Kind.PUSHED, "worker", "coordinator"): Schema({"pull": FLAG}, _OWN),
+        (Kind.INSTALL_PUT, "coordinator", "server"): Schema({"install": needed(_PUTS), **_WORD}),
         (Kind.READ, "worker", "coordinator"): _READ,
-        (Kind.END, "server", "worker"): Schema(),
-        (Kind.RESULT, "coordinator", "worker"): Schema(),
-        (Kind.FAILURE, "coordinator", "worker"): Schema({"culprits": needed(_CULPRITS)}),
-        (Kind.LEFT, "server", "coordinator"): Schema({"worker": needed(WORKER)}),
+        (Kind.SNAPSHOT_END, "server", "worker"): Schema(),
+        (Kind.PUSH_COMMITTED, "coordinator", "worker"): Schema(),
+        (Kind.PUSH_REFUSED, "coordinator", "worker"): Schema({"culprits": needed(_CULPRITS)}),
+        (Kind.USER_LEFT, "server", "coordinator"): Schema({"worker": needed(WORKER)}),
     }
 )
 

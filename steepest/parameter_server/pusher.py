@@ -71,7 +71,7 @@ class Pusher:
         request = self._begin(self._sequence, wanted or {}, awaited, set())
         if self._gone is None:
             self.pushing += 1
-            report = Message(Kind.REPORT, sequence=self._sequence, version=self.version)
+            report = Message(Kind.PUSHED, sequence=self._sequence, version=self.version)
             report.meta = {} if wanted is None else {"pull": True}
             self._send(COORDINATOR, report)
             for chunk in chunks:
@@ -126,9 +126,9 @@ class Pusher:
         match message.kind:
             case _ if request is None:
                 return  # nobody waits for it any more
-            case Kind.RESULT:
+            case Kind.PUSH_COMMITTED:
                 self._finish(message.sequence, message.version)
-            case Kind.FAILURE:
+            case Kind.PUSH_REFUSED:
                 names = ", ".join(repr(name) for _, name in message.values()["culprits"] if name) or "the array"
                 self._end(message.sequence).set_exception(
                     NonFiniteError(
@@ -139,7 +139,7 @@ class Pusher:
             case Kind.WEIGHTS:
                 if message.payload is not None and message.chunk in request.chunks:
                     self._take(message, request)
-            case Kind.END:
+            case Kind.SNAPSHOT_END:
                 request.servers.discard(source.index)
                 self._look(message, request)
             case _:

@@ -119,13 +119,13 @@ class Coordinator:
         match message.kind:
             case Kind.JOIN | Kind.REPORT | Kind.FAILED if not self._is_member(source.index):
                 raise ProtocolError(f"worker {source.index} is not a member of this job")
-            case Kind.STAGED | Kind.LOGGED | Kind.LEFT if source.role == "server" and source.index not in self._servers:
+            case Kind.VERSION_STAGED | Kind.PUSH_STAGED | Kind.LOGGED if source.index not in self._servers:
                 raise ProtocolError(f"{source} is not a server of this job")
             case Kind.JOIN:
                 return self._join(source.index, message.incarnation)
             case Kind.REPORT:
                 return self._report(source.index, message)
-            case Kind.STAGED:
+            case Kind.VERSION_STAGED | Kind.PUSH_STAGED:
                 return self._staged(source.index, message)
             case Kind.FAILED:
                 return self._failed(source.index, message)
@@ -134,18 +134,25 @@ class Coordinator:
                     raise ProtocolError(f"LOGGED of version {message.version}, the last is {self.version}")
                 self.logged = max(self.logged, message.version)
                 return []
-            case Kind.LEFT:
+            case Kind.GIVE_UP:
                 return self._declared(message.values())
-            case Kind.ASK | Kind.INSTALL if message.sequence <= self._asked.get(source, 0):
+            case Kind.ASK | Kind.REVOKE | Kind.STOP | Kind.INSTALL if message.sequence <= self._asked.get(source, 0):
                 return []  # a copy of one that was taken
             case Kind.ASK:
                 return self._ask(source, message)
+            case Kind.REVOKE:
+                return self._revoke(source, message)
+            case Kind.STOP:
+                return self._stop(source, message)
             case Kind.READ:
                 return self._read(source, message)
             case Kind.INSTALL:
                 return self._install(source, message)
-            case Kind.STATS:
-                return [(source, Message(Kind.STATS, sequence=message.sequence, meta=self._look(message.values())))]
+            case Kind.READ_COUNTERS:
+                return [(source, Message(Kind.COUNTERS, sequence=message.sequence, meta=self._look()))]
+            case Kind.READ_LOG:
+                page = self._history.page(int(message.values()["first"]))
+                return [(source, Message(Kind.LOG_PAGE, sequence=message.sequence, meta=page))]
             case _:
                 raise ProtocolError(f"a coordinator does not take {message.kind.name}")
 
@@ -211,11 +218,11 @@ class Coordinator:
             lost, complete = self._staging.end(worker)
             if not complete:
                 self._leases.leave(worker)
-            meta = {"pushes": [list(push) for push in lost], "readers": [], "ended": [worker, life]}
-            out = self._to_servers(Kind.DISCARD, meta=meta) + self._go_on()
+            meta = {"worker": worker, "life": life, "pushes": [list(push) for push in lost]}
+            out = self._to_servers(Kind.WORKER_ENDED, meta=meta) + self._go_on()
         if self._client is not None:
             left = {"worker": worker, "why": reason, "life": life}
-            out.append((self._client, Message(Kind.LEFT, self.generation, version=self.version, meta=left)))
+            out.append((self._client, Message(Kind.WORKER_LOST, self.generation, version=self.version, meta=left)))
         return out
 
     def _join(self, worker: int, incarnation: int) -> Outgoing:
@@ -240,7 +247,7 @@ class Coordinator:
         """A worker joins while the others are at work, who need not hear of it."""
         meta = {"workers": sorted(self.joined), "reload": True}
         word = Message(Kind.MEMBERS, self.generation, version=self.version, meta=meta)
-        joined = self._to_servers(Kind.DISCARD, meta={"pushes": [], "readers": [], "joined": worker})
+        joined = self._to_servers(Kind.WORKER_JOINED, meta={"worker": worker})
         return [(worker_peer(worker), word), *joined, *self._go_on()]
 
     def _begin_generation(self, *, reload: bool, again: bool = False) -> Outgoing:
@@ -295,12 +302,6 @@ class Coordinator:
         self._client = source
         self._asked[source] = message.sequence
         meta = message.values()
-        if meta.get("revoke"):
-            out = self._begin_generation(reload=False)
-            stopped = Message(Kind.INSTALLED, self.generation, sequence=message.sequence, version=self.version)
-            return [*out, (source, stopped)]
-        if meta.get("stop"):
-            return self._stop(source, message)
         if self.gone:
             return self._fail(self._loss())
         if self.limit + meta["steps"] * self._per_step >= MOST:
@@ -312,8 +313,18 @@ class Coordinator:
         self.limit -= self.limit % self._per_step  # a step that was given up half-way is finished first
         return self._go_on()
 
+    def _revoke(self, source: Peer, message: Message) -> Outgoing:
+        """Take back all steps that are granted and not committed."""
+        self._client = source
+        self._asked[source] = message.sequence
+        out = self._begin_generation(reload=False)
+        revoked = Message(Kind.REVOKED, self.generation, sequence=message.sequence, version=self.version)
+        return [*out, (source, revoked)]
+
     def _stop(self, source: Peer, message: Message) -> Outgoing:
-        """Takes back what was asked for, but for whole steps that are begun."""
+        """Take back the steps that are granted and not begun."""
+        self._client = source
+        self._asked[source] = message.sequence
         busy = len(self._leases.busy)
         if self._rule.together:
             out = self._begin_generation(reload=False) if self.version < self.limit else []
@@ -321,8 +332,8 @@ class Coordinator:
             begun = self.version + (busy if self._per_step > 1 else bool(busy))
             self.limit = min(self.limit, begun + -begun % self._per_step)
             out = self._go_on()
-        told = Message(Kind.STATS, self.generation, sequence=message.sequence, meta={"limit": self.limit})
-        return [*out, (source, told)]
+        stopped = Message(Kind.STOPPED, self.generation, sequence=message.sequence, version=self.limit)
+        return [*out, (source, stopped)]
 
     def _read(self, source: Peer, message: Message) -> Outgoing:
         """Orders a snapshot between two commits, so that all servers send one version."""
@@ -343,7 +354,7 @@ class Coordinator:
         self._asked[source] = message.sequence
         self._client = source
         if self.gone:
-            return [(source, Message(Kind.INSTALLED, sequence=message.sequence, meta=self._loss()))]
+            return [(source, Message(Kind.INSTALL_REFUSED, sequence=message.sequence, meta=self._loss()))]
         self.version = self.limit = message.version
         self.logged = self.version if self._witnessed else math.inf
         step = message.version // self._per_step
@@ -366,10 +377,8 @@ class Coordinator:
             return self._begin_generation(reload=True)
         return []  # the client waits for the members
 
-    def _look(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Counters; or a page of the log."""
-        if "log" in wanted:
-            return self._history.look(int(wanted["log"]))
+    def _look(self) -> dict[str, Any]:
+        """Return the counters."""
         step = self.version // self._per_step
         taken = (Ledger(step * self._pushes) if self._rule.together else self._leases.ledger).look()
         return {"version": self.version, "generation": self.generation, "step": step, **taken, **self._history.look()}
@@ -384,7 +393,7 @@ class Coordinator:
             grants, behind = self._lease()
             if behind:
                 readers = [[worker, 0] for worker in behind]
-                return self._to_servers(Kind.DISCARD, meta={"pushes": [], "readers": readers}) + grants
+                return self._to_servers(Kind.REFRESH, meta={"readers": readers}) + grants
             return grants
         return [
             (worker_peer(worker), Message(Kind.GRANT, self.generation, version=self.limit, meta={"stats": self._stats}))
@@ -403,8 +412,8 @@ class Coordinator:
         chosen = []
         for worker, lease in self._leases.choose(self.joined, count, self._now):
             chosen.append(worker)
-            meta = {"lease": lease, "stats": self._stats, "committed": self._leases.last.get(worker, 0)}
-            grants.append((worker_peer(worker), Message(Kind.GRANT, self.generation, version=self.version, meta=meta)))
+            meta = {"share": lease, "stats": self._stats, "committed": self._leases.last.get(worker, 0)}
+            grants.append((worker_peer(worker), Message(Kind.LEASE, self.generation, version=self.version, meta=meta)))
         idle = self.joined - set(self._leases.busy) if self.version == self.limit else ()
         return grants, self._leases.behind([*chosen, *sorted(idle)], self.version)
 
@@ -426,12 +435,13 @@ class Coordinator:
     def _staged(self, server: int, message: Message) -> Outgoing:
         if message.generation != self.generation or (self._rule.together and message.version != self.version):
             return []
-        worker = message.values().get("worker")
-        if worker is None and not self._rule.together:
-            raise ProtocolError("STAGED of no worker's push")
-        if worker is not None and self._is_over(worker, message.incarnation):
-            late = [worker, message.incarnation, message.sequence]
-            return self._to_servers(Kind.DISCARD, meta={"pushes": [late], "readers": []})
+        if (message.kind is Kind.VERSION_STAGED) != self._rule.together:
+            raise ProtocolError(f"{message.kind.name} under a rule that does not commit such")
+        if message.kind is Kind.PUSH_STAGED:
+            worker = message.values()["worker"]
+            if self._is_over(worker, message.incarnation):
+                late = [worker, message.incarnation, message.sequence]
+                return self._to_servers(Kind.DISCARD, meta={"pushes": [late], "readers": []})
         self._staging.staged(server, message)
         return self._decide()
 

@@ -10,7 +10,7 @@ from steepest.messages.message import Kind, Message
 
 #: Words that are remembered: a server that lags by more cannot be brought up to date.
 WORDS = 4096
-_DECISIONS = (Kind.COMMIT, Kind.MEMBERS, Kind.DISCARD)
+_DECISIONS = (Kind.COMMIT, Kind.MEMBERS, Kind.DISCARD, Kind.REFRESH, Kind.WORKER_JOINED, Kind.WORKER_ENDED)
 
 
 class Witness:

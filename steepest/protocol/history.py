@@ -76,16 +76,18 @@ class History:
         if self._log is not None:
             self._log.clear()
 
-    def look(self, log_from: int | None = None) -> dict[str, Any]:
-        """Counters; or a page of the log, from an entry on."""
-        if log_from is None:
-            paces, slow = sorted(self.paces.items()), sorted(self._slow_since.items())
-            return {**self.counts(), "paces": paces, "slow": slow}
+    def look(self) -> dict[str, Any]:
+        """Return the counters, the pace of each worker, and since which step each straggler is slow."""
+        paces, slow = sorted(self.paces.items()), sorted(self._slow_since.items())
+        return {**self.counts(), "paces": paces, "slow": slow}
+
+    def page(self, first: int) -> dict[str, Any]:
+        """Return a page of the log from entry `first` on ("log"; None if no log is kept), and the log's length."""
         if self._log is None:
             return {"log": None}
         page: list[list[Any]] = []
         size = 0
-        for index in range(log_from, len(self._log)):
+        for index in range(first, len(self._log)):
             size += len(json.dumps(self._log[index]))
             if page and size > LOG_PAGE:
                 break

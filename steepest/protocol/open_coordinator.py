@@ -15,19 +15,18 @@ class OpenCoordinator(Coordinator):
 
     def handle(self, source: Peer, message: Message) -> Outgoing:
         """Acts on one message, see `Coordinator.handle`."""
-        if message.kind is Kind.LEFT and source.index in self._servers:
-            return self._abandon(int(message.values()["worker"]), source.index)
+        match message.kind:
+            case Kind.USER_LEFT if source.index in self._servers:
+                return self._abandon(int(message.values()["worker"]), source.index)
+            case Kind.PUSHED:
+                return self._report(source.index, message)
         return super().handle(source, message)
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """A peer's channel closed."""
+        if peer.role == "server":
+            return []  # its users see that themselves, and nothing is committed without it
         return self._abandon(peer.index, None) if peer.role == "worker" else super().lost(peer, reason)
-
-    def _is_member(self, worker: int) -> bool:
-        return True
-
-    def _join(self, worker: int, incarnation: int) -> Outgoing:
-        return []
 
     def _go_on(self) -> Outgoing:
         return []
@@ -47,14 +46,13 @@ class OpenCoordinator(Coordinator):
         self._asked[source] = message.sequence
         self.version += 1
         self._waiting.append((source, message.sequence))
-        meta = {"workers": [], "reload": False, "install": self._to_install()}
-        return self._to_servers(Kind.MEMBERS, meta=meta) + self._tell_installed()
+        return self._to_servers(Kind.INSTALL_PUT, meta={"install": self._to_install()}) + self._tell_installed()
 
     def _answer(self, chosen: tuple[Staged, ...], reports: dict[int, Report]) -> tuple[Outgoing, list[list[int]]]:
         wanting = [push for push in chosen if reports[push.worker].meta.get("pull")]
         told: Outgoing = []
         for push in (push for push in chosen if push not in wanting):
-            committed = Message(Kind.RESULT, self.generation, sequence=push.sequence, version=self.version)
+            committed = Message(Kind.PUSH_COMMITTED, self.generation, sequence=push.sequence, version=self.version)
             told.append((worker_peer(push.worker), committed))
         return told, [[push.worker, push.sequence] for push in wanting]
 
@@ -62,8 +60,9 @@ class OpenCoordinator(Coordinator):
         """Tells those who pushed why their push is not committed."""
         self._staging.take(pushes)
         out = self._to_servers(Kind.DISCARD, meta={"pushes": [list(push.id) for push in pushes], "readers": []})
+        told = {"culprits": why["culprits"]}
         for push in pushes:
-            refusal = Message(Kind.FAILURE, self.generation, sequence=push.sequence, version=self.version, meta=why)
+            refusal = Message(Kind.PUSH_REFUSED, self.generation, sequence=push.sequence, meta=told)
             out.append((worker_peer(push.worker), refusal))
         return [*out, *self._decide()]
 

@@ -90,7 +90,7 @@ class InProcessCluster:
         config = strategy or ParameterServerStrategy(num_servers=1)
         chosen = make_strategy(config)
         self.network = Network(shuffle)
-        self.network.lends = (Kind.PUSH, Kind.WEIGHTS) if lend else ()
+        self.network.lends = (Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS, Kind.WEIGHTS_SHARED) if lend else ()
         self.lives = [0] * num_workers
         self._script = Script(self, faults, model_creator, accumulate * chosen.updates)
         self._creator = self._script.creator if faults else model_creator
@@ -210,7 +210,7 @@ class InProcessCluster:
             outcome = self.client.outcomes.get()
             if isinstance(outcome, PeerLostError):
                 raise outcome
-            if outcome.kind is Kind.LEFT:
+            if outcome.kind is Kind.WORKER_LOST:
                 self.left.append(outcome)
                 self.on_left(int(outcome.values()["worker"]))
                 continue

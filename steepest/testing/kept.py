@@ -35,7 +35,7 @@ def exchange_of(worker: Worker) -> PushPull:
 
 def log_of(coordinator: Coordinator) -> list[Commit]:
     """Return the commits of a coordinator that keeps a log."""
-    return [Commit.from_entry(entry) for entry in coordinator._history.look(0)["log"]]
+    return [Commit.from_entry(entry) for entry in coordinator._history.page(0)["log"]]
 
 
 def gradient_of(worker: Worker) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from steepest.engine.server import Server
 from steepest.engine.server_chunk import ServerChunk
 from steepest.engine.worker import Worker
-from steepest.messages.message import WHOLE, Kind, Message, Peer
+from steepest.messages.message import Kind, Message, Peer
 from steepest.testing.faults import Clock, Moment
 
 #: Called with a step, a moment in it, and what has happened by then, in words.
@@ -50,7 +50,7 @@ def watch_server(server: Server, reached: Report) -> None:
     def handled(source: Peer, message: Message) -> None:
         step = server.version
         handle(source, message)
-        if message.kind is Kind.PUSH:
+        if message.kind in (Kind.PUSH, Kind.HOST_PUSH):
             reached(step, "push", f"chunk {message.chunk} has come from {source}")
 
     def sent(target: Peer, message: Message) -> None:
@@ -69,7 +69,7 @@ def watch_worker(worker: Worker, clock: Clock, reached: Report) -> None:
 
     def received(source: Peer, message: Message) -> tuple[int, int] | None:
         complete = receive(source, message)
-        if message.kind is Kind.WEIGHTS and message.chunk != WHOLE and not clock.computing:
+        if message.kind is Kind.WEIGHTS and not clock.computing:
             rest = "others are not" if complete is None else "all are"
             reached(clock.step, "pull", f"chunk {message.chunk} of version {message.version} is here, {rest}")
         return complete

@@ -149,7 +149,7 @@ class Script:
 
     def _moments(self, message: Message, source: Peer, target: Peer) -> list[tuple[Peer, Moment]]:
         """Return the moments that have come as that message is sent, each with its process."""
-        if message.kind is Kind.PUSH and target.role == "server":
+        if message.kind in (Kind.PUSH, Kind.HOST_PUSH) and target.role == "server":
             return [(target, "push")]
         if message.kind is not Kind.WEIGHTS:
             return []

@@ -1,0 +1,148 @@
+"""States that clients put on a server: chunk by chunk, installed together when the coordinator says so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from steepest.engine.optimizer_records import state_tensor
+from steepest.engine.server_chunk import ServerChunk
+from steepest.errors import ProtocolError
+from steepest.messages.message import Kind, Message, Peer, Send
+
+log = logging.getLogger(__name__)
+
+_MOST_PUTS = 16  # states of one client that are not installed
+
+
+@dataclass(slots=True)
+class _Put:
+    """What a client wants to be the state, as far as it has come."""
+
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)
+    state: list[tuple[int, dict[str, Any], torch.Tensor]] = field(default_factory=list)
+    replaces_state: bool = False
+
+
+class PutStates:
+    """The states that clients have put on one server and not had installed yet.
+
+    Args:
+        server: index of the server, for errors.
+        chunks: that it holds.
+        send: sends as the server.
+        make_way: called before a chunk's weights change; returns where the new ones go, or None for in place.
+        checked: whether an optimizer state is tried before it is installed, because anybody may have put it.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        chunks: Mapping[int, ServerChunk],
+        send: Send,
+        make_way: Callable[[ServerChunk], torch.Tensor | None],
+        *,
+        checked: bool,
+    ) -> None:
+        self._server = server
+        self._chunks = chunks
+        self._send = send
+        self._make_way = make_way
+        self._checked = checked
+        self._puts: dict[tuple[Peer, int], _Put] = {}  # by client and request
+        self._installed: dict[Peer, int] = {}  # the last request of each client
+        self._gone: set[Peer] = set()  # clients that put something and left; it may be installed all the same
+
+    def __len__(self) -> int:
+        """Return how many states have come, whole or in part, and are not installed."""
+        return len(self._puts)
+
+    def receive(self, source: Peer, message: Message) -> None:
+        """Keep a part of a state, and acknowledge it.
+
+        Raises:
+            ProtocolError: it is of no chunk of this server, does not fit its optimizer, or is one state too many.
+        """
+        held = self._chunks.get(message.chunk)
+        about = dict(message.values())
+        value = torch.empty(0)
+        if message.kind is Kind.PUT_STATE:
+            value = state_tensor(about, message.payload)
+            if held is None:
+                raise ProtocolError(
+                    f"optimizer state for chunk {message.chunk}: server {self._server} does not hold it"
+                )
+            held.check_state(about, value)
+        elif message.kind is Kind.PUT and (message.payload is None or held is None):
+            raise ProtocolError(f"PUT of {message.payload} for chunk {message.chunk} at server {self._server}")
+        put = self._begin(source, message)
+        if put is None:
+            return
+        match message.kind:
+            case Kind.PUT:
+                assert message.payload is not None
+                put.weights[message.chunk] = message.payload
+            case Kind.PUT_STATE:
+                put.state.append((message.chunk, about, value))
+            case Kind.REPLACE_STATE:
+                put.replaces_state = True
+
+    def _begin(self, source: Peer, message: Message) -> _Put | None:
+        """Return the state of which a message is a part, None for a copy of what is installed; acknowledge the part."""
+        if message.sequence <= self._installed.get(source, 0):
+            return None
+        key = (source, message.sequence)
+        if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
+            raise ProtocolError(f"{source} has put {_MOST_PUTS} states that it has not had installed")
+        if source in self._gone or key not in self._puts:
+            self._puts = {other: put for other, put in self._puts.items() if other[0] not in self._gone}
+            self._gone.clear()
+            self._puts[key] = _Put()
+        received = Message(Kind.PUT_RECEIVED, sequence=message.sequence, version=message.version)
+        self._send(source, received)
+        return self._puts[key]
+
+    def install(self, client: Peer, sequence: int) -> bool:
+        """Make what a client put in a request the state of this server, if anything has come of it.
+
+        Optimizer state is installed only together with the weights of its checkpoint. Return False, with nothing
+        changed, if no optimizer can go on from it.
+        """
+        put = self._puts.pop((client, sequence), None)
+        if put is None:
+            return True
+        if not self._can_install(client, put):
+            return False
+        if client not in self._gone:
+            self._installed[client] = sequence
+        self._puts = {key: other for key, other in self._puts.items() if key[0] != client or key[1] > sequence}
+        for index, payload in put.weights.items():
+            held = self._chunks[index]
+            if (room := self._make_way(held)) is not None:
+                held.move(room)
+            held.weights.copy_(payload)
+        if put.replaces_state:
+            for held in self._chunks.values():
+                held.clear_state()
+            for index, about, value in put.state:
+                self._chunks[index].load_state(about, value)
+        return True
+
+    def _can_install(self, client: Peer, put: _Put) -> bool:
+        if self._checked and put.replaces_state:
+            try:
+                for index, held in self._chunks.items():
+                    held.try_state([(about, value) for at, about, value in put.state if at == index])
+            except ProtocolError as error:
+                log.warning("refused what %s has put: %s", client, error)
+                return False
+        return True
+
+    def lost(self, peer: Peer) -> None:
+        """Take note that a client's channel is closed: its successor counts its requests from one again."""
+        self._installed.pop(peer, None)
+        self._gone |= {source for source, _ in self._puts if source == peer}
