@@ -34,7 +34,7 @@ class Packing(Protocol):
     lossy: bool
 
     def size(self, layout: ParameterLayout, chunk: Chunk) -> int | None:
-        """Return the bytes of a chunk in this format; None where it travels as it is."""
+        """Return a chunk's size in bytes in this format; None where it travels as it is."""
 
     def pack(
         self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors

@@ -57,6 +57,13 @@ class ServerChunk:
         checked: whether to compute squares, in which NaN and infinity show.
         keeps_mean: whether payloads may change once their mean is formed, and not only when it is
             applied.
+
+    Attributes:
+        chunk: as given.
+        weights: the chunk's bytes, flat uint8.
+        staged: the pushes that are neither committed nor dropped.
+        mean: flat, of the chunk's dtype; None before `reduce`, and where no push weighs anything.
+        absent: entries of which no push in the mean has a gradient.
     """
 
     def __init__(
@@ -126,7 +133,11 @@ class ServerChunk:
         return {worker for push in self.staged.values() for worker in push.workers}
 
     def check(self, push: PushId) -> float:
-        """Return the sum of the squares of one staged gradient; not finite when an element is not."""
+        """Return the sum of the squares of one staged gradient; not finite when an element is not.
+
+        The gradient is the mean over the push's samples; the result is 0 where squares are not
+        computed.
+        """
         staged = self.staged[push]
         if staged.payload is None or not self._checked:
             return 0.0
@@ -152,7 +163,10 @@ class ServerChunk:
         return out
 
     def reduce(self, chosen: Iterable[PushId]) -> None:
-        """Form the weighted mean of staged pushes, in the given order."""
+        """Form the weighted mean of staged pushes, added up in the given order, as `mean`.
+
+        It may be a payload itself, which must not change before `apply` then (see `keeps_mean`).
+        """
         pushes = [self.staged[push] for push in chosen]
         total = math.fsum(push.total for push in pushes)
         pushes = [push for push in pushes if push.payload is not None and push.unit != 0.0]

@@ -389,7 +389,7 @@ class Openings:
         return second, hello
 
     def _answer(self, opening: _Opening, second: bytes, hello: bytes) -> None:
-        """Name the roles of this process; a caller that means others hears that, and is refused.
+        """Send the roles of this process, and hand a caller that means them over to the transport.
 
         Raises:
             ProtocolError: the caller means other roles.
