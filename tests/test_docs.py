@@ -10,11 +10,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import ray
 
 import steepest
+from steepest.testing import InProcessCluster, linear_model_creator
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
@@ -134,6 +136,32 @@ def test_the_architecture_page_stays_short_and_names_every_module() -> None:
             f"{package.name}: the table of packages lacks {modules - named[package.name]}"
         )
     assert set(named) == {package.name for package in pkgutil.iter_modules(steepest.__path__)}
+
+
+def test_a_gradient_takes_the_way_that_the_architecture_page_describes() -> None:
+    (section,) = re.findall(r"## The way of a gradient\n(.*?)\n## ", (ROOT / "ARCHITECTURE.md").read_text(), re.DOTALL)
+    listed = re.findall(r"^\d+\. `(steepest/[\w/.]+)`", section, flags=re.MULTILINE)
+    assert len(listed) <= 10
+    cluster = InProcessCluster(linear_model_creator(), num_workers=2)
+    cluster.step(2)
+    seen: list[str] = []
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT / "steepest"):
+            name = str(path.relative_to(ROOT))
+            if name not in seen and (seen or (name == listed[0] and frame.f_code.co_name == "collect")):
+                seen.append(name)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        cluster.step(1)
+    finally:
+        sys.setprofile(before)
+    sockets = {f"steepest/transport/{name}.py" for name in ("stream", "frames", "sockets")}  # this job has none
+    way = [name for name in listed if name not in sockets]
+    assert [name for name in seen if name in way] == way
 
 
 def test_files_stay_small() -> None:
