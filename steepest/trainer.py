@@ -1,4 +1,4 @@
-"""DistributedSGD: what a user drives."""
+"""DistributedSGD: the trainer, which a user drives from one process, the driver."""
 
 from __future__ import annotations
 
@@ -49,35 +49,41 @@ _LARGEST_SEED = 2**63 - 1  # that torch takes
 
 
 class DistributedSGD:
-    """Trains one model on many workers.
+    """Train one model on many worker processes.
 
-    Starts Ray when it is not running, places the workers, builds the model on each and waits until all
-    are up. Use it as a context manager, or call `shutdown`; a trainer that is garbage-collected ends its processes with
-    a warning, and does not write the last state.
+    The constructor starts Ray when it is not running, places the workers, builds the model on each and returns when all
+    are up. Use the trainer as a context manager, or call `shutdown`. A trainer that is garbage-collected ends its
+    processes with a warning, and does not write a last checkpoint.
+
+    `step`, `fit`, `evaluate` and the other methods that need idle workers run one at a time; another thread waits. Only
+    `weights`, `stats`, `log` and `resize` may be called while workers train, from any thread or callback.
 
     Args:
-        model_creator: called as ``model_creator(worker_index, device_index)`` for each replica; returns a
-            `Model`, such as `TorchModel`. Random state is seeded alike before each call.
+        model_creator: called as ``model_creator(worker_index, device_index)`` for each replica, in the process of its
+            worker; returns a `Model`, such as `TorchModel`. Random state is seeded alike before each call.
         num_workers: worker processes; or (min, max) for as many as the cluster has room for, at the beginning and
-            later: `fit` and `step` take new ones in as nodes come, and go on without those that die when there is no
-            room for a successor for `run_config.deadlines.start` seconds. Below `min` they wait for one.
-        devices_per_worker: replicas in each of them.
-        gpu: each replica on a GPU of its own instead of the CPU.
-        strategy: "ps", "allreduce", "local", "async", "ssp", "simple", or a strategy object with its settings.
+            later: `fit` and `step` take in new workers as nodes join the cluster, and continue without a dead worker
+            when there is no room for its successor for `run_config.deadlines.start` seconds. Below `min` workers they
+            wait for one.
+        devices_per_worker: replicas in each worker.
+        gpu: whether each replica is on a GPU of its own instead of the CPU.
+        strategy: "ps", "allreduce", "local", "async", "ssp", "simple", or a strategy object.
         accumulate: batches whose gradients each replica adds up in a step, one after the other; a step covers
-            ``workers * devices * accumulate * batch_size`` samples.
+            ``num_workers * devices_per_worker * accumulate * batch_size`` samples.
         seed: of initial weights, order of samples and random state.
-        run_config: how processes are run: failures, deadlines, resources, the log.
-        checkpoints: what `fit` keeps by itself. The newest whole checkpoint that is there already is restored, and
-            `fit` leaves out as many steps as that has: so the same program, started again, ends where it would have
-            ended.
+        run_config: how processes are run: failures, deadlines, resources, the log. None for the defaults.
+        checkpoints: where `fit` keeps checkpoints, and how often. The newest whole checkpoint in that directory is
+            restored, and `fit` leaves out as many steps as it has: the same program, started again, ends where it would
+            have ended. None to keep none.
 
     Raises:
         ConfigurationError: an argument is wrong.
-        CheckpointError: kept checkpoints are of another model, optimizer or data set, or all are damaged; or another
-            driver keeps its own in that directory now.
-        ModelError, ModelRaisedError: the model is, or building it raised.
+        CheckpointError: the checkpoints are of another model, optimizer or data set, or all are damaged; or another
+            driver keeps checkpoints in that directory now.
+        ModelError: the model breaks its protocol, or workers have built different ones.
+        ModelRaisedError: building the model raised; the traceback is the cause.
         ResourcesError: the cluster cannot place the workers, ever or within `run_config.deadlines.start` seconds.
+        DeadlineError, PeerLostError: the processes did not come up.
 
     Example:
         >>> with DistributedSGD(model_creator, num_workers=2) as sgd:      # doctest: +SKIP
@@ -133,27 +139,27 @@ class DistributedSGD:
 
     @property
     def strategy(self) -> StrategyConfig:
-        """The way of training, with its settings."""
+        """The strategy that is used now."""
         return self._job.config
 
     @property
     def num_workers(self) -> int:
-        """Worker processes."""
+        """Number of worker processes now."""
         return self._job.num_workers
 
     @property
     def num_servers(self) -> int:
-        """Servers, in processes of their own or in those of workers."""
+        """Number of servers now, in processes of their own or in those of workers."""
         return self._job.num_servers
 
     @property
     def devices_per_worker(self) -> int:
-        """Replicas of each worker."""
+        """Number of replicas in each worker."""
         return self._job.devices_per_worker
 
     @property
     def accumulate(self) -> int:
-        """Batches of each replica in a step."""
+        """Number of batches that each replica computes in a step."""
         return self._job.accumulate
 
     @property
@@ -167,18 +173,19 @@ class DistributedSGD:
     # -- training ------------------------------------------------------------------------------
 
     def step(self, fetch_stats: bool = True) -> StepResult:
-        """Takes one step: one batch (or `accumulate` of them) on every replica; returns when it is committed.
+        """Take one step, of one batch (or `accumulate` batches) on every replica; return when it is committed.
 
         Args:
-            fetch_stats: compute and return loss, metrics and timings too.
+            fetch_stats: whether to compute and return loss, metrics and timings too.
 
         Raises:
+            StepError: the step was not committed, for one of these causes.
             ModelRaisedError: the model or its data raised; the traceback is the cause.
             ModelError: the model breaks its protocol: it writes to trained parameters, or a metric is no number.
             NonFiniteError: a gradient holds NaN or infinity.
             DeadlineError: the step was not committed within `run_config.deadlines.step` seconds.
-            PeerLostError: a process died.
-            ShutdownError: after `shutdown`.
+            PeerLostError: a process died and cannot be replaced.
+            ShutdownError: the trainer is shut down.
         """
         with self._idle():
             results: list[StepResult] = []
@@ -193,23 +200,23 @@ class DistributedSGD:
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
     ) -> StepResult:
-        """Takes many steps; workers drive themselves meanwhile.
+        """Take many steps, which workers start by themselves without waiting for the driver.
 
-        With `checkpoints`, the first steps that are asked for are those that were done before this process began,
-        and are left out; nothing is called for them. Steps that `step` takes are not left out.
+        With `checkpoints`, the first steps that are asked for are those that the restored checkpoint has: they are left
+        out, and no callback is called for them. Steps that `step` took are not left out.
 
         Args:
-            steps, epochs: how long; exactly one of them. An epoch ends where the data have been seen
-                once; the first may have begun before.
+            steps, epochs: how many; give exactly one of the two. An epoch ends when each sample has been seen once; the
+                first one may have begun before.
             callbacks: called for each step and event, and between epochs if they override `on_epoch_end`.
-            progress: show a progress bar on standard error.
+            progress: whether to show a progress bar on standard error.
 
         Returns:
-            The last step's result; the one that the restored checkpoint tells of, if all that is asked for was done.
+            The last step's result; that of the restored checkpoint if it has all steps that are asked for.
 
         Raises:
-            As `step`; and what a callback raises. Steps committed until then stay.
-            CheckpointError: a checkpoint could not be written; told by the next one that is due, or at the end.
+            StepError: as `step`; what a callback raises is raised too. Steps committed until then stay.
+            CheckpointError: a checkpoint could not be written; raised when the next one is due, or at the end.
         """
         with self._idle():
             return fit(self, self._keeping, self._events, self._train, steps, epochs, callbacks, progress)
@@ -228,11 +235,16 @@ class DistributedSGD:
     # -- looking -------------------------------------------------------------------------------
 
     def evaluate(self, data: Any, batch_size: int | None = None) -> EvaluationResult:
-        """Loss and metrics over a data set, shared out over the workers, with the last committed weights.
+        """Return loss and metrics over a data set, divided among the workers, with the last committed weights.
 
         Args:
-            data: what the model takes as training data, but of known length.
-            batch_size: samples at once; by default the model's own.
+            data: anything that the model takes as training data, of known length.
+            batch_size: samples in a batch; None for the model's own.
+
+        Raises:
+            ConfigurationError: there are no samples.
+            ModelRaisedError: the model or the data raised; the traceback is the cause.
+            DeadlineError: no answer came within `run_config.deadlines.call` seconds.
         """
         with self._idle():
             cluster = self._live()
@@ -256,11 +268,11 @@ class DistributedSGD:
             return EvaluationResult(loss, metrics, sum(result.samples for result in results))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """CPU copies of all parameters by name, at one version; at any time, from any thread.
+        """Return CPU copies of all parameters by name, at one version; at any time, from any thread.
 
         Frozen parameters that the model itself changes (a momentum encoder's, say) are averaged over replicas, as
-        buffers are. While training goes on, each replica tells of its own between two of its steps, which may take as
-        long as a step.
+        buffers are. During training each replica sends its own between two of its steps, which may take as long as a
+        step.
         """
         self._live()
         return self._state.weights()
@@ -297,23 +309,24 @@ class DistributedSGD:
             self._keeping.changed()
 
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
-        """Runs a function in every worker process, between steps; returns what each returned.
+        """Run a function in every worker process, between steps; return the results, in the order of workers.
 
         Raises:
             ModelRaisedError: the function raised; its traceback is the cause.
-            ConfigurationError: the function, or what it returned, cannot be pickled.
+            ConfigurationError: the function or a result cannot be pickled.
+            DeadlineError: no result came within `run_config.deadlines.call` seconds.
         """
         with self._idle():
             return self._live().call_workers(fn, view=True, what=f"run the function {name_of(fn)}")
 
     def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
-        """Runs a function on every replica of the model, in its process, between steps; raises as `foreach_worker`."""
+        """Run a function on every replica, in its process, between steps; return and raise as `foreach_worker`."""
         with self._idle():
             parts = self._live().call_workers(remote_functions.on_models, fn, what=f"run the function {name_of(fn)}")
             return [result for part in parts for result in part]
 
     def for_model(self, fn: Callable[[Model], T]) -> T:
-        """Runs a function on the first replica only; raises as `foreach_worker`."""
+        """Run a function on the first replica only; return its result, and raise as `foreach_worker`."""
         with self._idle():
             what = f"run the function {name_of(fn)}"
             result: T
@@ -321,12 +334,12 @@ class DistributedSGD:
             return result
 
     def warmup(self) -> None:
-        """Computes one gradient on every replica and throws it away, so that the first step is not the slowest."""
+        """Compute a gradient on every replica and discard it, so that the first step is not the slowest."""
         with self._idle():
             self._live().call_workers(Replicas.warmup, what="compute a gradient")
 
     def stats(self) -> Stats:
-        """Counters of the job so far."""
+        """Return the job's counters and events so far."""
         cluster = self._live()
         counters = self._wait(self._on_router(cluster.client.counters), "the coordinator's counters")
         processes = cluster.counters()
@@ -353,12 +366,12 @@ class DistributedSGD:
         )
 
     def log(self) -> CommitLog:
-        """Every commit so far: whose pushes, over which samples, computed from which version.
+        """Return every commit so far: which worker's pushes, over which samples, computed from which version.
 
-        `steepest.testing.replay` applies it serially, which gives the same weights.
+        `steepest.testing.replay` applies the log serially, which gives the same weights.
 
         Raises:
-            ConfigurationError: without ``RunConfig(keep_log=True)``.
+            ConfigurationError: no log is kept; give ``RunConfig(keep_log=True)``.
         """
         self._live()
         return self._state.log()
@@ -366,10 +379,10 @@ class DistributedSGD:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Writes a checkpoint: weights, optimizer state, buffers, and the place in the data.
+        """Write a checkpoint: weights, optimizer state, buffers, and the position in the data.
 
         Args:
-            path: a directory; a checkpoint that is there is replaced when the new one is whole.
+            path: a directory; a checkpoint in it is replaced when the new one is whole.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -378,27 +391,27 @@ class DistributedSGD:
             files.write(Path(path), self._state.collect())
 
     def restore(self, path: str | Path) -> None:
-        """Continues from a checkpoint, at any number of workers and servers, under any strategy.
+        """Continue from a checkpoint, at any number of workers and servers, under any strategy.
 
-        With the same global batch the samples go on exactly where they stopped.
+        With the same global batch, training continues at exactly the sample after the last one.
 
         Raises:
-            CheckpointError: missing, damaged, or of another model, optimizer or data set. Nothing changes then.
+            CheckpointError: it is missing, damaged, or of another model, optimizer or data set; nothing has changed.
         """
         with self._idle():
             self._state.place(files.read(Path(path)), path)
             self._keeping.restored()
 
     def set_strategy(self, strategy: str | StrategyConfig) -> None:
-        """Goes on under another strategy, from the last committed step; the workers and their models stay.
+        """Continue under another strategy from the last committed step; the workers and their models stay.
 
-        Weights, optimizer state, buffers and the place in the data are carried over exactly.
+        Weights, optimizer state, buffers and the position in the data are carried over exactly.
 
         Args:
-            strategy: as `DistributedSGD` takes it.
+            strategy: as for the constructor.
 
         Raises:
-            ConfigurationError: no such strategy, or its processes could not talk here; then nothing has changed.
+            ConfigurationError: there is no such strategy, or its processes could not talk here; nothing has changed.
         """
         with self._idle():
             self._state.reform(self._chosen(strategy, self.num_workers))
@@ -460,19 +473,23 @@ class DistributedSGD:
     def resources(
         num_workers: int = 1, devices_per_worker: int = 1, gpu: bool = False, cpus_per_worker: int = 1
     ) -> Any:
-        """What a Ray Tune trial must reserve: ``tune.with_resources(trainable, DistributedSGD.resources(2))``."""
+        """Return what a Ray Tune trial must reserve.
+
+        Example:
+            >>> tune.with_resources(trainable, DistributedSGD.resources(2))          # doctest: +SKIP
+        """
         from ray.tune import PlacementGroupFactory
 
         bundle = worker_bundle(devices_per_worker, gpu, cpus_per_worker)
         return PlacementGroupFactory([{}, *[bundle] * require_count("num_workers", num_workers)])
 
     def shutdown(self) -> None:
-        """Ends all processes of this job, and Ray if it was started here; may be called twice.
+        """End all processes of this job, and Ray if the trainer started it; a second call does nothing.
 
-        With `checkpoints`, what was trained since the last one is written before.
+        With `checkpoints`, one is written before, if steps were taken since the last one.
 
         Raises:
-            CheckpointError: it could not be written; everything has ended all the same.
+            CheckpointError: it could not be written; the processes have ended nevertheless.
         """
         self._end(None)
 
@@ -521,7 +538,7 @@ class DistributedSGD:
 
 
 def _check_creator(model_creator: object) -> None:
-    """Check that it can be called as it will be.
+    """Check that `model_creator` can be called with two arguments.
 
     Raises:
         ConfigurationError: it cannot.

@@ -1,4 +1,4 @@
-"""Strategies: frozen, validated when made."""
+"""Strategies, the ways of training: frozen, validated when made."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from steepest.errors import ConfigurationError
 
 
 def check_copies(num_servers: int | None, replication: int) -> None:
-    """At least as many servers as copies, if their number is given.
+    """Check that there are at least as many servers as copies of each chunk, if their number is given.
 
     Raises:
-        ConfigurationError: there are fewer, or either is no count.
+        ConfigurationError: there are fewer, or either number is no count.
     """
     require_count("replication", replication)
     if num_servers is not None and require_count("num_servers", num_servers) < replication:
@@ -24,7 +24,7 @@ def check_copies(num_servers: int | None, replication: int) -> None:
 
 
 def check_clip_norm(value: float | None) -> None:
-    """None, or a positive, finite number.
+    """Check that `value` is None or a positive, finite number.
 
     Raises:
         ConfigurationError: it is neither.
@@ -35,19 +35,19 @@ def check_clip_norm(value: float | None) -> None:
         )
 
 
-#: how processes talk: see `ParameterServerStrategy`
+#: the ways in which processes communicate, see `ParameterServerStrategy`
 TRANSPORTS = ("wire", "shared", "unix", "tcp", "ray")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleStrategy:
-    """Gradients averaged centrally on the driver, through Ray's object store: the reference.
+    """Average gradients on the driver, through Ray's object store: slow, and the reference for other strategies.
 
     Attributes:
         clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value is out of range.
     """
 
     name = "simple"
@@ -108,21 +108,21 @@ class _OnTheWire:
 
 @dataclass(frozen=True, kw_only=True)
 class AllreduceStrategy(_OnTheWire):
-    """Allreduce: no servers; each worker adds up and updates one slice of the weights, and all gather the slices.
+    """Allreduce without server processes: each worker sums and updates one slice of the weights, and all gather them.
 
     The optimizer's state is thereby sharded: each worker keeps that of its own slice.
 
     Attributes:
-        sharded: False for a whole copy of the optimizer's state in every worker. Each gradient then goes to every
-            other worker, which adds all of them up by itself: W - 1 times the bytes of a gradient instead of
-            2 (W - 1) / W, and one hop instead of two. By default True, and False where gradients are compressed.
-        replication: how many workers hold, and update, each slice; with 2 any one may die and nothing is lost.
-        hierarchical: on several hosts, whether the gradients of a host's workers are added up in its shared memory
-            before they leave it, and weights come to it once; otherwise every pair of workers exchanges by itself.
-        chunk_bytes: size of a chunk; by default 1/3 to 4 MB by the size of the model.
+        sharded: False for a whole copy of the optimizer's state in every worker. Each of W workers then sends its
+            gradient to every other worker, which sums them: W - 1 times the bytes of a gradient instead of
+            2 (W - 1) / W, and one hop instead of two. None for True, or False where gradients are compressed.
+        replication: how many workers hold, and update, each slice; with 2 any one worker may die without a loss.
+        hierarchical: on several hosts, whether the gradients of a host's workers are summed in its shared memory
+            before they leave it, and weights are sent to each host once; otherwise to each worker.
+        chunk_bytes: size of a chunk in bytes; None for 1/3 to 4 MB by the size of the model.
         nonfinite: what happens to an update with NaN or infinity: "refuse", "skip" or "pass", as for
             `ParameterServerStrategy`.
-        transport: how processes talk: "wire", "shared", "unix" or "tcp", as for `ParameterServerStrategy`.
+        transport: how processes communicate: "wire", "shared", "unix" or "tcp", as for `ParameterServerStrategy`.
         wire_dtype: "fp16" or "bf16" to send float32 gradients and new weights between hosts in half the bytes; a pair
             sets it for gradients and for weights. None sends them as they are.
         compression: `Int8`, `TopK` or `PowerSGD`, or "int8", "topk" or "powersgd" for their defaults. Where there is
@@ -131,7 +131,7 @@ class AllreduceStrategy(_OnTheWire):
         clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value is out of range.
 
     Example:
         >>> AllreduceStrategy(wire_dtype="bf16").name
@@ -168,7 +168,7 @@ class AllreduceStrategy(_OnTheWire):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each worker keeps a slice of the optimizer's state."""
+        """Whether each worker keeps a slice of the optimizer's state, rather than all of it."""
         return self.compression is None if self.sharded is None else self.sharded
 
 
@@ -178,21 +178,21 @@ class ParameterServerStrategy(_OnTheWire):
 
     Attributes:
         mode: which pushes make one update. "sync": the mean of all workers' gradients of a step. "async":
-            each worker's gradient by itself, as it arrives. "ssp": likewise, but no worker is more than
+            each worker's gradient by itself, as it arrives. "ssp": as "async", but no worker is more than
             `staleness` steps ahead of the slowest (stale synchronous parallel, Ho et al. 2013).
-        num_servers: server processes; by default one for each node that has workers, and at least `replication`.
-        replication: how many servers hold each chunk, on different nodes where there are several: all of them apply
-            every update, so that with 2 any server may die, and the coordinator with it, and nothing is lost.
-        chunk_bytes: size of a chunk; by default 1/3 to 4 MB by the size of the model.
-        staleness: the bound, in steps for "ssp" (3 unless given) and in updates for ``correction="drop"``.
+        num_servers: server processes; None for one for each node that has workers, and at least `replication`.
+        replication: how many servers hold each chunk, on different nodes where there are several. All of them apply
+            every update, so that with 2 any one server may die, and the coordinator with it, without a loss.
+        chunk_bytes: size of a chunk in bytes; None for 1/3 to 4 MB by the size of the model.
+        staleness: the bound, in steps for "ssp" (None for 3) and in updates for ``correction="drop"``.
         correction: what "async" and "ssp" do about gradients of older weights. None: nothing.
-            "learning_rate": the learning rate is divided by the staleness (Zhang et al. 2016). "drop": above
-            `staleness` the gradient is dropped, and its samples are computed again with new weights.
+            "learning_rate": divide the learning rate by the staleness (Zhang et al. 2016). "drop": above
+            `staleness` drop the gradient, and compute its samples again with newer weights.
         backup_workers: "sync" only: a step takes the first ``num_workers - backup_workers`` gradients (Chen
-            et al. 2016); the samples of the others return to the pool.
+            et al. 2016); the samples of the others are computed in a later step.
         nonfinite: what happens to an update with NaN or infinity. "refuse": an error that names the tensor.
             "skip": it is left out, and counted. "pass": it is applied.
-        transport: how processes talk. "wire": over shared memory and Unix-domain sockets inside a host, over TCP
+        transport: how processes communicate. "wire": over shared memory and Unix-domain sockets inside a host, over TCP
             between hosts. To force a way: "shared" (shared memory and Unix-domain sockets alone; all processes must
             be on one node), "unix" (as "wire" without shared memory), "tcp" (everywhere, as if each process were on a
             host of its own), "ray" (actor calls, for networks where no other port is open).
@@ -208,7 +208,7 @@ class ParameterServerStrategy(_OnTheWire):
             "async" and "ssp" clip each worker's gradient by itself. Not together with backup workers.
 
     Raises:
-        ConfigurationError: a value out of range, or two that do not go together.
+        ConfigurationError: a value is out of range, or two do not go together.
     """
 
     mode: str = "sync"
@@ -256,36 +256,37 @@ class ParameterServerStrategy(_OnTheWire):
 
     @property
     def name(self) -> str:
-        """As `DistributedSGD(strategy=...)` takes it."""
+        """The name for which `DistributedSGD(strategy=...)` makes such a strategy."""
         return "ps" if self.mode == "sync" else self.mode
 
     @property
     def lead(self) -> int:
-        """For "ssp": by how many steps a worker may be ahead of the slowest."""
+        """For "ssp": by how many steps at most a worker is ahead of the slowest."""
         return 3 if self.staleness is None else self.staleness
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStrategy(_OnTheWire):
-    """Local SGD: each worker trains by itself, and every `sync_every` batches what all have changed is averaged.
+    """Local SGD: each worker trains by itself, and every `sync_every` batches the workers' changes are averaged.
 
     A step is one such round: `sync_every` batches on every replica, each followed by an update of the worker's own
-    weights by the model's optimizer (whose schedule counts these updates), then one update of everybody's weights by
-    the mean of the workers' changes, with an outer optimizer. Train with "allreduce" first and go on with
+    weights by the model's optimizer (whose schedule counts these updates), then one update of all workers' weights by
+    the mean of their changes, with an outer optimizer. Train with "allreduce" first and go on with
     `DistributedSGD.set_strategy` for post-local SGD (Lin et al. 2020, arXiv:1808.07217).
 
     Attributes:
         sync_every: batches between two averagings.
         outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich 2019).
-        outer_momentum, nesterov: its momentum; DiLoCo (Douillard et al. 2023) has 0.7, 0.9 and Nesterov's.
-        num_servers: server processes; by default none, and each worker averages one slice, as in "allreduce".
-        replication: how many servers or workers hold each slice; with 2 any one may die. Only what its own optimizer
-            remembered is lost: its successor begins with the mean of the others'.
+        outer_momentum, nesterov: momentum of the outer SGD, and whether it is Nesterov's; DiLoCo (Douillard et al.
+            2023) has ``outer_lr=0.7, outer_momentum=0.9, nesterov=True``.
+        num_servers: server processes; None for no servers: each worker averages one slice, as in "allreduce".
+        replication: how many servers or workers hold each slice; with 2 any one may die. What is lost is the state of a
+            dead worker's own optimizer: its successor begins with the mean of the other workers'.
         clip_norm: the greatest norm of each worker's gradient of one batch, as for `ParameterServerStrategy`.
         hierarchical, chunk_bytes, nonfinite, transport, wire_dtype: as for `AllreduceStrategy`.
 
     Raises:
-        ConfigurationError: a value out of range, or Nesterov's momentum without momentum.
+        ConfigurationError: a value is out of range, or Nesterov's momentum is without momentum.
     """
 
     name = "local"
@@ -330,10 +331,10 @@ STRATEGY_NAMES = tuple(_BY_NAME)
 
 
 def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
-    """A strategy's settings from its name, or as given.
+    """Return the strategy with default settings that has this name; a strategy object as it is.
 
     Raises:
-        ConfigurationError: no strategy of that name.
+        ConfigurationError: there is no strategy of that name.
     """
     if isinstance(strategy, (SimpleStrategy, ParameterServerStrategy, AllreduceStrategy, LocalStrategy)):
         return strategy

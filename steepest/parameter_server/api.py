@@ -1,4 +1,4 @@
-"""ParameterServer: shared arrays that any Ray task or actor may pull, and push updates to."""
+"""ParameterServer: shared arrays that any Ray task or actor pulls, and pushes updates to."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from steepest.transport.sockets import check_ways
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_START_SECONDS = 60.0  # that servers may take at least
-_USERS_BY_CALLS = 32  # processes that may use a server by actor calls at the same time
+_START_SECONDS = 60.0  # for the servers to start, where `timeout` is shorter
+_USERS_BY_CALLS = 32  # processes that can use a server by actor calls at the same time
 
-# The connections of this process, by secret: a handle arrives anew with every task, its connection stays.
+# The connections of this process, by token: each task gets a handle of its own, the connection is kept between tasks.
 _connections: dict[bytes, Connection] = {}
 _opening = threading.RLock()
 _handles: WeakValueDictionary[int, ParameterServer] = WeakValueDictionary()  # of this process, by id
@@ -54,25 +54,26 @@ _handles: WeakValueDictionary[int, ParameterServer] = WeakValueDictionary()  # o
 class ParameterServer:
     """Arrays on server processes, which any number of Ray tasks and actors pull, and push updates to.
 
-    Each push is one update: applied on all servers or on none, at most once, in one order for everybody. A
-    pull shows all arrays at one version, never a half-applied update. The object itself is the handle:
-    pass it to tasks and actors as an argument.
+    Each push is one update: it is applied on all servers or on none, at most once, in one order for all processes. A
+    pull returns all arrays at one version, never a half-applied update. The object is a handle: pass it to tasks and
+    actors as an argument. The servers end with `shutdown`, or when no process has a handle any more.
 
     Args:
-        initial: a NumPy array or torch tensor (CPU, floating-point or integer), or a dict of them by name.
-            Any size; it is cut into chunks which are dealt to the servers.
-        num_servers: server processes; they are used at the same time.
+        initial: a NumPy array or torch tensor (CPU, floating-point or integer) of any size and shape, or a dict of them
+            by name. Arrays are cut into chunks, which are distributed over the servers.
+        num_servers: server processes, which work in parallel.
         optimizer: builds a torch optimizer over a list of parameters; pushes are then gradients, each one optimizer
             step. None for pushes that are added to the arrays.
         nonfinite: what happens to a push with NaN or infinity: "refuse" (the push raises), "skip" (it is left
-            out, and makes a version that changes nothing) or "pass".
-        transport: "wire", "shared", "unix", "tcp" or "ray": how processes talk, as for `ParameterServerStrategy`.
-            With "shared" the servers are on this process' node, and so must be all that use them.
+            out, and makes a version that changes nothing) or "pass" (it is applied).
+        transport: "wire", "shared", "unix", "tcp" or "ray": how processes communicate, as for
+            `ParameterServerStrategy`. With "shared" the servers, and all processes that use them, must be on this node.
         timeout: seconds that any call may take; the start of the servers may take a minute in any case.
-        max_in_flight: asynchronous pushes of one process; a further one waits for the first to be committed.
+        max_in_flight: asynchronous pushes of one process that can be uncommitted; one more waits for the first.
 
     Raises:
         ConfigurationError: an argument is wrong.
+        DeadlineError, PeerLostError: the servers did not come up.
 
     Example:
         >>> server = ParameterServer(np.zeros(1000), num_servers=2)          # doctest: +SKIP
@@ -142,16 +143,18 @@ class ParameterServer:
         range: tuple[int, int] | None = None,
         out: ArrayTree | None = None,
     ) -> ArrayTree:
-        """The arrays, all at one version: as they were given, one or a dict.
+        """Return the arrays, all at one version, in the form of `initial`: one array, or a dict.
 
         Args:
-            names: only this array, or a dict of only these.
-            range: only elements [begin, end) of one array, as if it were flat.
-            out: arrays to write to, instead of new ones; saves the time to allocate them.
+            names: one name for that array alone, several for a dict of those; None for all.
+            range: (begin, end) for those elements of one array, flattened.
+            out: arrays of the same shapes and dtypes to write to and return, which saves the time to allocate new ones.
 
         Raises:
-            ConfigurationError: an unknown name, a range or `out` that does not fit.
-            DeadlineError, PeerLostError, ShutdownError
+            ConfigurationError: a name is unknown, or `range` or `out` does not fit.
+            DeadlineError: no answer came within `timeout` seconds.
+            PeerLostError: a server was shut down by another process, or died.
+            ShutdownError: this handle is shut down.
         """
         chosen = [names] if isinstance(names, str) else names
         if chosen is not None and self._arrays.single:
@@ -161,45 +164,52 @@ class ParameterServer:
         return pulled[names] if isinstance(names, str) and range is None and out is None else pulled
 
     def push(self, update: ArrayTree) -> int:
-        """Pushes an update and returns when it is committed: every later pull, from anywhere, shows it.
+        """Push an update and return when it is committed: every later pull, by any process, shows it.
 
         Args:
             update: arrays of the shapes and dtypes of `initial`; of a dict, some may be left out.
 
         Returns:
-            The version that it made.
+            The version that the update made.
 
         Raises:
-            ConfigurationError: an unknown name, another shape or dtype.
-            NonFiniteError: it holds NaN or infinity (see `nonfinite`). Nothing of it was applied.
-            DeadlineError, PeerLostError, ShutdownError
+            ConfigurationError: a name is unknown, or an array has another shape or dtype; nothing was sent.
+            NonFiniteError: the update holds NaN or infinity (see `nonfinite`); nothing of it was applied.
+            DeadlineError: no answer came within `timeout` seconds; the update may still be committed.
+            PeerLostError: a server was shut down by another process, or died.
+            ShutdownError: this handle is shut down.
         """
         memory = self._owned(update)
         return self._run(lambda connection: connection.pusher.push(memory), "a push to be committed", memory)
 
     def push_async(self, update: ArrayTree) -> Future[int]:
-        """Pushes an update without waiting; the future holds the version that it made, or what went wrong.
+        """Push an update without waiting for its commit; the arrays may be changed as soon as this returns.
 
-        Several may be in flight; with `max_in_flight` of them this waits for the first. The arrays may be
-        changed as soon as it returns. When the last handle in a process goes, or the process ends, pushes in
-        flight are waited for.
+        With `max_in_flight` pushes uncommitted, this waits for the first. When the last handle of a process is deleted,
+        or the process ends, its uncommitted pushes are waited for.
+
+        Args:
+            update: as for `push`.
+
+        Returns:
+            A future of the version that the update made; it raises what the servers find, such as NonFiniteError.
 
         Raises:
-            As `push`, except that what the servers find is raised by the future.
+            ConfigurationError, DeadlineError, PeerLostError, ShutdownError: as `push`.
         """
         memory = self._owned(update)
         connection = self._connection()
         return connection.push_async(lambda: connection.pusher.push(memory), list(memory.values()))
 
     def push_pull(self, update: ArrayTree, *, out: ArrayTree | None = None) -> ArrayTree:
-        """Pushes an update and returns all arrays at just the version that it made: one round instead of two.
+        """Push an update and return all arrays at the version that it made, in one round trip instead of two.
 
         Args:
             update: as for `push`.
             out: as for `pull`.
 
         Raises:
-            As `push`.
+            ConfigurationError, NonFiniteError, DeadlineError, PeerLostError, ShutdownError: as `push`.
         """
         memory = self._arrays.bytes_of(update, "update")
         wanted, pulled = self._arrays.request(None, None, out, self._connection().recycler)
@@ -207,10 +217,10 @@ class ParameterServer:
         return pulled
 
     def empty(self) -> ArrayTree:
-        """New arrays, of all names, with anything in them, for `push_pull`: servers of this host read them in place.
+        """Return new, uninitialized arrays in the form of `initial`, which servers of this host read without a copy.
 
-        Other arrays are copied first. After a `DeadlineError` leave them as they are and take new ones: the
-        push may still be committed.
+        Fill them and give them to `push_pull`, which copies other arrays first. After a `DeadlineError` leave their
+        values alone and use new ones: the push may still be committed.
 
         Example:
             >>> update = server.empty()                                      # doctest: +SKIP
@@ -220,26 +230,27 @@ class ParameterServer:
         return self._arrays.request(None, None, None, self._connection().updates)[1]
 
     def flush(self) -> None:
-        """Waits until every asynchronous push of this process is committed or refused."""
+        """Wait until every asynchronous push of this process is committed or refused."""
         self._connection().flush()
 
     @property
     def version(self) -> int:
-        """How many updates are committed."""
+        """Number of updates committed so far."""
         counters = self._run(lambda connection: connection.client.counters(), "the version")
         return int(counters["version"])
 
     @property
     def num_servers(self) -> int:
-        """Server processes."""
+        """Number of server processes."""
         return self._access.group.num_servers
 
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything at one version: "version", "arrays", the kind of "update" and the "optimizer" state, if any.
+        """Return everything at one version: "version", "arrays", the "update" rule, and the "optimizer" state, if any.
 
-        Plain tensors in dicts and lists: `torch.save` and `torch.load` with ``weights_only=True`` keep it.
+        It consists of plain tensors in dicts and lists, as `torch.save`, and `torch.load` with ``weights_only=True``,
+        take them.
         """
         snapshot: Snapshot = self._run(lambda connection: connection.client.read("state"), "the state")
         records = [[chunk, about, value] for chunk, about, value in snapshot.records]
@@ -247,10 +258,13 @@ class ParameterServer:
         return {"version": snapshot.version, "update": self._rule, "arrays": arrays, "optimizer": records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets arrays and optimizer state to what `state_dict` of a like server gave, as a new version.
+        """Set arrays and optimizer state, which makes a new version.
+
+        Args:
+            state: what `state_dict` returned, of a parameter server of the same arrays and optimizer.
 
         Raises:
-            ConfigurationError: it is of other arrays.
+            ConfigurationError: the state is of other arrays, or of another optimizer; nothing has changed.
         """
         layout = self._arrays.layout
         if {"arrays", "optimizer"} - set(state):
@@ -273,7 +287,7 @@ class ParameterServer:
     # -- life ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Ends the servers, for everybody; may be called twice."""
+        """End the servers, for all processes; a second call does nothing."""
         if self._shut_down:
             return
         self._shut_down = True
@@ -319,7 +333,7 @@ class ParameterServer:
 
     @property
     def _rule(self) -> str:
-        """What is done with updates: "add", or the optimizer and the switches that change what state it keeps."""
+        """The update rule: "add", or the optimizer's name with the flags that change which state it keeps."""
         spec = self._arrays.spec
         if spec is None:
             return "add"
@@ -330,7 +344,7 @@ class ParameterServer:
         return self._access.group.arrays
 
     def _owned(self, update: ArrayTree) -> dict[str, torch.Tensor]:
-        """Memory of an update that may be changed before every server has read it."""
+        """Return an update's memory, copied where a server would read the caller's memory after this call returns."""
         memory = self._arrays.bytes_of(update, "update")
         return {name: part.clone() if segment_of(part) is not None else part for name, part in memory.items()}
 
@@ -355,7 +369,7 @@ class ParameterServer:
 
 
 def _handle(access: Access) -> ParameterServer:
-    """A handle in another process."""
+    """Return the handle that another process gets."""
     server = ParameterServer.__new__(ParameterServer)
     server._access = access
     _handles[id(server)] = server
@@ -380,7 +394,7 @@ def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
 
 
 def _close_lost() -> None:
-    """Closes connections to servers that are gone: a process may meet many in its life."""
+    """Close this process' connections to parameter servers that have ended; a long-lived process may use many."""
     for token, connection in list(_connections.items()):
         if not connection.turning_here and connection.lost():
             del _connections[token]
@@ -388,7 +402,7 @@ def _close_lost() -> None:
 
 
 def _flush(connection: Connection) -> None:
-    """Waits for what is in flight; what cannot be committed any more is said in the log."""
+    """Wait for a connection's uncommitted pushes; log those that cannot be committed any more."""
     try:
         if connection.pusher.pushing and not connection.turning_here:
             connection.flush()
