@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Processes may take this many times `start_timeout` to import, build the model and connect.
+#: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
 _UP_FACTOR = 4.0
 _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0

@@ -92,7 +92,7 @@ class Resize:
         """Whether all new processes are up and have their models.
 
         Raises:
-            ResourcesError: there has been no room for them for `start_timeout` seconds, or they did not come up.
+            ResourcesError: there has been no room for them for `DeadlineConfig.start` seconds, or they did not come up.
             Whatever building a model raises. The job goes on as it was, after `cancel`.
         """
         limit = self._cluster.run_config.deadlines.start
