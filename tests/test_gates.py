@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -277,7 +278,7 @@ def test_the_same_bits_as_when_steps_begin_late(
     waits = began.waits
 
     def waits_for_all(*arguments: Any, **named: Any) -> Worker:
-        return Worker(*arguments, **(named | {"wait": None}))
+        return Worker(*arguments, **(named | {"between": replace(named["between"], wait=None)}))
 
     monkeypatch.setattr("steepest.engine.job.Worker", waits_for_all)
     late = make("sync", TASK, 3, hosts=hosts)

@@ -224,7 +224,7 @@ def test_a_relay_refuses_what_is_not_of_its_host() -> None:
     cluster = hosted("two and one")
     layout = cluster.job.description.layout
     sent: list[tuple[Peer, Message]] = []
-    relay = Relay(0, layout, cluster.job.owners, (0, 1), layout.allocate(), lambda *what: sent.append(what))
+    relay = Relay(0, cluster.job.topology, layout.allocate(), lambda *what: sent.append(what))
     with pytest.raises(ProtocolError, match="not of the host"):
         relay.handle(worker_peer(2), Message(Kind.PUSH, chunk=0, weight=1.0))
     with pytest.raises(ProtocolError, match="no such size"):

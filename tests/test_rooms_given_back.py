@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from steepest.config.strategies import ParameterServerStrategy
-from steepest.engine.server import Server
+from steepest.engine.server import Server, ServerMode
+from steepest.engine.topology import Hosts, Topology
 from steepest.engine.weight_buffers import Rooms
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.tensors.layout import ParameterLayout
@@ -38,9 +39,14 @@ class Reading:
         self.layout = ParameterLayout.plan([("w", (elements,), torch.float32, True)], chunk_bytes=elements * 2)
         self.read: set[int] = set()  # by address
         self.server = Server(
-            0, self.layout, [[0]] * len(self.layout.chunks), None, allocate(self.layout.nbytes),
-            lambda peer, message: None, lambda view: view.data_ptr() in self.read, together=False,
-        )  # fmt: skip
+            0,
+            Topology(self.layout, [[0]] * len(self.layout.chunks), Hosts.apart(1, 1)),
+            None,
+            allocate(self.layout.nbytes),
+            lambda peer, message: None,
+            lambda view: view.data_ptr() in self.read,
+            mode=ServerMode(together=False),
+        )
         self.commits = 0
         self.server.handle(COORDINATOR, Message(Kind.MEMBERS, 1, version=0, meta={"workers": [0], "reload": False}))
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.engine.replicas import Replicas
+from steepest.engine.replicas import Replicas, WorkShare
 from steepest.tensors import shared_memory
 from steepest.tensors.layout import Chunk, Cut, ParameterLayout
 from steepest.tensors.shared_memory import Segment, allocate, make_writable
@@ -87,7 +87,7 @@ def test_no_page_holds_parts_of_two_chunks(
 def test_weights_whose_chunks_are_smaller_than_pages_are_not_shared(chunk_bytes: int | None, shares: bool) -> None:
     wide = Task(lambda: torch.nn.Linear(3, 3000)).creator()(0, 0)
     wide.relayout(Cut(chunk_bytes))
-    replicas = Replicas([wide], [torch.device("cpu")], first_index=0, shares=1, seed=0)
+    replicas = Replicas([wide], [torch.device("cpu")], WorkShare(first_index=0, shares=1, seed=0))
     lent = seen_elsewhere(allocate(replicas.layout.nbytes))
     assert replicas.adopt(lent) is shares
     assert (replicas.weights is lent) is shares

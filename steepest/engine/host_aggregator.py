@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from steepest.compression.codecs import Packer, Packing, sum_of_squares
+from steepest.compression.codecs import Packer, sum_of_squares
 from steepest.engine.incoming_weights import ArrivingWeights, Key
+from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
 from steepest.messages.message import Kind, Message, Peer, Send, server_peer, worker_peer
-from steepest.tensors.layout import ParameterLayout
 
 
 @dataclass(slots=True)
@@ -34,12 +34,10 @@ class Relay:
 
     Args:
         index: of the relay, and of the server beside which it lives.
-        owners: the server of each chunk.
-        workers: of the host.
+        topology: of the job, of which it serves this host's workers.
         weights: the vector, uint8 and flat; zeros but for what a server of this process holds.
         send: how to send.
         own_pending: makes copies of what has not left yet before memory changes.
-        wire_formats: how float32 chunks leave, and in which dtype they arrive; None for as they are.
         checked: whether to look for NaN and infinity, so that the server can tell whose they are.
         shown: whether workers may use the vector as their own; not where what is sent of it is a copy.
     """
@@ -47,27 +45,25 @@ class Relay:
     def __init__(
         self,
         index: int,
-        layout: ParameterLayout,
-        owners: Sequence[int],
-        workers: Sequence[int],
+        topology: Topology,
         weights: torch.Tensor,
         send: Send,
         own_pending: Callable[[torch.Tensor], None] = lambda memory: None,
         *,
-        wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None),
         checked: bool = True,
         shown: bool = True,
     ) -> None:
         self._index = index
         self._can_be_shown = shown
+        layout, (packing, pull_dtype) = topology.layout, topology.wire_formats
         self._layout = layout
-        self._owners = [server_peer(owner) for owner in owners]
-        self._workers = tuple(workers)
+        self._owners = [server_peer(servers[0]) for servers in topology.holders]
+        self._workers = topology.hosts.relays[index]
         self._send = send
         self._own_pending = own_pending
-        self._packer = Packer(layout, wire_formats[0], [True] * len(owners), own_pending)
+        self._packer = Packer(layout, packing, [True] * len(layout.chunks), own_pending)
         self._checked = checked
-        self._weights = ArrivingWeights(f"relay {index}", layout, weights, wire_formats[1])
+        self._weights = ArrivingWeights(f"relay {index}", layout, weights, pull_dtype)
         self._shown = -1  # the generation in which workers were last told where the weights lie
         self._step: Key = (-1, -1)
         self._gathering: dict[int, _Gathering] = {}  # by chunk, of that step

@@ -19,11 +19,11 @@ from steepest.engine.coordinator_role import CoordinatorRole
 from steepest.engine.host_aggregator import Relay
 from steepest.engine.local_sgd import LocalReplicas
 from steepest.engine.push_pull import PushPull
-from steepest.engine.replicas import Memory, Replicas, seed_everything
-from steepest.engine.server import Server
+from steepest.engine.replicas import Memory, Replicas, WorkShare, seed_everything
+from steepest.engine.server import Server, ServerMode
 from steepest.engine.strategy import Strategy, make_strategy
-from steepest.engine.topology import Hosts
-from steepest.engine.worker import Worker
+from steepest.engine.topology import Hosts, Topology
+from steepest.engine.worker import BetweenTurns, Worker
 from steepest.errors import ModelError
 from steepest.messages.fields import Limits
 from steepest.messages.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
@@ -127,6 +127,11 @@ class Job:
         if self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1:
             return self.hosts
         return replace(self.hosts, gathers=False)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """How the model is spread over the job's processes."""
+        return Topology(self.description.layout, self.holders, self.places, self.wire_formats)
 
     @property
     def limits(self) -> Limits:
@@ -290,36 +295,30 @@ def build_replicas(
         before: what they were bound to as part of an earlier job, which goes on being used where that can be.
         memory: for others.
     """
-    first_index, leased = worker * job.devices_per_worker, not job.strategy.rule.together
+    share = WorkShare(
+        first_index=worker * job.devices_per_worker,
+        shares=job.shares,
+        seed=job.seed,
+        accumulate=job.accumulate,
+        updates=job.strategy.updates,
+        leased=not job.strategy.rule.together,
+    )
     replicas: Replicas
     if isinstance(job.config, LocalStrategy):
         replicas = LocalReplicas(
             models,
             devices,
             job.description.optimizer_spec,
-            first_index=first_index,
-            shares=job.shares,
-            seed=job.seed,
-            accumulate=job.accumulate,
-            updates=job.strategy.updates,
+            share,
             updates_before=job.updates_before,
             clip_norm=job.config.clip_norm,
             memory=memory,
         )
-    elif type(before) is Replicas and before.leased == leased and before.layout.chunks == models[0].layout.chunks:
-        before.renumber(first_index, job.shares)
+    elif type(before) is Replicas and before.leased == share.leased and before.layout.chunks == models[0].layout.chunks:
+        before.renumber(share.first_index, share.shares)
         return before
     else:
-        replicas = Replicas(
-            models,
-            devices,
-            first_index=first_index,
-            shares=job.shares,
-            seed=job.seed,
-            accumulate=job.accumulate,
-            leased=leased,
-            memory=memory,
-        )
+        replicas = Replicas(models, devices, share, memory)
     if before is not None:
         replicas.go_on_from(before)
     return replicas
@@ -357,18 +356,17 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
     peer = server_peer(index)
     server = Server(
         index,
-        job.description.layout,
-        job.holders,
+        job.topology,
         job.server_spec,
         weights,
         router.sender(peer),
         router.in_use,
         own_pending=router.own_pending if shared else None,
-        in_workers=job.strategy.in_workers,
-        together=job.strategy.rule.together,
-        wire_formats=job.wire_formats,
-        hosts=job.places,
-        checked=job.strategy.nonfinite != "pass" or job.strategy.clip_norm is not None,
+        mode=ServerMode(
+            together=job.strategy.rule.together,
+            in_workers=job.strategy.in_workers,
+            checked=job.strategy.nonfinite != "pass" or job.strategy.clip_norm is not None,
+        ),
     )
     _host(router, job, peer, server)
     return server
@@ -384,13 +382,10 @@ def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor, *, s
     peer = relay_peer(index)
     relay = Relay(
         index,
-        job.description.layout,
-        job.owners,
-        job.places.relays[index],
+        job.topology,
         weights,
         router.sender(peer),
         router.own_pending,
-        wire_formats=job.wire_formats,
         checked=job.strategy.nonfinite != "pass",
         shown=shown,
     )
@@ -417,9 +412,7 @@ def host_worker(
     alone = job.num_workers == 1
     adopt = _refuse if job.servers_in_workers else replicas.adopt  # it stays with the vector that its server updates
     own = index if job.strategy.in_workers else None
-    exchange = PushPull(
-        index, replicas.layout, job.holders, replicas.weights, send, job.places, job.wire_formats, adopt, own
-    )
+    exchange = PushPull(index, job.topology, replicas.weights, send, adopt, own)
     replicas.use_packer(exchange.packer)
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
     # where all contribute to each version, no weights come before a worker has computed its gradient
@@ -431,9 +424,7 @@ def host_worker(
         send,
         members=job.num_workers,
         incarnation=incarnation,
-        pump=pump,
-        flush=router.pump,
-        wait=early,
+        between=BetweenTurns(pump=pump, flush=router.pump, wait=early),
     )
     replicas.use_plan(job.plan(), job.seed)
     _host(router, job, peer, worker)

@@ -10,7 +10,15 @@ import torch
 
 from steepest.checkpoint.files import Record, assemble, disassemble
 from steepest.compression.codecs import sum_of_squares
-from steepest.engine.replicas import Batches, ChunkReady, Memory, Replicas, WorkerResult, summarize_batches
+from steepest.engine.replicas import (
+    Batches,
+    ChunkReady,
+    Memory,
+    Replicas,
+    WorkerResult,
+    WorkShare,
+    summarize_batches,
+)
 from steepest.engine.server_chunk import ServerChunk
 from steepest.models.protocol import Arrive, Model
 from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
@@ -44,28 +52,15 @@ class LocalReplicas(Replicas):
         models: Sequence[Model],
         devices: Sequence[torch.device],
         spec: OptimizerSpec,
+        share: WorkShare,
         *,
-        first_index: int,
-        shares: int,
-        seed: int,
-        accumulate: int,
-        updates: int,
         updates_before: Callable[[int], int],
         clip_norm: float | None,
         memory: Memory | None = None,
     ) -> None:
-        super().__init__(
-            models,
-            devices,
-            first_index=first_index,
-            shares=shares,
-            seed=seed,
-            accumulate=accumulate,
-            updates=updates,
-            memory=memory,
-        )
-        self._accumulate = accumulate
-        self._updates = updates
+        super().__init__(models, devices, share, memory)
+        self._accumulate = share.accumulate
+        self._updates = share.updates
         self._updates_before = updates_before
         self._clip_norm = clip_norm
         self._schedule = Schedule(spec)

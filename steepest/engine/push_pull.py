@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from steepest.compression.codecs import Packer, Packing
+from steepest.compression.codecs import Packer
 from steepest.engine.incoming_weights import ArrivingWeights
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import Topology
 from steepest.messages.message import Kind, Message, Peer, Send, relay_peer, server_peer
-from steepest.tensors.layout import ParameterLayout
 
 
 class PushPull:
@@ -22,9 +21,8 @@ class PushPull:
 
     Args:
         worker: its index.
+        topology: all holders of a chunk are pushed to; those of other hosts through this host's relay, if it has one.
         weights: the flat vector that new weights are written to.
-        holders: the servers of each chunk, which all get what is pushed.
-        hosts: where everybody runs; who has a relay pushes to servers of other hosts through it.
         adopt: called with a flat vector of weights that all workers of this host share; returns whether the models use
             it from now on.
         own: the server of the worker's own process, if it has one: what they exchange does not count as bytes moved.
@@ -39,21 +37,19 @@ class PushPull:
     def __init__(
         self,
         worker: int,
-        layout: ParameterLayout,
-        holders: Sequence[Sequence[int]],
+        topology: Topology,
         weights: torch.Tensor,
         send: Send,
-        hosts: Hosts,
-        wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None),
         adopt: Callable[[torch.Tensor], bool] = lambda weights: False,
         own: int | None = None,
     ) -> None:
         self.bytes_pushed = self.bytes_pulled = 0
         self._own = None if own is None else server_peer(own)
+        layout, holders, hosts = topology.layout, topology.holders, topology.hosts
         self._layout = layout
         self._send = send
         self._adopt = adopt
-        packing, pull_dtype = wire_formats
+        packing, pull_dtype = topology.wire_formats
         relay = hosts.relay_of(worker) if packing is None or not packing.lossy else None  # each packs its own
         self._targets = [
             [

@@ -60,6 +60,27 @@ def memory_for(layout: ParameterLayout) -> Memory:
     return layout.allocate(), allocate(layout.nbytes).zero_()
 
 
+@dataclass(frozen=True)
+class WorkShare:
+    """Which part of each step's work is a worker's.
+
+    Attributes:
+        first_index: index of its first replica among all replicas of the job.
+        shares: of a step, one for each worker whose gradient it takes.
+        seed: of the job.
+        accumulate: micro-batches that each replica computes one after the other for one gradient.
+        updates: gradients of a step, see `steepest.engine.local_sgd`.
+        leased: whether shares come one by one, so that the next one is not known beforehand.
+    """
+
+    first_index: int
+    shares: int
+    seed: int
+    accumulate: int = 1
+    updates: int = 1
+    leased: bool = False
+
+
 class Replicas:
     """All replicas of one worker, on its devices.
 
@@ -72,12 +93,7 @@ class Replicas:
     Args:
         models: one for each device, in order.
         devices: of the models.
-        first_index: index of the first replica among all replicas of the job.
-        shares: of a step, one for each worker whose gradient it takes.
-        seed: of the job.
-        accumulate: micro-batches that each replica computes one after the other for one gradient.
-        updates: gradients of a step, see `steepest.engine.local_sgd`.
-        leased: whether shares come one by one, so that the next one is not known beforehand.
+        share: of the job's work.
         memory: for weights and gradients, see `memory_for`.
 
     Attributes:
@@ -94,25 +110,20 @@ class Replicas:
         self,
         models: Sequence[Model],
         devices: Sequence[torch.device],
-        *,
-        first_index: int,
-        shares: int,
-        seed: int,
-        accumulate: int = 1,
-        updates: int = 1,
-        leased: bool = False,
+        share: WorkShare,
         memory: Memory | None = None,
     ) -> None:
         self.models = tuple(models)
         self.layout = models[0].layout
         self.weights, self._sum = memory or (self.layout.allocate(), allocate(self.layout.nbytes))
         self._memory = self.weights
-        self.first_index = first_index
-        self.worker = first_index // len(models)
-        self._shares = shares
-        self._micros = accumulate * updates
-        self.leased = leased
-        self._seed = seed
+        accumulate = share.accumulate
+        self.first_index = share.first_index
+        self.worker = share.first_index // len(models)
+        self._shares = share.shares
+        self._micros = accumulate * share.updates
+        self.leased = share.leased
+        self._seed = share.seed
         self._devices = tuple(devices)
         scratch = self._sum if len(models) * accumulate == 1 else self.layout.allocate()
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from steepest.compression.codecs import Packing
 from steepest.engine.optimizer_records import checked_state_size, state_message
 from steepest.engine.put_states import PutStates
 from steepest.engine.server_chunk import Push, ServerChunk
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import Topology
 from steepest.engine.weight_buffers import Rooms
 from steepest.errors import ProtocolError
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, worker_peer
@@ -24,7 +23,6 @@ from steepest.protocol.commit_rules import PushId
 from steepest.protocol.decision_log import Witness
 from steepest.protocol.push_tracking import MOST_CULPRITS, MOST_PUSHES, Done
 from steepest.tensors.half_precision import narrow, narrow_size
-from steepest.tensors.layout import ParameterLayout
 
 log = logging.getLogger(__name__)
 
@@ -38,65 +36,70 @@ class _Arriving:
     culprits: list[tuple[int, str]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class ServerMode:
+    """What servers do differently in the modes of training.
+
+    Attributes:
+        together: every member contributes to every version: pushes are reduced as they arrive.
+        in_workers: each server lives in the process of the worker of its index, which takes the server's weights there.
+        open_to_all: anybody may push, members or not.
+        checked: the size of gradients is computed, and with it NaN and infinity are found.
+    """
+
+    together: bool = True
+    in_workers: bool = False
+    open_to_all: bool = False
+    checked: bool = True
+
+
 class Server:
     """One server's chunks: a state machine over messages.
 
     Args:
         index: of the server.
-        holders: the servers of each chunk, for all chunks of the layout: the first answers for it, the others have
-            copies.
+        topology: of the job.
         spec: the optimizer; None to add what is pushed to the weights.
         weights: the flat vector; this server's chunks in it are read now and updated in place.
         send: how to send.
         in_use: whether somebody may be reading weights where they lie, or has yet to be sent them.
-        in_workers: whether each server lives in the process of the worker of its index, which gets from it what it has.
         own_pending: makes copies for those; None to make the new weights elsewhere.
-        wire_formats: how workers of other hosts push float32 chunks, and in which dtype they pull them; None for as
-            they are.
-        hosts: where everybody runs, and which workers have a relay; None when all are apart.
-        together: whether every member contributes to every version: pushes are reduced as they arrive.
-        open_to_all: whether anybody may push, members or not.
-        checked: whether to compute the size of gradients, and with it to look for NaN and infinity.
+        mode: of training, as far as servers are concerned.
     """
 
     def __init__(
         self,
         index: int,
-        layout: ParameterLayout,
-        holders: Sequence[Sequence[int]],
+        topology: Topology,
         spec: OptimizerSpec | None,
         weights: torch.Tensor,
         send: Send,
         in_use: Callable[[torch.Tensor], bool] = lambda weights: False,
         *,
-        in_workers: bool = False,
         own_pending: Callable[[torch.Tensor], None] | None = None,
-        wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None),
-        hosts: Hosts | None = None,
-        together: bool = True,
-        open_to_all: bool = False,
-        checked: bool = True,
+        mode: ServerMode = ServerMode(),
     ) -> None:
         self.version = 0
         self.generation = 0
         self.refused = 0
         self._index = index
         self._send = send
-        self._in_workers = in_workers
+        layout, holders = topology.layout, topology.holders
+        self._in_workers = mode.in_workers
         self._holders = holders
         self._copies = any(len(servers) > 1 for servers in holders)
         self.witness = Witness()
         self._own_pending = own_pending
         self._in_use = in_use
-        self._packing, self._pull_dtype = wire_formats
-        self._hosts = hosts or Hosts.apart(0, index + 1)
+        self._packing, self._pull_dtype = topology.wire_formats
+        self._hosts = topology.hosts
         self._host = self._hosts.servers[index]
         self._rooms = Rooms(layout.nbytes, in_use, weights)
         self._narrow_rooms = Rooms(layout.nbytes // 2, in_use)  # of what workers pull narrow
         self._narrowed: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}  # by chunk: of which version, its bytes
-        self._together = together
-        self._checked = checked
-        self._open_to_all = open_to_all
+        self._together = mode.together
+        self._checked = mode.checked
+        self._open_to_all = mode.open_to_all
         self._layout = layout
         self._chunks = {
             chunk.index: ServerChunk(
@@ -104,7 +107,7 @@ class Server:
                 layout,
                 spec,
                 layout.chunk_view(weights, chunk.index),
-                checked,
+                mode.checked,
                 keeps_mean=len(holders[chunk.index]) > 1,
             )
             for chunk in layout.chunks
@@ -120,7 +123,7 @@ class Server:
         self._arriving: dict[PushId, _Arriving] = {}
         self._done = Done()
         self._together_now = _Arriving(len(self._trainable))
-        self._puts = PutStates(index, self._chunks, send, self._make_way, checked=open_to_all)
+        self._puts = PutStates(index, self._chunks, send, self._make_way, checked=mode.open_to_all)
         self._ended: dict[int, int] = {}  # by worker, the last of its lives that are over
 
     @property

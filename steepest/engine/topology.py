@@ -1,11 +1,16 @@
-"""The hosts of a job's processes, and the relays that serve the workers of one host."""
+"""Which of a job's processes share a host, which of them hold a chunk, and how it travels between them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
+from steepest.compression.codecs import Packing
 from steepest.messages.message import Peer, relay_peer, worker_peer
+from steepest.tensors.layout import ParameterLayout
 
 
 @dataclass(frozen=True)
@@ -63,3 +68,21 @@ class Hosts:
     def beside(self, worker: int, server: int) -> bool:
         """Return whether a worker and a server share a host."""
         return self.workers[worker] == self.servers[server]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How a model is spread over the processes of a job, the same in all of them.
+
+    Attributes:
+        layout: of the model.
+        holders: the servers of each chunk: the first answers for it, the others have copies, updated alike.
+        hosts: where workers and servers run, and which workers have a relay.
+        wire_formats: how float32 chunks are pushed to servers of other hosts, and in which dtype they are pulled from
+            there; None for as they are.
+    """
+
+    layout: ParameterLayout
+    holders: Sequence[Sequence[int]]
+    hosts: Hosts
+    wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None)

@@ -50,6 +50,22 @@ class _Computed:
     pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
 
 
+@dataclass(frozen=True)
+class BetweenTurns:
+    """What a worker has the router of its process do in the middle of a step, which is one turn of that router.
+
+    Attributes:
+        pump: called between pushes, so that bytes move during the backward pass.
+        flush: called before a step, so that messages of other roles of this process do not wait for its end.
+        wait: takes another turn in the middle of the step, so that it may begin before all weights are here; None to
+            begin when they are.
+    """
+
+    pump: Callable[[], None]
+    flush: Callable[[], None]
+    wait: Callable[[], None] | None
+
+
 class Worker:
     """One worker's loop as a state machine over messages.
 
@@ -63,10 +79,7 @@ class Worker:
         send: how to send.
         members: number of workers; the share of each in a step that all of them take together.
         incarnation: which life of this worker.
-        pump: called between pushes, so that bytes move during the backward pass.
-        flush: called before a step, so that what other roles of this process have to say does not wait for its end.
-        wait: takes one turn of this process' router in the middle of a step, so that it may begin before all weights
-            are here; None to begin when they are.
+        between: what it has the process' router do in the middle of a step.
     """
 
     def __init__(
@@ -78,9 +91,7 @@ class Worker:
         *,
         members: int = 1,
         incarnation: int = 0,
-        pump: Callable[[], None] = lambda: None,
-        flush: Callable[[], None] = lambda: None,
-        wait: Callable[[], None] | None = None,
+        between: BetweenTurns,
     ) -> None:
         self.version = -1
         self.generation = 0
@@ -90,9 +101,9 @@ class Worker:
         self._send = send
         self._members = members
         self._incarnation = incarnation
-        self._pump = pump
-        self._flush = flush
-        self._wait = wait
+        self._pump = between.pump
+        self._flush = between.flush
+        self._wait = between.wait
         self._stepping = self._stopped = False
         self._arriving: Key | None = None  # the weights of the step that is being taken, until all are here
         self._deferred: list[tuple[Peer, Message]] = []  # what came in the middle of a step

@@ -9,7 +9,8 @@ import torch
 
 from steepest.engine.client import Client
 from steepest.engine.coordinator_role import CoordinatorRole
-from steepest.engine.server import Server
+from steepest.engine.server import Server, ServerMode
+from steepest.engine.topology import Hosts, Topology
 from steepest.messages.fields import Limits
 from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.messages.permissions import OPEN, Admission
@@ -58,15 +59,12 @@ class ServerGroup:
         peer = server_peer(index)
         server = Server(
             index,
-            self.arrays.layout,
-            self.holders,
+            Topology(self.arrays.layout, self.holders, Hosts.apart(0, self.num_servers)),
             self.arrays.spec,
             weights,
             router.sender(peer),
             router.in_use,
-            together=False,
-            open_to_all=True,
-            checked=self.nonfinite != "pass",
+            mode=ServerMode(together=False, open_to_all=True, checked=self.nonfinite != "pass"),
         )
         router.host(peer, server)
         router.admit(self.admission)

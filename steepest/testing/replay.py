@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from steepest.engine.host_aggregator import Relay
 from steepest.engine.job import Job, ModelCreator, build_models, build_replicas
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Replicas, all_states, mean_states
-from steepest.engine.server import Server
+from steepest.engine.server import Server, ServerMode
 from steepest.engine.strategy import make_strategy
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind, Message, Peer, relay_peer, worker_peer
@@ -112,16 +113,11 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
         layout.write(weights, carried.weights)
     server = Server(
         0,
-        layout,
-        [(0,)] * len(layout.chunks),
+        replace(job.topology, holders=[(0,)] * len(layout.chunks)),
         job.server_spec,
         weights,
         lambda peer, message: None,
-        together=False,
-        open_to_all=True,
-        wire_formats=job.wire_formats,
-        hosts=job.places,
-        checked=strategy.nonfinite != "pass",
+        mode=ServerMode(together=False, open_to_all=True, checked=strategy.nonfinite != "pass"),
     )
     server.version = log.start
     for chunk, about, value in disassemble(layout, carried.state, carried.plain) if carried is not None else ():
@@ -212,15 +208,12 @@ class _Senders:
         self._relays = {
             index: Relay(
                 index,
-                job.description.layout,
-                job.owners,
-                workers,
+                job.topology,
                 job.description.layout.allocate(),
                 partial(self._arrive, relay_peer(index)),
-                wire_formats=job.wire_formats,
                 checked=job.strategy.nonfinite != "pass",
             )
-            for index, workers in job.places.relays.items()
+            for index in job.places.relays
         }
 
     def exchange(self, worker: int, incarnation: int) -> PushPull:
@@ -232,9 +225,9 @@ class _Senders:
         """
         life, exchange = self._exchanges.get(worker, (-1, None))
         if exchange is None or life != incarnation:
-            job, layout = self._job, self._job.description.layout
+            memory = self._job.description.layout.allocate()
             send = partial(self._arrive, worker_peer(worker))
-            exchange = PushPull(worker, layout, job.holders, layout.allocate(), send, job.places, job.wire_formats)
+            exchange = PushPull(worker, self._job.topology, memory, send)
             self._exchanges[worker] = incarnation, exchange
         return exchange
 
