@@ -154,7 +154,7 @@ def test_within_bounds_it_uses_what_the_cluster_has(ray_cluster: None) -> None:
     """Two of eight CPUs are free, then one more; then a worker dies, whose place is taken by another."""
     taken = [ray.util.placement_group([{"CPU": 1.0}]) for _ in range(6)]
     ray.get([group.ready() for group in taken])
-    task = Task(optimizer=sgd(lr=0.01), data=samples(600), batch_size=1)
+    task = Task(optimizer=sgd(lr=0.01), data=samples(20_000), batch_size=1)  # in one epoch, whose last step is smaller
     while ray.available_resources().get("CPU", 0.0) != 2.0:  # until earlier jobs have given theirs back
         ray.wait([taken[0].ready()], timeout=1.0)
     try:
