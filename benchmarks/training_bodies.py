@@ -45,7 +45,7 @@ STRATEGIES = ("ps", "allreduce")
 CLIENT = Peer("client", 0)
 
 
-def job_team(
+def job_team(  # noqa: PLR0913 - each is given by name
     spaces: list[Namespace],
     workload: str,
     strategy: str,

@@ -91,7 +91,7 @@ class DistributedSGD:
         ...     print(sgd.evaluate(test_set))
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords of a user, most of them optional
         self,
         model_creator: ModelCreator,
         num_workers: int | tuple[int, int] = 1,

@@ -211,7 +211,7 @@ class Cluster:
         self._client_index = secrets.randbelow(1 << 31)
         self._wire(workers, servers, job, initial, held)
 
-    def reform(
+    def reform(  # noqa: PLR0915 - all that a job is, put together anew in one order
         self,
         config: StrategyConfig,
         step: int,

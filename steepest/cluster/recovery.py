@@ -181,7 +181,7 @@ class Recovery:
             return False  # its servers would start anew for it, which takes as long as a worker
         return all(peer.role == "worker" for peer in dead) and left >= max(2, cluster.successors.least)
 
-    def _rebuild(self, dead: dict[Peer, str], added: dict[Peer, Any] | None) -> None:
+    def _rebuild(self, dead: dict[Peer, str], added: dict[Peer, Any] | None) -> None:  # noqa: PLR0915
         cluster, job = self._cluster, self._cluster.job
         role = "worker" if job.strategy.in_workers else "server"  # of the processes that hold chunks
         cluster.extend_deadline()

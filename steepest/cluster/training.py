@@ -96,7 +96,7 @@ class Training:
         """Steps committed, as far as the driver has heard."""
         return self.cluster.step
 
-    def take(self, steps: int, stats: bool, on_step: Callable[[int, Message], None]) -> None:
+    def take(self, steps: int, stats: bool, on_step: Callable[[int, Message], None]) -> None:  # noqa: PLR0915
         """Grants steps and hands on each result; takes back what is not used when anything raises."""
         self._began = time.monotonic()
         goal, self.running = self.step + steps, True

@@ -348,7 +348,7 @@ class Successors:
         if len(ray.wait(start.building, num_returns=2, timeout=0)[0]) == 2 and not self._again(index, start):
             self._join(index, start)
 
-    def _join(self, index: int, start: Start) -> None:
+    def _join(self, index: int, start: Start) -> None:  # noqa: PLR0915 - one order of steps
         """The process that starts in the place of a worker takes part; if it dies in doing so, it has a successor."""
         cluster, peer, actor, cause = self._cluster, worker_peer(index), start.actor, start.cause
         job, run_config = cluster.job, cluster.run_config

@@ -71,7 +71,7 @@ def ring_allreduce(
     """
     check_reduction(tensor, op)
     wire = _Wire(tensor.dtype, wire_dtype)
-    size, rank, combine = collective.size, collective.rank, OPS[op]
+    size, rank = collective.size, collective.rank
     left, right = (rank - 1) % size, (rank + 1) % size
     given = tensor.detach().contiguous().view(-1)
     result = torch.empty_like(given)
@@ -93,11 +93,8 @@ def ring_allreduce(
         work.wait()
         place = whole[(rank - hop) % size][piece]
         if hop < size:
-            total = wire.unpack(arrived)
-            combine(total, own[(rank - hop) % size][piece], out=total)
-            if hop == size - 1 and op == "mean":
-                total /= size
-            arrived = wire.pack(total)
+            mean_of = size if hop == size - 1 and op == "mean" else 1
+            arrived = wire.pack(_combined(wire.unpack(arrived), own[(rank - hop) % size][piece], op, mean_of))
         if hop >= size - 1:  # finished, and rounded, by its owner
             wire.unpack(arrived, place)
         if hop < 2 * size - 2:
@@ -109,6 +106,14 @@ def ring_allreduce(
     for work in sent:
         work.wait()
     return result.view(tensor.shape)
+
+
+def _combined(total: torch.Tensor, piece: torch.Tensor, op: str, mean_of: int) -> torch.Tensor:
+    """Return a piece reduced into `total`, in place, divided by a number of members."""
+    OPS[op](total, piece, out=total)
+    if mean_of > 1:
+        total /= mean_of
+    return total
 
 
 def _cut(vector: torch.Tensor, size: int) -> list[tuple[torch.Tensor, ...]]:

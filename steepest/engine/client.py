@@ -205,7 +205,7 @@ class Client:
             return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
         raise ProtocolError(f"a client takes no {message.kind.name} of {size} bytes for chunk {message.chunk}")
 
-    def handle(self, source: Peer, message: Message) -> None:
+    def handle(self, source: Peer, message: Message) -> None:  # noqa: PLR0915 - one case for each kind
         """Acts on one message."""
         match message.kind:
             case Kind.WORKER_LOST:

@@ -80,7 +80,7 @@ class TorchModel:
         ['bias', 'weight']
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords of a user, most of them optional
         self,
         module: torch.nn.Module,
         *,
@@ -94,8 +94,7 @@ class TorchModel:
         autocast: torch.dtype | None = None,
         loss_scale: float = 1.0,
     ) -> None:
-        if not isinstance(module, torch.nn.Module):
-            raise ModelError(f"module is a {type(module).__name__}: give a torch.nn.Module")
+        _check_module(module)
         if loss is None and type(self).loss is TorchModel.loss:
             raise ModelError("no loss: give loss=, or subclass TorchModel and write loss(self, batch)")
         if autocast not in (None, torch.bfloat16, torch.float16):
@@ -109,22 +108,10 @@ class TorchModel:
         self._loss = loss
         self._metrics = dict(metrics or {})
         self._output: Any = None
-        synchronised = [name for name, child in module.named_modules() if isinstance(child, torch.nn.SyncBatchNorm)]
-        if synchronised and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            raise ModelError(
-                f"module {synchronised[0]!r} is a SyncBatchNorm, which without a process group of torch.distributed "
-                "does not synchronise: use BatchNorm, or a norm without running statistics (GroupNorm, LayerNorm)"
-            )
         self._parameters = dict(module.named_parameters())
-        if lazy := [name for name, parameter in self._parameters.items() if is_lazy(parameter)]:
-            raise ModelError(f"parameter {lazy[0]!r} is lazy: run the module once before handing it over")
         self._holders = holders_of(module, self._parameters)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        aliases: dict[str, tuple[str, ...]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name != (first := names[id(parameter)]):
-                aliases[first] = (*aliases.get(first, ()), name)
-        self._aliases = aliases
+        self._aliases = _aliases(module, names)
         with without_compiler():
             chosen = optimizer(module)
         self.optimizer_spec = OptimizerSpec.read(chosen, names, lr_scheduler=lr_scheduler, learning_rate=learning_rate)
@@ -435,3 +422,26 @@ def _leaves(batch: Any) -> Iterator[Any]:
             yield from _leaves(value)
     else:
         yield batch
+
+
+def _check_module(module: Any) -> None:
+    """Raise ModelError if an object is no module, or one that cannot be trained in several processes."""
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(f"module is a {type(module).__name__}: give a torch.nn.Module")
+    synchronised = [name for name, child in module.named_modules() if isinstance(child, torch.nn.SyncBatchNorm)]
+    if synchronised and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise ModelError(
+            f"module {synchronised[0]!r} is a SyncBatchNorm, which without a process group of torch.distributed "
+            "does not synchronise: use BatchNorm, or a norm without running statistics (GroupNorm, LayerNorm)"
+        )
+    if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+        raise ModelError(f"parameter {lazy[0]!r} is lazy: run the module once before handing it over")
+
+
+def _aliases(module: torch.nn.Module, names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:
+    """Return the other names of parameters that a module has several times, by the first; `names` are by identity."""
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name != (first := names[id(parameter)]):
+            aliases[first] = (*aliases.get(first, ()), name)
+    return aliases

@@ -56,7 +56,7 @@ class Coordinator:
             commit when a server elsewhere has heard of it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - rules of a job, each a plain value with a name
         self,
         *,
         members: frozenset[int],

@@ -70,7 +70,7 @@ class InProcessCluster:
         3
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0915 - what a user chooses for a job, and all of its roles
         self,
         model_creator: ModelCreator,
         *,
@@ -128,15 +128,7 @@ class InProcessCluster:
             router = self.server_routers[index] if hosted else self.network.router()
             self.workers.append(host_worker(router, self.job, index, copies, partial(self.network.wait, router)))
             self.worker_routers.append(router)
-        client_peers = (Peer("client", 0),)
-        for server, router in enumerate(self.server_routers):
-            peers = self._server_peers(server)
-            self._connect(Peer("client", 0), self.client_router, client_peers, router, peers)
-            for index, worker_router in enumerate(() if hosted else self.worker_routers):
-                self._connect(worker_peer(index), worker_router, (worker_peer(index),), router, peers)
-            for other in range(server if relays or hosted else min(server, 1)):
-                other_peers = self._server_peers(other)
-                self._connect(Peer("server", server), router, peers, self.server_routers[other], other_peers)
+        self._wire()
         if faults:
             counts = {"worker": num_workers, "server": num_servers, "relay": num_servers, "coordinator": 1, "client": 1}
             self._script.check(counts)
@@ -145,6 +137,20 @@ class InProcessCluster:
                 self._script.watch(server_role, peer)
         for worker_role in self.workers:
             worker_role.join()
+
+    def _wire(self) -> None:
+        """Connect the processes, each channel once."""
+        in_workers = self.job.strategy.in_workers
+        everybody = bool(self.job.places.relays) or in_workers  # all have something to say to all
+        client_peers = (Peer("client", 0),)
+        for server, router in enumerate(self.server_routers):
+            peers = self._server_peers(server)
+            self._connect(Peer("client", 0), self.client_router, client_peers, router, peers)
+            for index, worker_router in enumerate(() if in_workers else self.worker_routers):
+                self._connect(worker_peer(index), worker_router, (worker_peer(index),), router, peers)
+            for other in range(server if everybody else min(server, 1)):
+                other_peers = self._server_peers(other)
+                self._connect(Peer("server", server), router, peers, self.server_routers[other], other_peers)
 
     def kill(self, worker: int) -> None:
         """End a worker's process at once, in the middle of whatever it does."""

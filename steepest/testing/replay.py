@@ -11,7 +11,7 @@ import torch
 
 from steepest.checkpoint.files import assemble, disassemble
 from steepest.config.strategies import LocalStrategy
-from steepest.engine.commit_log import CommitLog
+from steepest.engine.commit_log import Commit, CommitLog, LoggedPush
 from steepest.engine.host_aggregator import Relay
 from steepest.engine.job import Job, ModelCreator, build_models, build_replicas
 from steepest.engine.push_pull import PushPull
@@ -20,6 +20,7 @@ from steepest.engine.server import Server, ServerMode
 from steepest.engine.strategy import make_strategy
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind, Message, Peer, relay_peer, worker_peer
+from steepest.models.protocol import Model
 from steepest.tensors.dtypes import Tensors, same_bits
 from steepest.tensors.half_precision import narrow_size, rounded
 
@@ -81,92 +82,133 @@ class _Carried(NamedTuple):
 
 
 def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | None) -> _Carried:
-    if log.commits and (log.commits[0].version != log.start + 1 or (carried is None and log.start)):
-        raise ConfigurationError(
-            f"the log begins at version {log.commits[0].version - 1}, where weights were set or restored: a replay "
-            "needs a run from its beginning"
-        )
-    strategy = make_strategy(log.strategy)
-    devices = log.devices_per_worker
-    models, description = build_models(model_creator, 0, devices, log.seed, strategy.cut)
-    servers = strategy.num_servers(1, log.num_workers) if log.hosts is None else len(log.hosts.servers)
-    job = Job(
-        description, log.strategy, log.num_workers, devices, servers, log.seed, 1.0, False, log.hosts, log.accumulate
-    )
-    if carried is not None and (job.compresses or isinstance(log.strategy, LocalStrategy)):
-        raise ConfigurationError(
-            f"the run went on at version {log.start} with other processes, under a strategy in which workers have "
-            "a state of their own, which the log does not tell: only the part before can be replayed"
-        )
-    cpu = [torch.device("cpu")] * devices
-    workers = [build_replicas(job, 0, models, cpu)] * log.num_workers
-    if isinstance(log.strategy, LocalStrategy):  # each worker has a state of its own
-        workers = [
-            build_replicas(job, i, build_models(model_creator, i, devices, log.seed, strategy.cut)[0], cpu)
-            for i in range(log.num_workers)
-        ]
-    for replicas in workers:
-        replicas.use_plan(log.plan or job.plan(), log.seed)
-    weights = workers[0].weights.clone()
-    layout = description.layout
-    if carried is not None:
-        layout.write(weights, carried.weights)
-    server = Server(
-        0,
-        replace(job.topology, holders=[(0,)] * len(layout.chunks)),
-        job.server_spec,
-        weights,
-        lambda peer, message: None,
-        mode=ServerMode(together=False, open_to_all=True, checked=strategy.nonfinite != "pass"),
-    )
-    server.version = log.start
-    for chunk, about, value in disassemble(layout, carried.state, carried.plain) if carried is not None else ():
-        server._chunks[chunk].load_state(about, value.clone())
-    senders = _Senders(job, server)
-    compute, apply = (partial(torch.set_num_threads, count) for count in log.threads or [torch.get_num_threads()] * 2)
-    last_use = {push.pulled: commit.version for commit in log.commits for push in commit.pushes}
-    history = {log.start: weights.clone()}
-    if carried is not None:
-        _refuse_if(carried.differing, log)
-        workers[0].begin_with(carried.own)
-    begun = workers[0].states()
-    # Of each worker's replicas: buffers, and frozen parameters that they change.
-    states = [begun] * log.num_workers
-    lives: dict[int, int] = {}
-    succeeded = False
+    run = _Run(log, model_creator, carried)
     for commit in log.commits:
-        compute()
+        run.repeat(commit)
+    return run.carried()
+
+
+class _Run:
+    """A run of which a log tells, in one process: every worker's replicas, one server, and the weights in between.
+
+    Args:
+        carried: from the part of the log before this one; None for the first.
+    """
+
+    def __init__(self, log: CommitLog, model_creator: ModelCreator, carried: _Carried | None) -> None:
+        if log.commits and (log.commits[0].version != log.start + 1 or (carried is None and log.start)):
+            raise ConfigurationError(
+                f"the log begins at version {log.commits[0].version - 1}, where weights were set or restored: a replay "
+                "needs a run from its beginning"
+            )
+        models, self._job = _models_and_job(log, model_creator)
+        if carried is not None and (self._job.compresses or isinstance(log.strategy, LocalStrategy)):
+            raise ConfigurationError(
+                f"the run went on at version {log.start} with other processes, under a strategy in which workers have "
+                "a state of their own, which the log does not tell: only the part before can be replayed"
+            )
+        self._log = log
+        self._layout = self._job.description.layout
+        self._first_part = carried is None
+        self._workers = _workers(log, self._job, models, model_creator)
+        self._weights = self._workers[0].weights.clone()
+        if carried is not None:
+            self._layout.write(self._weights, carried.weights)
+        self._server = _server(self._job, self._weights, log.start)
+        if carried is not None:
+            for chunk, about, value in disassemble(self._layout, carried.state, carried.plain):
+                self._server._chunks[chunk].load_state(about, value.clone())
+            _refuse_if(carried.differing, log)
+            self._workers[0].begin_with(carried.own)
+        self._senders = _Senders(self._job, self._server)
+        self._threads = log.threads or [torch.get_num_threads()] * 2  # of workers, of servers
+        self._last_use = {push.pulled: commit.version for commit in log.commits for push in commit.pushes}
+        self._history = {log.start: self._weights.clone()}
+        #: of each worker's replicas: buffers, and frozen parameters that they change
+        self._states = [self._workers[0].states()] * log.num_workers
+        self._lives: dict[int, int] = {}
+        self._succeeded = False  # whether a worker had a successor
+
+    def repeat(self, commit: Commit) -> None:
+        """Compute the gradients of a commit again, and apply them."""
+        torch.set_num_threads(self._threads[0])
         for push in commit.pushes:
-            replicas = workers[push.worker]
-            _pull(history[push.pulled], replicas, push.worker, job)
-            for model, state in zip(replicas.models, states[push.worker], strict=True):
-                model.load_state(state)
-            first_life = 0 if carried is None else push.incarnation
-            succeeded |= lives.setdefault(push.worker, first_life) != push.incarnation
-            exchange = senders.exchange(push.worker, push.incarnation)
-            exchange.begin(0, push.pulled, push.incarnation)
-            exchange.sequence = push.sequence
-            replicas.compute(push.share, exchange.ready, False)
-            states[push.worker] = replicas.states()
-            exchange.packer.commit()
+            self._compute(push)
         order = Message(Kind.COMMIT, version=commit.version, weight=commit.rate)
         order.meta = {"pushes": [list(push[:3]) for push in commit.pushes], "readers": [], "skip": commit.skipped}
         order.meta["clip"] = commit.clip
         if commit.hyperparameters is not None:
             order.meta["hyper"] = commit.hyperparameters
-        apply()
-        server.handle(worker_peer(0), order)
-        history[commit.version] = weights.clone()
-        for version in [v for v in history if last_use.get(v, 0) <= commit.version]:
-            del history[version]
-    records = [(index, about, value) for index, held in server._chunks.items() for about, value in held.state()]
-    everything = _all(states, workers)
-    mean = mean_states(everything, [1.0] * len(everything))
-    own = {name: value for name, value in mean.items() if name in layout.index}
-    if succeeded:
-        _refuse_if(list(own), log)
-    differing = [name for name in own if any(not same_bits(own[name], state[name]) for state in everything)]
-    return _Carried(layout.named(weights) | own, mean, differing, *assemble(layout, records))
+        torch.set_num_threads(self._threads[1])
+        self._server.handle(worker_peer(0), order)
+        self._history[commit.version] = self._weights.clone()
+        for version in [v for v in self._history if self._last_use.get(v, 0) <= commit.version]:
+            del self._history[version]
+
+    def _compute(self, push: LoggedPush) -> None:
+        replicas = self._workers[push.worker]
+        _pull(self._history[push.pulled], replicas, push.worker, self._job)
+        for model, state in zip(replicas.models, self._states[push.worker], strict=True):
+            model.load_state(state)
+        first_life = 0 if self._first_part else push.incarnation
+        self._succeeded |= self._lives.setdefault(push.worker, first_life) != push.incarnation
+        exchange = self._senders.exchange(push.worker, push.incarnation)
+        exchange.begin(0, push.pulled, push.incarnation)
+        exchange.sequence = push.sequence
+        replicas.compute(push.share, exchange.ready, False)
+        self._states[push.worker] = replicas.states()
+        exchange.packer.commit()
+
+    def carried(self) -> _Carried:
+        """Return what goes over to the next part of the log."""
+        held = self._server._chunks.items()
+        records = [(index, about, value) for index, chunk in held for about, value in chunk.state()]
+        everything = _all(self._states, self._workers)
+        mean = mean_states(everything, [1.0] * len(everything))
+        own = {name: value for name, value in mean.items() if name in self._layout.index}
+        if self._succeeded:
+            _refuse_if(list(own), self._log)
+        differing = [name for name in own if any(not same_bits(own[name], state[name]) for state in everything)]
+        weights = self._layout.named(self._weights) | own
+        return _Carried(weights, mean, differing, *assemble(self._layout, records))
+
+
+def _models_and_job(log: CommitLog, model_creator: ModelCreator) -> tuple[list[Model], Job]:
+    strategy, devices = make_strategy(log.strategy), log.devices_per_worker
+    models, description = build_models(model_creator, 0, devices, log.seed, strategy.cut)
+    servers = strategy.num_servers(1, log.num_workers) if log.hosts is None else len(log.hosts.servers)
+    return models, Job(
+        description, log.strategy, log.num_workers, devices, servers, log.seed, 1.0, False, log.hosts, log.accumulate
+    )
+
+
+def _workers(log: CommitLog, job: Job, models: list[Model], model_creator: ModelCreator) -> list[Replicas]:
+    """Return each worker's replicas: the same for all workers, unless each has a state of its own."""
+    devices = log.devices_per_worker
+    cpu = [torch.device("cpu")] * devices
+    workers = [build_replicas(job, 0, models, cpu)] * log.num_workers
+    if isinstance(log.strategy, LocalStrategy):
+        workers = [
+            build_replicas(job, i, build_models(model_creator, i, devices, log.seed, job.strategy.cut)[0], cpu)
+            for i in range(log.num_workers)
+        ]
+    for replicas in workers:
+        replicas.use_plan(log.plan or job.plan(), log.seed)
+    return workers
+
+
+def _server(job: Job, weights: torch.Tensor, version: int) -> Server:
+    """Return one server of all chunks, at a version."""
+    server = Server(
+        0,
+        replace(job.topology, holders=[(0,)] * len(job.description.layout.chunks)),
+        job.server_spec,
+        weights,
+        lambda peer, message: None,
+        mode=ServerMode(together=False, open_to_all=True, checked=job.strategy.nonfinite != "pass"),
+    )
+    server.version = version
+    return server
 
 
 def _refuse_if(names: list[str], log: CommitLog) -> None:
