@@ -114,6 +114,7 @@ _RESULT = Schema({"step": needed(COUNT), "samples": COUNT, "bytes_pushed": COUNT
 _COMMON: Mapping[Line, Schema] = {
     (Kind.COMMIT, "coordinator", "server"): _COMMIT,
     (Kind.DISCARD, "coordinator", "server"): _DISCARD,
+    (Kind.MEMBERS, "coordinator", "server"): _MEMBERS,
     (Kind.SNAPSHOT, "coordinator", "server"): _SNAPSHOT,
     (Kind.READ, "client", "coordinator"): _READ,
     (Kind.WEIGHTS, "server", "worker"): _WEIGHTS,
@@ -149,7 +150,6 @@ TRAINING: Mapping[Line, Schema] = MappingProxyType(
         (Kind.FAILED, "worker", "coordinator"): Schema(
             {"error": needed(TEXT), "traceback": needed(TEXT), "kind": TEXT}
         ),
-        (Kind.MEMBERS, "coordinator", "server"): _MEMBERS,
         (Kind.MEMBERS, "coordinator", "worker"): _MEMBERS,
         (Kind.WORKER_JOINED, "coordinator", "server"): Schema({"worker": needed(WORKER), **_WORD}),
         (Kind.WORKER_ENDED, "coordinator", "server"): Schema(

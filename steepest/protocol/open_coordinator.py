@@ -24,8 +24,6 @@ class OpenCoordinator(Coordinator):
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """A peer's channel closed."""
-        if peer.role == "server":
-            return []  # its users see that themselves, and nothing is committed without it
         return self._abandon(peer.index, None) if peer.role == "worker" else super().lost(peer, reason)
 
     def _go_on(self) -> Outgoing:
