@@ -345,23 +345,23 @@ class DistributedSGD:
         processes = cluster.counters()
         training = self._training
         return Stats(
-            step=counters["step"],
-            version=counters["version"],
-            generation=counters["generation"],
+            step=counters.step,
+            version=counters.version,
+            generation=counters.generation,
             samples=training.samples,
             seconds=training.seconds,
             bytes_pushed=training.bytes_pushed,
             bytes_pulled=training.bytes_pulled,
             refused=sum(process["refused"] for process in processes.values()),
             memory={str(peer): process["resident"] for peer, process in processes.items()},
-            skipped=counters["skipped"],
-            dropped=counters["dropped"],
-            staleness=Staleness(dict(counters["staleness"])),
+            skipped=counters.skipped,
+            dropped=counters.dropped,
+            staleness=Staleness(dict(counters.staleness)),
             num_workers=self.num_workers,
             num_servers=self.num_servers,
             replaced=cluster.replaced,
-            paces=(paces := dict(counters["paces"])),
-            stragglers=stragglers(paces, dict(counters["slow"])),
+            paces=(paces := dict(counters.paces)),
+            stragglers=stragglers(paces, dict(counters.slow)),
             events=tuple(cluster.events),
         )
 

@@ -26,7 +26,19 @@ KEYS = (
     *("worker", "life", "why", "steps", "stats", "what", "chunks", "anew", "state", "log", "first", "length", "pushes"),
     *("readers", "hyper", "skip", "clip", "entry", "workers", "reload", "again", "install", "absent", "dtype", "shape"),
     *("name", "key", "start", "stop", "plain", "squares", "culprits", "pull", "reader", "word", "timings"),
-    *("samples", "bytes", "pulled", "loss", "metrics", "share", "committed", "error", "reason", "peer", "step"),
+    *(
+        "samples",
+        "bytes_pushed",
+        "bytes_pulled",
+        "loss",
+        "metrics",
+        "share",
+        "committed",
+        "error",
+        "reason",
+        "peer",
+        "step",
+    ),
 )
 HEADERS: dict[str, tuple[Any, ...]] = {
     "generation": (0, 1, 2, 3, 1000, 2**32 - 1),

@@ -98,7 +98,7 @@ def trainable(server: Server) -> list[ServerChunk]:
 
 def counters(cluster: InProcessCluster) -> dict[str, Any]:
     """The coordinator's."""
-    return cluster.wait(cluster.client.counters(), "the counters")
+    return vars(cluster.wait(cluster.client.counters(), "the counters"))
 
 
 def shares(log: CommitLog) -> list[int]:

@@ -12,10 +12,14 @@ import pytest
 
 from steepest.engine.coordinator_role import CoordinatorRole
 from steepest.errors import ProtocolError
+from steepest.messages.driver import Counters
+from steepest.messages.gradients import Report
+from steepest.messages.membership import Grant, Members
 from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.messages.snapshots import InstallRefused
 from steepest.protocol.commit_rules import CommitAll, CommitEach, Staged
 from steepest.protocol.coordinator import Coordinator, Outgoing
-from steepest.protocol.push_tracking import Report, summarize
+from steepest.protocol.step_summary import summarize
 
 CLIENT = Peer("client", 0)
 REQUESTS = WeakKeyDictionary[Coordinator, Iterator[int]]()  # the numbers of those to come
@@ -50,7 +54,7 @@ def ask(coordinator: Coordinator, steps: int = 1, number: int | None = None, **m
 
 
 def report(coordinator: Coordinator, worker: int, **fields: Any) -> Outgoing:
-    meta = {"samples": 4, "bytes": 100, "pulled": 50, "loss": 1.0, "metrics": {}, "timings": {}}
+    meta = {"samples": 4, "bytes_pushed": 100, "bytes_pulled": 50, "loss": 1.0, "metrics": {}, "timings": {}}
     fields = {"generation": coordinator.generation, "version": coordinator.version, "total": 4.0, **fields}
     return coordinator.handle(worker_peer(worker), Message(Kind.REPORT, meta=meta, **fields))
 
@@ -86,10 +90,7 @@ def test_a_generation_begins_when_the_last_member_joins() -> None:
     out = coordinator.handle(worker_peer(0), Message(Kind.JOIN))
     begun = [(peer, m) for peer, m in out if m.kind is Kind.MEMBERS]
     assert [str(peer) for peer, _ in begun] == ["server 0", "server 1", "worker 0", "worker 1"]
-    assert all(
-        m.generation == 1 and m.meta == {"workers": [0, 1], "reload": True, "install": [], "again": True}
-        for _, m in begun
-    )
+    assert all(Members.unpack(m) == Members(1, 0, [0, 1], reload=True, again=True) for _, m in begun)
 
 
 def test_who_is_no_member_may_not_join() -> None:
@@ -104,7 +105,7 @@ def test_steps_asked_for_before_all_have_joined_are_granted_when_they_have() -> 
     out = coordinator.handle(worker_peer(1), Message(Kind.JOIN))
     grants = [(peer, m) for peer, m in out if m.kind is Kind.GRANT]
     assert [peer for peer, _ in grants] == [worker_peer(0), worker_peer(1)]
-    assert all((m.generation, m.version, m.meta) == (1, 3, {"stats": True}) for _, m in grants)
+    assert all(Grant.unpack(m) == Grant(1, 3, stats=True) for _, m in grants)
     assert kinds(out)[-2:] == kinds(grants)
 
 
@@ -130,7 +131,7 @@ def test_a_step_is_committed_when_every_server_staged_and_every_member_reported(
     assert coordinator.version == 1
     commit = only(out[:1], Kind.COMMIT)
     assert (commit.version, commit.generation, commit.weight) == (1, 1, 1.0)
-    assert commit.meta == {"pushes": [[0, 0, 3], [1, 0, 5]], "readers": [[0, 0], [1, 0]]}
+    assert commit.meta == {"pushes": ((0, 0, 3), (1, 0, 5)), "readers": [[0, 0], [1, 0]]}
     assert only(out, Kind.RESULT).values()["staleness"] == [0, 0]
 
 
@@ -182,7 +183,7 @@ def test_steps_asked_for_add_up() -> None:
     coordinator = started(steps=0)
     out = ask(coordinator, 3, stats=False)
     assert kinds(out) == [("worker 0", "GRANT"), ("worker 1", "GRANT")]
-    assert all((m.version, m.generation, m.meta) == (3, 1, {"stats": False}) for _, m in out)
+    assert all(Grant.unpack(m) == Grant(1, 3, stats=False) for _, m in out)
     assert [m.version for _, m in ask(coordinator, 2)] == [5, 5]
     complete(coordinator)
     assert [m.version for _, m in ask(coordinator, 1)] == [6, 6]
@@ -218,7 +219,7 @@ def test_a_gradient_that_is_not_finite_fails_the_step_and_each_culprit_is_named_
     staged(coordinator, 1, {"culprits": [[1, "a"]]})
     report(coordinator, 0)
     failure = only(report(coordinator, 1), Kind.FAILURE)
-    assert failure.meta == {"reason": "nonfinite", "step": 0, "culprits": [[1, "a"], [0, "b"]]}
+    assert failure.meta == {"reason": "nonfinite", "step": 0, "culprits": [(1, "a"), (0, "b")]}
     assert coordinator.version == 0
     ask(coordinator)
     assert only(complete(coordinator), Kind.RESULT).version == 1
@@ -229,7 +230,7 @@ def test_a_peer_lost_in_a_step_fails_it_and_every_later_one_at_once(peer: Peer) 
     coordinator = started(steps=3)
     complete(coordinator)
     failure = only(coordinator.lost(peer, "reset"), Kind.FAILURE)
-    assert failure.meta == {"reason": "lost", "peer": list(peer), "why": "reset", "step": 1}
+    assert failure.meta == {"reason": "lost", "peer": peer, "why": "reset", "step": 1}
     for _ in range(2):
         assert only(ask(coordinator), Kind.FAILURE).values()["reason"] == "lost"
         assert coordinator.limit == coordinator.version == 1
@@ -239,7 +240,7 @@ def test_a_loss_between_steps_is_told_when_the_next_is_asked_for() -> None:
     coordinator = started()
     complete(coordinator)
     assert {kind for _, kind in kinds(coordinator.lost(worker_peer(1), "reset"))} == {"MEMBERS"}
-    assert only(ask(coordinator), Kind.FAILURE).values()["peer"] == ["worker", 1]
+    assert only(ask(coordinator), Kind.FAILURE).values()["peer"] == ("worker", 1)
 
 
 def test_a_lost_worker_that_joins_again_is_forgiven() -> None:
@@ -310,7 +311,7 @@ def test_a_read_lies_between_two_commits() -> None:
     for _, message in out:
         assert (message.version, message.sequence) == (1, 8)
         assert {name: message.values()[name] for name in ("reader", "what")} == {
-            "reader": ["client", 3],
+            "reader": ("client", 3),
             "what": "state",
         }
         assert message.values()["state"]["history"]["committed"] == 1  # for another coordinator to go on from
@@ -341,7 +342,7 @@ def test_an_install_that_failed_leaves_the_version() -> None:
     coordinator.lost(worker_peer(0), "reset")
     out = coordinator.handle(CLIENT, Message(Kind.INSTALL, sequence=4, version=17))
     refusal = only(out, Kind.INSTALL_REFUSED)
-    assert (refusal.sequence, refusal.values()) == (4, {"reason": "lost", "peer": ["worker", 0], "why": "reset"})
+    assert InstallRefused.unpack(refusal) == InstallRefused(4, worker_peer(0), "reset")
     assert coordinator.version == 1
 
 
@@ -367,10 +368,10 @@ def test_hyperparameters_travel_with_a_commit_only_where_they_changed() -> None:
 def test_counters_are_told_and_nonsense_refused() -> None:
     coordinator = started()
     complete(coordinator)
-    counters = {"version": 1, "generation": 1, "step": 1, "committed": 1, "skipped": 0, "dropped": 0}
+    counters = {"sequence": 3, "version": 1, "generation": 1, "step": 1, "committed": 1, "skipped": 0, "dropped": 0}
     counters |= {"staleness": [(0, 2)], "following": 2, "returned": [], "paces": [], "slow": []}
     told = only(coordinator.handle(CLIENT, Message(Kind.READ_COUNTERS, sequence=3)), Kind.COUNTERS)
-    assert (told.sequence, told.meta) == (3, counters)
+    assert vars(Counters.unpack(told)) == counters
     with pytest.raises(ProtocolError, match="PUSH"):
         coordinator.handle(worker_peer(0), Message(Kind.PUSH))
 
@@ -384,8 +385,7 @@ def test_the_synchronous_rule_commits_all_or_none_in_the_order_of_workers() -> N
 def test_a_summary_has_means_by_weight_and_sums() -> None:
     def said(total: float, samples: int, loss: float, metrics: dict[str, float], compute: float) -> Report:
         timings = {"compute": compute}
-        meta = {"samples": samples, "bytes": 10, "pulled": 5, "loss": loss, "metrics": metrics, "timings": timings}
-        return Report(0, total, meta)
+        return Report(0, 0, 0, 0, total, samples, 10, 5, loss, metrics, timings)
 
     reports = [
         (said(1.0, 2, 4.0, {"a": 1.0, "b": 5.0}, 0.1), 0),

@@ -153,7 +153,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_not_applied(factor: float) -
     once_at(cluster, 3, lambda gradient: gradient * factor, trouble, 1)
     about = failure(cluster)
     assert about["reason"] == "nonfinite"
-    assert sorted(about["culprits"]) == [[1, "first.bias"], [1, "first.weight"]]
+    assert sorted(about["culprits"]) == [(1, "first.bias"), (1, "first.weight")]
     assert at(cluster, 3)
     after = cluster.snapshot("state").records
     assert len(before) > 4
@@ -189,7 +189,7 @@ def test_a_lost_worker_is_named_and_the_last_commit_stands(worker: int) -> None:
     cluster.disconnect(worker_peer(worker))
     for _ in range(2):
         about = failure(cluster)
-        assert (about["reason"], about["peer"], about["step"]) == ("lost", ["worker", worker], 3)
+        assert (about["reason"], about["peer"], about["step"]) == ("lost", worker_peer(worker), 3)
         assert at(cluster, 3)
     assert cluster.client.outcomes.empty()
 
@@ -244,7 +244,7 @@ def test_a_worker_lost_amid_its_pushes_has_pushed_nothing(shuffle: int, pushes: 
         return [message]
 
     cluster.network.filter = cut
-    assert failure(cluster)["peer"] == ["worker", 1]
+    assert failure(cluster)["peer"] == worker_peer(1)
     assert at(cluster, 3)
 
 

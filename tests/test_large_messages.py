@@ -107,7 +107,13 @@ def largest(out: Outgoing, seen: Counter[str]) -> None:
 
 
 def report(worker: int, generation: int, sequence: int, version: int) -> Message:
-    meta = {"samples": 8, "bytes": 1 << 40, "pulled": 1 << 40, "loss": 0.1234567890123456, "metrics": {"m": 0.1}}
+    meta = {
+        "samples": 8,
+        "bytes_pushed": 1 << 40,
+        "bytes_pulled": 1 << 40,
+        "loss": 0.1234567890123456,
+        "metrics": {"m": 0.1},
+    }
     return Message(Kind.REPORT, generation, 0, sequence, version, total=8.0, meta={**meta, "timings": {"compute": 0.1}})
 
 

@@ -414,8 +414,8 @@ def test_who_is_no_member_is_refused_and_counted(name: str, kind: Kind) -> None:
             else:
                 meta = {
                     "samples": 1,
-                    "bytes": 1,
-                    "pulled": 1,
+                    "bytes_pushed": 1,
+                    "bytes_pulled": 1,
                     "loss": 0.0,
                     "metrics": {},
                     "timings": {},

@@ -400,7 +400,7 @@ def test_nan_that_is_refused_names_worker_and_tensor_and_changes_nothing(name: s
     cluster, task = poisoned(name, "refuse", shuffle=seed)
     about = cluster.step(500)[-1].values()  # which worker 1 may hardly take part in
     assert about["reason"] == "nonfinite"
-    assert sorted(about["culprits"]) == [[1, "first.bias"], [1, "first.weight"]]
+    assert sorted(about["culprits"]) == [(1, "first.bias"), (1, "first.weight")]
     weights = cluster.weights()
     assert all(bool(value.isfinite().all()) for value in weights.values())
     log = check(cluster, task)

@@ -83,11 +83,19 @@ def test_what_is_wrong_in_a_header_is_named(field: str, value: Any, kind: Kind, 
     admission._limits = admission._limits._replace(chunks=4)
     admission.check(message)
     setattr(message, field, value)
-    with pytest.raises(ProtocolError, match=f"{kind.name} from {source} with {field}=.*: give"):
+    called = TRAINING[kind, source.role, target.role].names[field]
+    with pytest.raises(ProtocolError, match=f"{kind.name} from {source} with {called}=.*: give"):
         admission.check(message)
 
 
-REPORT = {"samples": 1, "bytes": 2, "pulled": 3, "loss": 0.5, "metrics": {"a": 1.0}, "timings": {"compute": 0.1}}
+REPORT = {
+    "samples": 1,
+    "bytes_pushed": 2,
+    "bytes_pulled": 3,
+    "loss": 0.5,
+    "metrics": {"a": 1.0},
+    "timings": {"compute": 0.1},
+}
 COMMIT = {"pushes": [[0, 0, 1]], "readers": [[0, 0]], "hyper": [{"lr": 0.1, "betas": (0.9, 0.99)}], "clip": 0.5}
 WRONG = {
     Kind.REPORT: [
@@ -429,7 +437,7 @@ def test_a_commit_that_cannot_be_applied_changes_nothing(name: str, wrong: dict[
 def test_a_worker_reports_one_push_for_one_lease() -> None:
     cluster = make("async", Task(optimizer=sgd()))
     trained(cluster, 2)
-    coordinator, meta = cluster.coordinator, {"samples": 1, "bytes": 1, "pulled": 1}
+    coordinator, meta = cluster.coordinator, {"samples": 1, "bytes_pushed": 1, "bytes_pulled": 1}
     word = Message(Kind.REPORT, coordinator.generation, sequence=500, version=coordinator.version, meta=meta)
     with pytest.raises(ProtocolError, match="no lease"):
         coordinator.handle(worker_peer(1), word)

@@ -135,7 +135,7 @@ def test_a_push_that_is_done_is_seen_by_every_later_pull_of_anybody(shuffle: int
         partial, piece = chance.choice(crowd.users).pull(["b"], (2, 5))
         assert crowd.wait(partial) >= seen
         assert values(piece) == {partial.result()}
-    assert crowd.wait(crowd.users[0].client.counters())["version"] == 6 + sum(f.done() for f in noise)
+    assert crowd.wait(crowd.users[0].client.counters()).version == 6 + sum(f.done() for f in noise)
 
 
 @some
@@ -319,7 +319,7 @@ def test_an_update_that_is_not_finite_may_be_skipped_and_makes_a_version_that_ch
     assert values(pulled) == {sum(f.result() < future.result() for f in good)}
     version, pulled = crowd.pull()
     assert (version, values(pulled)) == (len(good) + 1, {len(good)})
-    assert crowd.wait(crowd.users[0].client.counters())["skipped"] == 1
+    assert crowd.wait(crowd.users[0].client.counters()).skipped == 1
 
 
 def test_an_update_that_is_not_finite_may_be_passed_on() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from steepest.config.strategies import ParameterServerStrategy
-from steepest.engine.server_chunk import Push, ServerChunk
+from steepest.engine.server_chunk import ServerChunk, StagedPush
+from steepest.messages.message import PushId
 from steepest.optim.spec import OptimizerSpec
-from steepest.protocol.commit_rules import PushId
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.drawn import seeds
@@ -57,7 +57,7 @@ def test_an_update_into_another_room_equals_one_in_place_and_leaves_the_old_weig
         room = torch.full((size,), 77, dtype=torch.uint8) if step % 2 else None
         for held, place in ((still, None), (moving, room)):
             push = PushId(0, 0, step)
-            held.staged[push] = Push(0, gradient, 1.0, 1.0, frozenset(), None)
+            held.staged[push] = StagedPush(0, gradient, 1.0, 1.0, frozenset(), None)
             held.reduce([push])
             held.apply([{}], 1.0, place)
             held.forget(push)
@@ -71,7 +71,7 @@ def test_an_update_into_another_room_equals_one_in_place_and_leaves_the_old_weig
 def test_a_gradient_is_left_as_it_is_whatever_the_optimizer_does_to_it() -> None:
     held = chunk_of("own", torch.zeros(LAYOUT.chunks[0].nbytes, dtype=torch.uint8))
     gradient = torch.ones(LAYOUT.chunks[0].nbytes // 8, dtype=torch.float64)
-    held.staged[PushId(0, 0, 1)] = Push(0, gradient.view(torch.uint8), 1.0, 1.0, frozenset(), None)
+    held.staged[PushId(0, 0, 1)] = StagedPush(0, gradient.view(torch.uint8), 1.0, 1.0, frozenset(), None)
     held.reduce([PushId(0, 0, 1)])
     held.apply([{}], 1.0)
     assert torch.equal(gradient, torch.ones_like(gradient))

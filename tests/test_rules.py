@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.messages.message import Kind, Message, server_peer, worker_peer
-from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitFirst, CommitRule, Decision, PushId, Staged
+from steepest.messages.gradients import PushStaged, Report, VersionStaged
+from steepest.messages.message import PushId, server_peer, worker_peer
+from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitFirst, CommitRule, Decision, Staged
 from steepest.protocol.push_tracking import Counted, Done, StagedEach, StagedTogether
 from steepest.protocol.sample_ledger import Ledger
 from steepest.testing.kept import ranges_of, remembered_by, undecided
@@ -194,45 +195,45 @@ def test_pushes_are_done_by_worker_and_life() -> None:
 # -- staging --------------------------------------------------------------------------------------
 
 
-def report(worker: int, sequence: int, pulled: int = 0, total: float = 4.0) -> Message:
-    return Message(Kind.REPORT, sequence=sequence, version=pulled, total=total, meta={"samples": worker})
+def report(worker: int, sequence: int, pulled: int = 0, total: float = 4.0) -> tuple[PushId, Report]:
+    return PushId(worker, 0, sequence), Report(0, 0, sequence, pulled, total, worker, 0, 0)
 
 
-def staged(worker: int, sequence: int, culprits: Any = ()) -> Message:
-    return Message(Kind.PUSH_STAGED, sequence=sequence, meta={"worker": worker, "culprits": culprits})
+def staged(worker: int, sequence: int, culprits: Any = ()) -> PushStaged:
+    return PushStaged(0, 0, sequence, 0, worker, culprits=culprits)
 
 
 def test_together_nothing_is_ready_before_every_server_has_reduced() -> None:
     staging = StagedTogether(frozenset({0, 2}))
-    staging.report(1, report(1, 7, 3))
-    staging.staged(0, Message(Kind.VERSION_STAGED))
-    staging.staged(1, Message(Kind.VERSION_STAGED))  # it holds nothing to train
+    staging.report(*report(1, 7, 3))
+    staging.staged(0, VersionStaged(0, 0))
+    staging.staged(1, VersionStaged(0, 0))  # it holds nothing to train
     assert staging.ready() == []
     assert staging.awaited([0, 1]) == [worker_peer(0)]
     assert staging.awaited([1]) == [server_peer(2)]
-    staging.staged(2, Message(Kind.VERSION_STAGED))
+    staging.staged(2, VersionStaged(0, 0))
     assert staging.ready() == [push(1, 7, 3)]
-    assert staging.take(staging.ready())[1].meta == {"samples": 1}
+    assert staging.take(staging.ready()) == {1: report(1, 7, 3)[1]}
     assert staging.ready() == []
     assert staging.awaited([1]) == [worker_peer(1)]
 
 
 def test_each_culprit_is_named_once_however_many_chunks_it_spoils() -> None:
-    bad = {"culprits": [[1, "a"], [1, "a"], [0, "b"]]}
+    bad = [[1, "a"], [1, "a"], [0, "b"]]
     together = StagedTogether(frozenset({0, 1}))
     each = StagedEach(frozenset({0, 1}))
     for server in (0, 1):
-        together.staged(server, Message(Kind.VERSION_STAGED, meta=bad))
+        together.staged(server, VersionStaged(0, 0, culprits=bad))
         each.staged(server, staged(1, 1, [[1, "a"], [1, "a"], [1, "b"]]))
         each.staged(server, staged(2, 1, [[2, "c"]]))
-    each.report(1, report(1, 1))
+    each.report(*report(1, 1))
     assert together.culprits([]) == [(1, "a"), (0, "b")]
     assert each.culprits(each.ready()) == [(1, "a"), (1, "b")]
 
 
 def test_who_is_awaited_is_the_worker_that_did_not_report_or_the_server_that_did_not_stage() -> None:
     staging = StagedEach(frozenset({0, 1}))
-    staging.report(1, report(1, 1))
+    staging.report(*report(1, 1))
     staging.staged(1, staged(1, 1))
     assert staging.awaited([1, 2]) == [worker_peer(2)]
     assert staging.awaited([1]) == [server_peer(0)]
@@ -257,7 +258,7 @@ def test_every_push_is_ready_once_in_any_order_of_words_and_copies(
     taken: list[tuple[int, int]] = []
     for (worker, sequence), who in words:
         if who < 0:
-            staging.report(worker, report(worker, sequence, sequence + 5))
+            staging.report(*report(worker, sequence, sequence + 5))
         else:
             staging.staged(who, staged(worker, sequence))
         heard[worker, sequence].add(who)
@@ -299,7 +300,7 @@ def test_what_a_lost_worker_left_half_way_is_never_ready_and_nothing_of_it_is_ke
             continue
         sequence = channels[who].pop(0)
         if who is None:
-            staging.report(1, report(1, sequence))
+            staging.report(*report(1, sequence))
         elif who in holding:
             staging.staged(who, staged(1, sequence))
         for ready in staging.ready():

@@ -9,6 +9,11 @@ from steepest.protocol.history import History
 from tests.modes import counters, make, trained
 
 
+def take(history: History, timings: dict[int, dict[str, float]], step: int) -> None:
+    for worker, each in timings.items():
+        history.time(worker, each, step)
+
+
 def told(history: History) -> tuple[Straggler, ...]:
     found = history.look()
     return stragglers(dict(found["paces"]), dict(found["slow"]))
@@ -17,21 +22,21 @@ def told(history: History) -> tuple[Straggler, ...]:
 def test_who_takes_over_twice_as_long_as_the_others_is_a_straggler_until_it_does_not() -> None:
     history = History()
     for step in range(10):
-        history.time({worker: {"compute": 0.1} for worker in range(4)}, step)
+        take(history, {worker: {"compute": 0.1} for worker in range(4)}, step)
     assert told(history) == ()
     for step in range(10, 40):
-        history.time({0: {"compute": 0.1}, 1: {"compute": 0.5}, 2: {"compute": 0.1}, 3: {}}, step)
+        take(history, {0: {"compute": 0.1}, 1: {"compute": 0.5}, 2: {"compute": 0.1}, 3: {}}, step)
     ((worker, factor, since),) = told(history)
     assert (worker, round(factor, 2)) == (1, 5.0)
     assert since == 12  # a running mean: the second slow step
     for step in range(40, 60):
-        history.time({1: {"compute": 0.1}}, step)
+        take(history, {1: {"compute": 0.1}}, step)
     assert told(history) == ()
 
 
 def test_a_worker_alone_is_no_straggler() -> None:
     history = History()
-    history.time({0: {"compute": 1.0}}, 0)
+    take(history, {0: {"compute": 1.0}}, 0)
     assert told(history) == ()
     assert history.paces == {0: 1.0}
 

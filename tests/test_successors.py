@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from steepest.messages.membership import Lease
 from steepest.messages.message import Kind, Message, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
@@ -233,7 +234,7 @@ def test_a_successor_is_not_told_that_a_push_of_its_predecessor_was_its_own() ->
 
     def listen(message: Message) -> list[Message]:
         if message.kind is Kind.LEASE and message.target == worker_peer(1):
-            told.append(message.values()["committed"])
+            told.append(Lease.unpack(message).committed)
         return [message]
 
     cluster.network.filter = listen

@@ -37,7 +37,8 @@ from steepest.engine.survivors import Remains, catch_up, remains
 from steepest.engine.topology import Hosts
 from steepest.engine.worker import Worker
 from steepest.errors import describe_error
-from steepest.messages.message import COORDINATOR, Message, Peer, member_peer, relay_peer, server_peer, worker_peer
+from steepest.messages.gradients import Decision
+from steepest.messages.message import COORDINATOR, Peer, member_peer, relay_peer, server_peer, worker_peer
 from steepest.models.protocol import Model
 from steepest.tensors.allocator import keep_freed_memory, start_thread
 from steepest.tensors.dtypes import Tensors
@@ -345,12 +346,12 @@ class Process:
                 self.router.call(worker.give_up).result().result()
 
     @on_router
-    def heard(self) -> list[Message]:
+    def heard(self) -> list[Decision]:
         """Return the coordinator's latest decisions."""
         return self._servers[0].witness.words
 
     @on_router
-    def remains(self, heard: Sequence[Sequence[Message]]) -> Remains:
+    def remains(self, heard: Sequence[Sequence[Decision]]) -> Remains:
         """Return what this process' servers hold when they have caught up with the others.
 
         Args:

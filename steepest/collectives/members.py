@@ -12,6 +12,7 @@ import torch
 
 from steepest.collectives.protocol import Collective
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from steepest.messages.collective import Abort, Connected, Data
 from steepest.messages.message import Kind, Message, Peer, member_peer
 from steepest.tensors.allocator import Recycler
 from steepest.tensors.shared_memory import allocate, segment_of
@@ -19,7 +20,7 @@ from steepest.transport.channel import Channel
 from steepest.transport.router import Router
 
 _MOST_ROUNDS = 1024
-_LENT = 0  # as a message's chunk: its payload is lent
+_LENT = 0  # in `Data.lent`: its payload is lent
 
 
 @dataclass
@@ -231,16 +232,15 @@ class MemberCollective(Collective):
     def _receive(self, memory: torch.Tensor, source: int) -> ReceiveWork:
         return self._await(source, memory.numel(), memory)
 
-    def _post(self, memory: torch.Tensor, to: int, chunk: int = -1) -> None:
+    def _post(self, memory: torch.Tensor, to: int, lent: int = -1) -> None:
         key = self._key()
         here = self._round()
         self._raise_if_over(key, here)
         number = here.sent[to]
         here.sent[to] += 1
         generation, call = key
-        message = Message(Kind.DATA, generation, version=call, sequence=number, chunk=chunk, payload=memory)
         self._reach(to)
-        self._put(to, message)
+        self._put(to, Data(generation, number, call, lent, memory).pack())
 
     def _put(self, to: int, message: Message) -> None:
         if self._router.channel(member_peer(to)) is None:
@@ -266,7 +266,7 @@ class MemberCollective(Collective):
             self._router.pump()  # others may wait for earlier messages while this member connects
             self._router.attach(self._connect(other))
             # The other member sends what it has kept for this one.
-            self._deliver(member_peer(other), Message(Kind.CONNECTED))
+            self._deliver(member_peer(other), Connected().pack())
             self._router.pump()
 
     def has_left(self, memory: torch.Tensor, to: int) -> bool:
@@ -318,7 +318,7 @@ class MemberCollective(Collective):
     def _tell(self, reason: str) -> None:
         generation, call = self._key()
         for other in self._others():
-            self._put(other, Message(Kind.ABORT, generation, version=call, meta={"reason": reason[:1000]}))
+            self._put(other, Abort(generation, call, reason[:1000]).pack())
         self._router.pump()
 
     # -- Role ----------------------------------------------------------------------------------
@@ -356,13 +356,13 @@ class MemberCollective(Collective):
             raise ProtocolError(f"{source} is {_MOST_ROUNDS} calls or generations ahead of member {self.rank}")
         here = self._round(key)
         if message.kind is Kind.ABORT:
-            here.aborted = here.aborted or str(message.values().get("reason"))
-        elif message.payload is not None:
-            place = source.index, message.sequence
+            here.aborted = here.aborted or Abort.unpack(message).reason
+        elif (data := Data.unpack(message)).payload is not None:
+            place = source.index, data.sequence
             if place in here.posted:
-                here.posted.pop(place).take(message.payload)
+                here.posted.pop(place).take(data.payload)
             else:
-                here.arrived[place] = message.payload
+                here.arrived[place] = data.payload
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Fail all later operations, and tell the other members, which may await this one."""

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steepest.engine.optimizer_records import state_message, state_tensor
+from steepest.engine.optimizer_records import state_fields, state_tensor
 from steepest.engine.server import Server
-from steepest.messages.message import Kind
 from steepest.tensors.shared_memory import allocate
 
 Bytes = npt.NDArray[np.uint8]
@@ -63,9 +62,9 @@ class Kept:
         held = self._chunks[index]
         records = []
         for about, value in held.state():
-            message = state_message(Kind.STATE, 0, index, about, value)
-            payload = torch.empty(0, dtype=torch.uint8) if message.payload is None else message.payload
-            records.append((message.values(), payload.numpy()))
+            fields = state_fields(about, value)
+            payload = fields.pop("payload")
+            records.append((fields, np.empty(0, dtype=np.uint8) if payload is None else payload.numpy()))
         return ChunkState(held.weights.numpy(), records)
 
     def hand_over(self, servers: Iterable[Server], given: Mapping[int, ChunkState]) -> None:

@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from steepest.checkpoint.files import Record
 from steepest.engine.commit_log import Commit
-from steepest.engine.optimizer_records import checked_state_size, state_message, state_tensor
+from steepest.engine.optimizer_records import checked_state_size, state_fields, state_tensor
 from steepest.errors import ConfigurationError, PeerLostError, ProtocolError, ShutdownError
+from steepest.messages.driver import (
+    Ask,
+    Counters,
+    GiveUp,
+    LogPage,
+    ReadCounters,
+    ReadLog,
+    Revoke,
+    Revoked,
+    Stop,
+    Stopped,
+    WorkerLost,
+)
+from steepest.messages.gradients import Weights
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
+from steepest.messages.schema import Body
+from steepest.messages.snapshots import (
+    Install,
+    Installed,
+    InstallRefused,
+    Put,
+    PutReceived,
+    PutState,
+    Read,
+    ReplaceState,
+    SnapshotEnd,
+    StateTensor,
+)
 from steepest.tensors.layout import ParameterLayout
 
 T = TypeVar("T")
@@ -99,22 +127,22 @@ class Client:
             self.outcomes.put(self._gone)
             return
         self._requests += 1
-        self._send(COORDINATOR, Message(Kind.ASK, sequence=self._requests, meta={"steps": steps, "stats": stats}))
+        self._send(COORDINATOR, Ask(self._requests, steps, stats).pack())
 
     def revoke(self) -> Future[Position]:
         """Takes back what is granted but not committed; the future tells where the job stands then."""
-        return self._request(Kind.REVOKE)
+        return self._request(Revoke)
 
     def stop(self) -> Future[int]:
         """Have workers stop at the end of a step soon; the future holds the last version that will come."""
-        return self._request(Kind.STOP)
+        return self._request(Stop)
 
-    def _request(self, kind: Kind, meta: dict[str, Any] | None = None) -> Future[Any]:
-        """Send the coordinator what one message answers; the future holds the answer."""
+    def _request(self, make: Callable[[int], Body]) -> Future[Any]:
+        """Send the coordinator what one message answers, made from its number; the future holds the answer."""
         self._requests += 1
         future: Future[Any] = Future()
         self._answers[self._requests] = future
-        self._send(COORDINATOR, Message(kind, sequence=self._requests, meta=meta))
+        self._send(COORDINATOR, make(self._requests).pack())
         return self._unless_gone(future)
 
     def read(self, what: str) -> Future[Snapshot]:
@@ -126,7 +154,7 @@ class Client:
         weights = torch.empty(0) if what == "standing" else self._layout.allocate()
         read = _Read(Future(), Snapshot(-1, weights), set(range(self._servers)))
         self._reads[self._requests] = read
-        self._send(COORDINATOR, Message(Kind.READ, sequence=self._requests, meta={"what": what}))
+        self._send(COORDINATOR, Read(self._requests, what).pack())
         return self._unless_gone(read.future)
 
     def install(
@@ -146,43 +174,42 @@ class Client:
                 which then has to find its way.
         """
         self._requests += 1
-        messages = [] if weights is None else self._puts(weights, records)
-        install = _Install(Future(), version, set(range(len(messages))), records is not None, state)
+        parts = [] if weights is None else self._puts(weights, records)
+        install = _Install(Future(), version, set(range(len(parts))), records is not None, state)
         self._installs[self._requests] = install
-        for number, (server, message) in enumerate(messages):
-            message.version = number  # by which it is acknowledged
-            self._send(server_peer(server), message)
-        if not messages:
+        for number, (server, part) in enumerate(parts):
+            self._send(server_peer(server), part(number).pack())
+        if not parts:
             self._order(self._requests, install)
         return self._unless_gone(install.future)
 
-    def _puts(self, weights: torch.Tensor, records: list[Record] | None) -> list[tuple[int, Message]]:
-        """What servers are sent of it, by server."""
-        messages = []
+    def _puts(
+        self, weights: torch.Tensor, records: list[Record] | None
+    ) -> list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]]:
+        """Return what each server is sent of a state, made from the number by which it is acknowledged."""
+        request = self._requests
+        parts: list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]] = []
         for chunk, holders in enumerate(self._holders):
             view = self._layout.chunk_view(weights, chunk).clone()
-            for server in holders:
-                messages.append((server, Message(Kind.PUT, sequence=self._requests, chunk=chunk, payload=view)))
+            parts += [(server, partial(Put, request, chunk=chunk, payload=view)) for server in holders]
         if records is not None:
-            for server in range(self._servers):  # its word that optimizer state is replaced, even by none
-                messages.append((server, Message(Kind.REPLACE_STATE, sequence=self._requests)))
+            parts += [(server, partial(ReplaceState, request)) for server in range(self._servers)]
             for chunk, about, value in records:
-                copy = value.clone()
-                for server in self._holders[chunk]:
-                    messages.append((server, state_message(Kind.PUT_STATE, self._requests, chunk, about, copy)))
-        return messages
+                fields = state_fields(about, value.clone())
+                parts += [(server, _state_part(request, chunk, fields)) for server in self._holders[chunk]]
+        return parts
 
     def declare_lost(self, worker: int, life: int, why: str) -> None:
         """Has a worker given up that is silent or cut off; a WORKER_LOST in `outcomes` says when it is."""
-        self._send(COORDINATOR, Message(Kind.GIVE_UP, meta={"worker": worker, "life": life, "why": why}))
+        self._send(COORDINATOR, GiveUp(worker, life, why).pack())
 
-    def counters(self) -> Future[dict[str, Any]]:
+    def counters(self) -> Future[Counters]:
         """Ask for the coordinator's counters."""
-        return self._request(Kind.READ_COUNTERS)
+        return self._request(ReadCounters)
 
-    def log_page(self, first: int) -> Future[dict[str, Any]]:
-        """Ask for entries of the coordinator's log from `first` on (see `History.page`)."""
-        return self._request(Kind.READ_LOG, {"first": first})
+    def log_page(self, first: int) -> Future[LogPage]:
+        """Ask for some entries of the coordinator's log, from `first` on."""
+        return self._request(lambda number: ReadLog(number, first))
 
     def _unless_gone(self, future: Future[T]) -> Future[T]:
         """Whoever is gone will not answer: the future fails now."""
@@ -209,10 +236,10 @@ class Client:
         """Acts on one message."""
         match message.kind:
             case Kind.WORKER_LOST:
-                told = message.values()
-                if (left := (told["worker"], told["life"])) not in self._left:
-                    self._left.add(left)
-                    self.position = max(self.position, Position(message.generation, message.version))
+                lost = WorkerLost.unpack(message)
+                if (life := (lost.worker, lost.life)) not in self._left:
+                    self._left.add(life)
+                    self._move_to(lost)
                     self.outcomes.put(message)
             case Kind.RESULT | Kind.FAILURE:
                 position = Position(message.generation, message.version)
@@ -223,26 +250,34 @@ class Client:
                 if message.sequence in self._reads:
                     self._take(source, message, self._reads[message.sequence])
             case Kind.PUT_RECEIVED:
-                if message.sequence in self._installs:
-                    self._acknowledge(message, self._installs[message.sequence])
+                self._acknowledge(PutReceived.unpack(message))
             case Kind.INSTALLED:
-                self.position = max(self.position, Position(message.generation, message.version))
+                self._move_to(Installed.unpack(message))
                 if (install := self._installs.pop(message.sequence, None)) is not None:
                     install.future.set_result(self.position)
             case Kind.INSTALL_REFUSED:
-                peer, why = Peer(*message.values()["peer"]), message.values()["why"]
-                self.lost_peer = self.lost_peer or peer
-                if (install := self._installs.pop(message.sequence, None)) is not None:
-                    install.future.set_exception(PeerLostError(f"nothing was installed: {peer} is gone ({why})"))
+                refused = InstallRefused.unpack(message)
+                self.lost_peer = self.lost_peer or refused.peer
+                if (install := self._installs.pop(refused.sequence, None)) is not None:
+                    why = f"nothing was installed: {refused.peer} is gone ({refused.why})"
+                    install.future.set_exception(PeerLostError(why))
             case Kind.REVOKED:
-                self.position = max(self.position, Position(message.generation, message.version))
-                self._answer(message.sequence, self.position)
+                self._move_to(revoked := Revoked.unpack(message))
+                self._answer(revoked.sequence, self.position)
             case Kind.STOPPED:
-                self._answer(message.sequence, message.version)
-            case Kind.COUNTERS | Kind.LOG_PAGE:
-                self._answer(message.sequence, message.values())
+                stopped = Stopped.unpack(message)
+                self._answer(stopped.sequence, stopped.limit)
+            case Kind.COUNTERS:
+                counters = Counters.unpack(message)
+                self._answer(counters.sequence, counters)
+            case Kind.LOG_PAGE:
+                page = LogPage.unpack(message)
+                self._answer(page.sequence, page)
             case _:
                 raise ProtocolError(f"a client does not take {message.kind.name}")
+
+    def _move_to(self, told: WorkerLost | Installed | Revoked) -> None:
+        self.position = max(self.position, Position(told.generation, told.version))
 
     def _answer(self, sequence: int, answer: Any) -> None:
         if (waiting := self._answers.pop(sequence, None)) is not None:
@@ -252,35 +287,38 @@ class Client:
         if source.index not in read.awaited:
             return  # a copy
         if message.kind is Kind.WEIGHTS:
-            view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
-            if message.payload is not None and message.payload.data_ptr() != view.data_ptr():
-                view.copy_(message.payload)
+            weights = Weights.unpack(message)
+            view = self._layout.chunk_view(read.snapshot.weights, weights.chunk)
+            if weights.payload is not None and weights.payload.data_ptr() != view.data_ptr():
+                view.copy_(weights.payload)
         elif message.kind is Kind.STATE:
-            about = message.values()
-            place = (message.chunk, about["name"], about["key"], about["start"])
-            read.records[place] = (message.chunk, about, state_tensor(about, message.payload))
+            part = StateTensor.unpack(message)
+            place = (part.chunk, part.name, part.key, part.start)
+            read.records[place] = (part.chunk, part.about, state_tensor(part.about, part.payload))
         else:
-            if read.snapshot.version not in (-1, message.version):
-                raise ProtocolError(f"versions {read.snapshot.version} and {message.version} in one snapshot")
-            read.snapshot.version = message.version
-            read.snapshot.state |= message.values().get("state", {})
-            read.awaited.discard(source.index)
-            if not read.awaited:
-                del self._reads[message.sequence]
-                read.snapshot.records += read.records.values()
-                read.future.set_result(read.snapshot)
+            self._end_snapshot(source, SnapshotEnd.unpack(message), read)
 
-    def _acknowledge(self, message: Message, install: _Install) -> None:
-        if message.version not in install.unacknowledged:
+    def _end_snapshot(self, source: Peer, end: SnapshotEnd, read: _Read) -> None:
+        if read.snapshot.version not in (-1, end.version):
+            raise ProtocolError(f"versions {read.snapshot.version} and {end.version} in one snapshot")
+        read.snapshot.version = end.version
+        read.snapshot.state |= end.state or {}
+        read.awaited.discard(source.index)
+        if not read.awaited:
+            del self._reads[end.sequence]
+            read.snapshot.records += read.records.values()
+            read.future.set_result(read.snapshot)
+
+    def _acknowledge(self, received: PutReceived) -> None:
+        install = self._installs.get(received.sequence)
+        if install is None or received.number not in install.unacknowledged:
             return  # a copy
-        install.unacknowledged.discard(message.version)
+        install.unacknowledged.discard(received.number)
         if not install.unacknowledged:
-            self._order(message.sequence, install)
+            self._order(received.sequence, install)
 
     def _order(self, sequence: int, install: _Install) -> None:
-        order = Message(Kind.INSTALL, sequence=sequence, version=install.version)
-        order.meta = {"anew": install.anew, "state": install.state}
-        self._send(COORDINATOR, order)
+        self._send(COORDINATOR, Install(sequence, install.version, install.anew, install.state).pack())
 
     def lost(self, peer: Peer, reason: str) -> None:
         """A server or the coordinator is gone: whatever waits for it fails, now and later."""
@@ -307,6 +345,10 @@ class Client:
         """Deadlines are those of the callers."""
 
 
+def _state_part(request: int, chunk: int, fields: dict[str, Any]) -> Callable[[int], PutState]:
+    return lambda number: PutState(request, chunk, number=number, **fields)
+
+
 def read_log(client: Client) -> Future[list[Commit]]:
     """All of the coordinator's log, page by page; called on the router's thread.
 
@@ -316,16 +358,16 @@ def read_log(client: Client) -> Future[list[Commit]]:
     everything: Future[list[Commit]] = Future()
     commits: list[Commit] = []
 
-    def take(page: Future[dict[str, Any]]) -> None:
+    def take(page: Future[LogPage]) -> None:
         if page.exception() is not None:
             everything.set_exception(page.exception())
             return
-        entries = page.result()["log"]
+        entries = page.result().log
         if entries is None:
             everything.set_exception(ConfigurationError("no log was kept: give RunConfig(keep_log=True)"))
             return
         commits.extend(Commit.from_entry(entry) for entry in entries)
-        if len(commits) < page.result()["length"]:
+        if len(commits) < page.result().length:
             client.log_page(len(commits)).add_done_callback(take)
         else:
             everything.set_result(commits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,14 +12,15 @@ from steepest.compression.codecs import Packer, sum_of_squares
 from steepest.engine.incoming_weights import ArrivingWeights, Key
 from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
-from steepest.messages.message import Kind, Message, Peer, Send, server_peer, worker_peer
+from steepest.messages.gradients import HostPush, Push, Weights, WeightsShared
+from steepest.messages.message import Kind, Message, Peer, PushId, Send, server_peer, worker_peer
 
 
 @dataclass(slots=True)
 class _Gathering:
     """One chunk of a version: the pushes that are here, by worker."""
 
-    pushes: dict[int, Message] = field(default_factory=dict)
+    pushes: dict[int, Push] = field(default_factory=dict)
     left: bool = False
 
 
@@ -84,9 +85,9 @@ class Relay:
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
         if message.kind is Kind.PUSH:
-            self._gather(source, message)
-        elif self._weights.receive(message):
-            self._pass_on(message)
+            self._gather(source, Push.unpack(message))
+        elif (weights := self._weights.receive(message)) is not None:
+            self._pass_on(weights)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """The coordinator decides what a loss means; what was gathered is void in the next generation."""
@@ -96,77 +97,69 @@ class Relay:
 
     # -- weights -------------------------------------------------------------------------------
 
-    def _pass_on(self, message: Message) -> None:
-        """Tells the workers of a chunk that has come."""
-        reload = bool(message.values().get("reload"))
-        if reload and self._can_be_shown and message.generation > self._shown:
-            self._shown = message.generation
+    def _pass_on(self, arrived: Weights) -> None:
+        """Send the workers a chunk that has come, and first the vector in which it lies if they were not sent it."""
+        if arrived.reload and self._can_be_shown and arrived.generation > self._shown:
+            self._shown = arrived.generation
+            shared = WeightsShared(arrived.generation, self._weights.vector)
             for worker in self._workers:
-                where = Message(Kind.WEIGHTS_SHARED, message.generation, version=message.version)
-                where.payload = self._weights.vector
-                self._send(worker_peer(worker), where)
+                self._send(worker_peer(worker), shared.pack())
+        weights = replace(arrived, sequence=0, payload=self._layout.chunk_view(self._weights.vector, arrived.chunk))
         for worker in self._workers:
-            notice = Message(Kind.WEIGHTS, message.generation, version=message.version, chunk=message.chunk)
-            notice.meta = message.meta
-            notice.payload = self._layout.chunk_view(self._weights.vector, message.chunk)
-            self._send(worker_peer(worker), notice)
+            self._send(worker_peer(worker), weights.pack())
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def _gather(self, source: Peer, message: Message) -> None:
+    def _gather(self, source: Peer, push: Push) -> None:
         if source.index not in self._workers:
             raise ProtocolError(f"worker {source.index} is not of the host of relay {self._index}")
-        step = (message.generation, message.version)
+        step = (push.generation, push.pulled)
         if step < self._step:
             return  # of a step that is over
-        if message.version > max(self._weights.newest[1], 0) + 1 and self._weights.newest[0] >= message.generation:
-            raise ProtocolError(f"a push from version {message.version}, of which no weights can have come")
+        if push.pulled > max(self._weights.newest[1], 0) + 1 and self._weights.newest[0] >= push.generation:
+            raise ProtocolError(f"a push from version {push.pulled}, of which no weights can have come")
         if step > self._step:
             self._step = step
             self._gathering = {}
-        gathering = self._gathering.setdefault(message.chunk, _Gathering())
+        gathering = self._gathering.setdefault(push.chunk, _Gathering())
         if gathering.left:
             return  # a copy
-        gathering.pushes[source.index] = message
+        gathering.pushes[source.index] = push
         if len(gathering.pushes) == len(self._workers):
-            self._push_on(message.chunk, [gathering.pushes[worker] for worker in self._workers])
-            self._gathering[message.chunk] = _Gathering(left=True)
+            self._push_on(push.chunk, {worker: gathering.pushes[worker] for worker in self._workers})
+            self._gathering[push.chunk] = _Gathering(left=True)
 
-    def _push_on(self, chunk: int, pushes: list[Message]) -> None:
-        """Everybody's gradient of a chunk is there."""
-        weighing = [push for push in pushes if push.payload is not None and push.weight]
-        unit = weighing[0].weight if weighing else 0.0
+    def _push_on(self, chunk: int, pushes: dict[int, Push]) -> None:
+        """Push the sum of the gradients of a chunk on, or each by itself if the sum is not finite."""
+        weighing = [push for push in pushes.values() if push.payload is not None and push.unit]
+        unit = weighing[0].unit if weighing else 0.0
         payload = weighing[0].payload if weighing else None
         if len(weighing) > 1:
             payload = self._add_up(chunk, weighing)
         if payload is not None and self._checked and not self._is_finite(chunk, payload):
-            for push in pushes:
-                self._leave(chunk, [push], push.payload, push.weight)
+            for worker, push in pushes.items():
+                self._leave(chunk, {worker: push}, push.payload, push.unit)
         else:
             self._leave(chunk, pushes, payload, unit)
 
     def _is_finite(self, chunk: int, payload: torch.Tensor) -> bool:
         return math.isfinite(sum_of_squares(payload.view(self._layout.chunks[chunk].dtype)))
 
-    def _leave(self, chunk: int, pushes: list[Message], payload: torch.Tensor | None, unit: float) -> None:
-        first = pushes[0]
-        message = Message(Kind.HOST_PUSH, first.generation, first.incarnation, first.sequence, first.version, chunk)
-        message.weight, message.total = unit, math.fsum(push.total for push in pushes)
-        absent = [frozenset(push.values().get("absent", ())) for push in pushes if push.payload is not None]
-        message.meta = {"pushes": [[worker, push.incarnation, push.sequence] for worker, push in self._named(pushes)]}
-        if absent and (everywhere := frozenset.intersection(*absent)):
-            message.meta["absent"] = sorted(everywhere)
-        if payload is not None:
-            message.payload = payload
-            if len(pushes) > 1:
-                message.payload = self._packer.pack(chunk, payload, unit, message.total, frozenset())
-        self._send(self._owners[chunk], message)
+    def _leave(self, chunk: int, pushes: dict[int, Push], payload: torch.Tensor | None, unit: float) -> None:
+        first = next(iter(pushes.values()))
+        total = math.fsum(push.total for push in pushes.values())
+        absent = [frozenset(push.absent) for push in pushes.values() if push.payload is not None]
+        if payload is not None and len(pushes) > 1:
+            payload = self._packer.pack(chunk, payload, unit, total, frozenset())
+        host_push = HostPush(
+            *(first.generation, first.pulled, chunk, unit, total),
+            tuple(PushId(worker, push.incarnation, push.sequence) for worker, push in pushes.items()),
+            sorted(frozenset.intersection(*absent)) if absent else (),
+            payload,
+        )
+        self._send(self._owners[chunk], host_push.pack())
 
-    @staticmethod
-    def _named(pushes: list[Message]) -> list[tuple[int, Message]]:
-        return [(push.source.index, push) for push in pushes if push.source is not None]
-
-    def _add_up(self, chunk: int, weighing: list[Message]) -> torch.Tensor:
+    def _add_up(self, chunk: int, weighing: list[Push]) -> torch.Tensor:
         """The sum in units of the first one's weight, in memory that is this chunk's alone."""
         if not self._sum.numel():
             self._sum = torch.empty(self._layout.nbytes, dtype=torch.uint8)
@@ -179,6 +172,6 @@ class Relay:
         augend = first.payload.view(dtype)
         for push in rest:
             assert push.payload is not None
-            torch.add(augend, push.payload.view(dtype), alpha=push.weight / first.weight, out=result)
+            torch.add(augend, push.payload.view(dtype), alpha=push.unit / first.unit, out=result)
             augend = result
         return place

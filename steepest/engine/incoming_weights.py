@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from steepest.errors import ProtocolError
+from steepest.messages.gradients import Weights
 from steepest.messages.message import Kind, Message
 from steepest.tensors.half_precision import narrow_size
 from steepest.tensors.layout import ParameterLayout
@@ -50,27 +51,31 @@ class ArrivingWeights:
             return message.payload
         return view if is_new else None
 
-    def receive(self, message: Message) -> bool:
-        """Takes a chunk that has arrived; whether it is a newer one than before."""
+    def receive(self, message: Message) -> Weights | None:
+        """Take a chunk that has arrived; return it if it is newer than the one before, otherwise None.
+
+        Raises:
+            ProtocolError: the message has no weights.
+        """
         if message.kind is not Kind.WEIGHTS:
             raise ProtocolError(f"{self._reader} does not take {message.kind.name}")
-        payload = message.payload
-        key = (message.generation, message.version)
-        if payload is None or key <= self._newest[message.chunk]:
-            return False  # old, or a copy
-        self._newest[message.chunk] = key
+        weights = Weights.unpack(message)
+        payload = weights.payload
+        key = (weights.generation, weights.version)
+        if payload is None or key <= self._newest[weights.chunk]:
+            return None  # old, or a copy
+        self._newest[weights.chunk] = key
         self.newest = max(self.newest, key)
-        view = self._layout.chunk_view(self.vector, message.chunk)
+        view = self._layout.chunk_view(self.vector, weights.chunk)
         if payload.numel() != view.numel():
             assert self._wire_dtype is not None
             view.view(torch.float32).copy_(payload.view(self._wire_dtype))
         elif payload.data_ptr() != view.data_ptr():
             view.copy_(payload)
         if key not in self._awaited:
-            everything = bool(message.values().get("reload"))  # frozen chunks too
-            self._awaited[key] = set(self._all if everything else self._trainable)
-        self._awaited[key].discard(message.chunk)
-        return True
+            self._awaited[key] = set(self._all if weights.reload else self._trainable)
+        self._awaited[key].discard(weights.chunk)
+        return weights
 
     def has(self, entry: int | None, key: Key) -> bool:
         """Whether all of a trainable parameter (of all, with None) is there at that version, or a later one."""

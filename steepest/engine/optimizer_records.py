@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from steepest.errors import ProtocolError
-from steepest.messages.message import Kind, Message
+from steepest.messages.message import Message
 from steepest.tensors.dtypes import as_bytes
 
 _DTYPES = {
@@ -21,11 +21,10 @@ _DTYPES = {
 _MOST_DIMENSIONS = 64
 
 
-def state_message(kind: Kind, sequence: int, chunk: int, about: dict[str, Any], value: torch.Tensor) -> Message:
-    """Return one record of optimizer state as a message of this kind (STATE or PUT_STATE)."""
-    meta = {**about, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-    payload = as_bytes(value) if value.numel() else None
-    return Message(kind, sequence=sequence, chunk=chunk, meta=meta, payload=payload)
+def state_fields(about: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
+    """Return the fields of a `StateTensor`, or `PutState`, that say what a record is, and its payload."""
+    dtype, payload = str(value.dtype).removeprefix("torch."), as_bytes(value) if value.numel() else None
+    return {**about, "dtype": dtype, "shape": list(value.shape), "payload": payload}
 
 
 def state_tensor(about: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:

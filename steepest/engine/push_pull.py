@@ -9,6 +9,7 @@ import torch
 from steepest.compression.codecs import Packer
 from steepest.engine.incoming_weights import ArrivingWeights
 from steepest.engine.topology import Topology
+from steepest.messages.gradients import Push, Weights, WeightsShared
 from steepest.messages.message import Kind, Message, Peer, Send, relay_peer, server_peer
 
 
@@ -82,15 +83,12 @@ class PushPull:
         `payload` stays unchanged until the step is committed.
         """
         pushed = self.packer.pack(chunk, payload, unit, total, absent) if unit else None
+        step = (self._generation, self._incarnation, self.sequence, self._version)
+        push = Push(*step, chunk, unit, total, sorted(absent) if absent else (), pushed)
         for target in self._targets[chunk]:
-            message = Message(Kind.PUSH, self._generation, self._incarnation, self.sequence, self._version, chunk)
-            message.weight, message.total = unit, total
-            if absent:
-                message.meta = {"absent": sorted(absent)}
-            message.payload = pushed
             if pushed is not None and target != self._own:
                 self.bytes_pushed += pushed.numel()
-            self._send(target, message)
+            self._send(target, push.pack())
 
     def end(self) -> int:
         """Return the push's sequence number: the whole gradient has been sent."""
@@ -119,19 +117,21 @@ class PushPull:
     def receive(self, source: Peer, message: Message) -> tuple[int, int] | None:
         """Take a message; return (generation, version) when the weights of that version are complete."""
         if message.kind is Kind.WEIGHTS_SHARED:
-            if message.payload is not None and self._adopt(message.payload):
-                self._weights.vector = message.payload
+            vector = WeightsShared.unpack(message).payload
+            if vector is not None and self._adopt(vector):
+                self._weights.vector = vector
             return None
-        key = (message.generation, message.version)
-        if not self._weights.receive(message):
+        weights = self._weights.receive(message)
+        if weights is None:
             return None
-        if self._answers(message):
+        if self._answers(weights):
             self.packer.commit()
-        if source != self._own and message.payload is not None:
-            self.bytes_pulled += message.payload.numel()
+        if source != self._own and weights.payload is not None:
+            self.bytes_pulled += weights.payload.numel()
+        key = (weights.generation, weights.version)
         return key if self._weights.completed(key) else None
 
-    def _answers(self, message: Message) -> bool:
+    def _answers(self, weights: Weights) -> bool:
         """Return whether weights are of the version that the last push is part of."""
-        newer = message.generation == self._generation and message.version > self._version
-        return newer and not message.values().get("reload")
+        newer = weights.generation == self._generation and weights.version > self._version
+        return newer and not weights.reload

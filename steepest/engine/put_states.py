@@ -13,6 +13,7 @@ from steepest.engine.optimizer_records import state_tensor
 from steepest.engine.server_chunk import ServerChunk
 from steepest.errors import ProtocolError
 from steepest.messages.message import Kind, Message, Peer, Send
+from steepest.messages.snapshots import Put, PutReceived, PutState, ReplaceState
 
 log = logging.getLogger(__name__)
 
@@ -67,43 +68,42 @@ class PutStates:
         Raises:
             ProtocolError: it is of no chunk of this server, does not fit its optimizer, or is one state too many.
         """
-        held = self._chunks.get(message.chunk)
-        about = dict(message.values())
-        value = torch.empty(0)
-        if message.kind is Kind.PUT_STATE:
-            value = state_tensor(about, message.payload)
-            if held is None:
-                raise ProtocolError(
-                    f"optimizer state for chunk {message.chunk}: server {self._server} does not hold it"
-                )
-            held.check_state(about, value)
-        elif message.kind is Kind.PUT and (message.payload is None or held is None):
-            raise ProtocolError(f"PUT of {message.payload} for chunk {message.chunk} at server {self._server}")
-        put = self._begin(source, message)
-        if put is None:
-            return
         match message.kind:
             case Kind.PUT:
-                assert message.payload is not None
-                put.weights[message.chunk] = message.payload
+                self._put_weights(source, Put.unpack(message))
             case Kind.PUT_STATE:
-                put.state.append((message.chunk, about, value))
+                self._put_state(source, PutState.unpack(message))
             case Kind.REPLACE_STATE:
-                put.replaces_state = True
+                if (put := self._part_of(source, ReplaceState.unpack(message))) is not None:
+                    put.replaces_state = True
 
-    def _begin(self, source: Peer, message: Message) -> _Put | None:
+    def _put_weights(self, source: Peer, part: Put) -> None:
+        if part.payload is None or part.chunk not in self._chunks:
+            raise ProtocolError(f"PUT of {part.payload} for chunk {part.chunk} at server {self._server}")
+        if (put := self._part_of(source, part)) is not None:
+            put.weights[part.chunk] = part.payload
+
+    def _put_state(self, source: Peer, part: PutState) -> None:
+        about = part.about
+        value = state_tensor(about, part.payload)
+        if (held := self._chunks.get(part.chunk)) is None:
+            raise ProtocolError(f"optimizer state for chunk {part.chunk}: server {self._server} does not hold it")
+        held.check_state(about, value)
+        if (put := self._part_of(source, part)) is not None:
+            put.state.append((part.chunk, about, value))
+
+    def _part_of(self, source: Peer, part: Put | PutState | ReplaceState) -> _Put | None:
         """Return the state of which a message is a part, None for a copy of what is installed; acknowledge the part."""
-        if message.sequence <= self._installed.get(source, 0):
+        if part.sequence <= self._installed.get(source, 0):
             return None
-        key = (source, message.sequence)
+        key = (source, part.sequence)
         if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
             raise ProtocolError(f"{source} has put {_MOST_PUTS} states that it has not had installed")
         if source in self._gone or key not in self._puts:
             self._puts = {other: put for other, put in self._puts.items() if other[0] not in self._gone}
             self._gone.clear()
             self._puts[key] = _Put()
-        received = Message(Kind.PUT_RECEIVED, sequence=message.sequence, version=message.version)
-        self._send(source, received)
+        self._send(source, PutReceived(part.sequence, part.number).pack())
         return self._puts[key]
 
     def install(self, client: Peer, sequence: int) -> bool:

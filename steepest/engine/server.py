@@ -11,20 +11,38 @@ from typing import Any
 
 import torch
 
-from steepest.engine.optimizer_records import checked_state_size, state_message
+from steepest.engine.optimizer_records import checked_state_size, state_fields
 from steepest.engine.put_states import PutStates
-from steepest.engine.server_chunk import Push, ServerChunk
+from steepest.engine.server_chunk import ServerChunk, StagedPush
 from steepest.engine.topology import Topology
 from steepest.engine.weight_buffers import Rooms
 from steepest.errors import ProtocolError
-from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, worker_peer
+from steepest.messages.gradients import (
+    Commit,
+    Decision,
+    Discard,
+    HostPush,
+    Logged,
+    Push,
+    PushStaged,
+    Refresh,
+    VersionStaged,
+    Weights,
+)
+from steepest.messages.membership import Members, WorkerEnded, WorkerJoined
+from steepest.messages.message import COORDINATOR, Kind, Message, Peer, PushId, Send, worker_peer
+from steepest.messages.snapshots import InstallPut, Snapshot, SnapshotEnd, StateTensor
+from steepest.messages.users import UserLeft
 from steepest.optim.spec import OptimizerSpec
-from steepest.protocol.commit_rules import PushId
 from steepest.protocol.decision_log import Witness
 from steepest.protocol.push_tracking import MOST_CULPRITS, MOST_PUSHES, Done
 from steepest.tensors.half_precision import narrow, narrow_size
 
 log = logging.getLogger(__name__)
+
+_DECISIONS: dict[Kind, type[Decision]] = {
+    decision.KIND: decision for decision in (Commit, Discard, Refresh, WorkerEnded, WorkerJoined, Members, InstallPut)
+}
 
 
 @dataclass(slots=True)
@@ -118,7 +136,9 @@ class Server:
         self._base = [dict(hyper) for _, hyper in spec.groups] if spec is not None else []
         self._changed = False  # whether a schedule has changed hyperparameters
         self._members: frozenset[int] = frozenset()
-        self._early: list[tuple[Peer, Message]] = []  # pushes of a generation or version that is not known here yet
+        self._early: list[
+            tuple[Peer, Push | HostPush]
+        ] = []  # pushes of a generation or version that is not known here yet
         self._early_of: Counter[Peer] = Counter()
         self._arriving: dict[PushId, _Arriving] = {}
         self._done = Done()
@@ -167,31 +187,43 @@ class Server:
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
         match message.kind:
-            case Kind.PUSH | Kind.HOST_PUSH:
-                self._stage(source, message)
-            case Kind.COMMIT:
-                self._commit(message)
-            case Kind.DISCARD:
-                self._discard(message)
-            case Kind.REFRESH:
-                if self._is_now(message):
-                    self._refresh(message.values()["readers"])
-            case Kind.WORKER_ENDED:
-                self._end_worker(message)
-            case Kind.WORKER_JOINED:
-                self._take_in(message)
-            case Kind.MEMBERS:
-                self._begin_generation(message)
-            case Kind.INSTALL_PUT:
-                self._install_between_generations(message)
+            case Kind.PUSH:
+                self._stage(source, Push.unpack(message))
+            case Kind.HOST_PUSH:
+                self._stage(source, HostPush.unpack(message))
             case Kind.SNAPSHOT:
-                self._snapshot(message)
+                self._snapshot(Snapshot.unpack(message))
             case Kind.PUT | Kind.PUT_STATE | Kind.REPLACE_STATE:
                 self._puts.receive(source, message)
+            case kind if (decision := _DECISIONS.get(kind)) is not None:
+                self.carry_out(decision.unpack(message))
             case _:
                 raise ProtocolError(f"a server does not take {message.kind.name}")
+
+    def carry_out(self, decision: Decision) -> None:
+        """Act on one of the coordinator's decisions, and remember it where chunks have copies.
+
+        Raises:
+            ProtocolError: it cannot be carried out here; nothing has changed.
+        """
+        match decision:
+            case Commit():
+                self._commit(decision)
+            case Discard():
+                self._discard(decision)
+            case Refresh():
+                if self._is_now(decision):
+                    self._refresh(decision.readers)
+            case WorkerEnded():
+                self._end_worker(decision)
+            case WorkerJoined():
+                self._take_in(decision)
+            case Members():
+                self._begin_generation(decision)
+            case InstallPut():
+                self._install_between_generations(decision)
         if self._copies:
-            self.witness.hear(message)
+            self.witness.hear(decision)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """The coordinator decides what a loss means; it is told once all that arrived is staged."""
@@ -200,51 +232,49 @@ class Server:
             for push in [push for push in self._arriving if push.worker == peer.index]:
                 self._forget(push)
             self._done.forget(peer.index)
-            self._send(COORDINATOR, Message(Kind.USER_LEFT, meta={"worker": peer.index}))
+            self._send(COORDINATOR, UserLeft(peer.index).pack())
 
     def tick(self, now: float) -> None:
         """A server has no deadlines of its own."""
 
     # -- stage ---------------------------------------------------------------------------------
 
-    def _stage(self, source: Peer, message: Message) -> None:
-        next_one = (
-            self._copies and self._together and message.version == self.version + 1
-        )  # elsewhere this is committed
-        if message.generation > self.generation or (next_one and message.generation == self.generation):
-            self._keep_early(source, message)
+    def _stage(self, source: Peer, pushed: Push | HostPush) -> None:
+        next_one = self._copies and self._together and pushed.pulled == self.version + 1  # elsewhere this is committed
+        if pushed.generation > self.generation or (next_one and pushed.generation == self.generation):
+            self._keep_early(source, pushed)
             return
-        held = self._chunks.get(message.chunk)
+        held = self._chunks.get(pushed.chunk)
         if held is None or not held.chunk.trainable:
-            raise ProtocolError(f"chunk {message.chunk} takes no gradients on server {self._index}")
-        pushes = self._pushes_of(source, message)
+            raise ProtocolError(f"chunk {pushed.chunk} takes no gradients on server {self._index}")
+        pushes = self._pushes_of(source, pushed)
         push, covered = pushes[0], frozenset(push.worker for push in pushes)
-        reasons = [reason for push in pushes if (reason := self._reason_to_refuse(push, message, held)) is not None]
+        reasons = [reason for push in pushes if (reason := self._reason_to_refuse(push, pushed, held)) is not None]
         reason = max(reasons, default=None)
         if reason is not None:
             self.refused += 1
-            held.release(message.payload)
+            held.release(pushed.payload)
             if reason:
-                raise ProtocolError(f"push of chunk {message.chunk} at version {message.version}: {reason}")
+                raise ProtocolError(f"push of chunk {pushed.chunk} at version {pushed.pulled}: {reason}")
             return
-        absent = frozenset(int(entry) for entry in message.values().get("absent", ()))
-        payload = message.payload
+        payload = pushed.payload
         packing = self._packing if payload is not None and payload.numel() != held.chunk.nbytes else None
         if packing is not None and payload is not None:
             packing.check(self._layout, held.chunk, payload)
-        if payload is not None and not self._together and message.chunk not in self._answers_for:
+        if payload is not None and not self._together and pushed.chunk not in self._answers_for:
             payload = held.own(payload)  # its worker goes on when it has the weights, which come from elsewhere
-        held.staged[push] = Push(covered, payload, message.weight, message.total, absent, packing)
+        absent = frozenset(pushed.absent)
+        held.staged[push] = StagedPush(covered, payload, pushed.unit, pushed.total, absent, packing)
         if self._together:
             if held.contributors() >= self._members:
                 self._reduce(held)
         else:
-            self._count(push, held, message.version)
+            self._count(push, held, pushed.pulled)
 
-    def _keep_early(self, source: Peer, message: Message) -> None:
+    def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
         """Keeps a push that overtook the coordinator's word; as many of each sender as two steps have, and copies."""
         served = len(self._hosts.relays.get(source.index, ())) if source.role == "relay" else 1
-        self._early.append((source, message))
+        self._early.append((source, pushed))
         self._early_of[source] += 1
         if self._early_of[source] > 4 * len(self._trainable) * served:
             oldest = next(push for peer, push in self._early if peer == source)
@@ -255,22 +285,22 @@ class Server:
                 held.release(oldest.payload)
             raise ProtocolError(
                 f"{source} has pushed more than two steps before this server was told of them: its oldest push, of "
-                f"chunk {oldest.chunk} at generation {oldest.generation} and version {oldest.version}, is dropped"
+                f"chunk {oldest.chunk} at generation {oldest.generation} and version {oldest.pulled}, is dropped"
             )
 
-    def _pushes_of(self, source: Peer, message: Message) -> list[PushId]:
+    def _pushes_of(self, source: Peer, pushed: Push | HostPush) -> list[PushId]:
         """Whose gradient it is: the sender's, or those of workers of its host."""
-        if message.kind is Kind.PUSH:
-            return [PushId(source.index, message.incarnation, message.sequence)]
-        pushes = sorted(PushId(*map(int, push)) for push in message.values()["pushes"])
+        if isinstance(pushed, Push):
+            return [PushId(source.index, pushed.incarnation, pushed.sequence)]
+        pushes = sorted(pushed.pushes)
         served = self._hosts.relays.get(source.index, ())
         if not pushes or not all(push.worker in served for push in pushes):
             raise ProtocolError(f"{source} pushes for workers {[push.worker for push in pushes]}, it serves {served}")
         return pushes
 
-    def _reason_to_refuse(self, push: PushId, message: Message, held: ServerChunk) -> str | None:
+    def _reason_to_refuse(self, push: PushId, pushed: Push | HostPush, held: ServerChunk) -> str | None:
         """None to take it; empty when it is merely late; at most once in any case."""
-        late = message.generation < self.generation or push.incarnation <= self._ended.get(push.worker, -1)
+        late = pushed.generation < self.generation or push.incarnation <= self._ended.get(push.worker, -1)
         if late or push in self._done:
             return ""
         if not self._open_to_all and push.worker not in self._members:
@@ -279,9 +309,9 @@ class Server:
             return "it is staged already"
         if not self._together:
             return self._reason_against_another(push, held)
-        if message.version < self.version:
+        if pushed.pulled < self.version:
             return ""
-        if message.version > self.version or push.worker in held.contributors():
+        if pushed.pulled > self.version or push.worker in held.contributors():
             return "out of place"
         return None
 
@@ -305,8 +335,8 @@ class Server:
             now.squares.append(squares)
         now.missing -= 1
         if now.missing == 0:
-            about = self._about(now)
-            self._send(COORDINATOR, Message(Kind.VERSION_STAGED, self.generation, version=self.version, meta=about))
+            staged = VersionStaged(self.generation, self.version, *self._squares_and_culprits(now))
+            self._send(COORDINATOR, staged.pack())
 
     def _count(self, push: PushId, held: ServerChunk, pulled: int) -> None:
         """One more chunk of a push is there."""
@@ -321,18 +351,14 @@ class Server:
         arriving.missing -= 1
         if arriving.missing == 0:
             del self._arriving[push]
-            about = Message(Kind.PUSH_STAGED, self.generation, push.incarnation, push.sequence, pulled)
-            about.meta = {"worker": push.worker, **self._about(arriving)}
-            self._send(COORDINATOR, about)
+            about = self._squares_and_culprits(arriving)
+            staged = PushStaged(self.generation, push.incarnation, push.sequence, pulled, push.worker, *about)
+            self._send(COORDINATOR, staged.pack())
 
-    def _about(self, arriving: _Arriving) -> dict[str, Any]:
-        """What the coordinator has to know of a gradient: its size, and who sent NaN."""
-        about: dict[str, Any] = {}
-        if self._checked:
-            about["squares"] = sum(sorted(arriving.squares))  # the same in whatever order chunks came
-        if arriving.culprits:
-            about["culprits"] = [list(culprit) for culprit in arriving.culprits[:MOST_CULPRITS]]
-        return about
+    def _squares_and_culprits(self, arriving: _Arriving) -> tuple[float | None, list[tuple[int, str]]]:
+        """Return the sum of the squares of a gradient, None if it is not checked, and who sent NaN."""
+        squares = sum(sorted(arriving.squares)) if self._checked else None  # the same in whatever order chunks came
+        return squares, arriving.culprits[:MOST_CULPRITS]
 
     def _forget(self, push: PushId) -> None:
         self._arriving.pop(push, None)
@@ -343,27 +369,25 @@ class Server:
 
     # -- commit and apply ----------------------------------------------------------------------
 
-    def _commit(self, message: Message) -> None:
-        if message.version <= self.version or message.generation < self.generation:
+    def _commit(self, commit: Commit) -> None:
+        if commit.version <= self.version or commit.generation < self.generation:
             return  # a copy of one that is applied
-        meta = message.values()
-        pushes = [PushId(*push) for push in meta["pushes"]]
-        hyper = meta.get("hyper") or [{} for _ in self._base]
-        self._check_commit(message, pushes, hyper)
+        pushes = commit.pushes
+        hyper = commit.hyper or [{} for _ in self._base]
+        self._check_commit(commit, hyper)
         if self._changed or any(hyper):  # what a schedule leaves alone returns to the recipe's value
             self._changed = True
             hyper = [{**base, **changed} for base, changed in zip(self._base, hyper, strict=True)]
             hyper = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in hyper]
-        self.version = message.version
+        self.version = commit.version
         self._together_now = _Arriving(len(self._trainable))
-        skip = bool(meta.get("skip"))
-        readers = list(dict.fromkeys((self._hosts.reader_of(worker), sequence) for worker, sequence in meta["readers"]))
+        readers = list(dict.fromkeys((self._hosts.reader_of(worker), request) for worker, request in commit.readers))
         for held in reversed(self._trainable):  # first layers first: the next forward pass wants them first
-            if not skip:
+            if not commit.skip:
                 if not self._together:
                     held.reduce(push for push in pushes if push in held.staged or not self._hosts.relays)
-                held.clip(meta.get("clip", 1.0))
-                held.apply(hyper, message.weight, self._make_way(held))
+                held.clip(commit.clip)
+                held.apply(hyper, commit.rate, self._make_way(held))
             for push in pushes:
                 if push in held.staged:  # what a relay added up is staged as the first of them
                     held.forget(push)
@@ -373,26 +397,26 @@ class Server:
             for push in pushes:
                 self._done.add(push)
         if self._copies and self._index == 1:  # in another process than the coordinator
-            self._send(COORDINATOR, Message(Kind.LOGGED, self.generation, version=self.version))
+            self._send(COORDINATOR, Logged(self.generation, self.version).pack())
         if self._rooms.look():
             self._give_rooms_back()
         self._stage_early()
 
-    def _check_commit(self, message: Message, pushes: list[PushId], hyper: list[dict[str, Any]]) -> None:
+    def _check_commit(self, commit: Commit, hyper: list[dict[str, Any]]) -> None:
         """Looks whether all of a commit can be applied, before any of it is.
 
         Raises:
             ProtocolError: it cannot.
         """
-        here = (self.generation, self.version)
-        if (message.generation, message.version) != (self.generation, self.version + 1):
-            raise ProtocolError(f"COMMIT of {(message.generation, message.version)} at generation, version {here}")
+        pushes, here = commit.pushes, (self.generation, self.version)
+        if (commit.generation, commit.version) != (self.generation, self.version + 1):
+            raise ProtocolError(f"COMMIT of {(commit.generation, commit.version)} at generation, version {here}")
         missing = self._together and self._together_now.missing > 0
         if not self._together and not self._hosts.relays:  # what a relay added up is staged as the first of them
             staged = self._trainable[0].staged if self._trainable else dict.fromkeys(pushes)
             missing = any(push in self._arriving or push not in staged for push in pushes)
-        if missing and not message.values().get("skip"):
-            raise ProtocolError(f"COMMIT of pushes {pushes} that are not whole on server {self._index}")
+        if missing and not commit.skip:
+            raise ProtocolError(f"COMMIT of pushes {[*pushes]} that are not whole on server {self._index}")
         known = len(hyper) == len(self._base) and all(
             changed.keys() <= base.keys() | {"lr"} for base, changed in zip(self._base, hyper, strict=True)
         )
@@ -420,35 +444,33 @@ class Server:
         sizes = [(c, narrow_size(c.dtype, c.nbytes, self._pull_dtype)) for c in chunks]
         self._narrow_rooms.shrink([], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size])
 
-    def _discard(self, message: Message) -> None:
+    def _discard(self, discard: Discard) -> None:
         """Forget pushes; their workers go on with the weights as they are."""
-        if self._is_now(message):
-            for push in message.values()["pushes"]:
-                self._forget(PushId(*push))
-            self._refresh(message.values()["readers"])
+        if self._is_now(discard):
+            for push in discard.pushes:
+                self._forget(push)
+            self._refresh(discard.readers)
 
-    def _end_worker(self, message: Message) -> None:
+    def _end_worker(self, ended: WorkerEnded) -> None:
         """Forget the incomplete pushes of a life of a worker, and refuse those that come yet."""
-        if self._is_now(message):
-            meta = message.values()
-            worker, life = meta["worker"], meta["life"]
-            self._ended[worker] = life
-            for push in meta["pushes"]:
-                self._forget(PushId(*push))
-            for push in [push for push in self._arriving if push.worker == worker and push.incarnation <= life]:
+        if self._is_now(ended):
+            self._ended[ended.worker] = ended.life
+            for push in ended.pushes:
+                self._forget(push)
+            own = [push for push in self._arriving if push.worker == ended.worker and push.incarnation <= ended.life]
+            for push in own:
                 self._forget(push)
 
-    def _take_in(self, message: Message) -> None:
+    def _take_in(self, joined: WorkerJoined) -> None:
         """Take pushes of a worker from now on, and send it all weights."""
-        if self._is_now(message):
-            worker = message.values()["worker"]
-            self._members |= {worker}  # it may have been missing when the generation began
+        if self._is_now(joined):
+            self._members |= {joined.worker}  # it may have been missing when the generation began
             for held in self._chunks.values():
-                self._send_weights(worker_peer(worker), held, reload=True)
+                self._send_weights(worker_peer(joined.worker), held, reload=True)
 
-    def _is_now(self, message: Message) -> bool:
+    def _is_now(self, decision: Decision) -> bool:
         """Return whether a decision is about this version; otherwise it is a copy, since decisions come in order."""
-        return (message.generation, message.version) == (self.generation, self.version)
+        return (decision.generation, decision.version) == (self.generation, self.version)
 
     def _refresh(self, readers: Sequence[Sequence[int]]) -> None:
         """Send workers the trainable weights as they are."""
@@ -462,11 +484,8 @@ class Server:
         own = self._in_workers and reader.role == "worker" and reader.index in holders
         if self._index != (reader.index if own else holders[0]):
             return
-        message = Message(Kind.WEIGHTS, self.generation, sequence=sequence, version=self.version)
-        message.meta = {"reload": True} if reload else None
-        message.chunk = held.chunk.index
-        message.payload = self._as_pulled(held, reader)
-        self._send(reader, message)
+        chunk, payload = held.chunk.index, self._as_pulled(held, reader)
+        self._send(reader, Weights(self.generation, sequence, self.version, chunk, reload, payload).pack())
 
     def _as_pulled(self, held: ServerChunk, reader: Peer) -> torch.Tensor:
         """A chunk's weights as a reader receives them; rounded once for all workers of other hosts."""
@@ -487,29 +506,28 @@ class Server:
 
     # -- membership and state ------------------------------------------------------------------
 
-    def _begin_generation(self, message: Message) -> None:
-        if (message.generation, message.version) <= (self.generation, self.version):
+    def _begin_generation(self, begun: Members) -> None:
+        if (begun.generation, begun.version) <= (self.generation, self.version):
             return  # a copy
-        meta = message.values()
-        self.generation, self.version = message.generation, message.version
-        self._members = frozenset(meta["workers"])
+        self.generation, self.version = begun.generation, begun.version
+        self._members = frozenset(begun.workers)
         for held in self._trainable:
             held.discard()
         self._arriving.clear()
         self._done.clear()
         self._together_now = _Arriving(len(self._trainable))
-        self._install(meta.get("install", ()))
-        if meta["reload"]:
+        self._install(begun.install)
+        if begun.reload:
             for reader in dict.fromkeys(self._hosts.reader_of(worker) for worker in sorted(self._members)):
                 for held in self._chunks.values():
                     self._send_weights(reader, held, reload=True)
         self._stage_early()
 
-    def _install_between_generations(self, message: Message) -> None:
+    def _install_between_generations(self, order: InstallPut) -> None:
         """Install what clients have put; pushes that are staged stay."""
-        if (message.generation, message.version) > (self.generation, self.version):
-            self.version = message.version
-            self._install(message.values()["install"])
+        if (order.generation, order.version) > (self.generation, self.version):
+            self.version = order.version
+            self._install(order.install)
 
     def _install(self, puts: Iterable[Sequence[Any]]) -> None:
         """Make what clients have put the state; each entry is (role, index, request) of a client."""
@@ -523,21 +541,17 @@ class Server:
             try:
                 self._stage(source, push)
             except ProtocolError as error:
-                log.warning("refused %s from %s: %s", push.kind.name, source, error)
+                log.warning("refused %s from %s: %s", push.KIND.name, source, error)
 
-    def _snapshot(self, message: Message) -> None:
-        meta = message.values()
-        reader = Peer(str(meta["reader"][0]), int(meta["reader"][1]))
-        wanted = meta.get("chunks")
+    def _snapshot(self, order: Snapshot) -> None:
+        reader = order.reader
         asked = [held for index, held in self._chunks.items() if index in self._answers_for]
-        for held in asked if meta["what"] != "standing" else ():
-            if wanted is None or held.chunk.index in wanted:
-                self._send_weights(reader, held, message.sequence)
-        if meta["what"] == "state":
+        for held in asked if order.what != "standing" else ():
+            if order.chunks is None or held.chunk.index in order.chunks:
+                self._send_weights(reader, held, order.sequence)
+        if order.what == "state":
             for held in asked:
                 for about, value in held.state():
-                    part = state_message(Kind.STATE, message.sequence, held.chunk.index, about, value.clone())
-                    self._send(reader, part)
-        end = Message(Kind.SNAPSHOT_END, self.generation, sequence=message.sequence, version=self.version)
-        end.meta = {"state": meta["state"]} if "state" in meta else None
-        self._send(reader, end)
+                    part = StateTensor(order.sequence, held.chunk.index, **state_fields(about, value.clone()))
+                    self._send(reader, part.pack())
+        self._send(reader, SnapshotEnd(self.generation, order.sequence, self.version, order.state).pack())

@@ -13,16 +13,16 @@ import torch
 
 from steepest.compression.codecs import Half, Packing, sum_of_squares
 from steepest.errors import ProtocolError
+from steepest.messages.message import PushId
 from steepest.optim.spec import Hyperparameters, OptimizerSpec
 from steepest.optim.torch_without_compiler import take_step
-from steepest.protocol.commit_rules import PushId
 from steepest.tensors.layout import Chunk, ParameterLayout
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Push:
+class StagedPush:
     """One worker's staged gradient of one chunk, or the sum of several.
 
     Not changed until it is applied.
@@ -77,7 +77,7 @@ class ServerChunk:
     ) -> None:
         self.chunk = chunk
         self.weights = weights
-        self.staged: dict[PushId, Push] = {}
+        self.staged: dict[PushId, StagedPush] = {}
         self.mean: torch.Tensor | None = None
         self.absent: frozenset[int] = frozenset()
         self._layout = layout
@@ -144,7 +144,7 @@ class ServerChunk:
         factor = staged.unit / staged.total if staged.total else 1.0
         return sum_of_squares(self._values(staged)) * (factor * factor)  # `**` raises on overflow
 
-    def _values(self, push: Push) -> torch.Tensor:
+    def _values(self, push: StagedPush) -> torch.Tensor:
         """Return a payload's elements: half precision as it is, other formats unpacked."""
         assert push.payload is not None
         if push.packing is None:
@@ -153,7 +153,7 @@ class ServerChunk:
             return push.payload.view(push.packing.dtype)
         return self._unpacked([push], push.unit, torch.empty_like(self.weights).view(self.chunk.dtype))
 
-    def _unpacked(self, pushes: Sequence[Push], total: float, out: torch.Tensor) -> torch.Tensor:
+    def _unpacked(self, pushes: Sequence[StagedPush], total: float, out: torch.Tensor) -> torch.Tensor:
         """Return the sum of packed payloads, each times ``unit / total``, written to `out`."""
         out.zero_()
         for packing in dict.fromkeys(push.packing for push in pushes):

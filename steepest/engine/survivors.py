@@ -11,7 +11,7 @@ import torch
 from steepest.checkpoint.files import Record
 from steepest.engine.commit_log import Commit
 from steepest.engine.server import Server
-from steepest.messages.message import COORDINATOR, Message
+from steepest.messages.gradients import Decision
 from steepest.protocol.decision_log import missing
 
 T = TypeVar("T", bound=Hashable)
@@ -57,22 +57,22 @@ class Salvage:
     holders: Mapping[int, Sequence[Any]] | None = None
 
 
-def catch_up(server: Server, heard: Iterable[Sequence[Message]]) -> None:
+def catch_up(server: Server, heard: Iterable[Sequence[Decision]]) -> None:
     """Have a server handle the coordinator's messages that another server has heard and it has not.
 
     A version is committed when it is staged on every server, so all of them can apply what one of
     them has heard of; and a worker's gradient is not overwritten before the worker has the weights
     that came of it.
     """
-    for word in missing(server.witness.words, heard):
-        server.handle(COORDINATOR, word)
+    for decision in missing(server.witness.words, heard):
+        server.carry_out(decision)
 
 
 def remains(servers: Sequence[Server]) -> Remains:
     """Return the state that the servers of one process hold."""
     chunks = frozenset(index for server in servers for index in server.chunks)
     words = servers[0].witness.words
-    state = dict(words[-1].values()["state"]) if words else {}
+    state = dict(words[-1].state or {}) if words else {}
     if servers[0].witness.schedule:
         state["schedule"] = servers[0].witness.schedule
     return Remains((servers[0].generation, servers[0].version), chunks, state, servers[0].witness.log)

@@ -16,6 +16,8 @@ from steepest.engine.incoming_weights import Key
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import MessageTooLargeError, ModelError, PeerLostError, ShutdownError, describe_error
+from steepest.messages.gradients import Report
+from steepest.messages.membership import Failed, Grant, Join, Lease, Members
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send
 
 log = logging.getLogger(__name__)
@@ -132,7 +134,7 @@ class Worker:
 
     def join(self) -> None:
         """Tells the coordinator that this worker is ready."""
-        self._send(COORDINATOR, Message(Kind.JOIN, incarnation=self._incarnation))
+        self._send(COORDINATOR, Join(self._incarnation).pack())
 
     def at_version(self, generation: int, version: int, function: Callable[[Replicas], T]) -> Future[T]:
         """Runs a function on the replicas as soon as they hold the weights of a version."""
@@ -172,27 +174,31 @@ class Worker:
 
     def _take(self, source: Peer, message: Message) -> None:
         match message.kind:
-            case Kind.GRANT | Kind.LEASE:
-                if message.generation == self.generation:
-                    self._take_grant(message)
+            case Kind.GRANT:
+                self._take_grant(Grant.unpack(message))
+            case Kind.LEASE:
+                self._take_lease(Lease.unpack(message))
             case Kind.MEMBERS:
-                if message.generation <= self.generation:
-                    return  # a copy
-                self.generation = message.generation
-                self._limit = self._floor = message.version
-                self._lease = None
-                if not message.values().get("again"):  # weights may be others, or what the models do
-                    self._computed = None
-                if message.values()["reload"]:
-                    self._baseline = message.generation
-                    self.version = -1
-                    self._take_version()
-                self._run_calls()  # that knew of the generation before
+                self._begin_generation(Members.unpack(message))
             case _:
                 complete = self._exchange.receive(source, message)
                 if complete is not None:
                     self._complete = max(self._complete, complete)
                     self._take_version()
+
+    def _begin_generation(self, begun: Members) -> None:
+        if begun.generation <= self.generation:
+            return  # a copy
+        self.generation = begun.generation
+        self._limit = self._floor = begun.version
+        self._lease = None
+        if not begun.again:  # weights may be others, or what the models do
+            self._computed = None
+        if begun.reload:
+            self._baseline = begun.generation
+            self.version = -1
+            self._take_version()
+        self._run_calls()  # that knew of the generation before
 
     def _go_on(self) -> None:
         """Takes a step if there is one to take."""
@@ -236,15 +242,18 @@ class Worker:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _take_grant(self, message: Message) -> None:
-        meta = message.values()
-        self._stats = bool(meta.get("stats", True))
-        if message.kind is Kind.GRANT:
-            self._limit = max(self._limit, message.version)
-        elif (message.generation, message.version) > self._granted:  # else it is a copy
-            self._granted = (message.generation, message.version)
-            self._lease = (int(meta["share"]), message.version)
-            self._exchange.committed(int(meta.get("committed", 0)))
+    def _take_grant(self, grant: Grant) -> None:
+        if grant.generation == self.generation:
+            self._stats = grant.stats
+            self._limit = max(self._limit, grant.limit)
+
+    def _take_lease(self, lease: Lease) -> None:
+        if lease.generation == self.generation:
+            self._stats = lease.stats
+            if (lease.generation, lease.version) > self._granted:  # else it is a copy
+                self._granted = (lease.generation, lease.version)
+                self._lease = (lease.share, lease.version)
+                self._exchange.committed(lease.committed)
 
     def _next_share(self, version: int) -> int | None:
         """What to compute with the weights of a version: number of a share, or None."""
@@ -318,17 +327,19 @@ class Worker:
         if self._defect is not None:
             raise self._defect
         sequence = self._exchange.end()
-        meta: dict[str, Any] = {"samples": result.samples, "bytes": self._exchange.bytes_pushed}
-        meta["pulled"] = self._exchange.bytes_pulled - self._reported
-        self._reported += meta["pulled"]
+        pulled = self._exchange.bytes_pulled - self._reported
+        self._reported += pulled
+        stats: dict[str, Any] = {}
         if self._stats:
             timings = {**result.timings, "wait": self._waited + self._waiting}
             timings["compute"] -= self._waiting
-            meta |= {"loss": result.loss, "metrics": result.metrics, "timings": timings}
-        report = Message(Kind.REPORT, self.generation, self._incarnation, sequence, version, meta=meta)
-        report.total = result.weight
+            stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
+        moved = (self._exchange.bytes_pushed, pulled)
+        report = Report(
+            *(self.generation, self._incarnation, sequence, version, result.weight, result.samples, *moved), **stats
+        )
         try:
-            self._send(COORDINATOR, report)
+            self._send(COORDINATOR, report.pack())
         except MessageTooLargeError as error:
             self._fail(version, error)
             return
@@ -374,5 +385,5 @@ class Worker:
         if isinstance(error, _AbandonedError):
             log.debug("worker %d: step at version %d abandoned", self._index, version)
             return
-        meta: dict[str, Any] = dict(describe_error(error))
-        self._send(COORDINATOR, Message(Kind.FAILED, self.generation, self._incarnation, version=version, meta=meta))
+        failed = Failed(self.generation, self._incarnation, version, **describe_error(error))
+        self._send(COORDINATOR, failed.pack())

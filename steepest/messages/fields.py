@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any, NamedTuple
 
-from steepest.messages.message import WHOLE
+from steepest.messages.message import WHOLE, Peer, PushId
 
 #: The greatest number in any field. Sums of a few of them fit into 64 bits.
 MOST = 1 << 62
@@ -19,6 +19,7 @@ _TEXT = 1 << 16
 
 
 _LISTS = {list, tuple}
+_INTEGERS = {int}
 
 
 class Limits(NamedTuple):
@@ -37,11 +38,13 @@ class Field:
         allowed: what it may hold, in words.
         fits: whether it may hold a value, in a job of these limits. Never raises, whatever JSON made.
         needed: whether it must be there.
+        read: makes of what JSON made of it what it was; None for the same.
     """
 
     allowed: str
     fits: Callable[[Any, Limits], bool]
     needed: bool = False
+    read: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,14 @@ class Schema:
     Attributes:
         meta: the fields of `Message.meta` that any role looks at; others may be there, and are ignored.
         weighs: whether its weight and total say what its payload weighs.
-        header: fields of the header that mean something here, beside the version and the chunk, which always do.
+        header: limits of what is in the header, by its attribute, beside those of the version and the chunk.
+        names: what the header's attributes are called in this kind.
         about_chunk: whether it is about one chunk, and not about all or none.
     """
 
     meta: Mapping[str, Field] = field(default_factory=dict)
     header: Mapping[str, Field] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     about_chunk: bool = False
     weighs: bool = False
 
@@ -66,18 +71,14 @@ class Schema:
         return 0 if self.about_chunk else WHOLE
 
     @property
-    def needs_meta(self) -> bool:
-        """Whether some of `meta` must be there."""
-        return any(field.needed for field in self.meta.values())
+    def required(self) -> tuple[str, ...]:
+        """The fields of `meta` that must be there."""
+        return tuple(name for name, field in self.meta.items() if field.needed)
 
 
 def needed(field: Field) -> Field:
     """The same field, which must be there."""
     return replace(field, needed=True)
-
-
-def _is_count(value: Any, most: int = MOST) -> bool:
-    return type(value) is int and 0 <= value < most
 
 
 def _is_number(value: Any) -> bool:
@@ -98,15 +99,15 @@ def _is_plain(value: Any) -> bool:
     return single or (_is_list(value) and all(_is_number(part) or isinstance(part, bool) for part in value))
 
 
-COUNT = Field("an integer from 0 to 2**62", lambda value, limits: _is_count(value))
+COUNT = Field("an integer from 0 to 2**62", lambda value, limits: type(value) is int and 0 <= value < MOST)
 ZERO = Field("0", lambda value, limits: value == 0)
 NUMBER = Field("a number", lambda value, limits: _is_number(value))
 FINITE = Field("a finite number", lambda value, limits: _is_number(value) and math.isfinite(value))
 ZERO_OR_ONE = Field("0 or 1", lambda value, limits: value in (0, 1))
 FLAG = Field("true or false", lambda value, limits: isinstance(value, bool))
 TEXT = Field(f"a text of at most {_TEXT} characters", lambda value, limits: _is_text(value))
-WORKER = Field("the index of a worker", lambda value, limits: _is_count(value, limits.workers))
-CHUNK = Field("the index of a chunk", lambda value, limits: _is_count(value, limits.chunks))
+WORKER = Field("the index of a worker", lambda value, limits: type(value) is int and 0 <= value < limits.workers)
+CHUNK = Field("the index of a chunk", lambda value, limits: type(value) is int and 0 <= value < limits.chunks)
 RECORD = Field("an object", lambda value, limits: isinstance(value, dict))
 ANYTHING = Field("anything", lambda value, limits: True)
 
@@ -127,15 +128,19 @@ def many(each: Field) -> Field:
 
 def rows(width: int) -> Field:
     """A list of any length of lists of this length: the index of a worker, and integers. Of these COMMIT has many."""
+    lengths = {width}
 
     def fits(value: Any, limits: Limits) -> bool:
-        if not _is_list(value) or not set(map(type, value)) <= _LISTS or not set(map(len, value)) <= {width}:
+        if not _is_list(value):
+            return False
+        kinds = set(map(type, value))
+        if not (kinds <= _LISTS or all(issubclass(kind, tuple) for kind in kinds)) or set(map(len, value)) - lengths:
             return False
         flat = list(chain.from_iterable(value))
         if not flat:
             return True
         return (
-            set(map(type, flat)) == {int}
+            set(map(type, flat)) == _INTEGERS
             and min(flat) >= 0
             and max(flat) < MOST
             and max(flat[::width]) < limits.workers
@@ -198,12 +203,44 @@ def whole(fields: Mapping[str, Field]) -> Field:
     return Field("an object with " + ", ".join(f"{name}: {part.allowed}" for name, part in fields.items()), fits)
 
 
-def unfit(fields: Iterable[tuple[str, Field]], values: Mapping[str, Any], limits: Limits) -> str | None:
-    """What is wrong with the first field that may not hold what it holds; None when all may."""
-    for name, part in fields:
+def unfit(
+    fields: Mapping[str, Field], required: Collection[str], values: Mapping[str, Any], limits: Limits
+) -> str | None:
+    """Return what is wrong with the first field that is missing, or may not hold what it holds; None if nothing is.
+
+    Args:
+        required: names of the fields that are needed.
+    """
+    for name in required:
         if name not in values:
-            if part.needed:
-                return f"{name} is missing: give {part.allowed}"
-        elif not part.fits(values[name], limits):
-            return f"{name}={values[name]!r:.80}: give {part.allowed}"
+            return f"{name} is missing: give {fields[name].allowed}"
+    for name, value in values.items():
+        part = fields.get(name)
+        if part is not None and not part.fits(value, limits):
+            return f"{name}={value!r:.80}: give {part.allowed}"
     return None
+
+
+def _pushes(value: Iterable[Iterable[int]]) -> tuple[PushId, ...]:
+    return tuple(starmap(PushId, value))
+
+
+#: Which pushes.
+PUSHES = replace(rows(3), read=_pushes)
+#: Readers of weights: (worker, sequence number of what it asked with, or 0).
+READERS = rows(2)
+PEER = replace(
+    row(one_of("coordinator", "server", "worker", "client", "relay", "member"), COUNT), read=lambda value: Peer(*value)
+)
+#: What clients have put: (role, index, request).
+PUTS = many(row(one_of("client"), COUNT, COUNT))
+#: NaN or infinity: (worker, or -1 for the sum over all; parameter).
+CULPRITS = many(row(Field("an integer from -1", lambda v, limits: type(v) is int and -1 <= v < MOST), TEXT))
+_HISTORY = {
+    "committed": needed(COUNT),
+    "skipped": needed(COUNT),
+    "dropped": needed(COUNT),
+    "staleness": needed(many(row(COUNT, COUNT))),
+}
+#: What another coordinator needs to go on from there; what is missing begins anew.
+STATE = whole({"ledger": some(COUNT), "history": whole(_HISTORY), "schedule": RECORD})

@@ -44,84 +44,97 @@ def member_peer(rank: int) -> Peer:
     return Peer("member", rank)
 
 
-class Kind(enum.IntEnum):
-    """Message kinds; the comment says who sends it to whom, and what it means."""
+class PushId(NamedTuple):
+    """What tells a push from every other: it is applied at most once, however often it is sent.
 
-    # gradients and weights
-    PUSH = 1  # worker -> server, relay: one chunk of a gradient (or nothing, weight 0)
-    HOST_PUSH = 2  # relay -> server: one chunk of the sum of the gradients of a host's workers
-    VERSION_STAGED = 3  # server -> coordinator: the gradients of every member for a version are staged and reduced here
-    PUSH_STAGED = 4  # server -> coordinator: every chunk of one push is staged here
-    REPORT = 5  # worker -> coordinator: every chunk of a gradient is pushed; samples, loss, metrics, timings
-    COMMIT = 6  # coordinator -> server: apply these pushes as the next version
-    DISCARD = 7  # coordinator -> server: these pushes will not be committed
-    REFRESH = 8  # coordinator -> server: send these workers the weights as they are
-    LOGGED = 9  # server -> coordinator: a commit is known in a process other than the coordinator's
-    WEIGHTS = 10  # server -> worker, relay, client; relay -> worker: one chunk of the weights at a version
-    WEIGHTS_SHARED = 11  # relay -> worker: the memory in which the weights of its host lie
-    # membership and credit
-    JOIN = 12  # worker -> coordinator: ready to be a member
-    MEMBERS = 13  # coordinator -> server, worker: a generation begins; pushes of earlier ones are void
-    WORKER_JOINED = 14  # coordinator -> server: a worker has joined the generation; send it the weights
-    WORKER_ENDED = 15  # coordinator -> server: a life of a worker is over; its pushes are void but for complete ones
-    GRANT = 16  # coordinator -> worker: steps may be taken up to this version
-    LEASE = 17  # coordinator -> worker: compute this share of the samples, from this version
-    FAILED = 18  # worker -> coordinator: computing the gradient raised
-    # the driver
-    ASK = 19  # client -> coordinator: grant that many more steps
-    RESULT = 20  # coordinator -> client: a step was committed
-    FAILURE = 21  # coordinator -> client: the step cannot be committed, and why
-    REVOKE = 22  # client -> coordinator: take back what is granted and not committed
-    REVOKED = 23  # coordinator -> client: it is taken back, at this version
-    STOP = 24  # client -> coordinator: grant nothing more, and finish the steps that are begun
-    STOPPED = 25  # coordinator -> client: the last version that will come
-    GIVE_UP = 26  # client -> coordinator: a worker is silent or cut off; do without it
-    WORKER_LOST = 27  # coordinator -> client: a worker is gone, and another one may join in its place
-    READ_COUNTERS = 28  # client -> coordinator
-    COUNTERS = 29  # coordinator -> client: version, generation, step, and what was committed so far
-    READ_LOG = 30  # client -> coordinator: entries of the log, from one on
-    LOG_PAGE = 31  # coordinator -> client: some of them
-    # snapshots and installs
-    READ = 32  # client -> coordinator: send me the weights, or everything, at one version
-    SNAPSHOT = 33  # coordinator -> server: send that reader what it asked for, at this version
-    STATE = 34  # server -> client: one tensor of optimizer state
-    SNAPSHOT_END = 35  # server -> client, user: everything that was asked for is sent
-    PUT = 36  # client -> server: one chunk of weights to be installed
-    PUT_STATE = 37  # client -> server: one tensor of optimizer state to be installed
-    REPLACE_STATE = 38  # client -> server: what is put replaces all optimizer state, even if no tensor of it comes
-    PUT_RECEIVED = 39  # server -> client: one of these three has come
-    INSTALL = 40  # client -> coordinator: make what was put the state, at this version
-    INSTALLED = 41  # coordinator -> client: it is
-    INSTALL_REFUSED = 42  # coordinator -> client: it will not be, because a process is gone
-    INSTALL_PUT = 43  # coordinator -> server of a parameter server: make what these clients put the state
-    # users of a parameter server
-    PUSHED = 44  # user -> coordinator: every chunk of a push is on its way
-    PUSH_COMMITTED = 45  # coordinator -> user: the push is part of the weights
-    PUSH_REFUSED = 46  # coordinator -> user: the push holds NaN or infinity
-    USER_LEFT = 47  # server -> coordinator: the channel of a user is closed, and what had arrived is staged
-    # collective operations
-    DATA = 48  # member -> member: what an operation, or a user, sends
-    CONNECTED = 49  # member -> member: this channel is open
-    ABORT = 50  # member -> member: nothing more will come, and why
+    Attributes:
+        worker: that computed it, or the index of a parameter server's user.
+        incarnation: which life of the worker.
+        sequence: the worker's own count of its pushes.
+    """
+
+    worker: int
+    incarnation: int
+    sequence: int
+
+
+class Kind(enum.IntEnum):
+    """Message kinds; the body of each, in the module that is named, says what it means and who sends it when."""
+
+    # steepest.messages.gradients
+    PUSH = 1
+    HOST_PUSH = 2
+    VERSION_STAGED = 3
+    PUSH_STAGED = 4
+    REPORT = 5
+    COMMIT = 6
+    DISCARD = 7
+    REFRESH = 8
+    LOGGED = 9
+    WEIGHTS = 10
+    WEIGHTS_SHARED = 11
+    # steepest.messages.membership
+    JOIN = 12
+    MEMBERS = 13
+    WORKER_JOINED = 14
+    WORKER_ENDED = 15
+    GRANT = 16
+    LEASE = 17
+    FAILED = 18
+    # steepest.messages.driver
+    ASK = 19
+    RESULT = 20
+    FAILURE = 21
+    REVOKE = 22
+    REVOKED = 23
+    STOP = 24
+    STOPPED = 25
+    GIVE_UP = 26
+    WORKER_LOST = 27
+    READ_COUNTERS = 28
+    COUNTERS = 29
+    READ_LOG = 30
+    LOG_PAGE = 31
+    # steepest.messages.snapshots
+    READ = 32
+    SNAPSHOT = 33
+    STATE = 34
+    SNAPSHOT_END = 35
+    PUT = 36
+    PUT_STATE = 37
+    REPLACE_STATE = 38
+    PUT_RECEIVED = 39
+    INSTALL = 40
+    INSTALLED = 41
+    INSTALL_REFUSED = 42
+    INSTALL_PUT = 43
+    # steepest.messages.users
+    PUSHED = 44
+    PUSH_COMMITTED = 45
+    PUSH_REFUSED = 46
+    USER_LEFT = 47
+    # steepest.messages.collective
+    DATA = 48
+    CONNECTED = 49
+    ABORT = 50
 
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """One message: a few fixed fields, a little JSON, and at most one payload.
+    """A message as it travels: a header of fixed places, a little JSON, and at most one payload.
+
+    What a message of a kind says is a body (`steepest.messages.schema`), whose `pack` makes the message and whose
+    `unpack` reads it; the body's fields say what the places of the header and the JSON mean in that kind.
 
     Attributes:
-        kind: what it says.
-        generation: the membership it belongs to.
-        incarnation: which life of the sending process.
-        sequence: the sender's own count (a worker's pushes, a client's requests).
-        version: of the weights: pulled (PUSH), committed (COMMIT, WEIGHTS, RESULT) or granted (GRANT).
-        chunk: chunk index, or -1.
-        weight: what one unit of the payload weighs (see `steepest.engine.worker`), or COMMIT's scale.
-        total: the summed sample weight behind the payload.
-        meta: small JSON-able values, or None.
+        kind: says which body it has.
+        generation, incarnation, sequence, version, chunk, weight, total: places of the header; 0, or -1 for the chunk,
+            where the body has no such field.
+        meta: the other fields of the body, JSON-able, or None.
         payload: a contiguous one-dimensional uint8 CPU tensor, or None. Whoever sends it leaves it
             unchanged until the receiver is known to be done with it.
         source, target: filled in by the router.
+        admitted: whether the router has checked it, see `Admission`; nothing that travels.
     """
 
     kind: Kind
@@ -136,6 +149,7 @@ class Message:
     payload: torch.Tensor | None = None
     source: Peer | None = None
     target: Peer | None = None
+    admitted: bool = False
 
     def values(self) -> dict[str, Any]:
         """`meta`, or an empty dict."""

@@ -237,7 +237,7 @@ class ParameterServer:
     def version(self) -> int:
         """Number of updates committed so far."""
         counters = self._run(lambda connection: connection.client.counters(), "the version")
-        return int(counters["version"])
+        return counters.version
 
     @property
     def num_servers(self) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from steepest.errors import NonFiniteError, PeerLostError, ProtocolError, ShutdownError
+from steepest.messages.gradients import Push, Weights
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
+from steepest.messages.snapshots import Read, SnapshotEnd
+from steepest.messages.users import PushCommitted, Pushed, PushRefused
 from steepest.parameter_server.arrays import Arrays, Wanted
 
 _READS = 1 << 62  # sequence numbers of reads; below are pushes, which servers count
@@ -71,16 +74,13 @@ class Pusher:
         request = self._begin(self._sequence, wanted or {}, awaited, set())
         if self._gone is None:
             self.pushing += 1
-            report = Message(Kind.PUSHED, sequence=self._sequence, version=self.version)
-            report.meta = {} if wanted is None else {"pull": True}
-            self._send(COORDINATOR, report)
+            self._send(COORDINATOR, Pushed(self._sequence, self.version, pull=wanted is not None).pack())
             for chunk in chunks:
                 payload, absent = self._arrays.payload(chunk, update)
-                message = Message(Kind.PUSH, sequence=self._sequence, version=self.version, chunk=chunk.index)
+                push = Push(0, 0, self._sequence, self.version, chunk.index)
                 if payload is not None:
-                    message.payload, message.weight, message.total = payload, 1.0, 1.0
-                    message.meta = {"absent": absent} if absent else None
-                self._send(server_peer(self._owners[chunk.index]), message)
+                    push = replace(push, unit=1.0, total=1.0, absent=absent, payload=payload)
+                self._send(server_peer(self._owners[chunk.index]), push.pack())
         return request
 
     def pull(self, wanted: Mapping[str, Wanted]) -> Future[int]:
@@ -89,8 +89,8 @@ class Pusher:
         chunks = self._arrays.chunks_for(wanted)
         future = self._begin(self._reads, wanted, set(chunks), set(self._servers))
         if self._gone is None:
-            meta = {"what": "weights"} | ({} if len(chunks) == len(self._owners) else {"chunks": sorted(chunks)})
-            self._send(COORDINATOR, Message(Kind.READ, sequence=self._reads, meta=meta))
+            some = None if len(chunks) == len(self._owners) else sorted(chunks)
+            self._send(COORDINATOR, Read(self._reads, chunks=some).pack())
         return future
 
     def _begin(self, sequence: int, wanted: Mapping[str, Wanted], chunks: set[int], servers: set[int]) -> Future[int]:
@@ -127,9 +127,11 @@ class Pusher:
             case _ if request is None:
                 return  # nobody waits for it any more
             case Kind.PUSH_COMMITTED:
-                self._finish(message.sequence, message.version)
+                committed = PushCommitted.unpack(message)
+                self._finish(committed.sequence, committed.version)
             case Kind.PUSH_REFUSED:
-                names = ", ".join(repr(name) for _, name in message.values()["culprits"] if name) or "the array"
+                culprits = PushRefused.unpack(message).culprits
+                names = ", ".join(repr(name) for _, name in culprits if name) or "the array"
                 self._end(message.sequence).set_exception(
                     NonFiniteError(
                         f"the update was refused, and nothing of it applied: {names} holds NaN or infinity; "
@@ -137,23 +139,24 @@ class Pusher:
                     )
                 )
             case Kind.WEIGHTS:
-                if message.payload is not None and message.chunk in request.chunks:
-                    self._take(message, request)
+                self._take(Weights.unpack(message), request)
             case Kind.SNAPSHOT_END:
+                end = SnapshotEnd.unpack(message)
                 request.servers.discard(source.index)
-                self._look(message, request)
+                self._look(end, request)
             case _:
                 raise ProtocolError(f"a parameter server's user does not take {message.kind.name}")
 
-    def _take(self, message: Message, request: _Request) -> None:
-        assert message.payload is not None
-        chunk = self._arrays.layout.chunks[message.chunk]
-        if message.payload is not request.landed.pop(message.chunk, None):
-            self._arrays.scatter(chunk, message.payload, request.wanted)
-        request.chunks.discard(message.chunk)
-        self._look(message, request)
+    def _take(self, weights: Weights, request: _Request) -> None:
+        if weights.payload is None or weights.chunk not in request.chunks:
+            return  # a copy
+        chunk = self._arrays.layout.chunks[weights.chunk]
+        if weights.payload is not request.landed.pop(weights.chunk, None):
+            self._arrays.scatter(chunk, weights.payload, request.wanted)
+        request.chunks.discard(weights.chunk)
+        self._look(weights, request)
 
-    def _look(self, message: Message, request: _Request) -> None:
+    def _look(self, message: Weights | SnapshotEnd, request: _Request) -> None:
         """The message that completes a request is of its version, also when the request came twice."""
         if not request.chunks and not request.servers:
             self._finish(message.sequence, message.version)

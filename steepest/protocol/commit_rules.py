@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from steepest.messages.message import PushId
+
 
 class Staged(NamedTuple):
     """A push that lies complete on every server: who, which life, its own count, the version it was made from."""
@@ -19,14 +21,6 @@ class Staged(NamedTuple):
     def id(self) -> PushId:
         """What tells it from every other push."""
         return PushId(self.worker, self.incarnation, self.sequence)
-
-
-class PushId(NamedTuple):
-    """What tells a push from every other: it is applied at most once, however often it is sent."""
-
-    worker: int
-    incarnation: int
-    sequence: int
 
 
 class Decision(NamedTuple):

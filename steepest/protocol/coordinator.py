@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from steepest.errors import ProtocolError, describe_error
+from steepest.messages import driver
 from steepest.messages.fields import MOST
-from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
+from steepest.messages.gradients import (
+    Commit,
+    Decision,
+    Discard,
+    Logged,
+    PushStaged,
+    Refresh,
+    Report,
+    VersionStaged,
+)
+from steepest.messages.membership import Failed, Grant, Join, Lease, Members, WorkerEnded, WorkerJoined
+from steepest.messages.message import Kind, Message, Peer, PushId, server_peer, worker_peer
+from steepest.messages.snapshots import Install, Installed, InstallRefused, Read, Snapshot
 from steepest.optim.spec import Schedule, ScheduleState
-from steepest.protocol.commit_rules import CommitRule, PushId, Staged
+from steepest.protocol.commit_rules import CommitRule, Staged
 from steepest.protocol.history import History
 from steepest.protocol.push_tracking import (
     MOST_CULPRITS,
-    Report,
+    Culprits,
+    Reports,
     StagedEach,
     StagedTogether,
     Staging,
     clip_factor,
-    summarize,
 )
 from steepest.protocol.sample_leases import Leases
 from steepest.protocol.sample_ledger import Ledger
+from steepest.protocol.step_summary import OpenStep
 
 Outgoing = list[tuple[Peer, Message]]
 _MOST_WAITING = 64  # states that wait to be installed
@@ -102,8 +117,7 @@ class Coordinator:
         self._pushes = rule.pushes_per_step(max(len(members), 1))  # pushes that make one step
         self._leases = Leases(rule, members)
         self._begun = False  # whether all members were there once
-        self._part: list[tuple[Report, int]] = []  # of the step that is being taken: reports, and their staleness
-        self._norms: list[float | None] = []  # of the same step: of each update's gradient
+        self._step = OpenStep()
         self._since = math.inf  # when the open version was begun, on the caller's clock
         self._now = math.inf  # until the caller first tells the time
         self._history = History(keep_log)
@@ -122,37 +136,36 @@ class Coordinator:
             case Kind.VERSION_STAGED | Kind.PUSH_STAGED | Kind.LOGGED if source.index not in self._servers:
                 raise ProtocolError(f"{source} is not a server of this job")
             case Kind.JOIN:
-                return self._join(source.index, message.incarnation)
+                return self._join(source.index, Join.unpack(message).incarnation)
             case Kind.REPORT:
-                return self._report(source.index, message)
-            case Kind.VERSION_STAGED | Kind.PUSH_STAGED:
-                return self._staged(source.index, message)
+                return self._report(source.index, Report.unpack(message))
+            case Kind.VERSION_STAGED:
+                return self._version_staged(source.index, VersionStaged.unpack(message))
+            case Kind.PUSH_STAGED:
+                return self._push_staged(source.index, PushStaged.unpack(message))
             case Kind.FAILED:
-                return self._failed(source.index, message)
+                return self._failed(source.index, Failed.unpack(message))
             case Kind.LOGGED:
-                if message.version > self.version:
-                    raise ProtocolError(f"LOGGED of version {message.version}, the last is {self.version}")
-                self.logged = max(self.logged, message.version)
-                return []
+                return self._take_note(Logged.unpack(message))
             case Kind.GIVE_UP:
-                return self._declared(message.values())
+                return self._give_up(driver.GiveUp.unpack(message))
             case Kind.ASK | Kind.REVOKE | Kind.STOP | Kind.INSTALL if message.sequence <= self._asked.get(source, 0):
                 return []  # a copy of one that was taken
             case Kind.ASK:
-                return self._ask(source, message)
+                return self._ask(source, driver.Ask.unpack(message))
             case Kind.REVOKE:
-                return self._revoke(source, message)
+                return self._revoke(source, driver.Revoke.unpack(message))
             case Kind.STOP:
-                return self._stop(source, message)
+                return self._stop(source, driver.Stop.unpack(message))
             case Kind.READ:
-                return self._read(source, message)
+                return self._read(source, Read.unpack(message))
             case Kind.INSTALL:
-                return self._install(source, message)
+                return self._install(source, Install.unpack(message))
             case Kind.READ_COUNTERS:
-                return [(source, Message(Kind.COUNTERS, sequence=message.sequence, meta=self._look()))]
+                return [(source, self._counters(message.sequence).pack())]
             case Kind.READ_LOG:
-                page = self._history.page(int(message.values()["first"]))
-                return [(source, Message(Kind.LOG_PAGE, sequence=message.sequence, meta=page))]
+                asked = driver.ReadLog.unpack(message)
+                return [(source, driver.LogPage(asked.sequence, **self._history.page(asked.first)).pack())]
             case _:
                 raise ProtocolError(f"a coordinator does not take {message.kind.name}")
 
@@ -173,7 +186,7 @@ class Coordinator:
         absent = self._members - self.joined
         workers = overdue or sorted(absent or (self._members if self._rule.together else self._leases.busy))
         awaited = [str(peer) for peer in self._staging.awaited(workers)]
-        return self._fail({"reason": "deadline", "awaited": awaited, "seconds": self._step_timeout})
+        return self._fail("deadline", awaited=awaited, seconds=self._step_timeout)
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """A peer's channel closed."""
@@ -188,7 +201,7 @@ class Coordinator:
             return []
         self.gone[peer] = reason
         if self.version < self.limit:
-            return self._fail(self._loss())
+            return self._fail_for_loss()
         return self._begin_generation(reload=False)  # whoever asks for the next step is told
 
     def _is_member(self, worker: int) -> bool:
@@ -196,11 +209,10 @@ class Coordinator:
 
     # -- membership ----------------------------------------------------------------------------
 
-    def _declared(self, told: dict[str, Any]) -> Outgoing:
-        """The client says that a worker is gone, although its channel is open."""
-        worker, life = int(told["worker"]), int(told["life"])
-        known = self._waits and worker in self.joined and self._lives[worker] == life
-        return self._wait_for(worker, str(told["why"])) if known else []
+    def _give_up(self, given: driver.GiveUp) -> Outgoing:
+        """Do without a worker whose channel is open, if that life of it is still a member."""
+        known = self._waits and given.worker in self.joined and self._lives[given.worker] == given.life
+        return self._wait_for(given.worker, given.why) if known else []
 
     def _wait_for(self, worker: int, reason: str) -> Outgoing:
         """A worker is gone, and another one will join in its place.
@@ -218,11 +230,11 @@ class Coordinator:
             lost, complete = self._staging.end(worker)
             if not complete:
                 self._leases.leave(worker)
-            meta = {"worker": worker, "life": life, "pushes": [list(push) for push in lost]}
-            out = self._to_servers(Kind.WORKER_ENDED, meta=meta) + self._go_on()
+            ended = WorkerEnded(self.generation, self.version, worker, life, tuple(lost))
+            out = self._to_servers(ended) + self._go_on()
         if self._client is not None:
-            left = {"worker": worker, "why": reason, "life": life}
-            out.append((self._client, Message(Kind.WORKER_LOST, self.generation, version=self.version, meta=left)))
+            gone = driver.WorkerLost(self.generation, self.version, worker, life, reason)
+            out.append((self._client, gone.pack()))
         return out
 
     def _join(self, worker: int, incarnation: int) -> Outgoing:
@@ -245,10 +257,9 @@ class Coordinator:
 
     def _take_in(self, worker: int) -> Outgoing:
         """A worker joins while the others are at work, who need not hear of it."""
-        meta = {"workers": sorted(self.joined), "reload": True}
-        word = Message(Kind.MEMBERS, self.generation, version=self.version, meta=meta)
-        joined = self._to_servers(Kind.WORKER_JOINED, meta={"worker": worker})
-        return [(worker_peer(worker), word), *joined, *self._go_on()]
+        members = Members(self.generation, self.version, sorted(self.joined), reload=True)
+        joined = self._to_servers(WorkerJoined(self.generation, self.version, worker))
+        return [(worker_peer(worker), members.pack()), *joined, *self._go_on()]
 
     def _begin_generation(self, *, reload: bool, again: bool = False) -> Outgoing:
         """Voids every staged push; servers send all weights (`reload`); gradients of these stay good (`again`)."""
@@ -259,22 +270,19 @@ class Coordinator:
         self._leases.clear(self.joined, self.version)
         reload = reload or not self._rule.together  # who was in the middle of a push may hold older weights
         install = self._to_install() if self.joined == self._members else []  # they wait for the others
-        meta = {"workers": sorted(self.joined), "reload": reload, "install": install, "again": again and not install}
-        out = self._to_servers(Kind.MEMBERS, meta=meta)
-        for worker in sorted(self.joined):
-            out.append((worker_peer(worker), Message(Kind.MEMBERS, self.generation, version=self.version, meta=meta)))
+        again = again and not install
+        members = Members(self.generation, self.version, sorted(self.joined), reload, install, again)
+        out = self._to_servers(members)
+        out += [(worker_peer(worker), members.pack()) for worker in sorted(self.joined)]
         return out + (self._tell_installed() if install else [])
 
     def _to_install(self) -> list[list[Any]]:
-        """Who has put what is to be the state from now on, and in which request."""
+        """Return the clients that installed a state and were not answered: (role, index, request)."""
         return [[*client, sequence] for client, sequence in self._waiting]
 
     def _tell_installed(self) -> Outgoing:
         waiting, self._waiting = self._waiting, []
-        return [
-            (client, Message(Kind.INSTALLED, self.generation, sequence=sequence, version=self.version))
-            for client, sequence in waiting
-        ]
+        return [(client, Installed(self.generation, sequence, self.version).pack()) for client, sequence in waiting]
 
     def _state(self) -> dict[str, Any]:
         """What another coordinator needs to go on from here, beside the schedule."""
@@ -285,46 +293,43 @@ class Coordinator:
         state = None if self._schedule is None else self._schedule.state()
         return {} if state is None else {"schedule": state}
 
-    def _to_servers(self, kind: Kind, **fields: Any) -> Outgoing:
-        if self._witnessed and kind is not Kind.SNAPSHOT:
+    def _to_servers(self, decision: Decision) -> Outgoing:
+        """Return a decision for every server, with what servers remember of it if they do."""
+        if self._witnessed:
             self._words += 1
-            fields["meta"] = {**fields["meta"], "word": self._words, "state": self._state()}
-            if kind is Kind.MEMBERS or (kind is Kind.COMMIT and self.version % SCHEDULE_EVERY == 0):
-                fields["meta"] |= self._where_scheduled()
-        return [
-            (server_peer(server), Message(kind, generation=self.generation, version=self.version, **fields))
-            for server in self._servers
-        ]
+            due = isinstance(decision, Commit) and self.version % SCHEDULE_EVERY == 0
+            schedule = self._where_scheduled() if due or isinstance(decision, Members) else {}
+            remembered: dict[str, Any] = {"word": self._words, "state": self._state(), **schedule}
+            decision = replace(decision, **remembered)
+        return [(server_peer(server), decision.pack()) for server in self._servers]
 
     # -- clients -------------------------------------------------------------------------------
 
-    def _ask(self, source: Peer, message: Message) -> Outgoing:
+    def _ask(self, source: Peer, asked: driver.Ask) -> Outgoing:
         self._client = source
-        self._asked[source] = message.sequence
-        meta = message.values()
+        self._asked[source] = asked.sequence
         if self.gone:
-            return self._fail(self._loss())
-        if self.limit + meta["steps"] * self._per_step >= MOST:
-            raise ProtocolError(f"ASK for {meta['steps']} steps: give fewer")
-        self._stats = bool(meta.get("stats", True))
+            return self._fail_for_loss()
+        if self.limit + asked.steps * self._per_step >= MOST:
+            raise ProtocolError(f"ASK for {asked.steps} steps: give fewer")
+        self._stats = asked.stats
         if self.version == self.limit:
             self._since = math.inf  # the clock of a step starts when it is asked for
-        self.limit += int(meta["steps"]) * self._per_step
+        self.limit += asked.steps * self._per_step
         self.limit -= self.limit % self._per_step  # a step that was given up half-way is finished first
         return self._go_on()
 
-    def _revoke(self, source: Peer, message: Message) -> Outgoing:
+    def _revoke(self, source: Peer, asked: driver.Revoke) -> Outgoing:
         """Take back all steps that are granted and not committed."""
         self._client = source
-        self._asked[source] = message.sequence
+        self._asked[source] = asked.sequence
         out = self._begin_generation(reload=False)
-        revoked = Message(Kind.REVOKED, self.generation, sequence=message.sequence, version=self.version)
-        return [*out, (source, revoked)]
+        return [*out, (source, driver.Revoked(self.generation, asked.sequence, self.version).pack())]
 
-    def _stop(self, source: Peer, message: Message) -> Outgoing:
+    def _stop(self, source: Peer, asked: driver.Stop) -> Outgoing:
         """Take back the steps that are granted and not begun."""
         self._client = source
-        self._asked[source] = message.sequence
+        self._asked[source] = asked.sequence
         busy = len(self._leases.busy)
         if self._rule.together:
             out = self._begin_generation(reload=False) if self.version < self.limit else []
@@ -332,36 +337,32 @@ class Coordinator:
             begun = self.version + (busy if self._per_step > 1 else bool(busy))
             self.limit = min(self.limit, begun + -begun % self._per_step)
             out = self._go_on()
-        stopped = Message(Kind.STOPPED, self.generation, sequence=message.sequence, version=self.limit)
-        return [*out, (source, stopped)]
+        return [*out, (source, driver.Stopped(self.generation, asked.sequence, self.limit).pack())]
 
-    def _read(self, source: Peer, message: Message) -> Outgoing:
-        """Orders a snapshot between two commits, so that all servers send one version."""
-        wanted = message.values()
-        meta = {"reader": [source.role, source.index], "what": wanted.get("what", "weights")}
-        if "chunks" in wanted:
-            meta["chunks"] = wanted["chunks"]
-        if meta["what"] != "weights":
-            meta["state"] = self._state()
-        out = self._to_servers(Kind.SNAPSHOT, sequence=message.sequence, meta=meta)
-        if "state" in meta:  # it may be long, and one server to pass it on is enough
-            out[0][1].meta = {**meta, "state": {**meta["state"], **self._where_scheduled()}}
-        return out
+    def _read(self, source: Peer, asked: Read) -> Outgoing:
+        """Order a snapshot between two commits, so that all servers send one version."""
+        state = None if asked.what == "weights" else self._state()
+        order = Snapshot(self.generation, asked.sequence, self.version, source, asked.what, asked.chunks, state)
+        orders = [order] * len(self._servers)
+        if state is not None:  # the schedule's may be long, and one server to pass it on is enough
+            orders[0] = replace(order, state={**state, **self._where_scheduled()})
+        return [(server_peer(server), order.pack()) for server, order in zip(self._servers, orders, strict=True)]
 
-    def _install(self, source: Peer, message: Message) -> Outgoing:
+    def _install(self, source: Peer, asked: Install) -> Outgoing:
         if len(self._waiting) >= _MOST_WAITING:
             raise ProtocolError(f"{_MOST_WAITING} states wait for the workers to join")
-        self._asked[source] = message.sequence
+        self._asked[source] = asked.sequence
         self._client = source
         if self.gone:
-            return [(source, Message(Kind.INSTALL_REFUSED, sequence=message.sequence, meta=self._loss()))]
-        self.version = self.limit = message.version
+            peer, why = next(iter(self.gone.items()))
+            return [(source, InstallRefused(asked.sequence, peer, why).pack())]
+        self.version = self.limit = asked.version
         self.logged = self.version if self._witnessed else math.inf
-        step = message.version // self._per_step
-        if message.values().get("anew"):  # a restored run begins its shares at that step
+        step = asked.version // self._per_step
+        if asked.anew:  # a restored run begins its shares at that step
             self._leases.clear(self.joined, self.version)
             self._leases.ledger = Ledger(step * self._pushes)
-        if state := message.values().get("state"):
+        if state := asked.state:
             following, *returned = state.get("ledger", [step * self._pushes])
             self._leases.ledger = Ledger(following, returned)
             if "history" in state:
@@ -370,18 +371,16 @@ class Coordinator:
             self._schedule.go_on_from((state or {}).get("schedule"))
             self._behind = True
         self._history.forget_log()
-        self._part.clear()
-        self._norms.clear()
-        self._waiting.append((source, message.sequence))
+        self._step.clear()
+        self._waiting.append((source, asked.sequence))
         if self.joined == self._members:
             return self._begin_generation(reload=True)
         return []  # the client waits for the members
 
-    def _look(self) -> dict[str, Any]:
-        """Return the counters."""
+    def _counters(self, sequence: int) -> driver.Counters:
         step = self.version // self._per_step
         taken = (Ledger(step * self._pushes) if self._rule.together else self._leases.ledger).look()
-        return {"version": self.version, "generation": self.generation, "step": step, **taken, **self._history.look()}
+        return driver.Counters(self.generation, sequence, self.version, step, **taken, **self._history.look())
 
     # -- going on ------------------------------------------------------------------------------
 
@@ -393,12 +392,10 @@ class Coordinator:
             grants, behind = self._lease()
             if behind:
                 readers = [[worker, 0] for worker in behind]
-                return self._to_servers(Kind.REFRESH, meta={"readers": readers}) + grants
+                return self._to_servers(Refresh(self.generation, self.version, readers)) + grants
             return grants
-        return [
-            (worker_peer(worker), Message(Kind.GRANT, self.generation, version=self.limit, meta={"stats": self._stats}))
-            for worker in sorted(self.joined)
-        ]
+        grant = Grant(self.generation, self.limit, self._stats)
+        return [(worker_peer(worker), grant.pack()) for worker in sorted(self.joined)]
 
     def _lease(self) -> tuple[Outgoing, list[int]]:
         """Leases shares to idle workers, the slowest first; also returns who of them needs new weights.
@@ -410,40 +407,55 @@ class Coordinator:
             count = self.limit - self.version
         grants: Outgoing = []
         chosen = []
-        for worker, lease in self._leases.choose(self.joined, count, self._now):
+        for worker, share in self._leases.choose(self.joined, count, self._now):
             chosen.append(worker)
-            meta = {"share": lease, "stats": self._stats, "committed": self._leases.last.get(worker, 0)}
-            grants.append((worker_peer(worker), Message(Kind.LEASE, self.generation, version=self.version, meta=meta)))
+            last = self._leases.last.get(worker, 0)
+            lease = Lease(self.generation, self.version, share, self._stats, last)
+            grants.append((worker_peer(worker), lease.pack()))
         idle = self.joined - set(self._leases.busy) if self.version == self.limit else ()
         return grants, self._leases.behind([*chosen, *sorted(idle)], self.version)
 
     # -- stage and commit ----------------------------------------------------------------------
 
-    def _report(self, worker: int, message: Message) -> Outgoing:
-        if message.generation != self.generation or (self._rule.together and message.version != self.version):
-            return []  # of a generation or a version that is over
-        if self._is_over(worker, message.incarnation):
+    def _report(self, worker: int, report: Report) -> Outgoing:
+        if not self._is_current(report.generation, report.pulled) or self._is_over(worker, report.incarnation):
             return []
-        if message.version > self.version:
-            raise ProtocolError(f"REPORT of a push from version {message.version}, the newest is {self.version}")
-        push = PushId(worker, message.incarnation, message.sequence)
+        if report.pulled > self.version:
+            raise ProtocolError(f"REPORT of a push from version {report.pulled}, the newest is {self.version}")
+        push = PushId(worker, report.incarnation, report.sequence)
         if isinstance(self._staging, StagedEach) and not self._staging.is_done(push) and not self._claim(push):
             raise ProtocolError(f"REPORT of {push}, for which worker {worker} has no lease")
-        self._staging.report(worker, message)
+        self._staging.report(push, report)
         return self._decide()
 
-    def _staged(self, server: int, message: Message) -> Outgoing:
-        if message.generation != self.generation or (self._rule.together and message.version != self.version):
+    def _is_current(self, generation: int, version: int) -> bool:
+        """Return whether a push from a version, made in a generation, may still be committed."""
+        return generation == self.generation and (version == self.version or not self._rule.together)
+
+    def _version_staged(self, server: int, staged: VersionStaged) -> Outgoing:
+        if not isinstance(self._staging, StagedTogether):
+            raise ProtocolError("VERSION_STAGED under a rule that commits pushes one by one")
+        if not self._is_current(staged.generation, staged.version):
             return []
-        if (message.kind is Kind.VERSION_STAGED) != self._rule.together:
-            raise ProtocolError(f"{message.kind.name} under a rule that does not commit such")
-        if message.kind is Kind.PUSH_STAGED:
-            worker = message.values()["worker"]
-            if self._is_over(worker, message.incarnation):
-                late = [worker, message.incarnation, message.sequence]
-                return self._to_servers(Kind.DISCARD, meta={"pushes": [late], "readers": []})
-        self._staging.staged(server, message)
+        self._staging.staged(server, staged)
         return self._decide()
+
+    def _push_staged(self, server: int, staged: PushStaged) -> Outgoing:
+        if not isinstance(self._staging, StagedEach):
+            raise ProtocolError("PUSH_STAGED under a rule that commits all pushes of a version together")
+        if not self._is_current(staged.generation, staged.pulled):
+            return []
+        if self._is_over(staged.worker, staged.incarnation):
+            return self._to_servers(Discard(self.generation, self.version, (staged.push,)))
+        self._staging.staged(server, staged)
+        return self._decide()
+
+    def _take_note(self, logged: Logged) -> Outgoing:
+        """Take note that a commit outlives this process."""
+        if logged.version > self.version:
+            raise ProtocolError(f"LOGGED of version {logged.version}, the last is {self.version}")
+        self.logged = max(self.logged, logged.version)
+        return []
 
     def _claim(self, push: PushId) -> bool:
         """Whether its worker was asked for a push, and has not reported another one."""
@@ -465,8 +477,7 @@ class Coordinator:
                 break
             culprits = [] if self._nonfinite == "pass" else self._staging.culprits(commit)
             if culprits and self._nonfinite == "refuse":
-                meta = {"reason": "nonfinite", "culprits": [list(culprit) for culprit in culprits[:MOST_CULPRITS]]}
-                return out + self._refuse(commit, meta)
+                return out + self._refuse(commit, culprits[:MOST_CULPRITS])
             out += self._commit(commit, skip=bool(culprits))
         return out
 
@@ -480,32 +491,40 @@ class Coordinator:
         try:
             hyper = self._hyperparameters(step)
         except BaseException as error:  # noqa: BLE001 - the user's schedule; sent to the driver with its traceback
-            return self._fail({"reason": "schedule", **describe_error(error)})
+            about: dict[str, Any] = {**describe_error(error)}
+            return self._fail("schedule", **about)
         staleness = {push.worker: self.version - push.pulled for push in chosen}
         rate = 1.0 / max(1, *staleness.values()) if self._scale_rate else 1.0
         norm = self._staging.norm(chosen)
         clip = 1.0 if norm is None or self._clip_norm is None or skip else clip_factor(norm, self._clip_norm)
-        self._norms.append(norm)
+        self._step.add_norm(norm)
         self._history.add(entry := self._entry(chosen, hyper, rate, skip, clip), staleness.values(), skipped=skip)
         reports = self._staging.take(chosen)
-        self._part += [(reports[worker], late) for worker, late in staleness.items()]
-        self._history.time({worker: report.meta.get("timings", {}) for worker, report in reports.items()}, step)
+        self._account(reports, staleness, step)
         self.version += 1
         self._since = self._now if self.version < self.limit else math.inf
-        meta: dict[str, Any] = {"pushes": [list(push.id) for push in chosen]}
-        meta |= {"hyper": hyper} if any(hyper) else {}
-        meta |= {"entry": entry} if self._witnessed and self._history.keeps_log else {}
-        if skip:
-            meta["skip"] = True
-        if clip != 1.0:
-            meta["clip"] = clip
-        answers, meta["readers"] = self._answer(chosen, reports)
-        out = self._to_servers(Kind.COMMIT, weight=rate, meta=meta) + answers
+        answers, readers = self._answer(chosen, reports)
+        pushes = tuple(push.id for push in chosen)
+        commit = Commit(
+            *(self.generation, self.version, rate, pushes, readers),
+            hyper=hyper if any(hyper) else None,
+            skip=skip,
+            clip=clip,
+            entry=entry if self._witnessed and self._history.keeps_log else None,
+        )
+        out = self._to_servers(commit) + answers
         if self.version % self._per_step == 0:
             out += self._result(step + 1)
         return out
 
-    def _answer(self, chosen: tuple[Staged, ...], reports: dict[int, Report]) -> tuple[Outgoing, list[list[int]]]:
+    def _account(self, reports: Reports, staleness: dict[int, int], step: int) -> None:
+        """Add what was committed to the step that is being taken."""
+        for worker, report in reports.items():
+            assert isinstance(report, Report)
+            self._step.add(report, staleness[worker])
+            self._history.time(worker, report.timings, step)
+
+    def _answer(self, chosen: tuple[Staged, ...], reports: Reports) -> tuple[Outgoing, list[list[int]]]:
         """What those whose pushes were committed are told, and who is sent the new weights."""
         if self._rule.together:
             return [], [[push.worker, 0] for push in chosen]
@@ -526,10 +545,8 @@ class Coordinator:
 
     def _result(self, step: int) -> Outgoing:
         """Tells the client of a step that is whole."""
-        part, norms, self._part, self._norms = self._part, self._norms, [], []
-        result = {"step": step, **summarize(part, norms, self._stats)}
-        told = Message(Kind.RESULT, self.generation, version=self.version, meta=result)
-        return [] if self._client is None else [(self._client, told)]
+        result = driver.Result(self.generation, self.version, step, **self._step.end(self._stats))
+        return [] if self._client is None else [(self._client, result.pack())]
 
     def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
         """Will never be committed: their workers go on with new weights, others take their samples if any will come."""
@@ -542,29 +559,30 @@ class Coordinator:
         grants, behind = self._lease()
         for lease in back if others else ():  # else who is too slow for a share gets it again and again
             self._leases.ledger.give_back(lease)
-        meta = {"pushes": [list(push.id) for push in pushes], "readers": [[worker, 0] for worker in behind]}
-        return self._to_servers(Kind.DISCARD, meta=meta) + grants
+        readers = [[worker, 0] for worker in behind]
+        discard = Discard(self.generation, self.version, tuple(push.id for push in pushes), readers)
+        return self._to_servers(discard) + grants
 
-    def _refuse(self, pushes: tuple[Staged, ...], why: dict[str, Any]) -> Outgoing:
-        """They hold NaN or infinity."""
-        return self._fail(why)
+    def _refuse(self, pushes: tuple[Staged, ...], culprits: Culprits) -> Outgoing:
+        """Commit none of these pushes, which hold NaN or infinity."""
+        return self._fail("nonfinite", culprits=culprits)
 
     # -- failure -------------------------------------------------------------------------------
 
-    def _loss(self) -> dict[str, Any]:
+    def _fail_for_loss(self) -> Outgoing:
         peer, why = next(iter(self.gone.items()))
-        return {"reason": "lost", "peer": [peer.role, peer.index], "why": why}
+        return self._fail("lost", peer=peer, why=why)
 
-    def _failed(self, worker: int, message: Message) -> Outgoing:
-        if message.generation != self.generation:
+    def _failed(self, worker: int, failed: Failed) -> Outgoing:
+        if failed.generation != self.generation:
             return []
-        failure = {**message.values(), "reason": "raised", "worker": worker}
-        return self._fail(failure, reload=True)  # the model may have written to its weights before
+        about = {"worker": worker, "error": failed.error, "traceback": failed.traceback, "kind": failed.kind}
+        return self._fail("raised", reload=True, **about)  # the model may have written to its weights before
 
-    def _fail(self, meta: dict[str, Any], *, reload: bool = False) -> Outgoing:
-        """Gives the open step up: nothing of it is applied, all staged pushes are void."""
-        meta["step"] = self.version // self._per_step
+    def _fail(self, reason: str, *, reload: bool = False, **about: Any) -> Outgoing:
+        """Give the open step up: nothing of it is applied, all staged pushes are void; see `Failure` for `about`."""
         out = self._begin_generation(reload=reload)
         if self._client is not None:
-            out.append((self._client, Message(Kind.FAILURE, self.generation, version=self.version, meta=meta)))
+            step = self.version // self._per_step
+            out.append((self._client, driver.Failure(self.generation, self.version, step, reason, **about).pack()))
         return out

@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from steepest.messages.message import Kind, Message
+from steepest.messages.gradients import Commit, Decision
 
-#: Words that are remembered: a server that lags by more cannot be brought up to date.
+#: Decisions that are remembered: a server that lags by more cannot be brought up to date.
 WORDS = 4096
-_DECISIONS = (Kind.COMMIT, Kind.MEMBERS, Kind.DISCARD, Kind.REFRESH, Kind.WORKER_JOINED, Kind.WORKER_ENDED)
 
 
 class Witness:
@@ -22,31 +21,31 @@ class Witness:
     """
 
     def __init__(self) -> None:
-        self._words: deque[Message] = deque(maxlen=WORDS)
+        self._words: deque[Decision] = deque(maxlen=WORDS)
         self.log: list[list[Any]] = []
         self.schedule: dict[str, Any] = {}
 
-    def hear(self, message: Message) -> None:
-        """Remembers a decision."""
-        if message.kind in _DECISIONS:
-            self._words.append(message)
-            if (entry := message.values().get("entry")) is not None:
-                self.log.append(entry)
-            self.schedule = message.values().get("schedule", self.schedule)
+    def hear(self, decision: Decision) -> None:
+        """Remember a decision."""
+        self._words.append(decision)
+        if isinstance(decision, Commit) and decision.entry is not None:
+            self.log.append(decision.entry)
+        if decision.schedule is not None:
+            self.schedule = decision.schedule
 
     @property
-    def words(self) -> list[Message]:
+    def words(self) -> list[Decision]:
         """Those of late, oldest first."""
         return list(self._words)
 
 
-def number(word: Message) -> int:
-    """Of one of the coordinator's words, counted from 1."""
-    return int(word.values()["word"])
+def missing(heard: Sequence[Decision], everything: Iterable[Sequence[Decision]]) -> list[Decision]:
+    """Return, in order, the decisions that one server has not heard of, of all that any server has heard of.
 
-
-def missing(heard: Sequence[Message], everything: Iterable[Sequence[Message]]) -> list[Message]:
-    """What somebody has not heard of all that anybody has, in order."""
-    last = number(heard[-1]) if heard else 0
-    others = {number(word): word for words in everything for word in words if number(word) > last}
-    return [others[key] for key in sorted(others)]
+    Args:
+        heard: what the server has heard, oldest first.
+        everything: what each server has heard.
+    """
+    last = heard[-1].word if heard else 0
+    others = {decision.word: decision for decisions in everything for decision in decisions if decision.word > last}
+    return [others[word] for word in sorted(others)]

@@ -41,12 +41,11 @@ class History:
         if self._log is not None:
             self._log.append(entry)
 
-    def time(self, timings: Mapping[int, Mapping[str, float]], step: int) -> None:
-        """How long workers computed for their pushes of some step, where that is known."""
-        for worker, each in timings.items():
-            if (seconds := each.get("compute")) is not None:
-                self.paces[worker] = seconds + 0.8 * (self.paces.get(worker, seconds) - seconds)
-                self._compare(worker, step)
+    def time(self, worker: int, timings: Mapping[str, float], step: int) -> None:
+        """Take note how long a worker computed for its push of a step, if its timings (in seconds) tell."""
+        if (seconds := timings.get("compute")) is not None:
+            self.paces[worker] = seconds + 0.8 * (self.paces.get(worker, seconds) - seconds)
+            self._compare(worker, step)
 
     def _compare(self, worker: int, step: int) -> None:
         pace = self.paces[worker]

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 from steepest.errors import ProtocolError
-from steepest.messages.message import Message, Peer, server_peer, worker_peer
-from steepest.protocol.commit_rules import PushId, Staged
+from steepest.messages.gradients import PushStaged, Report, VersionStaged
+from steepest.messages.message import Peer, PushId, server_peer, worker_peer
+from steepest.messages.users import Pushed
+from steepest.protocol.commit_rules import Staged
 
 Culprits = list[tuple[int, str]]
+#: What a worker, or a parameter server's user, says when all of a push has left.
+Reported = Report | Pushed
+#: By worker.
+Reports = dict[int, Reported]
 #: Pairs of a worker and a parameter with NaN or infinity that one message names, of maybe all workers' parameters.
 MOST_CULPRITS = 100
 
@@ -21,27 +27,11 @@ _MOST_RANGES = 1024
 _MOST_LEFT = 4096
 
 
-class Report(NamedTuple):
-    """What a worker said about one push.
-
-    Attributes:
-        total: sample weight.
-        meta: samples, bytes; loss, metrics and timings if asked for.
-    """
-
-    pulled: int
-    total: float
-    meta: dict[str, Any]
-
-
 class Staging(Protocol):
     """Pushes on their way to being complete everywhere."""
 
-    def report(self, worker: int, message: Message) -> None:
+    def report(self, push: PushId, report: Reported) -> None:
         """A worker says that it has pushed everything."""
-
-    def staged(self, server: int, message: Message) -> None:
-        """A server says that it has everything, of a version or of one push."""
 
     def ready(self) -> list[Staged]:
         """Pushes that are complete on every server and reported, oldest first."""
@@ -52,7 +42,7 @@ class Staging(Protocol):
     def norm(self, chosen: Sequence[Staged]) -> float | None:
         """Of the gradient that would be committed; None where it is not known."""
 
-    def take(self, done: Sequence[Staged]) -> dict[int, Report]:
+    def take(self, done: Sequence[Staged]) -> Reports:
         """Forgets pushes that are decided on; their reports by worker, which are refused from now on."""
 
     def end(self, worker: int) -> tuple[list[PushId], bool]:
@@ -74,19 +64,22 @@ class StagedTogether:
     """
 
     holding: frozenset[int]
-    _reports: dict[PushId, Report] = field(default_factory=dict)
-    _servers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _reports: dict[PushId, Reported] = field(default_factory=dict)
+    _servers: dict[int, VersionStaged] = field(default_factory=dict)
 
-    def report(self, worker: int, message: Message) -> None:
-        """Takes a worker's report."""
-        key = PushId(worker, message.incarnation, message.sequence)
-        if key not in self._reports and any(other.worker == worker for other in self._reports):
-            raise ProtocolError(f"worker {worker} has reported another push of this version")
-        self._reports[key] = Report(message.version, message.total, message.values())
+    def report(self, push: PushId, report: Reported) -> None:
+        """Take a worker's report.
 
-    def staged(self, server: int, message: Message) -> None:
-        """Takes a server's word."""
-        self._servers[server] = message.values()
+        Raises:
+            ProtocolError: it has reported another push of this version.
+        """
+        if push not in self._reports and any(other.worker == push.worker for other in self._reports):
+            raise ProtocolError(f"worker {push.worker} has reported another push of this version")
+        self._reports[push] = report
+
+    def staged(self, server: int, staged: VersionStaged) -> None:
+        """Take note that a server has reduced the gradients of all members."""
+        self._servers[server] = staged
 
     def ready(self) -> list[Staged]:
         """All reported pushes, once every server has reduced them."""
@@ -96,14 +89,13 @@ class StagedTogether:
 
     def culprits(self, chosen: Sequence[Staged]) -> Culprits:
         """Each once, although a tensor may lie in many chunks."""
-        found = dict.fromkeys((w, name) for about in self._servers.values() for w, name in about.get("culprits", ()))
-        return list(found)
+        return list(dict.fromkeys((w, name) for staged in self._servers.values() for w, name in staged.culprits))
 
     def norm(self, chosen: Sequence[Staged]) -> float | None:
         """Of the mean of all."""
         return _norm(self._servers.values())
 
-    def take(self, done: Sequence[Staged]) -> dict[int, Report]:
+    def take(self, done: Sequence[Staged]) -> Reports:
         """Everything is decided on at once."""
         reports = {push.worker: self._reports[push.id] for push in done}
         self.clear()
@@ -181,8 +173,8 @@ class Done:
 
 @dataclass
 class _Waiting:
-    report: Report | None = None
-    servers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    report: Reported | None = None
+    servers: dict[int, PushStaged] = field(default_factory=dict)
 
 
 @dataclass
@@ -199,24 +191,22 @@ class StagedEach:
     _done: Done = field(default_factory=Done)
     _left: dict[int, set[int | None]] = field(default_factory=dict)  # who has seen which workers leave
 
-    def report(self, worker: int, message: Message) -> None:
-        """Takes a worker's report; what is done with is not taken again."""
-        key = PushId(worker, message.incarnation, message.sequence)
-        if key not in self._done:
-            self._await(key).report = Report(message.version, message.total, message.values())
-            self._look(key)
+    def report(self, push: PushId, report: Reported) -> None:
+        """Take a worker's report; of a push that is decided on it is ignored."""
+        if push not in self._done:
+            self._await(push).report = report
+            self._look(push)
 
     def is_done(self, push: PushId) -> bool:
         """Whether it is decided on, and what is said of it comes too late."""
         return push in self._done
 
-    def staged(self, server: int, message: Message) -> None:
-        """Takes a server's word."""
-        about = message.values()
-        key = PushId(about["worker"], message.incarnation, message.sequence)
-        if key not in self._done:
-            self._await(key).servers[server] = about
-            self._look(key)
+    def staged(self, server: int, staged: PushStaged) -> None:
+        """Take note that a server has all of a push; of one that is decided on it is ignored."""
+        push = staged.push
+        if push not in self._done:
+            self._await(push).servers[server] = staged
+            self._look(push)
 
     def _await(self, key: PushId) -> _Waiting:
         """What is known of a push.
@@ -244,15 +234,15 @@ class StagedEach:
         """Each once, although a tensor may lie in many chunks."""
         found: dict[tuple[int, str], None] = {}
         for push in chosen:
-            for about in self._waiting[push.id].servers.values():
-                found |= dict.fromkeys((worker, name) for worker, name in about.get("culprits", ()))
+            for staged in self._waiting[push.id].servers.values():
+                found |= dict.fromkeys((worker, name) for worker, name in staged.culprits)
         return list(found)
 
     def norm(self, chosen: Sequence[Staged]) -> float | None:
         """Of one push; the mean of several is formed later."""
         return _norm(self._waiting[chosen[0].id].servers.values()) if len(chosen) == 1 else None
 
-    def take(self, done: Sequence[Staged]) -> dict[int, Report]:
+    def take(self, done: Sequence[Staged]) -> Reports:
         """These are decided on."""
         reports = {}
         for push in done:
@@ -313,10 +303,11 @@ class StagedEach:
         self._done.clear()
 
 
-def _norm(servers: Iterable[dict[str, Any]]) -> float | None:
-    """From the squares that servers told of their chunks, if all did."""
-    told = list(servers)
-    return math.sqrt(sum(sorted(about["squares"] for about in told))) if all("squares" in t for t in told) else None
+def _norm(servers: Iterable[VersionStaged | PushStaged]) -> float | None:
+    """Return the norm by the squares of all servers; None if one did not compute them."""
+    squares = [staged.squares for staged in servers]
+    known = [each for each in squares if each is not None]
+    return math.sqrt(sum(sorted(known))) if len(known) == len(squares) else None
 
 
 def clip_factor(norm: float, greatest: float) -> float:
@@ -328,39 +319,3 @@ def clip_factor(norm: float, greatest: float) -> float:
     """
     factor = greatest / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor
-
-
-def summarize(part: Sequence[tuple[Report, int]], norms: Iterable[float | None], stats: bool) -> dict[str, Any]:
-    """Loss, metrics and timings of a step: means by sample weight, times by push.
-
-    Args:
-        part: reports, and their staleness.
-        norms: of each update's gradient, where it is known.
-    """
-    reports = [report for report, _ in part]
-    summary: dict[str, Any] = {
-        "staleness": [late for _, late in part],
-        "samples": sum(int(report.meta["samples"]) for report in reports),
-        "bytes_pushed": sum(int(report.meta["bytes"]) for report in reports),
-        "bytes_pulled": sum(int(report.meta["pulled"]) for report in reports),
-    }
-    if known := [norm for norm in norms if norm is not None]:
-        summary["gradient_norm"] = sum(known) / len(known)
-    told = [report for report in reports if "loss" in report.meta]
-    if not stats or not told:
-        return summary
-
-    def mean(values: list[tuple[float, float]]) -> float:
-        total = sum(weight for _, weight in values)
-        return sum(v * weight for v, weight in values) / total if total else math.nan
-
-    summary["loss"] = mean([(r.meta["loss"], r.total) for r in told if r.total])
-    metrics = [(r.meta.get("metrics", {}), r.total) for r in told]  # a report may leave them out
-    names = sorted({name for values, _ in metrics for name in values})
-    summary["metrics"] = {
-        name: mean([(values[name], weight) for values, weight in metrics if name in values]) for name in names
-    }
-    timings = [r.meta.get("timings", {}) for r in told]
-    parts = sorted({name for values in timings for name in values})
-    summary["timings"] = {name: sum(values.get(name, 0.0) for values in timings) / len(timings) for name in parts}
-    return summary

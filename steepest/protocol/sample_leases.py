@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from steepest.protocol.commit_rules import CommitRule, PushId, Staged
+from steepest.messages.message import PushId
+from steepest.protocol.commit_rules import CommitRule, Staged
 from steepest.protocol.sample_ledger import Ledger
 
 

@@ -82,7 +82,7 @@ def puts_of(server: Server) -> int:
 def undecided(of: Coordinator | Staging) -> int:
     """Return the number of pushes that were announced and are neither committed nor dropped."""
     if isinstance(of, Coordinator):
-        return undecided(of._staging) + len(of._part)
+        return undecided(of._staging) + len(of._step._reports)
     if isinstance(of, StagedTogether):
         return len(of._reports) + len(of._servers)
     assert isinstance(of, StagedEach)

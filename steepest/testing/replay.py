@@ -19,7 +19,8 @@ from steepest.engine.replicas import Replicas, all_states, mean_states
 from steepest.engine.server import Server, ServerMode
 from steepest.engine.strategy import make_strategy
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Kind, Message, Peer, relay_peer, worker_peer
+from steepest.messages import gradients
+from steepest.messages.message import Message, Peer, PushId, relay_peer, worker_peer
 from steepest.models.protocol import Model
 from steepest.tensors.dtypes import Tensors, same_bits
 from steepest.tensors.half_precision import narrow_size, rounded
@@ -134,13 +135,14 @@ class _Run:
         torch.set_num_threads(self._threads[0])
         for push in commit.pushes:
             self._compute(push)
-        order = Message(Kind.COMMIT, version=commit.version, weight=commit.rate)
-        order.meta = {"pushes": [list(push[:3]) for push in commit.pushes], "readers": [], "skip": commit.skipped}
-        order.meta["clip"] = commit.clip
-        if commit.hyperparameters is not None:
-            order.meta["hyper"] = commit.hyperparameters
+        order = gradients.Commit(
+            *(0, commit.version, commit.rate, tuple(PushId(*push[:3]) for push in commit.pushes), ()),
+            hyper=commit.hyperparameters,
+            skip=commit.skipped,
+            clip=commit.clip,
+        )
         torch.set_num_threads(self._threads[1])
-        self._server.handle(worker_peer(0), order)
+        self._server.handle(worker_peer(0), order.pack())
         self._history[commit.version] = self._weights.clone()
         for version in [v for v in self._history if self._last_use.get(v, 0) <= commit.version]:
             del self._history[version]

@@ -1,0 +1,202 @@
+"""One frozen dataclass for each kind of message: its fields, their limits, and how they lie in a message.
+
+A field is annotated with what it may hold. Fields that a header has a place for name that place (`Header`); the
+others travel as JSON under their own names, and are left out while they hold their default. So a dataclass is all
+that has to be written: how it becomes a message, how it is read from one, and what is refused follow from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+
+from steepest.messages.fields import Field, Schema, needed
+from steepest.messages.message import Kind, Message
+
+B = TypeVar("B", bound="Body")
+_SLOTS = {  # of a header, with what they hold where a kind has no such field
+    "generation": 0,
+    "incarnation": 0,
+    "sequence": 0,
+    "version": 0,
+    "chunk": -1,
+    "weight": 0.0,
+    "total": 0.0,
+}
+
+
+class Header(NamedTuple):
+    """The place of a field in a message's header.
+
+    Attributes:
+        slot: an attribute of `Message`.
+        limit: what the field may hold; None for whatever the header can, within what is always checked: versions are
+            from 0 to 2**62, chunks exist, weights of gradients are from 0 to 1e100.
+        weighs: whether it is a weight of a gradient.
+    """
+
+    slot: str
+    limit: Field | None = None
+    weighs: bool = False
+
+
+#: The payload: bytes that follow the JSON, a one-dimensional uint8 tensor, or None.
+Payload = Annotated[torch.Tensor | None, Header("payload")]
+#: The membership that a message belongs to; void in later ones.
+Generation = Annotated[int, Header("generation")]
+#: Which life of the sending worker.
+Incarnation = Annotated[int, Header("incarnation")]
+#: The sender's own count: of a worker's pushes, or of a client's requests.
+Sequence = Annotated[int, Header("sequence")]
+#: Updates of the weights that were committed.
+Version = Annotated[int, Header("version")]
+#: A chunk of the flat vector.
+Chunk = Annotated[int, Header("chunk")]
+
+
+class Body:
+    """What a message of one kind says; a subclass for each kind is made by `body`.
+
+    Attributes:
+        KIND: of the message.
+        SCHEMA: what its fields may hold, see `steepest.messages.permissions`.
+    """
+
+    KIND: ClassVar[Kind]
+    SCHEMA: ClassVar[Schema]
+
+    def pack(self) -> Message:
+        """Return a new message that says this."""
+        raise NotImplementedError
+
+    @classmethod
+    def unpack(cls: type[B], message: Message) -> B:
+        """Return what a message of this kind says.
+
+        Raises:
+            KeyError: a field is missing; `Admission.check` has refused such a message of another process before.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """One field of a body: how it is called, where it lies, what it may hold, its default if it has one."""
+
+    name: str
+    slot: str | None
+    field: Field | None
+    weighs: bool
+    default: Any
+    keyword_only: bool
+
+
+def body(kind: Kind) -> Callable[[type[B]], type[B]]:
+    """Make a frozen dataclass the body of messages of a kind: gives it `pack`, `unpack` and `SCHEMA`.
+
+    Its `__init__` is made anew, because that of a frozen dataclass takes three times as long.
+    """
+
+    def make(cls: type[B]) -> type[B]:
+        hints = get_type_hints(cls, include_extras=True)
+        parts = [_part(field, hints[field.name]) for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        cls.KIND, cls.SCHEMA = kind, _schema(parts)
+        for name, function in _functions(cls, kind, parts).items():
+            function.__qualname__ = f"{cls.__qualname__}.{name}"
+            setattr(cls, name, staticmethod(function) if name == "unpack" else function)
+        return cls
+
+    return make
+
+
+def _part(field: dataclasses.Field[Any], hint: Any) -> _Part:
+    assert get_origin(hint) is Annotated, f"{field.name}: annotate it with what it may hold"
+    about = get_args(hint)[1]
+    header = about if isinstance(about, Header) else Header("", about)
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return _Part(field.name, header.slot or None, header.limit, header.weighs, default, field.kw_only is True)
+
+
+def _schema(parts: list[_Part]) -> Schema:
+    inside = [part for part in parts if part.slot is None and part.field is not None]
+    return Schema(
+        meta={part.name: needed(part.field) if _is_needed(part) else part.field for part in inside if part.field},
+        header={part.slot: part.field for part in parts if part.slot and part.field is not None},
+        names={part.slot: part.name for part in parts if part.slot},
+        about_chunk=any(part.name == part.slot == "chunk" for part in parts),
+        weighs=any(part.weighs for part in parts),
+    )
+
+
+def _is_needed(part: _Part) -> bool:
+    return part.default is dataclasses.MISSING
+
+
+def _functions(cls: type[Any], kind: Kind, parts: list[_Part]) -> dict[str, Callable[..., Any]]:
+    """Compile a body's `__init__`, `pack` and `unpack`, as dataclasses compile theirs."""
+    known: dict[str, Any] = {"Message": Message, "kind": kind, "cls": cls, "nothing": {}}
+    for part in parts:
+        known[f"default_{part.name}"] = part.default
+        known[f"read_{part.name}"] = part.field.read if part.field is not None else None
+    lines = [*_init(parts), *_pack(parts), *_unpack(parts)]
+    exec("\n".join(lines), known)
+    return {name: known[name] for name in ("__init__", "pack", "unpack")}
+
+
+def _init(parts: list[_Part]) -> list[str]:
+    arguments = ["self"]
+    for part in sorted(parts, key=lambda part: part.keyword_only):
+        if part.keyword_only and "*" not in arguments:
+            arguments.append("*")
+        arguments.append(part.name if _is_needed(part) else f"{part.name}=default_{part.name}")
+    return [
+        f"def __init__({', '.join(arguments)}):",
+        "    values = self.__dict__",
+        *(f"    values[{part.name!r}] = {part.name}" for part in parts),
+    ]
+
+
+def _pack(parts: list[_Part]) -> list[str]:
+    slots = {part.slot: part.name for part in parts if part.slot}
+    head = [f"values[{slots[slot]!r}]" if slot in slots else repr(empty) for slot, empty in _SLOTS.items()]
+    inside = [part for part in parts if part.slot is None]
+    always = ", ".join(f"{part.name!r}: values[{part.name!r}]" for part in inside if _is_needed(part))
+    lines = [
+        "def pack(self):",
+        "    values = self.__dict__",
+        f"    meta = {{{always}}}" if inside else "    meta = None",
+    ]
+    for part in inside:
+        if not _is_needed(part):
+            differs = " is not None" if part.default is None else f" != default_{part.name}" if part.default else ""
+            lines.append(f"    if values[{part.name!r}]{differs}:")
+            lines.append(f"        meta[{part.name!r}] = values[{part.name!r}]")
+    payload = f"values[{slots['payload']!r}]" if "payload" in slots else "None"
+    meta = "meta" if always or not inside else "meta or None"
+    return [*lines, f"    return Message(kind, {', '.join(head)}, {meta}, {payload})"]
+
+
+def _unpack(parts: list[_Part]) -> list[str]:
+    found = []
+    for part in sorted(parts, key=lambda part: part.keyword_only):
+        name = f"{part.name}=" if part.keyword_only else ""
+        if part.slot is not None:
+            found.append(f"{name}message.{part.slot}")
+            continue
+        read = f"read_{part.name}" if part.field is not None and part.field.read is not None else ""
+        value = f"{read}(meta[{part.name!r}])"
+        if not _is_needed(part):
+            value = f"{value} if {part.name!r} in meta else default_{part.name}"
+        found.append(name + value)
+    return ["def unpack(message):", "    meta = message.meta or nothing", f"    return cls({', '.join(found)})"]
+
+
+def limited(schema: Schema, header: Mapping[str, Field]) -> Schema:
+    """Return a schema with narrower limits of what is in the header, by slot."""
+    return dataclasses.replace(schema, header={**schema.header, **header})
+
+
+assert tuple(_SLOTS) == Message.__slots__[1:8], "a body packs its header by position"

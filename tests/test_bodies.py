@@ -1,0 +1,122 @@
+"""The bodies of messages: each kind has one, and what is said arrives as it was said."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from steepest.errors import ProtocolError
+from steepest.messages import collective, driver, gradients, membership, snapshots, users
+from steepest.messages.message import Kind, Peer, PushId
+from steepest.messages.permissions import OPEN, TRAINING, Admission
+from steepest.messages.schema import Body
+from tests.fuzzing import carried
+
+PUSHES = (PushId(0, 0, 7), PushId(2, 1, 9))
+READERS = [[0, 0], [2, 5]]
+CULPRITS = [[1, "weight"], [-1, "bias"]]
+STATE = {"ledger": [7, 3], "history": {"committed": 3, "skipped": 1, "dropped": 0, "staleness": [[0, 6]]}}
+TENSOR = (4, 1, "weight", "exp_avg", 0, 8, False, "float32", [8])
+SAID: list[Body] = [
+    gradients.Push(1, 2, 3, 4, 1, 0.5, 8.0, [2]),
+    gradients.Push(1, 2, 3, 4, 1),
+    gradients.HostPush(1, 4, 1, 0.5, 8.0, PUSHES, [2]),
+    gradients.VersionStaged(1, 4, 2.5, CULPRITS),
+    gradients.VersionStaged(1, 4),
+    gradients.PushStaged(1, 2, 3, 4, 0, 2.5, CULPRITS),
+    gradients.Report(1, 2, 3, 4, 8.0, 16, 100, 200, 0.25, {"error": 1.5}, {"compute": 0.5}),
+    gradients.Report(1, 2, 3, 4, 8.0, 16, 100, 200),
+    gradients.Commit(
+        1, 4, 0.5, PUSHES, READERS, [{"lr": 0.1}, {}], True, 0.5, [4, []], word=3, state=STATE, schedule={}
+    ),
+    gradients.Commit(1, 4, 1.0, (), []),
+    gradients.Discard(1, 4, PUSHES, READERS),
+    gradients.Refresh(1, 4, READERS),
+    gradients.Logged(1, 4),
+    gradients.Weights(1, 3, 4, 1, True),
+    gradients.WeightsShared(1),
+    membership.Join(2),
+    membership.Members(1, 4, [0, 2], True, [["client", 0, 5]], True),
+    membership.WorkerJoined(1, 4, 2),
+    membership.WorkerEnded(1, 4, 2, 1, PUSHES),
+    membership.Grant(1, 9, stats=False),
+    membership.Lease(1, 4, 7, False, 3),
+    membership.Failed(1, 2, 4, "ValueError: no", "Traceback", "ModelError"),
+    driver.Ask(5, 10, stats=False),
+    driver.Result(1, 4, 2, 16, 100, 200, [0, 1], 0.25, {"error": 1.5}, {"compute": 0.5}, 2.5),
+    driver.Failure(1, 4, 2, "lost", peer=Peer("server", 1), why="killed"),
+    driver.Failure(1, 4, 2, "deadline", awaited=["worker 1"], seconds=10.0),
+    driver.Revoke(5),
+    driver.Revoked(1, 5, 4),
+    driver.Stop(5),
+    driver.Stopped(1, 5, 9),
+    driver.GiveUp(2, 1, "silent"),
+    driver.WorkerLost(1, 4, 2, 1, "silent"),
+    driver.ReadCounters(5),
+    driver.Counters(1, 5, 4, 2, 4, 0, 1, [[0, 6]], 8, [3], [[0, 0.5]], [[2, 1]]),
+    driver.ReadLog(5, 100),
+    driver.LogPage(5, [[1, []]], 7),
+    driver.LogPage(5, None),
+    snapshots.Read(5, "state", [0, 1]),
+    snapshots.Snapshot(1, 5, 4, Peer("client", 3), "standing", None, STATE),
+    snapshots.StateTensor(*TENSOR),
+    snapshots.SnapshotEnd(1, 5, 4, STATE),
+    snapshots.Put(5, 2, 1),
+    snapshots.PutState(*TENSOR, number=3),
+    snapshots.ReplaceState(5, 3),
+    snapshots.PutReceived(5, 3),
+    snapshots.Install(5, 17, True, STATE),
+    snapshots.Installed(1, 5, 17),
+    snapshots.InstallRefused(5, Peer("worker", 1), "killed"),
+    snapshots.InstallPut(1, 4, [["client", 0, 5]]),
+    users.Pushed(3, 4, pull=True),
+    users.PushCommitted(3, 5),
+    users.PushRefused(3, CULPRITS),
+    users.UserLeft(100),
+    collective.Data(1, 3, 2, 0),
+    collective.Connected(),
+    collective.Abort(1, 2, "a member died"),
+]
+
+
+def test_each_kind_has_a_body() -> None:
+    assert {said.KIND for said in SAID} == set(Kind)
+    assert {line[0] for line in (*TRAINING, *OPEN)} == set(Kind)
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda said: type(said).__name__)
+def test_what_is_said_is_what_is_read(said: Body) -> None:
+    for table in (TRAINING, OPEN):
+        for kind, source, target in table:
+            if kind is not said.KIND or (table is OPEN and kind is Kind.PUSH):
+                continue
+            message = said.pack()
+            message.source, message.target = Peer(source, 0), Peer(target, 0)
+            arrived = carried(message)
+            assert arrived is not None
+            Admission(table).check(arrived)
+            assert type(said).unpack(arrived) == said
+            assert type(said).unpack(message) == said
+
+
+def test_what_has_its_default_does_not_travel() -> None:
+    assert gradients.Push(1, 2, 3, 4, 1).pack().meta is None
+    assert membership.Grant(1, 9).pack().meta is None
+    assert gradients.Commit(1, 4, 1.0, (), []).pack().meta == {"pushes": (), "readers": []}
+
+
+def test_a_body_stays_as_it_is() -> None:
+    said = membership.Grant(1, 9)
+    with pytest.raises(FrozenInstanceError):
+        said.limit = 10  # type: ignore[misc]
+    assert replace(said, limit=10) == membership.Grant(1, 10)
+    with pytest.raises(TypeError, match="limit"):
+        membership.Grant(1)  # type: ignore[call-arg]
+
+
+def test_a_field_is_named_as_it_is_called_although_it_lies_in_a_header() -> None:
+    message = membership.Grant(1, -1).pack()
+    message.source, message.target = Peer("coordinator", 0), Peer("worker", 0)
+    with pytest.raises(ProtocolError, match="GRANT from coordinator with limit=-1: give an integer"):
+        Admission().check(message)
