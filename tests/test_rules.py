@@ -13,7 +13,7 @@ from steepest.messages.gradients import PushStaged, Report, VersionStaged
 from steepest.messages.message import PushId, server_peer, worker_peer
 from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitFirst, CommitRule, Decision, Staged
 from steepest.protocol.push_tracking import Counted, Done, StagedEach, StagedTogether
-from steepest.protocol.sample_ledger import Ledger
+from steepest.protocol.sample_leases import Ledger
 from steepest.testing.kept import ranges_of, remembered_by, undecided
 from tests.drawn import examples
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from steepest.data.sampler import Remaining, SamplePlan, cut, even_share, step_seed, with_ended
 from steepest.data.sources import Blocks
-from steepest.protocol.sample_ledger import Ledger
+from steepest.protocol.sample_leases import Ledger
 
 sizes = st.integers(1, 60)
 batches = st.integers(1, 70)

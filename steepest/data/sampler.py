@@ -183,7 +183,7 @@ class SamplePlan:
         """Return the samples that are still to come after some commits.
 
         Share ``n`` is part ``n % shares`` of step ``n // shares``, as
-        `steepest.protocol.sample_ledger` counts them.
+        `steepest.protocol.sample_leases` counts them.
 
         Args:
             following: all shares below this number are committed, except `returned`; from it on

@@ -35,8 +35,7 @@ from steepest.protocol.push_tracking import (
     Staging,
     clip_factor,
 )
-from steepest.protocol.sample_leases import Leases
-from steepest.protocol.sample_ledger import Ledger
+from steepest.protocol.sample_leases import Leases, Ledger
 from steepest.protocol.step_summary import OpenStep
 
 Outgoing = list[tuple[Peer, Message]]
@@ -539,7 +538,7 @@ class Coordinator:
         pushes = []
         for push in chosen:
             own = push.pulled * self._pushes + push.worker
-            lease = own if self._rule.together else self._leases.lease_of(push.worker)
+            lease = own if self._rule.together else self._leases.share_of(push.worker)
             pushes.append([push.worker, push.incarnation, push.sequence, push.pulled, lease])
         return [self.version + 1, pushes, hyper if any(hyper) else None, *rest]
 
