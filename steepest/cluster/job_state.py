@@ -23,6 +23,7 @@ from steepest.engine.replicas import all_states, mean_states
 from steepest.engine.strategy import make_strategy
 from steepest.engine.survivors import Salvage
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.messages.driver import Counters
 from steepest.messages.message import Peer
 from steepest.optim.spec import ScheduleState
 from steepest.tensors.dtypes import Tensors
@@ -192,8 +193,8 @@ class JobState:
         (plan, _), job, client = self._cluster.plan, self._cluster.job, self._cluster.client
         if plan is None:
             return Remaining()
-        told = self._training.wait(self._cluster.on_router(client.counters), "the coordinator's counters")
-        return plan.remaining(told["following"], told["returned"], job.shares, job.parts)
+        told: Counters = self._training.wait(self._cluster.on_router(client.counters), "the coordinator's counters")
+        return plan.remaining(told.following, told.returned, job.shares, job.parts)
 
     def ends(self) -> list[int]:
         """The first steps after epoch 0, 1, ..., for those that have ended."""
@@ -301,7 +302,7 @@ class JobState:
             cluster.mend()  # who is missing could not let go of its roles
         job, stays = cluster.job, self._stays(config)
         snapshot = self.snapshot("standing" if stays else "state")
-        told = self._training.wait(cluster.on_router(cluster.client.counters), "the coordinator's counters")
+        told: Counters = self._training.wait(cluster.on_router(cluster.client.counters), "the coordinator's counters")
         count = workers or job.num_workers
         if keep is None:
             keep = {index: index for index in range(min(count, job.num_workers))}
@@ -313,8 +314,8 @@ class JobState:
         step = job.step_of(snapshot.version)
         optimizer = OptimizerState.collect(cluster, snapshot, keep, step, call)
         buffers = self.mean_buffers() if added else Tensors()
-        ledger = [told["following"], *told["returned"]]
-        state = {"ledger": ledger, "history": told}
+        history = {name: getattr(told, name) for name in ("committed", "skipped", "dropped", "staleness")}
+        state = {"ledger": [told.following, *told.returned], "history": history}
         if stays:
             found = Salvage(snapshot.version, state, self._commits(), holders=cluster.holdings())
         else:
