@@ -380,7 +380,7 @@ class JobState:
     def _stays(self, config: StrategyConfig) -> bool:
         """Whether servers have what servers had: they are processes, and the model is cut as before."""
         before, after = self._cluster.job.strategy, make_strategy(config)
-        return before.cut == after.cut and type(before) is type(after) and not (before.in_driver or after.in_driver)
+        return before.cut == after.cut and before.kind == after.kind and "simple" not in (before.kind, after.kind)
 
     def put_back(
         self,

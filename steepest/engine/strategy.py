@@ -72,6 +72,13 @@ class Strategy:
     wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None)
     outer: LocalStrategy | None = None
 
+    @property
+    def kind(self) -> str:
+        """Where the state lies that goes from one strategy to another: "simple", "ps", "allreduce" or "local"."""
+        if self.outer is not None:
+            return "local"
+        return "simple" if self.in_driver else "allreduce" if self.in_workers else "ps"
+
     def num_servers(self, nodes: int, workers: int) -> int:
         """Return how many servers to run for so many workers on so many nodes."""
         if self.servers is not None:
