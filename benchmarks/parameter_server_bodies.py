@@ -14,6 +14,7 @@ from steepest.messages.message import COORDINATOR, Peer, server_peer
 from steepest.parameter_server.arrays import Arrays
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
+from steepest.parameter_server.hosting import host_server
 from steepest.tensors.shared_memory import allocate
 from steepest.transport.channel import Address
 from steepest.transport.router import Router
@@ -34,7 +35,7 @@ def serve(
     peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
     router = Router()
     weights = allocate(servers_group.arrays.layout.nbytes)
-    servers_group.host_server(router, index, weights)
+    host_server(servers_group, None, router, index, weights)
     wire = WireTransport(token, peers, namespace.name, router.destination)
     router.use(wire)
     write(Path(meeting) / str(index), wire.listen(namespace.address))
@@ -67,10 +68,17 @@ def work(
     peers = servers_group.user_peers(index)
     wire = WireTransport(token, peers, namespace.name, router.destination)
     router.use(wire)
-    pusher, client = servers_group.host_user(router, index)
+    pusher = servers_group.host_user(router, index)
     for server in range(servers):
         router.attach(wire.connect(read(Path(meeting) / str(server))))
-    connection = Connection(router, pusher, client, name="network", timeout=DEADLINE, max_in_flight=8)
+    connection = Connection(
+        router,
+        pusher,
+        lambda: servers_group.host_client(router, index),
+        name="network",
+        timeout=DEADLINE,
+        max_in_flight=8,
+    )
     update, out = torch.ones(elements), torch.zeros(elements)
     if in_place:
         _, update = servers_group.arrays.request(None, None, None, connection.updates)

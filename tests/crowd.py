@@ -18,6 +18,7 @@ from steepest.engine.server_chunk import ServerChunk
 from steepest.messages.message import Kind, Message, Peer
 from steepest.parameter_server.arrays import Arrays
 from steepest.parameter_server.group import ServerGroup
+from steepest.parameter_server.hosting import host_server, read_optimizer
 from steepest.parameter_server.pusher import Pusher
 from steepest.testing import Link, Network, server_peers
 from steepest.testing.kept import pushes_of, role_of, unanswered, undecided
@@ -97,14 +98,15 @@ class Crowd:
         initial = zeros() if initial is None else initial
         self.initial = initial
         self.network = Network(shuffle)
-        self.arrays = Arrays.plan(initial, optimizer, chunk_bytes)
+        spec = None if optimizer is None else read_optimizer(optimizer, initial)
+        self.arrays = Arrays.plan(initial, spec, chunk_bytes)
         self.group = ServerGroup(self.arrays, servers, nonfinite)
         weights = self.arrays.layout.allocate()
         for name, memory in self.arrays.bytes_of(initial, "initial").items():
             entry = self.arrays.layout.entries[self.arrays.layout.index[name]]
-            weights[entry.offset : entry.offset + entry.nbytes] = memory
+            weights[entry.offset : entry.offset + entry.nbytes] = torch.from_numpy(memory)
         self.routers = [self.network.router() for _ in range(servers)]
-        self.servers = [self.group.host_server(r, i, weights.clone()) for i, r in enumerate(self.routers)]
+        self.servers = [host_server(self.group, spec, r, i, weights.clone()) for i, r in enumerate(self.routers)]
         for i, router in enumerate(self.routers[1:], 1):
             self.network.connect(router, server_peers(i), self.routers[0], server_peers(0))
         role = role_of(self.routers[0], Peer("coordinator", 0))
@@ -118,7 +120,7 @@ class Crowd:
         """One more user."""
         router = self.network.router()
         index = FIRST + len(self.users) if index is None else index
-        pusher, client = self.group.host_user(router, index)
+        pusher, client = self.group.host_user(router, index), self.group.host_client(router, index)
         peers = self.group.user_peers(index)
         links = [self.network.connect(router, peers, r, server_peers(i)) for i, r in enumerate(self.routers)]
         self.users.append(User(self.arrays, pusher, client, router, links))

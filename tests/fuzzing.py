@@ -13,6 +13,7 @@ import torch
 
 from steepest.errors import DeadlineError, ProtocolError
 from steepest.messages.message import Kind, Message, Peer
+from steepest.tensors.memory import clone
 from steepest.testing import Link, Network
 from steepest.transport.frames import HEADER, ROLES, decode_header, decode_meta, encode
 from steepest.transport.router import Router
@@ -59,7 +60,7 @@ def carried(message: Message) -> Message | None:
         return None
     arrived, size, _ = decode_header(data)
     arrived.meta = decode_meta(data[HEADER.size : HEADER.size + size]) if size else None
-    arrived.payload = None if message.payload is None else message.payload.clone()
+    arrived.payload = None if message.payload is None else clone(message.payload)
     return arrived
 
 
@@ -79,7 +80,7 @@ class Recorder:
 
 def copied(message: Message) -> Message:
     """A message that can be changed without changing another."""
-    payload = None if message.payload is None else message.payload.clone()
+    payload = None if message.payload is None else clone(message.payload)
     return replace(message, meta=copy.deepcopy(message.meta), payload=payload)
 
 
@@ -119,7 +120,7 @@ def _nested(chance: random.Random, message: Message, peers: Sequence[Peer]) -> N
 
 
 def _payload(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
-    size = 64 if message.payload is None else message.payload.numel()
+    size = 64 if message.payload is None else message.payload.nbytes
     size = chance.choice((0, 1, size, size - 1, size + 8, 8, 16, 4096))
     message.payload = torch.full((size,), chance.choice((0, 63, 127, 255)), dtype=torch.uint8) if size > 0 else None
 

@@ -20,6 +20,7 @@ from steepest.errors import PeerLostError
 from steepest.messages.message import COORDINATOR, server_peer
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
+from steepest.parameter_server.hosting import host_server
 from steepest.tensors.shared_memory import BOARD_BYTES, allocate
 from steepest.testing.kept import channels_of, rooms_of, unsent_of
 from steepest.transport.channel import Address
@@ -92,12 +93,19 @@ class User:
     def __init__(self, group: ServerGroup, addresses: Sequence[Address], index: int, ways: str) -> None:
         router = Router()
         self.arrays = group.arrays
-        self.pusher, client = group.host_user(router, index)
+        self.pusher = group.host_user(router, index)
         wire = WireTransport(TOKEN, group.user_peers(index), "here", router.destination, ways)
         router.use(wire)
         for address in addresses:
             router.attach(wire.connect(address))
-        self.connection = Connection(router, self.pusher, client, name="it", timeout=SECONDS, max_in_flight=4)
+        self.connection = Connection(
+            router,
+            self.pusher,
+            lambda: group.host_client(router, index),
+            name="it",
+            timeout=SECONDS,
+            max_in_flight=4,
+        )
 
     def pull(self, span: tuple[int, int] | None = None) -> tuple[int, torch.Tensor]:
         """The version, and a copy of the one array or of a part of it."""
@@ -123,7 +131,7 @@ class User:
 
 def _serve(pipe: Pipe, group: ServerGroup, index: int, ways: str) -> None:
     router = Router()
-    server = group.host_server(router, index, allocate(group.arrays.layout.nbytes))
+    server = host_server(group, None, router, index, allocate(group.arrays.layout.nbytes))
     peers = (server_peer(0), COORDINATOR) if index == 0 else (server_peer(index),)
     wire = WireTransport(TOKEN, peers, "here", router.destination, ways)
     router.use(wire)

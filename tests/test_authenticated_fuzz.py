@@ -201,7 +201,7 @@ def survive_open(seed: int, caplog: pytest.LogCaptureFixture, *, as_stranger: bo
     left = WORDS
     while left > 0:
         crowd = Crowd(zeros(), optimizer=chance.choice((None, momentum)))
-        adds = crowd.group.arrays.spec is None
+        adds = crowd.group.arrays.rule == "add"
         own, clean = links(crowd.network), True
         while left > 0 and clean:
             future = crowd.users[0].push(like(crowd.initial, 1.0))

@@ -55,8 +55,8 @@ class Setup:
         self.user = self.crowd.users[0]
         self.router: Any = Everybody(self.crowd, self.user)
         self.connection = connection.Connection(
-            self.router, self.user.pusher, self.user.client, name="it", timeout=timeout, max_in_flight=max_in_flight,
-            clock=lambda: self.router.now,
+            self.router, self.user.pusher, lambda: self.user.client, name="it", timeout=timeout,
+            max_in_flight=max_in_flight, clock=lambda: self.router.now,
         )  # fmt: skip
 
     def push(self, update: Any = None) -> int:
@@ -153,11 +153,11 @@ def test_only_so_many_pushes_are_in_flight(setup: Setup) -> None:
 
 def test_what_is_in_flight_is_owned_so_that_arrays_may_be_changed(setup: Setup) -> None:
     update = like(zeros(), 1)
-    addresses = {memory.data_ptr() for memory in setup.crowd.arrays.bytes_of(update, "it").values()}
+    addresses = {memory.ctypes.data for memory in setup.crowd.arrays.bytes_of(update, "it").values()}
     setup.push(update)
     assert setup.router.owned == []  # it was waited for
     setup.push_async(update)
-    assert {memory.data_ptr() for memory in setup.router.owned} == addresses
+    assert {memory.ctypes.data for memory in setup.router.owned} == addresses
 
 
 def test_flush_waits_for_all_that_is_in_flight(setup: Setup) -> None:
@@ -175,8 +175,8 @@ def test_a_deadline_says_who_and_what_and_leaves_the_arrays_to_their_owner() -> 
     update = like(zeros(), 1)
     with pytest.raises(DeadlineError, match="a push"):
         setup.push(update)
-    addresses = {memory.data_ptr() for memory in setup.crowd.arrays.bytes_of(update, "it").values()}
-    assert {memory.data_ptr() for memory in setup.router.owned} == addresses
+    addresses = {memory.ctypes.data for memory in setup.crowd.arrays.bytes_of(update, "it").values()}
+    assert {memory.ctypes.data for memory in setup.router.owned} == addresses
     with pytest.raises(DeadlineError, match="pushes to be committed"):
         setup.connection.flush()
     for _ in range(3):
@@ -334,7 +334,7 @@ def test_what_breaks_off_in_the_middle_closes_the_connection(setup: Setup, inter
 def test_what_it_is_reached_through_is_let_alone_once_that_is_shut_down(setup: Setup) -> None:
     usable = True
     through = connection.Connection(
-        setup.router, setup.user.pusher, setup.user.client, name="it", timeout=1.0, max_in_flight=1,
+        setup.router, setup.user.pusher, lambda: setup.user.client, name="it", timeout=1.0, max_in_flight=1,
         usable=lambda: usable,
     )  # fmt: skip
     wanted, _ = setup.crowd.arrays.request(None, None, None)

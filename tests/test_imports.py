@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ast
+import pickle
+import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import steepest
 
+TOKEN = bytes(16)
 
-def run(program: str) -> str:
+
+def run(program: str, *arguments: str) -> str:
     """What a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,3 +55,103 @@ def test_type_checkers_see_the_names_that_python_sees() -> None:
     assert {name for name, _ in seen} == set(steepest.__all__)
     for name, module in seen:
         assert getattr(steepest, name) is getattr(sys.modules[str(module)], name)
+
+
+# -- users of a parameter server ---------------------------------------------------------------------
+
+
+def initial() -> dict[str, Any]:
+    """Some arrays, of which one is lent in shared memory and others share a chunk."""
+    return {"large": np.zeros((300, 500)), "one": np.zeros(3, "f4"), "another": np.zeros((2, 2), "f4")}
+
+
+CLIENT = """
+import pickle, sys
+import numpy as np
+from steepest.parameter_server.connection import Connection
+from steepest.transport.router import Router
+from steepest.transport.sockets import WireTransport
+
+with open(sys.argv[1], "rb") as file:
+    group, address, token = pickle.load(file)
+router = Router()
+pusher = group.host_user(router, 1)
+wire = WireTransport(token, group.user_peers(1), "here", router.destination, sys.argv[2])
+router.use(wire)
+router.attach(wire.connect(address))
+connection = Connection(
+    router, pusher, lambda: group.host_client(router, 1), name="it", timeout=60.0, max_in_flight=1
+)
+
+def pull(update=None, recycler=connection.recycler):
+    wanted, pulled = group.arrays.request(None, None, None, recycler)
+    begin = (lambda: pusher.pull(wanted)) if update is None else (lambda: pusher.push(update, wanted))
+    return connection.run(begin, "it"), pulled
+
+version, pulled = pull()
+assert version == 0 and not any(array.any() for array in pulled.values())
+ones = group.arrays.bytes_of({name: np.ones_like(array) for name, array in pulled.items()}, "update")
+assert connection.run(lambda: pusher.push(ones), "a push", ones.values()) == 1
+version, pulled = pull(ones)
+assert version == 2 and all((array == 2.0).all() for array in pulled.values())
+assert {array.dtype.name for array in pulled.values()} == {"float32", "float64"}
+connection.close()
+print(sorted({"torch", "ray"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("ways", ["shared", "tcp"])
+def test_a_process_that_uses_a_parameter_server_with_numpy_arrays_never_imports_torch(
+    tmp_path: Path, ways: str
+) -> None:
+    from steepest.messages.message import COORDINATOR, server_peer
+    from steepest.parameter_server.arrays import Arrays
+    from steepest.parameter_server.group import ServerGroup
+    from steepest.parameter_server.hosting import host_server
+    from steepest.tensors.shared_memory import allocate
+    from steepest.transport.router import Router
+    from steepest.transport.sockets import WireTransport
+
+    group = ServerGroup(Arrays.plan(initial(), None, None), 1)
+    router = Router()
+    host_server(group, None, router, 0, allocate(group.arrays.layout.nbytes))
+    wire = WireTransport(TOKEN, (server_peer(0), COORDINATOR), "here", router.destination, ways)
+    router.use(wire)
+    access = tmp_path / "access"
+    access.write_bytes(pickle.dumps((group, wire.listen("127.0.0.1"), TOKEN)))
+    router.start("server")
+    try:
+        assert run(CLIENT, str(access), ways) == "[]\n"
+    finally:
+        router.stop()
+
+
+def use(server: steepest.ParameterServer) -> tuple[int, bool]:
+    """A task: pulls, pushes, waiting or not; the version, and whether all this took torch."""
+    zeros = server.pull()
+    assert not any(array.any() for array in zeros.values())
+    ones = {name: np.ones_like(array) for name, array in zeros.items()}
+    server.push(ones)
+    server.push_async(ones).result()
+    pulled = server.push_pull(ones)
+    assert all((array == 3.0).all() for array in pulled.values())
+    assert server.pull("one", range=(0, 2)).tolist() == [3.0, 3.0]
+    out = server.empty()
+    assert server.pull(out=out) is out
+    return server.version, "torch" in sys.modules
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("transport", ["wire", "ray"])
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_a_task_that_uses_a_parameter_server_with_numpy_arrays_never_imports_torch(
+    transport: str, optimizer: bool
+) -> None:
+    import ray
+    import torch
+
+    descend = (lambda parameters: torch.optim.SGD(parameters, lr=1.0, maximize=True)) if optimizer else None
+    fresh = {"env_vars": {"STEEPEST_TEST": secrets.token_hex(8)}}  # a process that has run nothing else
+    with steepest.ParameterServer(initial(), optimizer=descend, transport=transport) as server:
+        assert ray.get(ray.remote(use).options(runtime_env=fresh).remote(server)) == (3, False)

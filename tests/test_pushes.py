@@ -166,7 +166,7 @@ def test_a_partial_pull_moves_only_the_chunks_that_are_needed() -> None:
     def see(message: Message) -> list[Message]:
         if message.kind is Kind.WEIGHTS:
             assert message.payload is not None
-            moved.append((message.chunk, message.payload.numel()))
+            moved.append((message.chunk, message.payload.nbytes))
         return [message]
 
     crowd.network.filter = see

@@ -87,7 +87,7 @@ def test_a_host_sends_its_gradient_and_is_sent_the_weights_once() -> None:
         here, there = places.host_of(message.source), places.host_of(message.target)
         if message.kind in (Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS) and None not in (here, there) and here != there:
             assert message.payload is not None
-            size[message.source.role, message.target.role] += message.payload.numel()
+            size[message.source.role, message.target.role] += message.payload.nbytes
         return [message]
 
     trained(cluster, 1)

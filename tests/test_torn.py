@@ -14,6 +14,7 @@ from steepest.messages.message import Kind, Message, Peer
 from steepest.parameter_server.arrays import Arrays
 from steepest.parameter_server.group import ServerGroup
 from steepest.tensors import shared_memory
+from steepest.tensors.memory import as_tensor
 from tests.processes import Crew, User, crew_of, holders_of, made_by, memory_of, until
 
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
@@ -143,7 +144,7 @@ def hold(user: User, pipe: Pipe) -> None:
     version, _ = user.pull()
     while True:
         for memory in kept:
-            check(version, memory.view(torch.float32))
+            check(version, as_tensor(memory).view(torch.float32))
         pipe.send(version)
         pipe.recv()
 

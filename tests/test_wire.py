@@ -17,6 +17,7 @@ import torch
 
 from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, ProtocolError
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, worker_peer
+from steepest.tensors.memory import as_tensor
 from steepest.transport import handshake, sockets
 from steepest.transport.channel import Address, Channel
 from steepest.transport.frames import encode
@@ -44,6 +45,7 @@ class Node:
 
     def sink(self, channel: Channel, message: Message, size: int) -> torch.Tensor | None:
         if self.place is not None:
+            message.payload = None if message.payload is None else as_tensor(message.payload)
             return self.place(message, size)
         self.landed.append(torch.empty(size, dtype=torch.uint8))
         return self.landed[-1]

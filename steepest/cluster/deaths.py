@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from steepest.cluster.process import RemoteError
+from steepest.cluster.remote_error import RemoteError
 from steepest.messages.message import Peer
 
 if TYPE_CHECKING:

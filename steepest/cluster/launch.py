@@ -29,7 +29,7 @@ from steepest.cluster.diagnostics import (
 )
 from steepest.cluster.held_resources import hold, let_go, who_else
 from steepest.cluster.placement import Seats, fitting, reserve, spread, worker_bundle
-from steepest.cluster.process import Place, Process, by_calls, connect, hosts_of, make_transport, ways_of
+from steepest.cluster.process import Place, Process, by_calls, hosts_of, make_transport, ways_of
 from steepest.cluster.ray_private import check as check_ray
 from steepest.cluster.remote_functions import name_of
 from steepest.cluster.worker_replacement import Successors
@@ -57,6 +57,7 @@ from steepest.errors import (
 from steepest.messages.message import COORDINATOR, Message, Peer, server_peer, worker_peer
 from steepest.observe.results import Event
 from steepest.transport.channel import Address
+from steepest.transport.connect import connect
 from steepest.transport.ray_calls import Callee, threads_for
 from steepest.transport.router import Router
 from steepest.transport.sockets import check_ways

@@ -13,6 +13,7 @@ import ray
 import torch
 
 from steepest.cluster.ray_private import name_process
+from steepest.cluster.remote_error import RemoteError
 from steepest.cluster.remote_functions import sent
 from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
@@ -43,9 +44,11 @@ from steepest.models.protocol import Model
 from steepest.tensors.allocator import keep_freed_memory, start_thread
 from steepest.tensors.dtypes import Tensors
 from steepest.tensors.layout import Cut, ParameterLayout
+from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import AVAILABLE, segment_of
-from steepest.transport.channel import Address, Channel, ChannelSink
-from steepest.transport.ray_calls import Answer, Bytes, Callee, CallTransport
+from steepest.transport.channel import Address, ChannelSink
+from steepest.transport.connect import connect
+from steepest.transport.ray_calls import Answer, Callee, CallTransport
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
 
@@ -57,21 +60,6 @@ _NO_COLLECTIVE = (
     'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
     '"allreduce", with a transport other than "ray"'
 )
-
-
-class RemoteError(Exception):
-    """An exception of another process as text, which travels although the exception itself may not.
-
-    Attributes:
-        told: as `describe_error` returns it.
-    """
-
-    def __init__(self, told: dict[str, str]) -> None:
-        super().__init__(told)
-        self.told = told
-
-    def __str__(self) -> str:
-        return self.told["error"]
 
 
 @dataclass(frozen=True)
@@ -460,15 +448,6 @@ def make_transport(
     """The transport of one of the job's processes."""
     ways = ways_of(job.config)
     return CallTransport(sink, peers) if ways == "ray" else WireTransport(token, peers, node, sink, ways)
-
-
-def connect(transport: WireTransport | CallTransport, other: Address | Callee, timeout: float) -> Channel:
-    """Open a channel to another process of the job."""
-    if isinstance(other, Callee):
-        assert isinstance(transport, CallTransport)
-        return transport.connect(other, timeout)
-    assert isinstance(transport, WireTransport)
-    return transport.connect(other, timeout)
 
 
 def _resident_bytes() -> int:

@@ -15,6 +15,7 @@ from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, Pr
 from steepest.messages.collective import Abort, Connected, Data
 from steepest.messages.message import Kind, Message, Peer, member_peer
 from steepest.tensors.allocator import Recycler
+from steepest.tensors.memory import as_tensor
 from steepest.tensors.shared_memory import allocate, segment_of
 from steepest.transport.channel import Channel
 from steepest.transport.router import Router
@@ -131,7 +132,7 @@ class MemberCollective(Collective):
         self._rounds: dict[tuple[int, int], _Round] = {}
         self._unsent: dict[int, list[Message]] = {}  # to members of higher rank, until they connect
         self._lending_buffers: dict[int, torch.Tensor] = {}
-        self._results = Recycler(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8).numpy())
+        self._results = Recycler()
         self._lost = ""
         self._deliver = router.sender(member_peer(rank))
         router.host(member_peer(rank), self)
@@ -219,7 +220,7 @@ class MemberCollective(Collective):
         It is used again when no view of it is left.
         """
         # Few sizes, so that little memory is kept.
-        return self._results.empty(1 << (nbytes - 1).bit_length())[:nbytes]
+        return as_tensor(self._results.empty(1 << (nbytes - 1).bit_length()))[:nbytes]
 
     def drop_lending_buffers(self) -> None:
         """Use the memory of `lending_buffer` no more, because another member may be reading there."""
@@ -327,7 +328,7 @@ class MemberCollective(Collective):
         """Return the memory of an arriving payload: the tensor that awaits it, or new memory."""
         assert message.source is not None
         if message.chunk == _LENT and message.payload is not None:
-            return message.payload
+            return as_tensor(message.payload)
         key = message.generation, message.version
         here = self._rounds.get(key)
         receipt = here.posted.get((message.source.index, message.sequence)) if here is not None else None

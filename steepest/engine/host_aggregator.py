@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from steepest.compression.codecs import Packer, sum_of_squares
-from steepest.engine.incoming_weights import ArrivingWeights, Key
+from steepest.engine.incoming_weights import ArrivingWeights, Key, where_lent
 from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
 from steepest.messages.gradients import HostPush, Push, Weights, WeightsShared
@@ -80,7 +80,7 @@ class Relay:
             raise ProtocolError(f"a push of {size} bytes for chunk {message.chunk}, which has no such size")
         if (message.generation, message.version) < self._step:
             return None
-        return message.payload if message.payload is not None else torch.empty(size, dtype=torch.uint8)
+        return where_lent(message, size)
 
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""

@@ -9,8 +9,14 @@ from steepest.messages.gradients import Weights
 from steepest.messages.message import Kind, Message
 from steepest.tensors.half_precision import narrow_size
 from steepest.tensors.layout import ParameterLayout
+from steepest.tensors.memory import address_of, as_tensor
 
 Key = tuple[int, int]  # generation and version, which only grow
+
+
+def where_lent(message: Message, size: int) -> torch.Tensor:
+    """Return the memory that a message's payload is lent in, or new memory for a payload that has to be received."""
+    return as_tensor(message.payload) if message.payload is not None else torch.empty(size, dtype=torch.uint8)
 
 
 class ArrivingWeights:
@@ -44,11 +50,11 @@ class ArrivingWeights:
         if size == narrow_size(self._layout.chunks[message.chunk].dtype, view.numel(), self._wire_dtype):
             if not is_new:
                 return None
-            return message.payload if message.payload is not None else torch.empty(size, dtype=torch.uint8)
+            return where_lent(message, size)
         if view.numel() != size:
             raise ProtocolError(f"chunk {message.chunk} has {view.numel()} bytes, {size} arrive")
-        if message.payload is not None and message.payload.data_ptr() == view.data_ptr():
-            return message.payload
+        if message.payload is not None and address_of(message.payload) == view.data_ptr():
+            return as_tensor(message.payload)
         return view if is_new else None
 
     def receive(self, message: Message) -> Weights | None:

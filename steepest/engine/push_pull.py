@@ -11,6 +11,7 @@ from steepest.engine.incoming_weights import ArrivingWeights
 from steepest.engine.topology import Topology
 from steepest.messages.gradients import Push, Weights, WeightsShared
 from steepest.messages.message import Kind, Message, Peer, Send, relay_peer, server_peer
+from steepest.tensors.memory import as_tensor
 
 
 class PushPull:
@@ -111,7 +112,7 @@ class PushPull:
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return where an arriving payload goes: weights are received where the model sees them."""
         if message.kind is Kind.WEIGHTS_SHARED and size == self._layout.nbytes:
-            return message.payload  # only of use where it lies
+            return None if message.payload is None else as_tensor(message.payload)  # only of use where it lies
         return self._weights.destination(message, size)
 
     def receive(self, source: Peer, message: Message) -> tuple[int, int] | None:

@@ -37,6 +37,7 @@ from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.decision_log import Witness
 from steepest.protocol.push_tracking import MOST_CULPRITS, MOST_PUSHES, Done
 from steepest.tensors.half_precision import narrow, narrow_size
+from steepest.tensors.memory import as_tensor
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ class Server:
             return torch.empty(size, dtype=torch.uint8)
         if message.generation < self.generation or (self._together and message.version < self.version):
             return None  # late: received and dropped
-        return message.payload if message.payload is not None else held.staging_buffer(size)
+        return as_tensor(message.payload) if message.payload is not None else held.staging_buffer(size)
 
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""

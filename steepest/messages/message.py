@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 
 class Peer(NamedTuple):
     """A role and its index, such as ``Peer("worker", 2)``; the name used in every error."""
@@ -131,8 +129,9 @@ class Message:
         generation, incarnation, sequence, version, chunk, weight, total: places of the header; 0, or -1 for the chunk,
             where the body has no such field.
         meta: the other fields of the body, JSON-able, or None.
-        payload: a contiguous one-dimensional uint8 CPU tensor, or None. Whoever sends it leaves it
-            unchanged until the receiver is known to be done with it.
+        payload: contiguous one-dimensional uint8 memory, or None: a CPU tensor, or, in a process that does
+            without torch, a NumPy array. The receiver has what its role's `destination` returned. Whoever sends
+            it leaves it unchanged until the receiver is known to be done with it.
         source, target: filled in by the router.
         admitted: whether the router has checked it, see `Admission`; nothing that travels.
     """
@@ -146,7 +145,7 @@ class Message:
     weight: float = 0.0
     total: float = 0.0
     meta: dict[str, Any] | None = None
-    payload: torch.Tensor | None = None
+    payload: Any = None
     source: Peer | None = None
     target: Peer | None = None
     admitted: bool = False

@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-import torch
-
 from steepest.messages.fields import Field, Schema, needed
 from steepest.messages.message import Kind, Message
 
@@ -44,7 +42,7 @@ class Header(NamedTuple):
 
 
 #: The payload: bytes that follow the JSON, a one-dimensional uint8 tensor, or None.
-Payload = Annotated[torch.Tensor | None, Header("payload")]
+Payload = Annotated[Any, Header("payload")]
 #: The membership that a message belongs to; void in later ones.
 Generation = Annotated[int, Header("generation")]
 #: Which life of the sending worker.

@@ -10,19 +10,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import ray
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from steepest.checkpoint.files import Record
 from steepest.cluster.held_resources import Holder, hold, let_go
-from steepest.cluster.process import RemoteError
+from steepest.cluster.remote_error import RemoteError
 from steepest.config.strategies import TRANSPORTS
 from steepest.config.validation import require_choice, require_count, require_seconds
-from steepest.engine.client import Snapshot
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -32,13 +29,21 @@ from steepest.errors import (
     SteepestError,
     described_error,
 )
-from steepest.parameter_server.arrays import Arrays, ArrayTree, OptimizerFactory
+from steepest.parameter_server.access import Access
+from steepest.parameter_server.actor import ServerActor
+from steepest.parameter_server.arrays import Arrays, ArrayTree
 from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
-from steepest.parameter_server.process import Access, ServerProcess
+from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import segment_of
 from steepest.transport.ray_calls import threads_for
 from steepest.transport.sockets import check_ways
+
+if TYPE_CHECKING:
+    from steepest.checkpoint.files import Record
+    from steepest.engine.client import Snapshot
+    from steepest.optim.spec import OptimizerSpec
+    from steepest.parameter_server.hosting import OptimizerFactory
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -104,7 +109,8 @@ class ParameterServer:
         require_choice("transport", transport, TRANSPORTS)
         check_ways(transport)
         count = require_count("num_servers", num_servers)
-        arrays = Arrays.plan(initial, optimizer, None)
+        spec = None if optimizer is None else _read_optimizer(optimizer, initial)
+        arrays = Arrays.plan(initial, spec, None)
         group = ServerGroup(arrays, count, nonfinite)
         limits = (require_seconds("timeout", timeout), require_count("max_in_flight", max_in_flight))
         patience = max(timeout, _START_SECONDS)
@@ -116,13 +122,13 @@ class ParameterServer:
             concurrency = 16 + (threads_for(_USERS_BY_CALLS + count) if transport == "ray" else 0)
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             where = here if transport == "shared" else "SPREAD"
-            actor = ray.remote(ServerProcess).options(
+            actor = ray.remote(ServerActor).options(
                 num_cpus=0, scheduling_strategy=where, max_concurrency=concurrency, max_restarts=0
             )
-            servers = [actor.remote(f"steepest server {i}", token, 1) for i in range(count)]
+            servers = [actor.remote(f"steepest server {i}", token) for i in range(count)]
             memory = arrays.bytes_of(initial, "initial")
-            stored = ray.put({name: part.numpy() for name, part in memory.items()})
-            opened = [s.open_group.remote(group, i, stored, transport) for i, s in enumerate(servers)]
+            stored = ray.put(memory)
+            opened = [s.open_group.remote(group, spec, i, stored, transport) for i, s in enumerate(servers)]
             addresses = _get(opened, patience, "the servers to start")
             self._access = Access(group, tuple(servers), tuple(a for a in addresses if a), token, *limits, transport)
             _handles[id(self)] = self
@@ -236,8 +242,7 @@ class ParameterServer:
     @property
     def version(self) -> int:
         """Number of updates committed so far."""
-        counters = self._run(lambda connection: connection.client.counters(), "the version")
-        return counters.version
+        return self._run(lambda connection: connection.pusher.pull({}), "the version")
 
     @property
     def num_servers(self) -> int:
@@ -255,7 +260,7 @@ class ParameterServer:
         snapshot: Snapshot = self._run(lambda connection: connection.client.read("state"), "the state")
         records = [[chunk, about, value] for chunk, about, value in snapshot.records]
         arrays = self._arrays.layout.named(snapshot.weights)
-        return {"version": snapshot.version, "update": self._rule, "arrays": arrays, "optimizer": records}
+        return {"version": snapshot.version, "update": self._arrays.rule, "arrays": arrays, "optimizer": records}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set arrays and optimizer state, which makes a new version.
@@ -272,15 +277,16 @@ class ParameterServer:
         names = {entry.name for entry in layout.entries}
         if set(state["arrays"]) != names:
             raise ConfigurationError(f"state holds {sorted(state['arrays'])}, this server {sorted(names)}")
-        if state.get("update", self._rule) != self._rule:
-            raise ConfigurationError(f"state is of updates by {state['update']!r}, this server's are by {self._rule!r}")
+        rule = self._arrays.rule
+        if state.get("update", rule) != rule:
+            raise ConfigurationError(f"state is of updates by {state['update']!r}, this server's are by {rule!r}")
         self._arrays.bytes_of(state["arrays"][""] if self._arrays.single else state["arrays"], "state")
         weights = layout.allocate()
         layout.write(weights, state["arrays"])
         records: list[Record] = [(int(chunk), dict(about), value) for chunk, about, value in state["optimizer"]]
         places = {(c.index, layout.entries[s.entry].name, s.start, s.stop) for c in layout.chunks for s in c.slices}
         theirs = {(chunk, about["name"], about["start"], about["stop"]) for chunk, about, _ in records}
-        if not theirs <= places or (records and self._arrays.spec is None):
+        if not theirs <= places or (records and rule == "add"):
             raise ConfigurationError("state is of an optimizer or of a cut into chunks that this server does not have")
         self._run(lambda connection: connection.client.install(0, weights, records), "the state to be installed")
 
@@ -332,21 +338,13 @@ class ParameterServer:
     # -- inside --------------------------------------------------------------------------------
 
     @property
-    def _rule(self) -> str:
-        """The update rule: "add", or the optimizer's name with the flags that change which state it keeps."""
-        spec = self._arrays.spec
-        if spec is None:
-            return "add"
-        return " ".join([spec.name, *(flag for flag, on in spec.state_flags().items() if on)])
-
-    @property
     def _arrays(self) -> Arrays:
         return self._access.group.arrays
 
-    def _owned(self, update: ArrayTree) -> dict[str, torch.Tensor]:
+    def _owned(self, update: ArrayTree) -> dict[str, Bytes]:
         """Return an update's memory, copied where a server would read the caller's memory after this call returns."""
         memory = self._arrays.bytes_of(update, "update")
-        return {name: part.clone() if segment_of(part) is not None else part for name, part in memory.items()}
+        return {name: part.copy() if segment_of(part) is not None else part for name, part in memory.items()}
 
     def _connection(self) -> Connection:
         if self._shut_down:
@@ -361,9 +359,7 @@ class ParameterServer:
                     connection = _connections[access.token] = access.connect()
         return connection
 
-    def _run(
-        self, begin: Callable[[Connection], Future[T]], what: str, memory: Mapping[str, torch.Tensor] | None = None
-    ) -> T:
+    def _run(self, begin: Callable[[Connection], Future[T]], what: str, memory: Mapping[str, Bytes] | None = None) -> T:
         connection = self._connection()
         return connection.run(lambda: begin(connection), what, (memory or {}).values())
 
@@ -375,6 +371,13 @@ def _handle(access: Access) -> ParameterServer:
     _handles[id(server)] = server
     server._shut_down, server._holder = False, None
     return server
+
+
+def _read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> OptimizerSpec:
+    """See `read_optimizer`, which needs torch."""
+    from steepest.parameter_server.hosting import read_optimizer
+
+    return read_optimizer(optimizer, initial)
 
 
 def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import ctypes
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from steepest.errors import ConfigurationError
-from steepest.optim.spec import OptimizerSpec
-from steepest.tensors.allocator import Recycler
-from steepest.tensors.layout import Chunk, ParameterLayout
+from steepest.tensors.allocator import Recycler, empty_bytes
+from steepest.tensors.layout import Chunk, ElementType, ParameterLayout
+from steepest.tensors.memory import Bytes, address_of, as_array, as_tensor, is_tensor
+
+if TYPE_CHECKING:
+    from steepest.optim.spec import OptimizerSpec
 
 #: A NumPy array, a torch tensor (on the CPU), or a dict of them by name.
 ArrayTree = Any
-#: Builds a torch optimizer over the parameters, given in the order of their names.
-OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
-_DTYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8,
-)  # fmt: skip
-_FROM_NUMPY = {torch.empty(0, dtype=dtype).numpy().dtype: dtype for dtype in _DTYPES if dtype != torch.bfloat16}
+_ELEMENTS = {
+    name: ElementType(name, itemsize, "float" in name)
+    for name, itemsize in (
+        ("float64", 8), ("float32", 4), ("float16", 2), ("bfloat16", 2), ("int64", 8), ("int32", 4), ("int16", 2),
+        ("int8", 1), ("uint8", 1),
+    )
+}  # fmt: skip
+_OF_NUMPY = {np.dtype(name): element for name, element in _ELEMENTS.items() if name != "bfloat16"}
 _ONLY = ""  # the name of an array that was given by itself
 
 
@@ -35,7 +37,7 @@ class Wanted:
 
     start: int
     stop: int
-    memory: torch.Tensor
+    memory: Bytes
 
 
 @dataclass(frozen=True)
@@ -44,63 +46,51 @@ class Arrays:
 
     Attributes:
         layout: chunks.
-        spec: the optimizer; None when updates are added.
+        rule: what is done with updates: "add", or the optimizer's name with the switches that change its state.
         numpy: names of those that are NumPy arrays; the others are torch tensors.
     """
 
     layout: ParameterLayout
-    spec: OptimizerSpec | None
+    rule: str
     numpy: frozenset[str]
 
     @classmethod
-    def plan(cls, initial: ArrayTree, optimizer: OptimizerFactory | None, chunk_bytes: int | None) -> Arrays:
-        """Lays arrays out.
+    def plan(cls, initial: ArrayTree, spec: OptimizerSpec | None, chunk_bytes: int | None) -> Arrays:
+        """Lay arrays out in chunks.
+
+        Args:
+            spec: the optimizer of the servers, over parameters of the arrays' names; None where updates are added.
+            chunk_bytes: size of a chunk; None for the layout's own choice.
 
         Raises:
-            ConfigurationError: not arrays, or of a dtype that cannot be added; an optimizer that does not fit.
+            ConfigurationError: not arrays, or of a dtype that cannot be added.
         """
-        named = _named(initial, "initial")
-        for name, value in named.items():
-            dtype = _tensor_dtype(value, name)
-            if optimizer is not None and not dtype.is_floating_point:
-                raise ConfigurationError(f"{_called(name)} is {dtype}: only floating-point arrays take an optimizer")
+        named = named_arrays(initial, "initial")
+        elements = {name: element_type(value, name) for name, value in named.items()}
         if not sum(int(np.prod(value.shape)) for value in named.values()):
             raise ConfigurationError("initial holds no elements: give arrays with at least one")
-        spec = None
-        if optimizer is not None:
-            if not callable(optimizer):
-                raise ConfigurationError(
-                    f"optimizer= is a {type(optimizer).__name__}: give a function that builds a torch optimizer over "
-                    "a list of parameters"
-                )
-            parameters = {
-                name: torch.nn.Parameter(torch.zeros(tuple(v.shape), dtype=_tensor_dtype(v, name)))
-                for name, v in named.items()
-            }
-            spec = OptimizerSpec.read(optimizer(list(parameters.values())), {id(p): n for n, p in parameters.items()})
-            missing = parameters.keys() - spec.trainable()
-            if missing:
-                raise ConfigurationError(f"the optimizer leaves out {_called(min(missing))}: build it over all of them")
         layout = ParameterLayout.plan(
-            [(name, tuple(v.shape), _tensor_dtype(v, name), True) for name, v in named.items()],
+            [(name, tuple(value.shape), elements[name], True) for name, value in named.items()],
             split_tensors=spec is None or spec.elementwise,
             chunk_bytes=chunk_bytes,
             integers=True,
         )
-        return cls(layout, spec, frozenset(n for n, v in named.items() if isinstance(v, np.ndarray)))
+        flags = {} if spec is None else spec.state_flags()
+        rule = " ".join(["add" if spec is None else spec.name, *(flag for flag, on in flags.items() if on)])
+        return cls(layout, rule, frozenset(n for n, v in named.items() if isinstance(v, np.ndarray)))
 
     @property
     def single(self) -> bool:
         """Whether one array was given by itself, not in a dict."""
         return _ONLY in self.layout.index
 
-    def bytes_of(self, value: ArrayTree, what: str) -> dict[str, torch.Tensor]:
-        """Memory of arrays by name (flat, uint8), not copied where it is contiguous; some names may be left out.
+    def bytes_of(self, value: ArrayTree, what: str) -> dict[str, Bytes]:
+        """Memory of arrays by name, not copied where it is contiguous; some names may be left out.
 
         Raises:
             ConfigurationError: an unknown name, another shape or dtype.
         """
-        named = _named(value, what)
+        named = named_arrays(value, what)
         if (_ONLY in named) != self.single:
             raise ConfigurationError(
                 f"{what} is {'one array' if _ONLY in named else 'a dict'}, initial was "
@@ -113,17 +103,17 @@ class Arrays:
                 raise ConfigurationError(f"{what} has {name!r}, which this server does not: it has {known}")
             entry = self.layout.entries[self.layout.index[name]]
             if tuple(array.shape) != entry.shape:
-                raise ConfigurationError(f"{what}: {_called(name)} has shape {tuple(array.shape)}, not {entry.shape}")
-            dtype = _tensor_dtype(array, name)
-            if dtype != entry.dtype:
+                raise ConfigurationError(f"{what}: {called(name)} has shape {tuple(array.shape)}, not {entry.shape}")
+            element = element_type(array, name)
+            if element != entry.element:
                 raise ConfigurationError(
-                    f"{what}: {_called(name)} is {dtype}, not {entry.dtype}: convert it, so that no precision is "
-                    "lost or gained unseen"
+                    f"{what}: {called(name)} is {element.name}, not {entry.element.name}: convert it, so that no "
+                    "precision is lost or gained unseen"
                 )
             found[name] = _flat_bytes(array)
         return found
 
-    def payload(self, chunk: Chunk, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, list[int]]:
+    def payload(self, chunk: Chunk, given: Mapping[str, Bytes]) -> tuple[Bytes | None, list[int]]:
         """One chunk of some arrays, and the entries in it that are left out; None when all are.
 
         A chunk that lies in one array is a view of it; others are gathered.
@@ -132,11 +122,11 @@ class Arrays:
         absent = [piece.entry for piece, name in zip(chunk.slices, names, strict=True) if name not in given]
         if len(absent) == len(names):
             return None, absent
-        size = chunk.dtype.itemsize
+        size = chunk.element.itemsize
         if len(names) == 1:
             piece = chunk.slices[0]
             return given[names[0]][piece.start * size : piece.stop * size], []
-        gathered = torch.zeros(chunk.nbytes, dtype=torch.uint8)
+        gathered = np.zeros(chunk.nbytes, dtype=np.uint8)
         at = 0
         for piece, name in zip(chunk.slices, names, strict=True):
             end = at + (piece.stop - piece.start) * size
@@ -173,23 +163,23 @@ class Arrays:
             entry = self.layout.entries[self.layout.index[wanted[0]]]
             begin, end = _whole(span)
             if not 0 <= begin < end <= entry.numel:
-                raise ConfigurationError(f"range {span}: {_called(wanted[0])} has elements 0 to {entry.numel}")
-            piece = torch.empty(end - begin, dtype=entry.dtype)
-            return {wanted[0]: Wanted(begin, end, _flat_bytes(piece))}, self._as_given(wanted[0], piece)
+                raise ConfigurationError(f"range {span}: {called(wanted[0])} has elements 0 to {entry.numel}")
+            piece = empty_bytes((end - begin) * entry.element.itemsize)
+            pulled = self._as_given(wanted[0], piece, (end - begin,))
+            return {wanted[0]: Wanted(begin, end, piece)}, pulled
         if out is not None:
             memory = self.bytes_of(out, "out")
             if (names is not None and memory.keys() != set(wanted)) or (names is None and len(memory) != len(wanted)):
                 raise ConfigurationError("out= must hold just the arrays that are pulled")
-            for name, array in _named(out, "out").items():
-                if (memory[name].numel() and memory[name].data_ptr() != _address(array)) or not _writable(array):
-                    raise ConfigurationError(f"out: {_called(name)} must be contiguous and writable")
+            for name, array in named_arrays(out, "out").items():
+                if (memory[name].size and address_of(memory[name]) != address_of(array)) or not _writable(array):
+                    raise ConfigurationError(f"out: {called(name)} must be contiguous and writable")
             pulled = out
         else:
             entries = {name: self.layout.entries[self.layout.index[name]] for name in wanted}
             empty = (recycler or Recycler()).empty
-            fresh = {n: empty(entry.nbytes).view(entry.dtype).view(entry.shape) for n, entry in entries.items()}
-            memory = {name: _flat_bytes(tensor) for name, tensor in fresh.items()}
-            pulled = {name: self._as_given(name, tensor) for name, tensor in fresh.items()}
+            memory = {name: empty(entry.nbytes) for name, entry in entries.items()}
+            pulled = {name: self._as_given(name, memory[name], entry.shape) for name, entry in entries.items()}
             pulled = pulled[_ONLY] if self.single else pulled
         sizes = {name: self.layout.entries[self.layout.index[name]].numel for name in wanted}
         return {name: Wanted(0, sizes[name], memory[name]) for name in wanted}, pulled
@@ -205,18 +195,18 @@ class Arrays:
             and want.start < piece.stop
         }
 
-    def target(self, chunk: Chunk, wanted: Mapping[str, Wanted]) -> torch.Tensor | None:
+    def target(self, chunk: Chunk, wanted: Mapping[str, Wanted]) -> Bytes | None:
         """Where a chunk can be received as it is; None when only parts of it are wanted."""
         piece = chunk.slices[0]
         want = wanted.get(self.layout.entries[piece.entry].name)
         if len(chunk.slices) > 1 or want is None or piece.start < want.start or piece.stop > want.stop:
             return None
-        size = chunk.dtype.itemsize
+        size = chunk.element.itemsize
         return want.memory[(piece.start - want.start) * size : (piece.stop - want.start) * size]
 
-    def scatter(self, chunk: Chunk, payload: torch.Tensor, wanted: Mapping[str, Wanted]) -> None:
+    def scatter(self, chunk: Chunk, payload: Bytes, wanted: Mapping[str, Wanted]) -> None:
         """Copies what is wanted of a chunk that was received elsewhere."""
-        size, at = chunk.dtype.itemsize, 0
+        size, at = chunk.element.itemsize, 0
         for piece in chunk.slices:
             want = wanted.get(self.layout.entries[piece.entry].name)
             if want is not None:
@@ -226,8 +216,12 @@ class Arrays:
                     want.memory[(begin - want.start) * size : (end - want.start) * size] = source
             at += piece.stop - piece.start
 
-    def _as_given(self, name: str, tensor: torch.Tensor) -> Any:
-        return tensor.numpy() if name in self.numpy else tensor
+    def _as_given(self, name: str, memory: Bytes, shape: tuple[int, ...]) -> Any:
+        """Memory as an array of the kind that the user gave."""
+        element = self.layout.entries[self.layout.index[name]].element
+        if name in self.numpy:
+            return memory.view(element.name).reshape(shape)
+        return as_tensor(memory).view(element.dtype).view(shape)
 
 
 def _whole(span: tuple[int, int]) -> tuple[int, int]:
@@ -238,12 +232,17 @@ def _whole(span: tuple[int, int]) -> tuple[int, int]:
         raise ConfigurationError(f"range {span!r}: give (begin, end), two integers") from None
 
 
-def _named(value: ArrayTree, what: str) -> dict[str, Any]:
+def named_arrays(value: ArrayTree, what: str) -> dict[str, Any]:
+    """Return arrays by name; an array that was given by itself has an empty name.
+
+    Raises:
+        ConfigurationError: something is neither a NumPy array nor a tensor, or has no name.
+    """
     named = dict(value) if isinstance(value, Mapping) else {_ONLY: value}
     for name, array in named.items():
         if not isinstance(name, str) or (isinstance(value, Mapping) and not name):
             raise ConfigurationError(f"{what} has a key {name!r}: give names as text")
-        if not isinstance(array, (np.ndarray, torch.Tensor)):
+        if not isinstance(array, np.ndarray) and not is_tensor(array):
             raise ConfigurationError(
                 f"{what}{f'[{name!r}]' if name else ''} is a {type(array).__name__}: give NumPy arrays or torch "
                 "tensors, one or a dict of them"
@@ -251,42 +250,40 @@ def _named(value: ArrayTree, what: str) -> dict[str, Any]:
     return named
 
 
-def _called(name: str) -> str:
+def called(name: str) -> str:
+    """Return what errors call an array."""
     return repr(name) if name else "the array"
 
 
-def _tensor_dtype(array: Any, name: str) -> torch.dtype:
-    dtype = array.dtype if isinstance(array, torch.Tensor) else _FROM_NUMPY.get(array.dtype)
-    if dtype not in _DTYPES:
+def element_type(array: Any, name: str) -> ElementType:
+    """Return the element type of an array or tensor.
+
+    Raises:
+        ConfigurationError: it is none that can be added to, or the tensor is not a dense one on the CPU.
+    """
+    is_torch = is_tensor(array)
+    element = _ELEMENTS.get(str(array.dtype).removeprefix("torch.")) if is_torch else _OF_NUMPY.get(array.dtype)
+    if element is None:
         raise ConfigurationError(
-            f"{_called(name)} has dtype {array.dtype}: give a floating-point or integer type "
-            f"({', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}) of this machine's byte order"
+            f"{called(name)} has dtype {array.dtype}: give a floating-point or integer type "
+            f"({', '.join(_ELEMENTS)}) of this machine's byte order"
         )
-    assert isinstance(dtype, torch.dtype)
-    if isinstance(array, torch.Tensor) and array.device.type != "cpu":
-        raise ConfigurationError(f"{_called(name)} lies on {array.device}: give CPU tensors")
-    if isinstance(array, torch.Tensor) and array.layout != torch.strided:
-        raise ConfigurationError(f"{_called(name)} is {array.layout}: give dense tensors")
-    return dtype
+    if is_torch and array.device.type != "cpu":
+        raise ConfigurationError(f"{called(name)} lies on {array.device}: give CPU tensors")
+    if is_torch and str(array.layout) != "torch.strided":
+        raise ConfigurationError(f"{called(name)} is {array.layout}: give dense tensors")
+    return element
 
 
-def _flat_bytes(array: Any) -> torch.Tensor:
-    """The memory of an array as flat uint8, without a copy if it is contiguous."""
-    if isinstance(array, torch.Tensor):
+def _flat_bytes(array: Any) -> Bytes:
+    """The memory of an array, without a copy if it is contiguous."""
+    if is_tensor(array):
+        import torch
+
         # not view(-1), which keeps the strides of no elements and of one
-        return array.detach().contiguous().as_strided((array.numel(),), (1,)).view(torch.uint8)
-    array = np.ascontiguousarray(array)
-    if array.flags.writeable:
-        return torch.from_numpy(array.reshape(-1).view(np.uint8))
-    # Ray's arrays are read-only, which torch does not know; this one is only sent. The view keeps it alive.
-    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
-    memory._owner = array
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
-
-
-def _address(array: Any) -> int:
-    return array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data
+        return as_array(array.detach().contiguous().as_strided((array.numel(),), (1,)).view(torch.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _writable(array: Any) -> bool:
-    return isinstance(array, torch.Tensor) or array.flags.writeable
+    return is_tensor(array) or array.flags.writeable

@@ -6,16 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from steepest.engine.client import Client
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
 from steepest.parameter_server.pusher import Pusher
-from steepest.tensors.allocator import Recycler
-from steepest.tensors.shared_memory import allocate
+from steepest.tensors.allocator import Recycler, empty_bytes
+from steepest.tensors.memory import Bytes
+from steepest.tensors.shared_memory import lendable
 from steepest.transport.router import Router
+
+if TYPE_CHECKING:
+    from steepest.engine.client import Client
 
 T = TypeVar("T")
 _TURN_SECONDS = 0.05
@@ -29,7 +30,8 @@ class Connection:
 
     Args:
         router: with its transport; nobody else runs it.
-        pusher, client: which it hosts.
+        pusher: which it hosts.
+        host_client: hosts a client on the router, when state is read or set for the first time.
         name: for errors.
         timeout: seconds that a call may take.
         max_in_flight: pushes; a further one waits until one of them is committed.
@@ -41,7 +43,7 @@ class Connection:
         self,
         router: Router,
         pusher: Pusher,
-        client: Client,
+        host_client: Callable[[], Client],
         *,
         name: str,
         timeout: float,
@@ -49,12 +51,13 @@ class Connection:
         usable: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.client = client
         self.pusher = pusher
         self.recycler = Recycler()  # for what is pulled
         # for what is pushed; a push that nobody waits for any more may still be read
-        self.updates = Recycler(lambda nbytes: allocate(nbytes).numpy(), lambda: pusher.pushing == 0)
+        self.updates = Recycler(_for_updates, lambda: pusher.pushing == 0)
         self._router = router
+        self._host_client = host_client
+        self._client: Client | None = None
         self._name = name
         self._timeout = timeout
         self._max_in_flight = max_in_flight
@@ -66,7 +69,20 @@ class Connection:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def run(self, begin: Callable[[], Future[T]], what: str, memory: Iterable[torch.Tensor] = ()) -> T:
+    @property
+    def client(self) -> Client:
+        """Reads and installs state; for use on the thread that owns the roles.
+
+        Raises:
+            PeerLostError, ShutdownError: there is no server to ask any more.
+        """
+        if self._client is None:
+            if (failure := self.pusher.failure) is not None:  # of which a new client would not hear
+                raise failure
+            self._client = self._host_client()
+        return self._client
+
+    def run(self, begin: Callable[[], Future[T]], what: str, memory: Iterable[Bytes] = ()) -> T:
         """Begins something and waits for it.
 
         Args:
@@ -90,7 +106,7 @@ class Connection:
                 self._turn_once(_TURN_SECONDS, owned)
             raise
 
-    def push_async(self, begin: Callable[[], Future[int]], memory: list[torch.Tensor]) -> Future[int]:
+    def push_async(self, begin: Callable[[], Future[int]], memory: list[Bytes]) -> Future[int]:
         """Begins a push that nobody waits for; its memory may be changed as soon as this returns."""
         deadline = self._clock() + self._timeout
         what = "a push to leave"
@@ -140,7 +156,8 @@ class Connection:
     def _close(self, why: str) -> None:
         self._closed = True
         self.pusher.close(why)
-        self.client.close()
+        if self._client is not None:
+            self._client.close()
         if self._router.transport is not None and self._usable():
             self._router.transport.close()
 
@@ -166,7 +183,7 @@ class Connection:
                 f"{self._name}: a callback of a future may push_async, but not wait: nobody else would move its bytes"
             )
 
-    def _own(self, memory: Iterable[torch.Tensor]) -> None:
+    def _own(self, memory: Iterable[Bytes]) -> None:
         for part in memory:
             self._router.own_pending(part)
 
@@ -234,3 +251,9 @@ class Connection:
             self._in_flight.clear()
             while self.pusher.pushing and not self._closed:
                 self._turn_once(_TURN_SECONDS)
+
+
+def _for_updates(nbytes: int) -> Bytes:
+    """New memory that servers of this host read where it lies, if there is any."""
+    memory = lendable(nbytes)
+    return empty_bytes(nbytes) if memory is None else memory

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-import torch
+import numpy as np
 
 from steepest.errors import NonFiniteError, PeerLostError, ProtocolError, ShutdownError
 from steepest.messages.gradients import Push, Weights
@@ -14,6 +14,7 @@ from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, se
 from steepest.messages.snapshots import Read, SnapshotEnd
 from steepest.messages.users import PushCommitted, Pushed, PushRefused
 from steepest.parameter_server.arrays import Arrays, Wanted
+from steepest.tensors.memory import Bytes
 
 _READS = 1 << 62  # sequence numbers of reads; below are pushes, which servers count
 
@@ -26,7 +27,7 @@ class _Request:
     wanted: Mapping[str, Wanted]
     chunks: set[int]  # still to come
     servers: set[int]  # which have not ended a read yet
-    landed: dict[int, torch.Tensor] = field(default_factory=dict)  # payloads by chunk that are where they are wanted
+    landed: dict[int, Bytes] = field(default_factory=dict)  # payloads by chunk that are where they are wanted
 
 
 class Pusher:
@@ -60,7 +61,7 @@ class Pusher:
         """Why nothing is pushed or pulled any more; None while all is well."""
         return None if self._gone is None else self._gone()
 
-    def push(self, update: Mapping[str, torch.Tensor], wanted: Mapping[str, Wanted] | None = None) -> Future[int]:
+    def push(self, update: Mapping[str, Bytes], wanted: Mapping[str, Wanted] | None = None) -> Future[int]:
         """Pushes some arrays; the future holds the version that the update made.
 
         Args:
@@ -104,7 +105,7 @@ class Pusher:
 
     # -- Role ----------------------------------------------------------------------------------
 
-    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+    def destination(self, message: Message, size: int) -> Bytes | None:
         """Where an arriving payload goes: into the memory that was given, where a chunk fits it."""
         request = self._requests.get(message.sequence)
         if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._owners):
@@ -116,7 +117,7 @@ class Pusher:
             return None  # a copy
         target = self._arrays.target(chunk, request.wanted)
         if target is None:
-            return torch.empty(size, dtype=torch.uint8)
+            return np.empty(size, dtype=np.uint8)
         request.landed[message.chunk] = target
         return target
 

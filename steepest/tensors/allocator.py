@@ -17,7 +17,8 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import torch
+
+from steepest.tensors.memory import Bytes, address_of
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of mallopt(3)
 _LARGEST = (1 << 31) - 1
@@ -25,6 +26,14 @@ _CANDIDATES = 64
 _PROBE_BYTES = 1 << 20
 _WORTH_KEEPING = 1 << 20  # bytes from which memory is used again
 _KEPT = 2  # blocks of one size
+_ALIGNMENT = 64  # as torch has it: where memory begins may decide how sums over it are rounded
+
+
+def empty_bytes(nbytes: int) -> Bytes:
+    """Return memory with anything in it, which begins on a multiple of 64 bytes."""
+    memory = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+    start = -address_of(memory) % _ALIGNMENT
+    return memory[start : start + nbytes]
 
 
 class Recycler:
@@ -39,36 +48,37 @@ class Recycler:
     Example:
         >>> recycler = Recycler()
         >>> first = recycler.empty(1 << 20)
-        >>> address = first.data_ptr()
+        >>> address = first.ctypes.data
         >>> del first
-        >>> recycler.empty(1 << 20).data_ptr() == address
+        >>> recycler.empty(1 << 20).ctypes.data == address
         True
     """
 
     def __init__(
         self,
-        make: Callable[[int], Any] = lambda nbytes: np.empty(nbytes, dtype=np.uint8),
+        make: Callable[[int], Any] = empty_bytes,
         may_keep: Callable[[], bool] = lambda: True,
     ) -> None:
         self._make = make
         self._may_keep = may_keep
         self._free: dict[int, list[Any]] = {}
 
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Return a flat, uninitialised uint8 tensor of `nbytes` bytes.
+    def empty(self, nbytes: int) -> Bytes:
+        """Return a flat, uninitialised uint8 array of `nbytes` bytes.
 
         Its memory comes back to this object when the last view of it is garbage-collected.
         """
         if nbytes < _WORTH_KEEPING:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return empty_bytes(nbytes)
         kept = self._free.setdefault(nbytes, [])
         try:
             memory = kept.pop()
         except IndexError:
             memory = self._make(nbytes)
-        array = np.frombuffer(memory, dtype=np.uint8)  # views hold this object, not `memory`
+        # over a memoryview, so that views of the array hold it, and not `memory`
+        array = np.frombuffer(memoryview(memory), dtype=np.uint8)
         weakref.finalize(array, self._keep, kept, memory).atexit = False
-        return torch.from_numpy(array)
+        return array
 
     def _keep(self, kept: list[Any], memory: Any) -> None:
         if len(kept) < _KEPT and self._may_keep():

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-
-import torch
+from typing import TYPE_CHECKING
 
 from steepest.errors import ConfigurationError, ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 MIN_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 4 << 20
@@ -34,6 +36,34 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class ElementType:
+    """A dtype by its name in torch, such as "float32", for processes that do without torch.
+
+    Attributes:
+        itemsize: bytes of one element.
+    """
+
+    name: str
+    itemsize: int
+    is_floating_point: bool
+
+    @classmethod
+    def of(cls, dtype: torch.dtype | ElementType) -> ElementType:
+        """Return the element type of a torch dtype."""
+        if isinstance(dtype, ElementType):
+            return dtype
+        return cls(str(dtype).removeprefix("torch."), dtype.itemsize, dtype.is_floating_point)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype; imports torch."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.name)
+        return dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One named parameter and its place in the flat vector.
 
@@ -44,10 +74,15 @@ class Entry:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    element: ElementType
     trainable: bool
     offset: int = 0
     aliases: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        return self.element.dtype
 
     @property
     def numel(self) -> int:
@@ -60,7 +95,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Number of bytes."""
-        return self.numel * self.dtype.itemsize
+        return self.numel * self.element.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +116,16 @@ class Chunk:
     """
 
     index: int
-    dtype: torch.dtype
+    element: ElementType
     trainable: bool
     start: int
     stop: int
     slices: tuple[Slice, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        return self.element.dtype
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +160,7 @@ class ParameterLayout:
     @classmethod
     def plan(
         cls,
-        parameters: Sequence[tuple[str, tuple[int, ...], torch.dtype, bool]],
+        parameters: Sequence[tuple[str, tuple[int, ...], torch.dtype | ElementType, bool]],
         *,
         aliases: Mapping[str, tuple[str, ...]] | None = None,
         split_tensors: bool = True,
@@ -142,31 +182,31 @@ class ParameterLayout:
             ModelError: a name occurs twice, or a trainable parameter's dtype is not floating-point.
         """
         seen: set[str] = set()
-        kinds: dict[tuple[bool, torch.dtype], list[Entry]] = {}
+        kinds: dict[tuple[bool, ElementType], list[Entry]] = {}
         for name, shape, dtype, trainable in reversed(parameters):
             if name in seen:
                 raise ModelError(f"two parameters are named {name!r}: names must be unique")
             seen.add(name)
             if trainable and not dtype.is_floating_point and not integers:
                 raise ModelError(f"parameter {name!r} is {dtype}: only floating-point parameters can be trained")
-            entry = Entry(name, tuple(shape), dtype, trainable, 0, (aliases or {}).get(name, ()))
-            kinds.setdefault((not trainable, dtype), []).append(entry)
+            entry = Entry(name, tuple(shape), ElementType.of(dtype), trainable, 0, (aliases or {}).get(name, ()))
+            kinds.setdefault((not trainable, entry.element), []).append(entry)
         total = sum(entry.nbytes for group in kinds.values() for entry in group)
         target = chunk_bytes or min(max(total // 16, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
         entries: list[Entry] = []
         chunks: list[Chunk] = []
         offset = 0
-        for (frozen, dtype), group in sorted(kinds.items(), key=lambda item: item[0][0]):
+        for (frozen, element), group in sorted(kinds.items(), key=lambda item: item[0][0]):
             begin = _aligned(offset, _PAGE if any(entry.nbytes for entry in group) else _ALIGNMENT)
             placed, borders = _place(group, begin, len(entries), target, whole=not split_tensors)
             entries += [entry for _, entry in placed]
             offset = placed[-1][1].offset + placed[-1][1].nbytes
             if split_tensors:
-                cuts = _even_cuts(begin, offset, target, dtype.itemsize, 1 if chunk_bytes else _DIVISIBLE)
+                cuts = _even_cuts(begin, offset, target, element.itemsize, 1 if chunk_bytes else _DIVISIBLE)
                 borders = list(pairwise(cuts))
             for start, stop in borders:
-                slices = _slices(placed, start, stop, dtype.itemsize)
-                chunks.append(Chunk(len(chunks), dtype, not frozen, start, stop, slices))
+                slices = _slices(placed, start, stop, element.itemsize)
+                chunks.append(Chunk(len(chunks), element, not frozen, start, stop, slices))
         return cls(tuple(entries), tuple(chunks), _aligned(offset, _ALIGNMENT))
 
     @cached_property
@@ -190,6 +230,8 @@ class ParameterLayout:
 
     def allocate(self) -> torch.Tensor:
         """Return a zeroed flat vector: uint8, `nbytes` long."""
+        import torch
+
         return torch.zeros(self.nbytes, dtype=torch.uint8)
 
     def entry_view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
@@ -207,8 +249,8 @@ class ParameterLayout:
         views = []
         for piece in chunk.slices:
             entry = self.entries[piece.entry]
-            begin = entry.offset + piece.start * entry.dtype.itemsize - chunk.start
-            end = entry.offset + piece.stop * entry.dtype.itemsize - chunk.start
+            begin = entry.offset + piece.start * entry.element.itemsize - chunk.start
+            end = entry.offset + piece.stop * entry.element.itemsize - chunk.start
             view = data[begin:end].view(entry.dtype)
             views.append(view.view(entry.shape) if piece.stop - piece.start == entry.numel else view)
         return views
@@ -234,6 +276,8 @@ class ParameterLayout:
         Raises:
             ConfigurationError: an unknown name or another shape; nothing is written then.
         """
+        import torch
+
         known = {name: i for i, entry in enumerate(self.entries) for name in (entry.name, *entry.aliases)}
         given = {name: torch.as_tensor(value) for name, value in weights.items()}
         for name, value in given.items():

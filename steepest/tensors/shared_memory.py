@@ -20,12 +20,15 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from steepest.errors import ProtocolError
+from steepest.tensors.memory import Bytes, Memory, address_of, copy_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 AVAILABLE = hasattr(os, "memfd_create") and sys.platform == "linux"
 SHARED_FROM = 1 << 15  # bytes; smaller payloads go through the socket with their header
@@ -122,34 +125,44 @@ def allocate(nbytes: int) -> torch.Tensor:
     Payloads in a segment are lent to processes of the same host instead of copied. Memory below 32
     KB, and memory for which descriptors have run out, is this process' own.
     """
-    memory = _lendable(nbytes) if AVAILABLE and nbytes >= SHARED_FROM else None
-    return torch.zeros(nbytes, dtype=torch.uint8) if memory is None else memory
+    import torch  # a process without tensors takes `lendable`
+
+    memory = lendable(nbytes)
+    return torch.zeros(nbytes, dtype=torch.uint8) if memory is None else torch.from_numpy(memory)
 
 
-def _lendable(nbytes: int) -> torch.Tensor | None:
+def lendable(nbytes: int) -> Bytes | None:
+    """Return zeroed memory in a new segment, or None.
+
+    None for memory below 32 KB, or when descriptors or memory have run out.
+    """
+    return _in_segment(nbytes) if AVAILABLE and nbytes >= SHARED_FROM else None
+
+
+def _in_segment(nbytes: int) -> Bytes | None:
     """Return zeroed memory in a new segment, or None when descriptors or memory have run out."""
     try:
         segment = Segment.create(nbytes)
     except OSError:
         return None
     _segments[segment.address] = segment
-    return torch.frombuffer(segment, dtype=torch.uint8)
+    return np.frombuffer(segment, dtype=np.uint8)
 
 
-def segment_of(memory: torch.Tensor) -> Segment | None:
+def segment_of(memory: Memory) -> Segment | None:
     """Return the segment of this process in which some memory lies, or None."""
     return _holding(_segments, memory)
 
 
-def _holding(segments: Mapping[int, Segment], memory: torch.Tensor) -> Segment | None:
-    address = memory.data_ptr()
+def _holding(segments: Mapping[int, Segment], memory: Memory) -> Segment | None:
+    address = address_of(memory)
     for start, segment in list(segments.items()):
         if start <= address < start + len(segment):
             return segment
     return None
 
 
-def give_pages_back(memory: torch.Tensor) -> bool:
+def give_pages_back(memory: Memory) -> bool:
     """Free the pages of memory from `allocate` in all processes; it holds zeros then.
 
     Returns:
@@ -157,7 +170,7 @@ def give_pages_back(memory: torch.Tensor) -> bool:
         it.
     """
     segment = segment_of(memory)
-    if segment is None or memory.numel() != len(segment):
+    if segment is None or memory.nbytes != len(segment):
         return False
     try:
         segment.madvise(mmap.MADV_REMOVE)
@@ -166,7 +179,7 @@ def give_pages_back(memory: torch.Tensor) -> bool:
     return True
 
 
-def make_writable(memory: torch.Tensor, *, whole_pages: bool = True) -> bool:
+def make_writable(memory: Memory, *, whole_pages: bool = True) -> bool:
     """Let this process write to memory that it has borrowed, and return whether it may.
 
     What it writes is private to this process, but hides the page (4 kB) in which it lies from what
@@ -184,7 +197,7 @@ def make_writable(memory: torch.Tensor, *, whole_pages: bool = True) -> bool:
     return not _libc.mprotect(ctypes.c_void_p(segment.address), ctypes.c_size_t(len(segment)), protection)
 
 
-def forget_writes(memory: torch.Tensor) -> list[int]:
+def forget_writes(memory: Memory) -> list[int]:
     """Undo what this process has written to borrowed memory.
 
     Takes about a millisecond for each 100 MB.
@@ -209,7 +222,7 @@ def forget_writes(memory: torch.Tensor) -> list[int]:
         if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.MADV_DONTNEED):
             raise OSError(ctypes.get_errno(), "madvise")
         if (differs := np.flatnonzero(before != part)).size:
-            changed.append(address + int(differs[0]) - memory.data_ptr())
+            changed.append(address + int(differs[0]) - address_of(memory))
     return changed
 
 
@@ -228,9 +241,9 @@ class Lending:
         self._lenders.add(lender)
         return lender
 
-    def in_use(self, memory: torch.Tensor) -> bool:
+    def in_use(self, memory: Memory) -> bool:
         """Return whether a reader may still be reading a payload that begins at this memory's address."""
-        address = memory.data_ptr()
+        address = address_of(memory)
         if address in self._lent:
             self._collect()
         return address in self._lent
@@ -240,34 +253,34 @@ class Lending:
         for lender in list(self._doubting):
             lender.confirm()
 
-    def copy(self, payload: torch.Tensor) -> torch.Tensor | None:
+    def copy(self, payload: Memory) -> Bytes | None:
         """Copy a payload into memory that can be lent, and return that copy.
 
         Its memory is free again when it is given back. Returns None when `OUTBOX_BYTES` of copies
         are lent.
         """
-        size = -(-payload.numel() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = -(-payload.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         place = self._place(size)
         if place is None:
             self._collect()
             place = self._place(size)
         if place is None:
-            taken = sum(region.memory.numel() for region in self._outbox)
-            memory = _lendable(max(size, REGION_BYTES)) if taken + size <= OUTBOX_BYTES else None
+            taken = sum(region.memory.nbytes for region in self._outbox)
+            memory = _in_segment(max(size, REGION_BYTES)) if taken + size <= OUTBOX_BYTES else None
             if memory is None:
                 return None
             self._outbox.append(_Region(memory))
             place = self._outbox[-1].take(size, self._lent)
             assert place is not None
-        place = place[: payload.numel()]
-        place.copy_(payload)
+        place = place[: payload.nbytes]
+        copy_bytes(place, payload)
         return place
 
     def close(self) -> None:
         """Free the memory for copies as soon as no reader uses it; nothing may be lent afterwards."""
         self._outbox.clear()
 
-    def _place(self, size: int) -> torch.Tensor | None:
+    def _place(self, size: int) -> Bytes | None:
         return next((place for region in self._outbox if (place := region.take(size, self._lent)) is not None), None)
 
     def _collect(self) -> None:
@@ -283,21 +296,21 @@ class Lending:
 class _Region:
     """Memory for copies, handed out in order; its beginning follows when all has come back."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: Bytes) -> None:
         self.memory = memory
         self._at = 0
         self._out: list[int] = []
 
-    def take(self, size: int, lent: Counter[int]) -> torch.Tensor | None:
-        if self._at + size > self.memory.numel():
+    def take(self, size: int, lent: Counter[int]) -> Bytes | None:
+        if self._at + size > self.memory.nbytes:
             if any(address in lent for address in self._out):
                 return None
             self._at, self._out = 0, []
-            if size > self.memory.numel():
+            if size > self.memory.nbytes:
                 return None
         part = self.memory[self._at : self._at + size]
         self._at += size
-        self._out.append(part.data_ptr())
+        self._out.append(address_of(part))
         return part
 
 
@@ -319,9 +332,9 @@ class Lender:
         self._mapped: set[int] = set()  # numbers of segments
         self._unmapped: set[int] = set()  # numbers of segments that the reader could not map
         # by slot: number of the segment, header, payload
-        self._doubts: dict[int, tuple[int, bytes, torch.Tensor]] = {}
+        self._doubts: dict[int, tuple[int, bytes, Memory]] = {}
 
-    def lend(self, payload: torch.Tensor, to_pass: list[Segment], header: Callable[[], bytes]) -> bytes:
+    def lend(self, payload: Memory, to_pass: list[Segment], header: Callable[[], bytes]) -> bytes:
         """Lend a payload and return the notice that says where; empty if it has to be sent.
 
         A payload outside of shared memory is copied there.
@@ -351,12 +364,12 @@ class Lender:
             self._passed += 1
             to_pass.append(segment)
         slot = self._free.popleft()
-        self._out[slot] = payload.data_ptr()
-        self._lending._note(payload.data_ptr(), 1)
+        address = self._out[slot] = address_of(payload)
+        self._lending._note(address, 1)
         if number not in self._mapped:
             self._doubts[slot] = number, header(), payload
             self._lending._doubting.add(self)
-        return NOTICE.pack(number, slot, payload.data_ptr() - segment.address)
+        return NOTICE.pack(number, slot, address - segment.address)
 
     def _pass_board(self, to_pass: list[Segment]) -> bool:
         """Pass the board to the reader if it has none yet, and return whether there is one."""
@@ -376,7 +389,7 @@ class Lender:
         if not self._doubts:
             self._lending._doubting.discard(self)
 
-    def take_back(self, slot: int) -> tuple[bytes, torch.Tensor]:
+    def take_back(self, slot: int) -> tuple[bytes, Memory]:
         """Return the header and payload of a lent message that the reader cannot map.
 
         Nothing more is lent from its segment.
@@ -419,7 +432,7 @@ class Lender:
 
 
 class _Loan:
-    """A payload's loan, given back when the last tensor over it is garbage-collected."""
+    """A payload's loan, given back when the last array over it is garbage-collected."""
 
     def __init__(self, board: Segment, slot: int, segment: Segment) -> None:
         self._board, self._slot, self._segment = board, slot, segment
@@ -438,7 +451,7 @@ class Borrower:
         self._board: Segment | None = None
         self._has_board = False  # whether its descriptor has come; it may not have been mapped
 
-    def borrow(self, notice: bytes | memoryview, size: int, descriptors: deque[int | None]) -> torch.Tensor | None:
+    def borrow(self, notice: bytes | memoryview, size: int, descriptors: deque[int | None]) -> Bytes | None:
         """Return the payload that a notice names: uint8, flat, not to be written to.
 
         It is given back when the last view of it is garbage-collected.
@@ -471,7 +484,7 @@ class Borrower:
         self._board[slot] = _MAPPED
         memory: Any = (ctypes.c_uint8 * size).from_address(segment.address + offset)
         memory.loan = _Loan(self._board, slot, segment)
-        return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+        return np.frombuffer(memory, dtype=np.uint8)
 
 
 def _attach(descriptor: int | None, *, writable: bool = False) -> Segment | None:

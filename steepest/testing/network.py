@@ -15,6 +15,7 @@ import torch
 
 from steepest.errors import DeadlineError, ProtocolError, ShutdownError
 from steepest.messages.message import Kind, Message, Peer
+from steepest.tensors.memory import Bytes, Memory, address_of, clone, copy_bytes
 from steepest.transport.channel import Event
 from steepest.transport.frames import encode_meta
 from steepest.transport.router import Router
@@ -28,12 +29,12 @@ class _Loan:
     Given back when the last view of it is collected.
     """
 
-    def __init__(self, payload: torch.Tensor, lent: Counter[int]) -> None:
+    def __init__(self, payload: Memory, lent: Counter[int]) -> None:
         self._payload, self._lent = payload, lent
-        lent[payload.data_ptr()] += 1
+        lent[address_of(payload)] += 1
 
     def __del__(self) -> None:
-        self._lent[self._payload.data_ptr()] -= 1
+        self._lent[address_of(self._payload)] -= 1
 
 
 class Link:
@@ -71,17 +72,17 @@ class Link:
         copy = Message(**{name: getattr(message, name) for name in Message.__slots__})
         if message.payload is not None:
             copy.payload = (
-                self._lent(message.payload) if message.kind in self._network.lends else message.payload.clone()
+                self._lent(message.payload) if message.kind in self._network.lends else clone(message.payload)
             )
         self._network.deliver(self._far, self.other, copy)
 
-    def _lent(self, payload: torch.Tensor) -> torch.Tensor:
+    def _lent(self, payload: Memory) -> Bytes:
         assert self.other is not None
-        memory: Any = (ctypes.c_uint8 * payload.numel()).from_address(payload.data_ptr())
+        memory: Any = (ctypes.c_uint8 * payload.nbytes).from_address(address_of(payload))
         memory.loan = _Loan(payload, self.other._far.lent)
-        return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
+        return np.frombuffer(memory, dtype=np.uint8)
 
-    def own_pending(self, memory: torch.Tensor) -> None:
+    def own_pending(self, memory: Memory) -> None:
         """Do nothing: nothing is pending, `send` copies or lends."""
 
     def close(self) -> None:
@@ -123,14 +124,14 @@ class InProcessTransport:
             here = message.payload
             message.payload = here if message.kind in link._network.lends else None
             try:
-                target = self.router.destination(link, message, here.numel())
+                target = self.router.destination(link, message, here.nbytes)
             except ProtocolError as error:  # a wire closes the channel, too
                 self.refused += 1
                 log.warning("refused %s: %s", link.name, error)
                 link.close()
                 return [Event(link, None, f"refused: {error}")]
-            if target is not None and target is not here:
-                target.copy_(here)
+            if target is not None and address_of(target) != address_of(here):
+                copy_bytes(target, here)
             message.payload = target
         return [Event(link, message, "" if message is not None else "closed")]
 
@@ -144,9 +145,9 @@ class InProcessTransport:
             return found
         return self.inbox.popleft()
 
-    def in_use(self, memory: torch.Tensor) -> bool:
+    def in_use(self, memory: Memory) -> bool:
         """Return whether another process reads this memory where it lies."""
-        return self.lent[memory.data_ptr()] > 0
+        return self.lent[address_of(memory)] > 0
 
     def pump(self) -> None:
         """Do nothing: nothing is pending."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import torch
-
 from steepest.messages.message import Message, Peer
+from steepest.tensors.memory import Memory, address_of
 
 
 class Address(NamedTuple):
@@ -55,7 +54,7 @@ class Channel(Protocol):
             MessageTooLargeError: what is beside its payload has over 4 MB.
         """
 
-    def own_pending(self, memory: torch.Tensor) -> None:
+    def own_pending(self, memory: Memory) -> None:
         """Copy queued payloads that lie in this memory (flat, uint8), so that it may be changed."""
 
     def close(self) -> None:
@@ -64,7 +63,7 @@ class Channel(Protocol):
 
 #: Returns the memory for a payload that begins to arrive (see `steepest.transport.frames.Sink`).
 #: It is given the channel, too, because the process at the other end may name another sender.
-ChannelSink = Callable[[Channel, Message, int], torch.Tensor | None]
+ChannelSink = Callable[[Channel, Message, int], Memory | None]
 
 
 class Event(NamedTuple):
@@ -93,7 +92,7 @@ class Transport(Protocol):
     def pump(self) -> None:
         """Send what can be sent now, without waiting."""
 
-    def in_use(self, memory: torch.Tensor) -> bool:
+    def in_use(self, memory: Memory) -> bool:
         """Return whether this memory must not change.
 
         A peer may be reading it, or some of it has not left yet.
@@ -106,6 +105,7 @@ class Transport(Protocol):
         """Close every channel."""
 
 
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two flat uint8 tensors share memory."""
-    return a.data_ptr() < b.data_ptr() + b.numel() and b.data_ptr() < a.data_ptr() + a.numel()
+def overlap(a: Memory, b: Memory) -> bool:
+    """Return whether two payloads share memory."""
+    start, other = address_of(a), address_of(b)
+    return bool(start < other + b.nbytes and other < start + a.nbytes)

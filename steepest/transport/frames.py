@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 
-import torch
-
 from steepest.errors import MessageTooLargeError, ProtocolError
 from steepest.messages.message import Kind, Message, Peer
+from steepest.tensors.memory import Bytes, Memory, address_of, as_array, copy_bytes
 from steepest.tensors.shared_memory import NOTICE
 
 MAGIC = b"sP"
@@ -35,15 +34,15 @@ _CONTROL = struct.Struct(f"<2sBI{HEADER.size - 7}x")
 _CONTROL_MAGIC = b"sC"
 SEND_AGAIN, SENT_AGAIN = 1, 2
 
-#: Where an arriving payload of that many bytes goes: a uint8 tensor of just that size, or None to
-#: receive and discard it. When the message has its payload already, it lies in memory of the sender: that
-#: tensor may be returned, to leave it there, and must not be written to. Raises ProtocolError to refuse it.
-Sink = Callable[[Message, int], "torch.Tensor | None"]
+#: Where an arriving payload of that many bytes goes: memory of just that size, or None to receive and discard
+#: it. When the message has its payload already, a NumPy array, it lies in memory of the sender: that memory may be
+#: returned, to leave it there, and must not be written to. Raises ProtocolError to refuse it.
+Sink = Callable[[Message, int], Memory | None]
 
 
-def buffer_of(payload: torch.Tensor) -> memoryview:
-    """The bytes of a one-dimensional uint8 tensor, without a copy."""
-    return payload.numpy().data
+def buffer_of(payload: Memory) -> memoryview:
+    """The bytes of a payload, without a copy."""
+    return as_array(payload).data
 
 
 def encode(message: Message, notice: bytes = b"") -> bytes:
@@ -56,7 +55,7 @@ def encode(message: Message, notice: bytes = b"") -> bytes:
     assert source is not None
     assert target is not None
     meta = encode_meta(message)
-    size = 0 if message.payload is None else message.payload.numel()
+    size = 0 if message.payload is None else message.payload.nbytes
     size |= _LENT if notice else 0
     head = HEADER.pack(
         MAGIC, PROTOCOL, message.kind, _ROLE_NUMBER[source.role], source.index, _ROLE_NUMBER[target.role],
@@ -149,7 +148,7 @@ class FrameReader:
         self,
         receive_into: Callable[[memoryview], int],
         sink: Sink,
-        borrow: Callable[[memoryview, int], torch.Tensor | None] | None = None,
+        borrow: Callable[[memoryview, int], Bytes | None] | None = None,
         send_again: Callable[[int], None] | None = None,
     ) -> None:
         self._receive_into = receive_into
@@ -304,7 +303,7 @@ class FrameReader:
         if destination is None:
             self._payload = self._discard = memoryview(bytearray(min(size, 1 << 18)))
         else:
-            assert destination.numel() == size, "the sink gave a buffer of another size"
+            assert destination.nbytes == size, "the sink gave a buffer of another size"
             self._payload, self._discard = buffer_of(destination), None
             self._payload[:ahead] = self._view[self._start : self._start + ahead]
             message.payload = destination
@@ -322,6 +321,6 @@ class FrameReader:
             self._is_missing = True
             return
         destination = self._sink(message, self._payload_size)
-        if destination is not None and destination is not lent:
-            destination.copy_(lent)
+        if destination is not None and address_of(destination) != address_of(lent):
+            copy_bytes(destination, lent)
         message.payload = destination

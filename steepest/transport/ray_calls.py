@@ -29,19 +29,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import ray
-import torch
 
 from steepest.errors import DeadlineError, PeerLostError, ProtocolError, ShutdownError
 from steepest.messages.message import Kind, Message, Peer
 from steepest.messages.permissions import SUCCEEDED
+from steepest.tensors.memory import Bytes, Memory, as_array
 from steepest.transport.channel import ChannelSink, Event
 from steepest.transport.frames import HEADER, Sink, decode_header, decode_meta, encode
 
 log = logging.getLogger(__name__)
 
-Bytes = npt.NDArray[np.uint8]
 #: What a call returns: one byte, whether more follows unasked, and messages; and the payloads that are not small.
 Answer = tuple[bytes, list[Bytes]]
 NOTHING: Answer = (b"", [])
@@ -96,9 +94,9 @@ class _Channel:
             return
         part = encode(message)
         if message.payload is not None:
-            size = message.payload.numel()
+            size = message.payload.nbytes
             if size < _SMALL_BYTES:
-                part += message.payload.numpy().tobytes()
+                part += as_array(message.payload).tobytes()
             else:
                 try:
                     self._payloads.append(self._copy(message))
@@ -118,7 +116,7 @@ class _Channel:
         self._parts, self._payloads, self._size = [], [], 0
         return taken
 
-    def own_pending(self, memory: torch.Tensor) -> None:
+    def own_pending(self, memory: Memory) -> None:
         """Do nothing: payloads are copies already."""
 
     def close(self, reason: str = "it has closed this channel") -> None:
@@ -213,8 +211,7 @@ class AnsweringChannel(_Channel):
         self._since = 0.0  # when the first message was gathered
 
     def _copy(self, message: Message) -> Any:
-        assert message.payload is not None
-        return message.payload.numpy().copy()
+        return as_array(message.payload).copy()
 
     def send(self, message: Message) -> None:
         """Keep a message, with a copy of its payload, for the next answer."""
@@ -322,8 +319,7 @@ class CallTransport:
 
     def store(self, message: Message) -> Any:
         """Put a payload into the object store; weights that go to several workers only once."""
-        assert message.payload is not None
-        data = message.payload.numpy()
+        data = as_array(message.payload)
         if message.kind is not Kind.WEIGHTS:
             return ray.put(data)
         key = (message.generation, message.version, message.chunk, data.ctypes.data, data.nbytes)
@@ -424,7 +420,7 @@ class CallTransport:
             channel.close(reason)
             self._events.append(Event(channel, None, reason))
 
-    def in_use(self, memory: torch.Tensor) -> bool:
+    def in_use(self, memory: Memory) -> bool:
         """Return False: payloads are copies."""
         return False
 
@@ -467,7 +463,7 @@ def unpack(text: memoryview, payloads: Sequence[Bytes], sink: Sink) -> list[Mess
                 raise ProtocolError(f"{message.kind.name} without its payload of {size} bytes")
             message.payload = sink(message, size)
             if message.payload is not None:
-                message.payload.numpy()[:] = payload
+                as_array(message.payload)[:] = payload
         messages.append(message)
     return messages
 

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-import torch
-
 from steepest.errors import ProtocolError, ShutdownError
 from steepest.messages.message import Message, Peer, Send
 from steepest.messages.permissions import Admission
+from steepest.tensors.memory import Memory, clone
 from steepest.transport.channel import Channel, Event, Transport, overlap
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class Role(Protocol):
             ProtocolError: the message makes no sense here; it is counted and dropped.
         """
 
-    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+    def destination(self, message: Message, size: int) -> Memory | None:
         """Where the payload of an arriving message goes (see `steepest.transport.frames.Sink`)."""
 
     def lost(self, peer: Peer, reason: str) -> None:
@@ -149,7 +148,7 @@ class Router:
 
         return send
 
-    def destination(self, channel: Channel, message: Message, size: int) -> torch.Tensor | None:
+    def destination(self, channel: Channel, message: Message, size: int) -> Memory | None:
         """The sink of this process' transport: asks the role that the message is for.
 
         What it returns is overwritten before the message is delivered, so the sender is checked here already.
@@ -169,16 +168,16 @@ class Router:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"{message.kind.name} that makes no sense: {error}") from error
 
-    def own_pending(self, memory: torch.Tensor) -> None:
+    def own_pending(self, memory: Memory) -> None:
         """Copies what has not left yet of that memory (flat, uint8), so that it may change."""
         for channel in set(self._channels.values()):
             if channel.pending:
                 channel.own_pending(memory)
         for message in self._local:
             if message.payload is not None and overlap(message.payload, memory):
-                message.payload = message.payload.clone()
+                message.payload = clone(message.payload)
 
-    def in_use(self, memory: torch.Tensor) -> bool:
+    def in_use(self, memory: Memory) -> bool:
         """Whether that memory (flat, uint8) must not change: somebody may be reading it, or has yet to be sent it."""
         if any(message.payload is not None and overlap(message.payload, memory) for message in self._local):
             return True

@@ -31,10 +31,9 @@ import socket
 import time
 from collections.abc import Callable
 
-import torch
-
 from steepest.errors import AuthenticationError, ConfigurationError, DeadlineError, PeerLostError, ProtocolError
 from steepest.messages.message import Message, Peer
+from steepest.tensors.memory import Memory
 from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, Lending
 from steepest.transport.channel import Address, ChannelSink, Event
 from steepest.transport.handshake import BusyError, Openings, names_of, prove
@@ -277,7 +276,7 @@ class WireTransport:
             self._events += [Event(channel, message) for message in messages]
             channel.await_bytes(channel._reader.missing)
             if channel._reader.missing or any(
-                m.payload is not None and m.payload.numel() >= SHARED_FROM for m in messages
+                m.payload is not None and m.payload.nbytes >= SHARED_FROM for m in messages
             ):
                 self._short = 0
             if channel._reader.failed:
@@ -296,7 +295,7 @@ class WireTransport:
         for channel in [channel for channel in self._channels if channel.pending]:
             channel.flush()
 
-    def in_use(self, memory: torch.Tensor) -> bool:
+    def in_use(self, memory: Memory) -> bool:
         """Return whether a peer may still be reading this memory, or some of it has not left yet."""
         return self.lending.in_use(memory) or any(c.holds(memory) for c in self._channels if c.pending)
 
@@ -315,7 +314,7 @@ class WireTransport:
     def count(self, message: Message) -> None:
         """Add a sent message to the counters."""
         if message.payload is not None:
-            self.bytes_sent += message.payload.numel()
+            self.bytes_sent += message.payload.nbytes
 
     def gather(self, channel: WireChannel) -> None:
         """Send what a channel has queued with the next `poll` or `pump`."""

@@ -12,11 +12,10 @@ import socket
 from collections import deque
 from typing import Protocol
 
-import torch
-
 from steepest.errors import ProtocolError
 from steepest.messages.message import Message, Peer
 from steepest.tensors import shared_memory
+from steepest.tensors.memory import Bytes, Memory, address_of
 from steepest.transport.channel import Channel
 from steepest.transport.frames import SEND_AGAIN, SENT_AGAIN, FrameReader, buffer_of, control, encode
 
@@ -37,7 +36,7 @@ class StreamOwner(Protocol):
     lends: bool
     lending: shared_memory.Lending
 
-    def sink(self, channel: Channel, message: Message, size: int, /) -> torch.Tensor | None:
+    def sink(self, channel: Channel, message: Message, size: int, /) -> Memory | None:
         """Return the memory for a payload of `size` bytes that begins to arrive."""
 
     def count(self, message: Message) -> None:
@@ -98,11 +97,11 @@ class WireChannel:
         if self.closed or self._broken:
             return
         payload, notice = message.payload, b""
-        if payload is not None and self._lender is not None and payload.numel() >= shared_memory.SHARED_FROM:
+        if payload is not None and self._lender is not None and payload.nbytes >= shared_memory.SHARED_FROM:
             notice = self._lender.lend(payload, self._to_pass, functools.partial(encode, message))
         self._append(memoryview(encode(message, notice)))
         if payload is not None and not notice:
-            self._append(buffer_of(payload), payload.data_ptr())
+            self._append(buffer_of(payload), address_of(payload))
         self._transport.count(message)
         if self.pending > _GATHERED_BYTES or notice:
             self.flush()
@@ -171,7 +170,7 @@ class WireChannel:
             self._awaited = wanted
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
-    def _borrow(self, notice: memoryview, size: int) -> torch.Tensor | None:
+    def _borrow(self, notice: memoryview, size: int) -> Bytes | None:
         found = self._borrower.borrow(notice, size, self._descriptors)
         if found is None:
             self._append(memoryview(control(SEND_AGAIN, shared_memory.NOTICE.unpack(notice)[1])))
@@ -188,7 +187,7 @@ class WireChannel:
             raise ProtocolError("a payload is wanted again of an end that lends none")
         header, payload = self._lender.take_back(slot)
         self._append(memoryview(control(SENT_AGAIN, slot) + header))
-        self._append(buffer_of(payload), payload.data_ptr())
+        self._append(buffer_of(payload), address_of(payload))
         self._transport.gather(self)
 
     def release(self) -> None:
@@ -201,14 +200,16 @@ class WireChannel:
                 os.close(descriptor)
         self._to_pass.clear()
 
-    def holds(self, memory: torch.Tensor) -> bool:
+    def holds(self, memory: Memory) -> bool:
         """Return whether queued bytes lie in this memory."""
-        begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        begin = address_of(memory)
+        end = begin + memory.nbytes
         return any(address and address < end and begin < address + data.nbytes for data, address in self._queue)
 
-    def own_pending(self, memory: torch.Tensor) -> None:
+    def own_pending(self, memory: Memory) -> None:
         """Copy queued bytes that lie in this memory, so that it may change."""
-        begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        begin = address_of(memory)
+        end = begin + memory.nbytes
         for index, (data, address) in enumerate(self._queue):
             if address and address < end and begin < address + data.nbytes:
                 self._queue[index] = (memoryview(bytes(data)), 0)

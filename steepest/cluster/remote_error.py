@@ -1,0 +1,18 @@
+"""How an exception of a job's process travels to the driver."""
+
+from __future__ import annotations
+
+
+class RemoteError(Exception):
+    """An exception of another process as text, which travels although the exception itself may not.
+
+    Attributes:
+        told: as `describe_error` returns it.
+    """
+
+    def __init__(self, told: dict[str, str]) -> None:
+        super().__init__(told)
+        self.told = told
+
+    def __str__(self) -> str:
+        return self.told["error"]

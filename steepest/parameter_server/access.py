@@ -1,0 +1,108 @@
+"""How a process reaches the servers of a parameter server."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from steepest.errors import DeadlineError, PeerLostError
+from steepest.messages.message import COORDINATOR, server_peer
+from steepest.parameter_server.connection import Connection
+from steepest.parameter_server.group import ServerGroup
+from steepest.transport.channel import Address
+from steepest.transport.connect import connect
+from steepest.transport.ray_calls import Callee, CallTransport
+from steepest.transport.router import Router
+from steepest.transport.sockets import WireTransport
+
+
+@dataclass(frozen=True)
+class Access:
+    """All that a process needs to use a parameter server.
+
+    Attributes:
+        servers: their actors; whoever holds these keeps the servers alive.
+        addresses: where they listen; empty when they are reached by calls.
+        token: the secret of these servers.
+        timeout: seconds that a call may take.
+        max_in_flight: pushes that nobody waits for.
+        ways: how everybody talks; "ray" for calls.
+    """
+
+    group: ServerGroup
+    servers: tuple[Any, ...]
+    addresses: tuple[Address, ...]
+    token: bytes = field(repr=False)
+    timeout: float
+    max_in_flight: int
+    ways: str
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        return f"parameter server of {self.group.num_servers} servers"
+
+    def callees(self, count: int) -> list[Address | Callee]:
+        """How to reach the first servers."""
+        if self.addresses:
+            return list(self.addresses[:count])
+        hosted = [(server_peer(i), COORDINATOR) if i == 0 else (server_peer(i),) for i in range(count)]
+        return [Callee(peers, actor) for peers, actor in zip(hosted, self.servers, strict=False)]
+
+    def connect(self) -> Connection:
+        """Connect this process.
+
+        Raises:
+            PeerLostError: a server is not there any more.
+            DeadlineError: one does not answer.
+            ConfigurationError: this process is on another node, which the transport excludes.
+        """
+        deadline, group = time.monotonic() + self.timeout, self.group
+        router = Router()
+        index = secrets.randbelow(1 << 31)
+        peers = group.user_peers(index)
+        transport: WireTransport | CallTransport = CallTransport(router.destination, peers)
+        usable = _same_ray()
+        if self.addresses:
+            usable = _always
+            node = ray.get_runtime_context().get_node_id()
+            transport = WireTransport(self.token, peers, node, router.destination, self.ways)
+        router.use(transport)
+        pusher = group.host_user(router, index)
+        connection = Connection(
+            router,
+            pusher,
+            lambda: group.host_client(router, index),  # not of `self`, whose actors the connection would keep alive
+            name=self.name,
+            timeout=self.timeout,
+            max_in_flight=self.max_in_flight,
+            usable=usable,
+        )
+        try:
+            for other in self.callees(len(self.servers)):
+                router.attach(connect(transport, other, max(deadline - time.monotonic(), 0.001)))
+        except PeerLostError as error:
+            connection.close()
+            raise PeerLostError(f"{self.name}: {error}: it was shut down or died") from error
+        except DeadlineError as error:
+            connection.close()
+            raise DeadlineError(f"{self.name}: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _always() -> bool:
+    return True
+
+
+def _same_ray() -> Callable[[], bool]:
+    """Tells whether Ray is still what it is now; a call that finds it shut down would begin another one."""
+    job = ray.get_runtime_context().get_job_id()
+    return lambda: ray.is_initialized() and ray.get_runtime_context().get_job_id() == job

@@ -1,0 +1,89 @@
+"""What server processes of a parameter server host: servers, and the coordinator beside the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from steepest.engine.coordinator_role import CoordinatorRole
+from steepest.engine.server import Server, ServerMode
+from steepest.engine.topology import Hosts, Topology
+from steepest.errors import ConfigurationError
+from steepest.messages.message import COORDINATOR, server_peer
+from steepest.optim.spec import OptimizerSpec
+from steepest.parameter_server.arrays import ArrayTree, called, element_type, named_arrays
+from steepest.parameter_server.group import ServerGroup
+from steepest.protocol.commit_rules import CommitEach
+from steepest.protocol.open_coordinator import OpenCoordinator
+from steepest.transport.router import Router
+
+#: Builds a torch optimizer over the parameters, given in the order of their names.
+OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> OptimizerSpec:
+    """Return the recipe of the optimizer that a user's function builds over arrays.
+
+    Raises:
+        ConfigurationError: no optimizer over all of them, or they are not arrays of floating-point numbers.
+    """
+    named = named_arrays(initial, "initial")
+    elements = {name: element_type(value, name) for name, value in named.items()}
+    for name, element in elements.items():
+        if not element.is_floating_point:
+            raise ConfigurationError(f"{called(name)} is {element.name}: only floating-point arrays take an optimizer")
+    if not callable(optimizer):
+        raise ConfigurationError(
+            f"optimizer= is a {type(optimizer).__name__}: give a function that builds a torch optimizer over "
+            "a list of parameters"
+        )
+    parameters = {
+        name: torch.nn.Parameter(torch.zeros(tuple(value.shape), dtype=elements[name].dtype))
+        for name, value in named.items()
+    }
+    spec = OptimizerSpec.read(optimizer(list(parameters.values())), {id(p): n for n, p in parameters.items()})
+    missing = parameters.keys() - spec.trainable()
+    if missing:
+        raise ConfigurationError(f"the optimizer leaves out {called(min(missing))}: build it over all of them")
+    return spec
+
+
+def host_server(
+    group: ServerGroup, spec: OptimizerSpec | None, router: Router, index: int, weights: torch.Tensor
+) -> Server:
+    """Host a server in this process, and the coordinator if it is the first.
+
+    Args:
+        spec: the optimizer; None where updates are added.
+        index: of the server.
+        weights: the flat vector, with the initial values where the server holds a chunk.
+    """
+    peer = server_peer(index)
+    server = Server(
+        index,
+        Topology(group.arrays.layout, group.holders, Hosts.apart(0, group.num_servers)),
+        spec,
+        weights,
+        router.sender(peer),
+        router.in_use,
+        mode=ServerMode(together=False, open_to_all=True, checked=group.nonfinite != "pass"),
+    )
+    router.host(peer, server)
+    router.admit(group.admission)
+    if index == 0:
+        _host_coordinator(group, router)
+    return server
+
+
+def _host_coordinator(group: ServerGroup, router: Router) -> None:
+    coordinator = OpenCoordinator(
+        members=frozenset(),
+        servers=tuple(range(group.num_servers)),
+        holding=frozenset(group.owners),
+        rule=CommitEach(),
+        hyperparameters=lambda step: [],
+        step_timeout=float("inf"),
+        nonfinite=group.nonfinite,
+    )
+    router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR)))

@@ -1,0 +1,53 @@
+"""Flat memory that payloads lie in: of NumPy or of torch, so that a process without tensors does without torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+#: Contiguous one-dimensional uint8 memory: a NumPy array or a CPU tensor.
+Memory = Any
+
+
+def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a torch tensor, without importing torch."""
+    return (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor)
+
+
+def as_array(memory: Memory) -> Bytes:
+    """Return memory as a NumPy array of the same bytes, without a copy."""
+    array: Bytes = memory if isinstance(memory, np.ndarray) else memory.numpy()
+    return array
+
+
+def as_tensor(memory: Memory) -> torch.Tensor:
+    """Return memory as a tensor of the same bytes, without a copy; imports torch."""
+    import torch
+
+    return torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
+
+
+def address_of(memory: Memory) -> int:
+    """Return the address of memory's first byte."""
+    address: int = memory.__array_interface__["data"][0] if isinstance(memory, np.ndarray) else memory.data_ptr()
+    return address
+
+
+def clone(memory: Memory) -> Memory:
+    """Return a copy, of the same kind."""
+    return memory.copy() if isinstance(memory, np.ndarray) else memory.clone()
+
+
+def copy_bytes(target: Memory, source: Memory) -> None:
+    """Copy memory into other memory of the same size; with torch's threads where either is a tensor."""
+    if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
+        target[:] = source
+    else:
+        as_tensor(target).copy_(as_tensor(source))
