@@ -243,7 +243,8 @@ def test_a_callback_may_push_on_but_not_wait(setup: Setup) -> None:
     assert setup.pull()[0] == 4
 
 
-def test_closing_ends_whatever_waits_in_any_thread(setup: Setup) -> None:
+def test_closing_ends_whatever_waits_in_any_thread() -> None:
+    setup = Setup(timeout=1e9)  # whoever waits takes turns, in each of which time passes
     setup.silence()
     setup.push_async()  # for flush to wait for
     begun = threading.Semaphore(0)

@@ -109,6 +109,9 @@ def test_training_goes_on_and_what_is_due_later_is_kept(
         disk.error = error
         disk.works.set()
         assert disk.over.acquire(timeout=60)  # it has come back
+        for thread in threading.enumerate():
+            if thread.name == "steepest-keeping":
+                thread.join(60)
         reach(job, found, disk, 50)
     assert kept(tmp_path) == ([10, 50] if error else [10, 20, 50])
     found.close(None)

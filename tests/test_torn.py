@@ -263,5 +263,6 @@ def test_of_a_server_that_is_killed_nobody_keeps_memory(crew: Crew, index: int) 
     until(lambda: other.ask().channels == 0)
     assert not holders_of(made)
     rooms = other.ask().rooms
-    # the coordinator lived beside server 0: what is staged whole, one push of each pusher and its board, stays
-    assert rooms <= len(memory_of(other.pid)) <= rooms + (4 if index == 0 else 0)
+    # The coordinator lived beside server 0: what is staged whole stays, one push of each pusher, which may lie in two
+    # regions of its outbox, and its board.
+    assert rooms <= len(memory_of(other.pid)) <= rooms + (6 if index == 0 else 0)

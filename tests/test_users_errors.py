@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 
 from steepest import IndexedStream, TorchModel
 from steepest.cluster.diagnostics import raise_step_error
+from steepest.cluster.remote_error import RemoteError
 from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, SimpleStrategy
 from steepest.errors import (
     ModelError,
     ModelRaisedError,
-    RemoteError,
     ShutdownError,
     SteepestError,
     describe_error,
