@@ -198,7 +198,9 @@ def test_what_is_read_amid_training_is_one_version_though_messages_come_twice(
 ) -> None:
     trainee = task(None)
     amid = set()
-    for seed in (first, first + 1):
+    for seed in range(first, first + 50):
+        if len(amid) > 1 and seed > first + 1:
+            break
         cluster = make(name, trainee, shuffle=seed)
         cluster.network.filter = Twice(kind)
         cluster.client.ask(STEPS, True)
