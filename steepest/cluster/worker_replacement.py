@@ -251,7 +251,10 @@ class Successors:
         with self.paused():  # what follows calls the others
             while True:
                 for index, start in list(self.starting.items()):
-                    self._join_if_up(index, self._wait_for(index, start) if wait else start)
+                    if wait:  # one that is not up by its deadline ends in an error there
+                        self._join(index, self._wait_for(index, start))
+                    else:
+                        self._join_if_up(index, start)
                 if not wait or not self.starting:
                     return
 
@@ -414,7 +417,7 @@ class Successors:
                     raise
 
     def _tell(self, workers: Collection[int]) -> None:
-        """Workers learn where all the others listen; who has died meanwhile is replaced next."""
+        """Have workers learn where all the others listen; pass over a worker that dies, which is replaced next."""
         cluster = self._cluster
         calls = {i: cluster.actors[worker_peer(i)].join.remote(cluster.stored_job, cluster.listening) for i in workers}
         for index, call in calls.items():
