@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from steepest.compression.codecs import Packer
+from steepest.compression.codecs import GradientCompressor
 from steepest.engine.push_pull import PushPull
 from steepest.engine.server_chunk import ServerChunk
 from steepest.models.torch import TorchModel
@@ -18,7 +18,7 @@ from steepest.transport.stream import WireChannel
 PARTS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     ("compute", TorchModel, ("compute_gradients",)),  # with the copy of gradients into the flat vector
     ("push", PushPull, ("ready",)),
-    ("pack", Packer, ("pack",)),
+    ("pack", GradientCompressor, ("pack",)),
     ("send", WireChannel, ("flush",)),
     ("receive", FrameReader, ("read",)),  # with the copy of weights into the model
     ("check", ServerChunk, ("squares", "check")),

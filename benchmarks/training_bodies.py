@@ -22,16 +22,16 @@ from steepest.engine.job import (
     Job,
     build_models,
     build_replicas,
+    host_aggregator,
     host_client,
     host_coordinator,
-    host_relay,
     host_server,
     host_worker,
 )
 from steepest.engine.replicas import Replicas
 from steepest.engine.strategy import make_strategy
-from steepest.engine.topology import Hosts
-from steepest.messages.message import COORDINATOR, Kind, Peer, relay_peer, server_peer, worker_peer
+from steepest.engine.topology import HostMap
+from steepest.messages.message import COORDINATOR, Kind, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.models.protocol import Model
 from steepest.models.torch import TorchModel
 from steepest.tensors.allocator import keep_freed_memory, start_thread
@@ -118,7 +118,7 @@ def make_job(
     models, description = build_models(creator, 0, 1, 0, make_strategy(config).cut)
     worker_hosts, server_hosts = (tuple(index % hosts for index in range(count)) for count in (workers, servers))
     gathers = not (allreduce and hosts == 1)  # there each member updates its own weights, and nothing has to cross
-    places = Hosts(worker_hosts, server_hosts, gathers)
+    places = HostMap(worker_hosts, server_hosts, gathers)
     return Job(description, config, workers, 1, servers, 0, DEADLINE, hosts=places), models
 
 
@@ -134,7 +134,7 @@ def take_part(
 ) -> None:
     """One process: a server, a worker, or a worker with a server on its own weights.
 
-    The coordinator lives beside the first server, a host's relay beside its first, the client, which asks for steps,
+    The coordinator lives beside the first server, a host's aggregator beside its first, the client, which asks for steps,
     beside the first worker. A turn ends when this process' worker has the last weights: they belong to it, not to
     whoever is next on this network.
 
@@ -185,17 +185,17 @@ def take_part(
 
 def _host_servers(router: Router, plan: Job, index: int, replicas: Replicas, *, beside: bool) -> list[Peer]:
     """A server, and who lives beside it; `beside` a worker it updates that worker's own weights."""
-    peers, relay = [server_peer(index)], index in plan.places.relays
+    peers, aggregator = [server_peer(index)], index in plan.places.aggregators
     weights = replicas.weights if beside else allocate(replicas.weights.numel())
     if not beside:
         weights.copy_(replicas.weights)
     if index == 0:
         peers.append(COORDINATOR)
         host_coordinator(router, plan)
-    host_server(router, plan, index, weights, shared=relay or beside)
-    if relay:
-        peers.append(relay_peer(index))
-        host_relay(router, plan, index, weights)
+    host_server(router, plan, index, weights, shared=aggregator or beside)
+    if aggregator:
+        peers.append(aggregator_peer(index))
+        host_aggregator(router, plan, index, weights)
     return peers
 
 

@@ -19,8 +19,8 @@ import torch
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoints
 from steepest.cluster import remote_functions
-from steepest.cluster.checkpoint_manager import Keeping
-from steepest.cluster.directory_lock import Claim
+from steepest.cluster.checkpoint_manager import CheckpointManager
+from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.dropped_trainers import drop
 from steepest.cluster.fit_loop import fit
 from steepest.cluster.job_state import JobState
@@ -29,7 +29,7 @@ from steepest.cluster.placement import worker_bundle
 from steepest.cluster.process import WorkerView
 from steepest.cluster.recovery import Recovery
 from steepest.cluster.remote_functions import name_of
-from steepest.cluster.resizing import Range, Resize
+from steepest.cluster.resizing import Resize, WorkerRange
 from steepest.cluster.training import Training
 from steepest.config.run import RunConfig
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig, as_strategy
@@ -120,8 +120,8 @@ class DistributedSGD:
         self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
         self._cluster: Cluster | None = None
         with contextlib.ExitStack() as undo:
-            claim = Claim(checkpoints)
-            undo.callback(claim.release)
+            lock = DirectoryLock(checkpoints)
+            undo.callback(lock.release)
             self._cluster = cluster = Cluster(
                 model_creator, (least, most), devices, gpu, chosen, seed, run_config, accumulate
             )
@@ -129,8 +129,8 @@ class DistributedSGD:
             self._training = Training(cluster, run_config.deadlines.step)
             self._state = JobState(self._training)
             cluster.recovery = Recovery(cluster, self._state)
-            self._training.range = Range(cluster, least, most, self._state)
-            self._keeping = Keeping(checkpoints, claim, self._training, self._state)
+            self._training.range = WorkerRange(cluster, least, most, self._state)
+            self._keeping = CheckpointManager(checkpoints, lock, self._training, self._state)
             self._keeping.resume()
             self._events = EventFeed(cluster.events)
             undo.pop_all()

@@ -21,7 +21,7 @@ from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import host_server, read_optimizer
 from steepest.parameter_server.pusher import Pusher
 from steepest.testing import Link, Network, server_peers
-from steepest.testing.kept import pushes_of, role_of, unanswered, undecided
+from steepest.testing.inspection import pushes_of, role_of, unanswered, undecided
 from steepest.transport.router import Router
 
 T = TypeVar("T")

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
-from steepest.engine.chunk_transfer import ChunkState, Kept
+from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.server import Server
 from steepest.engine.server_chunk import ServerChunk
-from steepest.engine.survivors import Salvage
+from steepest.engine.survivors import RecoveredState
 from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, same_bits, samples, sgd
@@ -164,7 +164,7 @@ class Moody(nn.Module):
         return self.last(hidden)
 
 
-def salvaged_weights(cluster: InProcessCluster, found: Salvage) -> dict[str, torch.Tensor]:
+def salvaged_weights(cluster: InProcessCluster, found: RecoveredState) -> dict[str, torch.Tensor]:
     """What lies in the servers that a salvage names, by server index; all that have a chunk have the same of it."""
     layout = cluster.job.description.layout
     flat = layout.allocate()
@@ -178,9 +178,9 @@ def salvaged_weights(cluster: InProcessCluster, found: Salvage) -> dict[str, tor
 
 def hand_over(before: InProcessCluster, after: InProcessCluster) -> None:
     """Chunks of one job for another; a server lives in the process of that of its index before, if there was one."""
-    kept = [Kept([server]) for server in before.servers]
+    kept = [RetainedChunks([server]) for server in before.servers]
     for index, server in enumerate(after.servers):
-        own = kept[index] if index < len(kept) else Kept()
+        own = kept[index] if index < len(kept) else RetainedChunks()
         given: dict[int, ChunkState] = {}
         for chunk in server.chunks:
             holders = before.job.holders[chunk]

@@ -32,12 +32,12 @@ TARGETS = (
 )  # fmt: skip
 #: tests that are likely to notice come first, so that most mutants cost seconds
 FIRST = {
-    "protocol/coordinator": ["coordinator", "leftovers", "rules", "modes", "successors", "fault_scripts", "pushes"],
-    "engine/server": ["pushes", "modes", "put", "rooms", "precision", "fault_scripts"],
+    "protocol/coordinator": ["coordinator", "leftovers", "commit_rules", "modes", "worker_replacement", "fault_scripts", "pushes"],
+    "engine/server": ["pushes", "modes", "snapshots", "weight_buffers", "precision", "fault_scripts"],
     "engine/server_chunk": ["pushes", "clip", "optimizer", "modes", "one_copy"],
     "protocol/push_tracking": ["pushes", "coordinator", "modes", "clip", "fault_scripts"],
-    "data/sampler": ["sampler", "leftovers", "sources", "successors"],
-    "checkpoint/files": ["checkpoint", "leftovers", "keeping", "damage"],
+    "data/sampler": ["sampler", "leftovers", "sources", "worker_replacement"],
+    "checkpoint/files": ["checkpoint", "leftovers", "checkpoint_manager", "damage"],
 }
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

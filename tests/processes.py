@@ -22,7 +22,7 @@ from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import host_server
 from steepest.tensors.shared_memory import BOARD_BYTES, allocate
-from steepest.testing.kept import channels_of, rooms_of, unsent_of
+from steepest.testing.inspection import channels_of, weight_buffers_of, unsent_of
 from steepest.transport.channel import Address
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
@@ -142,7 +142,7 @@ def _serve(pipe: Pipe, group: ServerGroup, index: int, ways: str) -> None:
     router.start("server")
 
     def status() -> Status:
-        return Status(channels_of(wire), rooms_of(server), unsent_of(wire))
+        return Status(channels_of(wire), weight_buffers_of(server), unsent_of(wire))
 
     while True:
         pipe.send(router.call(status).result(SECONDS))

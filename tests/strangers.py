@@ -8,7 +8,7 @@ import itertools
 import socket
 
 from steepest.transport.channel import Address
-from tests.test_wire import GREETING, RUDE
+from tests.test_sockets import GREETING, RUDE
 
 SAID = [said for said in RUDE.values() if b"M" * 32 not in said]
 

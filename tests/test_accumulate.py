@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from steepest import DistributedSGD, RunConfig
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.kept import replicas_of
+from steepest.testing.inspection import replicas_of
 from tests.drawn import seeds
 from tests.modes import EACH, MODES, Moody, check, make, shares, trained
 from tests.pairs import grid
@@ -90,8 +90,8 @@ def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str, se
     assert not same_bits(replay(replace(log, accumulate=1), task.creator()), cluster.weights())
 
 
-@pytest.mark.parametrize("places", [Hosts((0, 0, 1), (0, 1), gathers=True), Hosts((0, 0, 0), (0, 0), gathers=True)])
-def test_a_hosts_workers_add_up_what_they_added_up(places: Hosts) -> None:
+@pytest.mark.parametrize("places", [HostMap((0, 0, 1), (0, 1), gathers=True), HostMap((0, 0, 0), (0, 0), gathers=True)])
+def test_a_hosts_workers_add_up_what_they_added_up(places: HostMap) -> None:
     task = Task(optimizer=sgd(momentum=0.9))
     cluster = make("sync", task, 3, accumulate=2, hosts=places)
     trained(cluster, STEPS)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import HostMap
 from steepest.messages.message import Kind, Message, Peer
 from steepest.messages.permissions import OPEN, TRAINING
 from steepest.testing import Fault, InProcessCluster, Link, Network
@@ -22,7 +22,7 @@ from tests.reference import Task, Weights, same_bits, sgd
 
 STEPS = 3
 WORDS = 12  # that are said to one job
-JOBS = ("sync", "relays", "copies", "allreduce", "replicated", "async-drop", "backup", "ssp-0")
+JOBS = ("sync", "aggregators", "copies", "allreduce", "replicated", "async-drop", "backup", "ssp-0")
 SEEDS = st.integers(0, 2**48)
 few = settings(deadline=None, database=None, phases=(Phase.generate,))
 
@@ -32,8 +32,8 @@ def task() -> Task:
 
 
 def job(name: str) -> InProcessCluster:
-    if name == "relays":
-        hosts = Hosts((0, 0, 1), (0, 1), gathers=True)
+    if name == "aggregators":
+        hosts = HostMap((0, 0, 1), (0, 1), gathers=True)
         return make("sync", task(), hosts=hosts)
     return make(name, task())
 
@@ -68,7 +68,7 @@ def undisturbed(name: str) -> tuple[Weights, tuple[Message, ...]]:
 
 def said_in_trouble(name: str) -> list[Message]:
     """What is said when a model raises and a worker dies, where another one takes its place."""
-    name = "sync" if name == "relays" else name
+    name = "sync" if name == "aggregators" else name
     replaced = name not in ("allreduce", "replicated")
     kill = [Fault.kill("worker", 0, step=3)] if replaced else []
     cluster = make(name, task(), replaces=replaced, faults=[Fault.raises("worker", 1, step=1), *kill])

@@ -15,7 +15,7 @@ from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
-from steepest.testing.kept import replicas_of
+from steepest.testing.inspection import replicas_of
 from tests.modes import trained
 from tests.reference import Weights, same_bits, samples, sgd, snapshot
 

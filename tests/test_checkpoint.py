@@ -16,7 +16,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from steepest import DistributedSGD, ParameterServerStrategy, SimpleStrategy
-from steepest.checkpoint.files import MANIFEST, Checkpoint, Owner, assemble, disassemble, read, write
+from steepest.checkpoint.files import MANIFEST, Checkpoint, JobSignature, assemble, disassemble, read, write
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
@@ -238,7 +238,7 @@ STATE_OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
 
 def test_the_owner_says_what_does_not_fit() -> None:
     layout = ParameterLayout.plan([("w", (3,), torch.float32, True)])
-    owner = Owner(layout, "torch.optim.Adam", {}, 16, {})
+    owner = JobSignature(layout, "torch.optim.Adam", {}, 16, {})
     owner.check(content())
     cases = [
         (replace(owner, optimizer="torch.optim.SGD"), "optimizer torch.optim.Adam, this job has torch.optim.SGD"),

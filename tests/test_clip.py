@@ -13,12 +13,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from steepest import DistributedSGD, RunConfig
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Message
 from steepest.observe.results import StepResult
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.kept import gradient_of
+from steepest.testing.inspection import gradient_of
 from tests.drawn import seeds
 from tests.modes import EACH, MODES, Moody, check, make, trained
 from tests.pairs import grid
@@ -104,8 +104,8 @@ def test_what_counts_counts_once(name: str, size: tuple[int, int], chunk_bytes: 
     assert min(compare(COUNTED[name], ps(2, chunk_bytes), *size)) > 0
 
 
-@pytest.mark.parametrize("hosts", [Hosts((0, 0, 1), (0, 1), gathers=True), Hosts((0, 0, 0), (0, 0), gathers=True)])
-def test_hosts_that_add_up_first(hosts: Hosts) -> None:
+@pytest.mark.parametrize("hosts", [HostMap((0, 0, 1), (0, 1), gathers=True), HostMap((0, 0, 0), (0, 0), gathers=True)])
+def test_hosts_that_add_up_first(hosts: HostMap) -> None:
     compare(TASKS["momentum"], ps(2), 3, hosts=hosts)
 
 
@@ -129,7 +129,7 @@ def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(
 def test_what_travels_narrow_is_clipped_as_it_arrives(name: str, wire_dtype: str) -> None:
     task = Task(lambda: perceptron(torch.float32), sgd(momentum=0.9), samples(31, dtype=torch.float32))
     servers = (0, 1, 1) if name == "allreduce" else (0, 1)
-    hosts = Hosts((0, 1, 1), servers, gathers=name != "async")
+    hosts = HostMap((0, 1, 1), servers, gathers=name != "async")
     cluster = make(name, task, 3, settings={"clip_norm": CLIP, "wire_dtype": wire_dtype}, hosts=hosts, accumulate=2)
     results = trained(cluster, 8)
     log = check(cluster, task)

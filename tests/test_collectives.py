@@ -16,7 +16,7 @@ from steepest import collectives
 from steepest.collectives import shared_memory_reduce
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.tensors.shared_memory import AVAILABLE
-from steepest.testing.kept import rooms_of
+from steepest.testing.inspection import weight_buffers_of
 from tests.members import Member, group_of, pattern, together, torch_groups, wire_group
 
 SIZES = [1, 2, 3]
@@ -252,7 +252,7 @@ def test_in_shared_memory_only_notices_pass_through_the_socket(host: Any) -> Non
         with collectives.using(member):
             for _ in range(3):
                 assert bool((collectives.all_reduce(torch.ones(2_000_000)) == 2).all())
-        return rooms_of(member)
+        return weight_buffers_of(member)
 
     assert together(members, do) == [2, 2]
     assert sizes == [[], []]  # nothing was copied into an outbox
@@ -272,7 +272,7 @@ def test_a_failed_one_leaves_inputs_and_memory_that_others_may_be_reading(host: 
             with pytest.raises(DeadlineError, match="member 1"):
                 collectives.all_reduce(tensor)
             member.abort("enough")
-            return not rooms_of(member)
+            return not weight_buffers_of(member)
 
     members = host(2, 20.0)
     members[0].deadline = 0.2

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from examples.data import load_mnist
-from steepest.compression.codecs import make_packing
+from steepest.compression.codecs import make_codec
 from steepest.config.compression import Int8, PowerSGD, TopK
 from steepest.config.run import data_directory
 from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
@@ -67,9 +67,9 @@ def test_all_members_hold_the_same_bits_and_send_what_the_formula_says(workers: 
     results = trained(cluster, 5)
     weights = worker_weights(cluster, 5)
     assert all(torch.equal(weights[0], other) for other in weights[1:])
-    layout, packing = cluster.job.description.layout, make_packing(CHOICES[choice])
-    assert packing is not None
-    size = sum(packing.size(layout, chunk) or chunk.nbytes for chunk in layout.chunks)
+    layout, codec = cluster.job.description.layout, make_codec(CHOICES[choice])
+    assert codec is not None
+    size = sum(codec.size(layout, chunk) or chunk.nbytes for chunk in layout.chunks)
     assert size < layout.nbytes
     full = [result.values()["bytes_pushed"] for result in results if result.values()["samples"] == 2 * workers]
     assert full
@@ -90,14 +90,14 @@ def test_one_worker_and_workers_of_one_host_send_nothing_compressed(way: str) ->
     assert difference(alone.weights(), WIDE.train(1, 10)) < 1e-5
     if way in ("allreduce", "ps"):
         servers = (0, 0, 0) if way == "allreduce" else (0, 0)
-        together = training(way, TopK(0.01), 3, hosts=Hosts((0, 0, 0), servers))
+        together = training(way, TopK(0.01), 3, hosts=HostMap((0, 0, 0), servers))
         trained(together, 10)
         assert difference(together.weights(), WIDE.train(3, 10)) < 1e-5
 
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_beside_a_relay_each_worker_packs_its_own(choice: str) -> None:
-    cluster = training("ps", CHOICES[choice], 4, hosts=Hosts((0, 0, 1, 1), (0, 1), gathers=True))
+    cluster = training("ps", CHOICES[choice], 4, hosts=HostMap((0, 0, 1, 1), (0, 1), gathers=True))
     trained(cluster, 6)
     check(cluster, WIDE)
 

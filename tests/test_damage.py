@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from steepest.checkpoint.files import Checkpoint, read, write
 from steepest.checkpoint.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
-from steepest.cluster.checkpoint_manager import Shelf
+from steepest.cluster.checkpoint_manager import CheckpointDirectory
 from steepest.errors import CheckpointError
 from steepest.tensors.safetensors_file import read_tensors
 from tests.reference import same_bits
@@ -111,8 +111,8 @@ def test_what_it_says_is_of_the_right_kind(key: str, value: Any) -> None:
 
 
 def test_every_damage_is_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shelf = Shelf(tmp_path, 100)
-    shelf.put(content(1.0, 1))
+    directory = CheckpointDirectory(tmp_path, 100)
+    directory.put(content(1.0, 1))
     deep, name = b"[" * 100_000, {**FILES["weights"], "name": "a\0b"}
     manifests = [
         deep,
@@ -123,8 +123,8 @@ def test_every_damage_is_passed_over_with_a_warning(tmp_path: Path, caplog: pyte
         RAW,
     ]
     for raw in manifests:
-        (shelf.put(content(2.0, 2)) / MANIFEST).write_bytes(raw)
-    found = Shelf(tmp_path, 100).newest()
+        (directory.put(content(2.0, 2)) / MANIFEST).write_bytes(raw)
+    found = CheckpointDirectory(tmp_path, 100).newest()
     assert found is not None
     assert found[0].name == "000001-step-1"
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(manifests)

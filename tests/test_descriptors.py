@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steepest.engine.host_aggregator import Relay
-from steepest.engine.topology import Hosts
+from steepest.engine.host_aggregator import HostAggregator
+from steepest.engine.topology import HostMap
 from steepest.messages.message import COORDINATOR, Kind, Message, server_peer, worker_peer
 from steepest.tensors import shared_memory
 from steepest.tensors.shared_memory import SHARED_FROM, Segment, allocate, forget_writes, make_writable, segment_of
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.transport.channel import Channel
 from tests.limits import limited
-from tests.test_wire import Node, client, ends, node, server, together, until  # noqa: F401 - fixtures
+from tests.test_sockets import Node, client, ends, node, server, together, until  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 WORKER = worker_peer(0)
@@ -184,11 +184,13 @@ def test_what_a_reader_wrote_is_forgotten_although_it_cannot_look_where(
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_vector_that_is_copied_when_it_is_sent_is_not_shown_to_be_shared(shown: bool) -> None:
     """Who used the copy as its own would see the weights of the beginning for ever."""
-    cluster = InProcessCluster(linear_model_creator(), num_workers=2, hosts=Hosts((0, 0), (0,), gathers=True))
+    cluster = InProcessCluster(linear_model_creator(), num_workers=2, hosts=HostMap((0, 0), (0,), gathers=True))
     layout, sent = cluster.job.description.layout, []
-    relay = Relay(0, cluster.job.topology, layout.allocate(), lambda *what: sent.append(what), shown=shown)
+    aggregator = HostAggregator(
+        0, cluster.job.topology, layout.allocate(), lambda *what: sent.append(what), shown=shown
+    )
     weights = Message(Kind.WEIGHTS, 1, chunk=0, meta={"reload": True})
-    weights.payload = relay.destination(weights, layout.chunk_view(layout.allocate(), 0).numel())
-    relay.handle(server_peer(0), weights)
+    weights.payload = aggregator.destination(weights, layout.chunk_view(layout.allocate(), 0).numel())
+    aggregator.handle(server_peer(0), weights)
     kinds = [message.kind for target, message in sent if target == worker_peer(0)]
     assert kinds == [Kind.WEIGHTS_SHARED] * shown + [Kind.WEIGHTS]

@@ -17,7 +17,7 @@ from torch import nn
 
 from steepest import DeadlineConfig, DistributedSGD, RunConfig
 from steepest.checkpoint.files import Checkpoint, read, write
-from steepest.tensors.dtypes import Tensors, as_bytes, merged
+from steepest.tensors.dtypes import Tensors, as_bytes, merge_replicas
 from steepest.tensors.safetensors_file import read_tensors, write_tensors
 from tests.reference import Task, samples, sgd
 from tests.test_checkpoint import about
@@ -54,8 +54,8 @@ def same(first: torch.Tensor, second: torch.Tensor) -> bool:
 @dtypes
 def test_one_replica_has_what_it_has(dtype: torch.dtype) -> None:
     for value in (some(dtype, 3, 2), empty(dtype, 0, 2), some(dtype, 1)[0]):
-        assert same(merged([value], [1.0]), value)
-        found = merged([value, value], [1.0, 1.0])
+        assert same(merge_replicas([value], [1.0]), value)
+        found = merge_replicas([value, value], [1.0, 1.0])
         assert same(found, value)
         assert found.data_ptr() != value.data_ptr() or not value.numel()
 
@@ -68,13 +68,13 @@ def test_integers_are_at_their_greatest(dtype: torch.dtype) -> None:
         torch.tensor([info.max, 2, 3], dtype=dtype),
         torch.tensor([0, 0, 3], dtype=dtype),
     ]
-    assert same(merged(values, [1.0] * 3), torch.tensor([info.max, 2, 3], dtype=dtype))
-    assert same(merged([value[0] for value in values], [1.0] * 3), torch.tensor(info.max, dtype=dtype))
+    assert same(merge_replicas(values, [1.0] * 3), torch.tensor([info.max, 2, 3], dtype=dtype))
+    assert same(merge_replicas([value[0] for value in values], [1.0] * 3), torch.tensor(info.max, dtype=dtype))
 
 
 def test_a_bool_is_true_where_any_is() -> None:
     values = [torch.tensor([True, False, False]), torch.tensor([True, True, False])]
-    assert same(merged(values, [1.0, 1.0]), torch.tensor([True, True, False]))
+    assert same(merge_replicas(values, [1.0, 1.0]), torch.tensor([True, True, False]))
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
@@ -82,10 +82,10 @@ def test_numbers_are_at_their_weighted_mean(dtype: torch.dtype) -> None:
     def tensor(*values: complex) -> torch.Tensor:
         return torch.tensor(values if dtype.is_complex else [value.real for value in values]).to(dtype)
 
-    assert same(merged([tensor(1, 4), tensor(5, 4)], [3.0, 1.0]), tensor(2, 4))
-    assert same(merged([tensor(1, 4), tensor(5, 4)], [0.0, 0.0]), tensor(1, 4))
+    assert same(merge_replicas([tensor(1, 4), tensor(5, 4)], [3.0, 1.0]), tensor(2, 4))
+    assert same(merge_replicas([tensor(1, 4), tensor(5, 4)], [0.0, 0.0]), tensor(1, 4))
     if dtype.is_complex:
-        found = merged([tensor(1j, complex("inf")), tensor(2, 1)], [1.0, 1.0])
+        found = merge_replicas([tensor(1j, complex("inf")), tensor(2, 1)], [1.0, 1.0])
         assert same(found, tensor(1 + 0.5j, complex("inf")))
 
 
@@ -93,15 +93,15 @@ def test_numbers_are_at_their_weighted_mean(dtype: torch.dtype) -> None:
 def test_complex_means_are_those_of_their_parts(values: list[complex]) -> None:
     weights = [float(index + 1) for index in range(len(values))]
     tensors = [torch.tensor([value], dtype=torch.complex128) for value in values]
-    found = merged(tensors, weights)
+    found = merge_replicas(tensors, weights)
     for part in ("real", "imag"):
-        assert same(getattr(found, part), merged([getattr(value, part) for value in tensors], weights))
+        assert same(getattr(found, part), merge_replicas([getattr(value, part) for value in tensors], weights))
 
 
 def test_a_view_is_merged_as_what_it_shows() -> None:
     value = torch.tensor([1 + 2j, 3 - 1j])
     for view in (value.conj(), value.flip(0), torch.stack([value, value]).T):
-        assert same(merged([view, view], [1.0, 1.0]), view.resolve_conj().contiguous())
+        assert same(merge_replicas([view, view], [1.0, 1.0]), view.resolve_conj().contiguous())
         assert same(pickle.loads(pickle.dumps(Tensors(a=view)))["a"], view.resolve_conj().contiguous())
 
 

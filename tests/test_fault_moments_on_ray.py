@@ -103,7 +103,7 @@ APPLIED = f"chunks {SOME} are updated, {SOME} are not"
 SERVED = {
     "push": r"chunk \d+ has come from worker \d",
     "apply": APPLIED,
-    "pull": r"chunk \d+ has left for (worker|relay) \d",
+    "pull": r"chunk \d+ has left for (worker|aggregator) \d",
 }
 PULLED = r"chunk \d+ of version \d+ is here, others are not"
 

@@ -18,7 +18,7 @@ from steepest.errors import PeerLostError
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster, linear_model_creator
-from steepest.testing.kept import buffers_of
+from steepest.testing.inspection import buffers_of
 from tests.drawn import SEEDS, runs, seeds
 from tests.reference import Task, Weights, same_bits, samples, sgd
 

@@ -14,11 +14,11 @@ import torch
 from steepest.engine.job import Job, build_models
 from steepest.engine.server import Server
 from steepest.engine.server_chunk import ServerChunk
-from steepest.engine.survivors import assemble, catch_up, remains
+from steepest.engine.survivors import assemble, catch_up, state_of
 from steepest.errors import PeerLostError
-from steepest.tensors.layout import Cut
+from steepest.tensors.layout import ChunkSpec
 from steepest.testing import Fault, InProcessCluster, Moment, processes, replay, with_faults
-from steepest.testing.kept import exchange_of
+from steepest.testing.inspection import exchange_of
 from tests.modes import make, mode, salvaged_weights, trainable, trained
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
@@ -94,7 +94,7 @@ def test_what_no_fault_is_about_is_not_wrapped(tmp_path: Path) -> None:
 
 
 def test_a_job_without_faults_has_nobody_to_attend_it() -> None:
-    _, described = build_models(TASK.creator(), 0, 1, 0, Cut())
+    _, described = build_models(TASK.creator(), 0, 1, 0, ChunkSpec())
     assert described.attend is None
 
 
@@ -139,8 +139,8 @@ def test_a_server_dies_with_half_an_update_made(name: str, server: int) -> None:
     assert 0 < half < len(torn)
     if name == "copies":
         other = cluster.servers[1 - server]
-        catch_up(other, [list(other.witness.words)])
-        found = assemble(len(cluster.job.holders), {1 - server: remains([other])})
+        catch_up(other, [list(other.decisions.recent)])
+        found = assemble(len(cluster.job.holders), {1 - server: state_of([other])})
         assert found is not None
         assert found.version in (3, 4)
         assert same_bits(salvaged_weights(cluster, found), straight(found.version))

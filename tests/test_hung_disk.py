@@ -14,11 +14,11 @@ import pytest
 from steepest import Checkpoints
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoint
-from steepest.cluster.checkpoint_manager import Keeping
-from steepest.cluster.directory_lock import Claim
+from steepest.cluster.checkpoint_manager import CheckpointManager
+from steepest.cluster.directory_lock import DirectoryLock
 from steepest.errors import CheckpointError, ConfigurationError
 from tests.test_checkpoint import content
-from tests.test_keeping import kept
+from tests.test_checkpoint_manager import kept
 
 
 @dataclass
@@ -79,12 +79,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk.works.set()
 
 
-def keeping(path: Path, disk: Disk, job: Job) -> Keeping:
+def keeping(path: Path, disk: Disk, job: Job) -> CheckpointManager:
     policy = Checkpoints(path, every=10)
-    return Keeping(policy, Claim(policy), job, job, disk.clock)  # type: ignore[arg-type]
+    return CheckpointManager(policy, DirectoryLock(policy), job, job, disk.clock)  # type: ignore[arg-type]
 
 
-def reach(job: Job, found: Keeping, disk: Disk, step: int) -> None:
+def reach(job: Job, found: CheckpointManager, disk: Disk, step: int) -> None:
     job.step = step
     found.keep_if_due()
     if not disk.works.is_set() and not disk.stuck.is_set():
@@ -130,14 +130,14 @@ def test_the_end_does_not_wait_for_ever_and_says_what_is_not_kept(tmp_path: Path
         found.close(None)
     assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
     with pytest.raises(CheckpointError, match="keeps its own there"):  # what hangs may yet write there
-        Claim(Checkpoints(tmp_path))
+        DirectoryLock(Checkpoints(tmp_path))
     disk.works.set()
     assert disk.over.acquire(timeout=60)
     for thread in threading.enumerate():
         if thread.name == "steepest-keeping":
             thread.join(60)
     assert kept(tmp_path) == []  # what nobody waits for any more is not left half written
-    Claim(Checkpoints(tmp_path)).release()
+    DirectoryLock(Checkpoints(tmp_path)).release()
 
 
 def test_with_another_error_the_end_is_quiet(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:

@@ -172,20 +172,20 @@ def test_whole_tensor_mode_cuts_at_borders_only(parameters: list[Parameter], chu
 @given(parameter_lists, st.sampled_from((8, 64, 300)), st.integers(1, 7), st.booleans())
 def test_deal_is_balanced_by_bytes(parameters: list[Parameter], chunk_bytes: int, servers: int, split: bool) -> None:
     layout = ParameterLayout.plan(parameters, split_tensors=split, chunk_bytes=chunk_bytes)
-    owners = layout.deal(servers)
+    owners = layout.assign_servers(servers)
     assert len(owners) == len(layout.chunks)
     loads = [0] * servers
     for chunk, owner in zip(layout.chunks, owners, strict=True):
         loads[owner] += chunk.nbytes
     assert max(loads) - min(loads) <= max(bytes_of(layout), default=0)
-    assert owners == layout.deal(servers)
+    assert owners == layout.assign_servers(servers)
 
 
 def test_deal_goes_round_so_that_servers_are_busy_together() -> None:
     layout = ParameterLayout.plan(floats(16 * MEGABYTE))
-    owners = layout.deal(4)
+    owners = layout.assign_servers(4)
     assert all({*owners[i : i + 4]} == {0, 1, 2, 3} for i in range(0, len(owners), 4))
-    assert layout.deal(1) == (0,) * len(layout.chunks)
+    assert layout.assign_servers(1) == (0,) * len(layout.chunks)
 
 
 @given(parameter_lists, st.booleans())
@@ -200,7 +200,7 @@ def test_a_small_model_is_one_chunk_of_each_kind(parameters: list[Parameter], sp
 @pytest.mark.parametrize("servers", [1, 2, 3, 4, 6, 12])
 def test_servers_hold_equally_much(megabytes: int, servers: int) -> None:
     layout = ParameterLayout.plan(floats(megabytes * 250_000 + 7))
-    owners = layout.deal(servers)
+    owners = layout.assign_servers(servers)
     held = [sum(c.nbytes for c in layout.chunks if owners[c.index] == server) for server in range(servers)]
     assert max(held) - min(held) <= len(layout.chunks) * PAGE
 
@@ -234,7 +234,7 @@ def test_a_huge_tensor_is_split_unless_tensors_stay_whole() -> None:
 
 def test_nothing_at_all_is_no_chunk() -> None:
     layout = ParameterLayout.plan([])
-    assert (layout.entries, layout.chunks, layout.nbytes, layout.deal(2)) == ((), (), 0, ())
+    assert (layout.entries, layout.chunks, layout.nbytes, layout.assign_servers(2)) == ((), (), 0, ())
     empty = ParameterLayout.plan(floats(0, 0))
     assert (len(empty.entries), empty.chunks, empty.chunks_of) == (2, (), ((), ()))
     assert empty.entry_view(empty.allocate(), 1).shape == (0,)

@@ -10,7 +10,7 @@ from torch import nn
 
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy
 from steepest.data.sampler import SamplePlan
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind
 from steepest.testing import InProcessCluster, replay
@@ -122,9 +122,9 @@ def test_a_schedule_counts_inner_updates() -> None:
     assert difference(cluster.weights(), constant.weights()) > 1e-6
 
 
-@pytest.mark.parametrize("hosts", [None, Hosts((0, 0, 1), (0, 0, 1), gathers=True)])
+@pytest.mark.parametrize("hosts", [None, HostMap((0, 0, 1), (0, 0, 1), gathers=True)])
 @seeds(1)
-def test_two_runs_and_a_replay_have_the_same_bits(hosts: Hosts | None, seed: int) -> None:
+def test_two_runs_and_a_replay_have_the_same_bits(hosts: HostMap | None, seed: int) -> None:
     task = Task(optimizer=OPTIMIZERS["adam"], data=samples(50))
     config = LocalStrategy(sync_every=3, outer_momentum=0.5, chunk_bytes=48)
     first = run(task, 3, 10, config, keep_log=True, hosts=hosts)

@@ -14,10 +14,10 @@ import torch
 
 from steepest.engine.client import Position
 from steepest.engine.push_pull import PushPull
-from steepest.engine.topology import Hosts, Topology
+from steepest.engine.topology import HostMap, Topology
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster, replay, server_peers
-from steepest.testing.kept import buffers_of
+from steepest.testing.inspection import buffers_of
 from steepest.transport.router import Router
 from tests.drawn import seeds
 from tests.modes import (
@@ -239,7 +239,7 @@ def test_a_server_does_not_act_on_a_decision_that_later_ones_followed() -> None:
 def test_each_chunk_of_the_weights_only_ever_goes_forward() -> None:
     layout = make("async").job.description.layout
     weights = layout.allocate()
-    topology = Topology(layout, [(0,)] * len(layout.chunks), Hosts.apart(1, 1))
+    topology = Topology(layout, [(0,)] * len(layout.chunks), HostMap.apart(1, 1))
     exchange = PushPull(0, topology, weights, lambda *_: None)
     first, second, *others = (chunk.index for chunk in layout.chunks)
 

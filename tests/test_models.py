@@ -16,7 +16,7 @@ from steepest.errors import ConfigurationError
 from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.protocol import Computed, Model
 from steepest.models.torch import TorchModel, accuracy
-from steepest.tensors.layout import Cut
+from steepest.tensors.layout import ChunkSpec
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(12, 3, generator=GENERATOR, dtype=torch.float64)
@@ -188,7 +188,7 @@ def test_state_can_be_set_again(bound: Bound) -> None:
 @pytest.mark.parametrize("make", CONTRACT.values(), ids=CONTRACT)
 def test_chunks_of_another_size_change_no_gradient(make: Callable[[], Any]) -> None:
     whole, model = Bound(make()), make()
-    model.relayout(Cut(32))
+    model.relayout(ChunkSpec(32))
     cut = Bound(model)
     assert len(cut.layout.chunks) > len(whole.layout.chunks) == 1
     assert whole.compute() == cut.compute()

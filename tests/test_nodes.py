@@ -100,7 +100,7 @@ def test_workers_on_two_nodes_equal_one_process(nodes: tuple[Place, tuple[str, s
                 with DistributedSGD(linear_model_creator(), num_workers=4, strategy=strategy) as sgd:  # two on each
                     sgd.fit(steps=5, progress=False)
                     hosts = sgd._live().job.hosts
-                    assert len(hosts.relays) == 2 and all(len(of) == 2 for of in hosts.relays.values()), hosts
+                    assert len(hosts.aggregators) == 2 and all(len(of) == 2 for of in hosts.aggregators.values()), hosts
                     again = InProcessCluster(linear_model_creator(), num_workers=4, hosts=hosts, strategy=strategy)
                     again.step(5)
                     weights = sgd.weights()

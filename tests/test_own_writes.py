@@ -19,7 +19,7 @@ from steepest.config.strategies import (
     StrategyConfig,
 )
 from steepest.engine.replicas import seed_everything
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import HostMap
 from steepest.errors import ModelError
 from steepest.testing import InProcessCluster, replay
 from tests.own_writes import STATEFUL, WRITERS, WRITES, Momentum, Writer
@@ -72,7 +72,7 @@ def cluster_of(task: Task, workers: int, config: StrategyConfig, way: str, **set
     where = None
     if hosts is not None:
         gathers = not isinstance(config, (AllreduceStrategy, LocalStrategy)) or hosts > 1
-        where = Hosts(tuple(i % hosts for i in range(workers)), tuple(i % hosts for i in range(servers)), gathers)
+        where = HostMap(tuple(i % hosts for i in range(workers)), tuple(i % hosts for i in range(servers)), gathers)
     return InProcessCluster(
         task.creator(), num_workers=workers, strategy=config, lend=lend, hosts=where, **settings
     )  # fmt: skip

@@ -14,7 +14,7 @@ from steepest.collectives.members import MemberCollective
 from steepest.config.compression import TopK
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.engine.server import Server
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import HostMap
 from steepest.errors import ProtocolError
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, member_peer, server_peer, worker_peer
 from steepest.messages.permissions import OPEN, TRAINING, Admission
@@ -207,10 +207,10 @@ def test_nothing_that_a_strategy_says_is_refused(name: str, workers: int, said: 
 
 
 def test_nothing_that_relays_say_is_refused(said: list[Message]) -> None:
-    cluster = make("sync", hosts=Hosts((0, 0, 1), (0, 1), gathers=True))
+    cluster = make("sync", hosts=HostMap((0, 0, 1), (0, 1), gathers=True))
     use_all(cluster, [*cluster.server_routers, *cluster.worker_routers, cluster.client_router])
     check_names(said, TRAINING)
-    assert {message.source.role for message in said if message.source is not None} >= {"relay", "client"}
+    assert {message.source.role for message in said if message.source is not None} >= {"aggregator", "client"}
 
 
 @pytest.mark.parametrize("name", ["sync", "copies", "async", "backup", "ssp-0"])
@@ -502,10 +502,10 @@ def test_a_packed_gradient_that_is_none_is_refused_as_it_comes_and_the_step_goes
     cluster = train()
     trained(cluster, 1)
     server = server_of(cluster)
-    packing = cluster.job.wire_formats[0]
+    codec = cluster.job.wire_formats[0]
     layout = cluster.job.description.layout
-    assert packing is not None
-    size = packing.size(layout, layout.chunks[0])
+    assert codec is not None
+    size = codec.size(layout, layout.chunks[0])
     assert size is not None
     message = Message(Kind.PUSH, server.generation, 0, 77, server.version, 0, 1.0, 1.0)
     message.payload = torch.full((size,), 255, dtype=torch.uint8)

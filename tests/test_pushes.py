@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from steepest.errors import NonFiniteError, PeerLostError, ShutdownError
 from steepest.messages.message import Kind, Message
-from steepest.testing.kept import buffers_of, remembered_by
+from steepest.testing.inspection import buffers_of, remembered_by
 from tests.crowd import FIRST, Crowd, Reordered, Replayed, late, like, twice, values, zeros
 from tests.drawn import SEEDS, runs
 

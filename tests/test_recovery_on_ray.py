@@ -14,7 +14,7 @@ from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, Parameter
 from steepest.errors import PeerLostError
 from steepest.messages.message import server_peer
 from tests.reference import Task, difference, samples, sgd
-from tests.test_successors_on_ray import Kill, pids
+from tests.test_worker_replacement_on_ray import Kill, pids
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 

@@ -11,7 +11,7 @@ from torch import nn
 from steepest import ParameterServerStrategy
 from steepest.engine.commit_log import CommitLog
 from steepest.errors import ConfigurationError
-from steepest.tensors.dtypes import merged
+from steepest.tensors.dtypes import merge_replicas
 from steepest.testing import Fault, InProcessCluster, replay
 from tests.own_writes import STATEFUL
 from tests.reference import Task, same_bits, samples
@@ -92,4 +92,4 @@ def test_a_successor_that_began_with_a_mean_of_frozen_parameters_is_refused(name
 def test_a_mean_of_the_same_values_has_their_bits() -> None:
     value = torch.rand(1000, dtype=torch.float64)
     for count in (2, 3, 7):
-        assert torch.equal(merged([value.clone() for _ in range(count)], [1.0] * count), value)
+        assert torch.equal(merge_replicas([value.clone() for _ in range(count)], [1.0] * count), value)

@@ -10,10 +10,10 @@ import torch
 
 from steepest import AllreduceStrategy, ParameterServerStrategy
 from steepest.engine.commit_log import CommitLog
-from steepest.engine.survivors import Salvage, assemble, catch_up, remains
+from steepest.engine.survivors import RecoveredState, assemble, catch_up, state_of
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.kept import log_of
+from steepest.testing.inspection import log_of
 from tests.drawn import seeds
 from tests.modes import MODES, check, make, salvaged_weights, settle, trained
 from tests.reference import Task, same_bits, samples, sgd
@@ -82,13 +82,13 @@ def test_there_are_as_many_servers_as_copies() -> None:
     )
 
 
-def salvaged(cluster: InProcessCluster, survivors: list[int]) -> Salvage | None:
+def salvaged(cluster: InProcessCluster, survivors: list[int]) -> RecoveredState | None:
     """What a recovery finds on these servers."""
-    heard = [list(cluster.servers[index].witness.words) for index in survivors]
+    heard = [list(cluster.servers[index].decisions.recent) for index in survivors]
     found = {}
     for index in survivors:
         catch_up(cluster.servers[index], heard)
-        found[index] = remains([cluster.servers[index]])
+        found[index] = state_of([cluster.servers[index]])
     return assemble(len(cluster.job.holders), found)
 
 

@@ -22,7 +22,7 @@ from steepest import (
     StepResult,
 )
 from steepest.cluster.process import Process
-from steepest.cluster.resizing import Range
+from steepest.cluster.resizing import WorkerRange
 from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, ResourcesError
 from tests.reference import Task, Weights, difference, samples, sgd, snapshot
@@ -183,7 +183,7 @@ def test_without_a_successor_it_goes_on_with_fewer(monkeypatch: pytest.MonkeyPat
     run_config = RunConfig(deadlines=DeadlineConfig(start=5.0))
     with DistributedSGD(task.creator(), num_workers=3, run_config=run_config) as trainer:
         cluster = trainer._live()
-        trainer._training.range = Range(cluster, 1, 3, trainer._state)  # it began with all three
+        trainer._training.range = WorkerRange(cluster, 1, 3, trainer._state)  # it began with all three
         trainer.fit(steps=20, progress=False)
         first = pids(trainer)
         nowhere = ray.remote(Process).options(num_cpus=1000)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steepest.data.sampler import Remaining, SamplePlan, cut, even_share, step_seed, with_ended
+from steepest.data.sampler import Remaining, SamplePlan, cut, epoch_ends, even_share, step_seed
 from steepest.data.sources import Blocks
 from steepest.protocol.sample_leases import Ledger
 
@@ -207,16 +207,16 @@ def test_in_order_nothing_is_left_over(samples: int, batch: int, seed: int, step
 
 def test_where_epochs_ended_is_remembered_over_changes_of_the_batch() -> None:
     plan = SamplePlan(10, 4, seed=0)
-    ends = with_ended(plan, [], 7)
+    ends = epoch_ends(plan, [], 7)
     assert ends == [3, 6]
-    assert with_ended(plan, ends, 7) == ends
+    assert epoch_ends(plan, ends, 7) == ends
     other = going_on(10, 2, 0, 7, plan.remaining(7, [], 1, 1))
-    assert with_ended(other, ends, 9) == [3, 6]
-    assert with_ended(other, ends, 10) == [3, 6, 10]
+    assert epoch_ends(other, ends, 9) == [3, 6]
+    assert epoch_ends(other, ends, 10) == [3, 6, 10]
     early = going_on(10, 4, 0, 2, plan.remaining(4, [2], 1, 1))  # the last step of epoch 0 is still to come
     assert early.position(2) == SamplePlan(10, 4, 0).position(2)
-    assert with_ended(early, [], 2) == []
-    assert with_ended(early, [], 3) == [3]
+    assert epoch_ends(early, [], 2) == []
+    assert epoch_ends(early, [], 3) == [3]
 
 
 @pytest.mark.parametrize("begin", range(-1, 8))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as schedules
 
 from steepest.config.strategies import LocalStrategy
-from steepest.engine.survivors import assemble, catch_up, remains
+from steepest.engine.survivors import assemble, catch_up, state_of
 from steepest.messages.message import Kind, Message
 from steepest.optim.json_values import from_json, to_json
 from steepest.optim.spec import OptimizerSpec, Schedule
@@ -127,7 +127,7 @@ def test_going_on_from_a_state_is_going_on(kind: str, name: str, splits: list[tu
         assert whole(spec, schedule, split) == expected[split]
         state = json.loads(json.dumps(schedule.state()))
         schedule = Schedule(spec)
-        schedule.go_on_from(state)
+        schedule.load_state(state)
         assert schedule.state() == state
         assert whole(spec, schedule, split + ahead) == expected[split + ahead]
     for step in (33, 39):
@@ -165,7 +165,7 @@ def test_a_state_of_another_schedule_is_not_taken() -> None:
     before = Schedule(other)
     before.at(9)
     schedule = Schedule(spec)
-    schedule.go_on_from(before.state())
+    schedule.load_state(before.state())
     assert whole(spec, schedule, 10) == loop("sgd", spec, 11)[10]
 
 
@@ -177,7 +177,7 @@ def test_a_damaged_state_is_computed_anew(damage: dict[str, Any]) -> None:
     state = before.state()
     assert state is not None
     schedule = Schedule(spec)
-    schedule.go_on_from({**state, **damage})
+    schedule.load_state({**state, **damage})
     assert whole(spec, schedule, 10) == loop("sgd", spec, 11)[10]
 
 
@@ -286,8 +286,8 @@ def test_who_takes_over_from_a_dead_coordinator_has_a_short_way(calls: Callable[
     trained(before, 3 * SCHEDULE_EVERY + 20)
     settle(before)
     survivor = before.servers[1]
-    catch_up(survivor, [server.witness.words for server in before.servers])
-    found = assemble(len(before.job.holders), {1: remains([survivor])})
+    catch_up(survivor, [server.decisions.recent for server in before.servers])
+    found = assemble(len(before.job.holders), {1: state_of([survivor])})
     assert found is not None
     calls()
     after.wait(after.client.install(found.version, before.snapshot().weights, [], found.state), "the installation")

@@ -12,7 +12,7 @@ from steepest.transport.channel import Channel
 from steepest.transport.router import Router
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, sgd
-from tests.test_wire import Node, family, node, server, together, until  # noqa: F401
+from tests.test_sockets import Node, family, node, server, together, until  # noqa: F401
 
 STEPS = 3
 

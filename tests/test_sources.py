@@ -23,7 +23,7 @@ from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind, Message, worker_peer
 from steepest.testing import InProcessCluster, replay
-from steepest.testing.kept import replicas_of
+from steepest.testing.inspection import replicas_of
 from tests.reference import difference, same_bits, samples, sgd
 
 LENGTH = 24  # divides by the samples of a step of 1, 2 or 3 workers

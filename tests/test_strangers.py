@@ -27,7 +27,7 @@ from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group
 from tests.strangers import Strangers
-from tests.test_wire import GREETING, LIMIT, TOKEN, Node, dial, node, opening, receive, together, until  # noqa: F401
+from tests.test_sockets import GREETING, LIMIT, TOKEN, Node, dial, node, opening, receive, together, until  # noqa: F401
 
 WORKER = worker_peer(0)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from steepest.engine.replicas import Replicas, WorkShare
 from steepest.tensors import shared_memory
-from steepest.tensors.layout import Chunk, Cut, ParameterLayout
+from steepest.tensors.layout import Chunk, ChunkSpec, ParameterLayout
 from steepest.tensors.shared_memory import Segment, allocate, make_writable
 from tests.reference import Task
 
@@ -86,7 +86,7 @@ def test_no_page_holds_parts_of_two_chunks(
 @pytest.mark.parametrize(("chunk_bytes", "shares"), [(None, True), (3000, False)])
 def test_weights_whose_chunks_are_smaller_than_pages_are_not_shared(chunk_bytes: int | None, shares: bool) -> None:
     wide = Task(lambda: torch.nn.Linear(3, 3000)).creator()(0, 0)
-    wide.relayout(Cut(chunk_bytes))
+    wide.relayout(ChunkSpec(chunk_bytes))
     replicas = Replicas([wide], [torch.device("cpu")], WorkShare(first_index=0, shares=1, seed=0))
     lent = seen_elsewhere(allocate(replicas.layout.nbytes))
     assert replicas.adopt(lent) is shares

@@ -104,6 +104,6 @@ def test_a_job_without_ray_takes_its_steps(strategy: str, tmp_path: Path) -> Non
 def test_places_without_ray_are_those_of_a_trainer() -> None:
     job, _ = make_job("convnet", "allreduce", workers=4, servers=4, hosts=2, wire_dtype="fp16")
     assert job.servers_in_workers
-    assert job.places.relays == {0: (0, 2), 1: (1, 3)}
+    assert job.places.aggregators == {0: (0, 2), 1: (1, 3)}
     alone, _ = make_job("convnet", "allreduce", workers=2, servers=2, hosts=1)
-    assert alone.places.relays == {}
+    assert alone.places.aggregators == {}

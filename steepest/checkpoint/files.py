@@ -84,7 +84,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Owner:
+class JobSignature:
     """The job to which a checkpoint must fit.
 
     Attributes:
@@ -124,7 +124,7 @@ class Owner:
 
 
 def gather(
-    owner: Owner,
+    owner: JobSignature,
     weights: torch.Tensor,
     optimizer: tuple[dict[str, torch.Tensor], list[str]],
     states: Sequence[Mapping[str, torch.Tensor]],

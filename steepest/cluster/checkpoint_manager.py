@@ -16,7 +16,7 @@ from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoints
 from steepest.checkpoint.manifest import MANIFEST
 from steepest.cluster.checkpoint_writer import Writer
-from steepest.cluster.directory_lock import Claim
+from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.job_state import JobState
 from steepest.cluster.training import Training
 from steepest.data.sampler import SamplePlan
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{6,})-step-\d+")
 
 
-class Keeping:
+class CheckpointManager:
     """What `DistributedSGD` does about the checkpoints that it keeps, and about steps that were done before.
 
     Training pauses while the state is read; a thread writes it. When the next one is due before it is written,
@@ -47,7 +47,7 @@ class Keeping:
     def __init__(
         self,
         policy: Checkpoints | None,
-        claim: Claim,
+        lock: DirectoryLock,
         training: Training,
         state: JobState,
         clock: Callable[[], float] = time.monotonic,
@@ -55,10 +55,10 @@ class Keeping:
         self.last: StepResult | None = None
         self._ahead = 0  # steps that were done before this process began, and that `fit` was not asked for yet
         self._policy = policy
-        self._claim = claim
+        self._lock = lock
         self._training = training
         self._state = state
-        self._shelf = Shelf(Path(policy.path), policy.keep) if policy is not None else None
+        self._shelf = CheckpointDirectory(Path(policy.path), policy.keep) if policy is not None else None
         self._writer = Writer(Path(policy.path), policy.write_timeout, clock) if policy is not None else None
         self._written: tuple[int, int] | None = self._place  # what is on disk, or need not be
         self._doubtful = False
@@ -181,9 +181,9 @@ class Keeping:
     def drop(self) -> None:
         """Keeps nothing from now on."""
         if self._writer is not None:
-            self._writer.end(self._claim.release)  # what hangs may yet write there
+            self._writer.end(self._lock.release)  # what hangs may yet write there
         else:
-            self._claim.release()
+            self._lock.release()
 
     def _finish(self, ask: bool = True) -> None:
         self._settle_or_raise()
@@ -241,7 +241,7 @@ class Keeping:
             raise CheckpointError(f"the last state is not kept: {self._writer.where()}")
 
 
-class Shelf:
+class CheckpointDirectory:
     """Checkpoints in one directory, numbered in the order in which they were written: ``000012-step-340``.
 
     Args:

@@ -24,7 +24,7 @@ def holdings(job: Job, process_of: Callable[[Peer], Any]) -> Holdings:
 
 
 def carry(before: Holdings, after: Holdings, get: Callable[[list[Any], str], list[Any]]) -> None:
-    """Has servers that were just made take over their chunks from those that had them before, see `Kept`.
+    """Has servers that were just made take over their chunks from those that had them before, see `RetainedChunks`.
 
     Ray carries what one process has for another as one object, which neither the driver nor a third process touches.
 

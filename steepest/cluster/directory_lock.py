@@ -17,7 +17,7 @@ _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
 LOCK = "lock"
 
 
-class Claim:
+class DirectoryLock:
     """A lock on the directory, which the kernel releases when this process ends, however it ends.
 
     The file of that name says who has it; it stays there. On file systems without locks a warning is all there is.

@@ -10,7 +10,7 @@ import ray
 from steepest.cluster.diagnostics import never_ran
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
-from steepest.cluster.placement import Room, ask_for_room
+from steepest.cluster.placement import Reservation, ask_for_room
 from steepest.engine.job import check_agreement
 from steepest.errors import ResourcesError
 from steepest.messages.message import Peer, worker_peer
@@ -54,14 +54,14 @@ class Move:
         self._fewer = cluster.job.num_workers - len(self._workers)
         self._least = least
         self._added: dict[Peer, Any] = {}
-        self._seats: dict[int, int] = {}
+        self._placement: dict[int, int] = {}
         self._calls: list[Any] = []
-        self._room: Room | None = None
+        self._room: Reservation | None = None
         self._started = not self._workers
         left = [when - time.time() for when in nodes.values() if when]
         self._patience = min([cluster.run_config.deadlines.start, *(max(seconds, 0.0) / 3 for seconds in left)])
         if self._workers:
-            self._room = ask_for_room(len(self._workers), cluster.bundle, {*nodes, *cluster.seats.failing})
+            self._room = ask_for_room(len(self._workers), cluster.bundle, {*nodes, *cluster.placement.failing})
         else:
             self._start()
 
@@ -91,15 +91,15 @@ class Move:
 
     def _start(self) -> None:
         cluster, self._started = self._cluster, True
-        stays = [place for place in cluster.seats.order if cluster.seats.nodes([place])[0] not in self.nodes]
+        stays = [place for place in cluster.placement.order if cluster.placement.nodes([place])[0] not in self.nodes]
         if self._room is not None:
-            before = len(cluster.seats.order)
-            cluster.seats.add(self._room)
+            before = len(cluster.placement.order)
+            cluster.placement.add(self._room)
             self._room = None
-            new = cluster.seats.order[before:]
+            new = cluster.placement.order[before:]
             stays += new
-            self._seats = dict(zip(self._workers, new, strict=True))
-            for index, seat in self._seats.items():
+            self._placement = dict(zip(self._workers, new, strict=True))
+            for index, seat in self._placement.items():
                 self._added[worker_peer(index)] = actor = cluster.start_worker(index, seat)
                 self._calls.append(cluster.successors.build(actor, index))
         for number, peer in enumerate(sorted(peer for peer in self._leaving if peer.role == "server")):
@@ -127,14 +127,14 @@ class Move:
         for peer, described in zip(self._added, cluster.get(self._calls, "start again"), strict=True):
             if peer.role == "worker":
                 check_agreement(cluster.job.description, described, "the job", str(peer))
-        leaving = [cluster.seats.order[index] for index in self._workers]
+        leaving = [cluster.placement.order[index] for index in self._workers]
         staying = [index for index in range(cluster.job.num_workers) if index not in self._workers]
         hosts = sorted({cluster.places[peer].host for peer in self._leaving})
-        keep = {index: index for index in staying} if self._seats else dict(enumerate(staying))
-        workers = cluster.job.num_workers if self._seats else len(staying)
-        self._state.reform(cluster.job.config, workers, self._added, keep, self._seats)
+        keep = {index: index for index in staying} if self._placement else dict(enumerate(staying))
+        workers = cluster.job.num_workers if self._placement else len(staying)
+        self._state.reform(cluster.job.config, workers, self._added, keep, self._placement)
         for seat in leaving:
-            cluster.seats.retire(seat)
+            cluster.placement.retire(seat)
         cluster.successors.leave(self.nodes)
         step = cluster.step + 1
         who = ", ".join(map(str, sorted(self._leaving)))

@@ -6,13 +6,13 @@ import _thread
 import logging
 import os
 
-from steepest.cluster.checkpoint_manager import Keeping
+from steepest.cluster.checkpoint_manager import CheckpointManager
 from steepest.cluster.launch import Cluster
 
 log = logging.getLogger(__name__)
 
 
-def drop(cluster: Cluster, keeping: Keeping, process: int) -> None:
+def drop(cluster: Cluster, keeping: CheckpointManager, process: int) -> None:
     """Has its processes ended by a thread of its own: a garbage collection may come in the middle of anything.
 
     Args:
@@ -22,7 +22,7 @@ def drop(cluster: Cluster, keeping: Keeping, process: int) -> None:
         _thread.start_new_thread(_drop, (cluster, keeping))  # threading's own takes locks
 
 
-def _drop(cluster: Cluster, keeping: Keeping) -> None:
+def _drop(cluster: Cluster, keeping: CheckpointManager) -> None:
     log.warning(
         "%s was dropped without shutdown(): its processes are ended now, and what was trained since the last "
         "checkpoint is lost; call shutdown(), or write: with DistributedSGD(...) as sgd:",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from steepest.cluster.checkpoint_manager import Keeping
+from steepest.cluster.checkpoint_manager import CheckpointManager
 from steepest.config.validation import require_choice, require_count
 from steepest.errors import ConfigurationError
 from steepest.observe.progress import Callback, EventFeed, ProgressBar
@@ -19,7 +19,7 @@ Train = Callable[[int, bool, Callable[[StepResult], None]], None]
 
 def fit(
     sgd: Any,
-    keeping: Keeping,
+    keeping: CheckpointManager,
     feed: EventFeed,
     train: Train,
     steps: int | None,
@@ -72,7 +72,9 @@ def check_callbacks(callbacks: object) -> None:
             )
 
 
-def _take(sgd: Any, keeping: Keeping, feed: EventFeed, train: Train, left: int, callbacks: Sequence[Callback]) -> None:
+def _take(
+    sgd: Any, keeping: CheckpointManager, feed: EventFeed, train: Train, left: int, callbacks: Sequence[Callback]
+) -> None:
     def on_step(result: StepResult) -> None:
         feed.tell(sgd, callbacks)
         for callback in callbacks:

@@ -15,13 +15,13 @@ from steepest.cluster.launch import Cluster
 from steepest.cluster.optimizer_state import OptimizerState, mean_inner
 from steepest.cluster.training import Training
 from steepest.config.strategies import StrategyConfig
-from steepest.data.sampler import Remaining, with_ended
+from steepest.data.sampler import Remaining, epoch_ends
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import Commit, CommitLog
-from steepest.engine.local_sgd import Inner
+from steepest.engine.local_sgd import InnerOptimizerState
 from steepest.engine.replicas import all_states, mean_states
 from steepest.engine.strategy import make_strategy
-from steepest.engine.survivors import Salvage
+from steepest.engine.survivors import RecoveredState
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Counters
 from steepest.messages.message import Peer
@@ -131,7 +131,7 @@ class JobState:
         servers = workers if job.servers_in_workers else torch.get_num_threads() if job.strategy.in_driver else 1
         return CommitLog(tuple(commits), *where, self._start, plan, (job.shares, job.parts), (workers, servers))
 
-    def _close_log(self, found: Salvage, before: CommitLog, version: int) -> None:
+    def _close_log(self, found: RecoveredState, before: CommitLog, version: int) -> None:
         """The job was put together anew: what is known of its log is kept, and another one begins at a version."""
         if found.log is not None and not self._gap:
             commits = tuple(commit for commit in found.log if commit.version <= found.version)
@@ -200,7 +200,7 @@ class JobState:
         """The first steps after epoch 0, 1, ..., for those that have ended."""
         plan = self._cluster.plan[0]
         if plan is not None:
-            self._ends = with_ended(plan, self._ends, self._training.step)
+            self._ends = epoch_ends(plan, self._ends, self._training.step)
         return self._ends
 
     def collect(self) -> files.Checkpoint:
@@ -284,7 +284,7 @@ class JobState:
         workers: int | None = None,
         added: Mapping[Peer, Any] | None = None,
         keep: Mapping[int, int] | None = None,
-        seats: Mapping[int, int] | None = None,
+        placement: Mapping[int, int] | None = None,
     ) -> None:
         """Goes on under another strategy, or with other workers, from the last committed step.
 
@@ -317,21 +317,21 @@ class JobState:
         history = {name: getattr(told, name) for name in ("committed", "skipped", "dropped", "staleness")}
         state = {"ledger": [told.following, *told.returned], "history": history}
         if stays:
-            found = Salvage(snapshot.version, state, self._commits(), holders=cluster.holdings())
+            found = RecoveredState(snapshot.version, state, self._commits(), holders=cluster.holdings())
         else:
-            found = Salvage(snapshot.version, state, self._commits(), snapshot.weights)
-        self.form(config, found, optimizer, buffers, count, keep, added or {}, seats)
+            found = RecoveredState(snapshot.version, state, self._commits(), snapshot.weights)
+        self.form(config, found, optimizer, buffers, count, keep, added or {}, placement)
 
     def form(
         self,
         config: StrategyConfig,
-        found: Salvage,
+        found: RecoveredState,
         optimizer: OptimizerState,
         buffers: Tensors,
         count: int,
         keep: Mapping[int, int],
         added: Mapping[Peer, Any],
-        seats: Mapping[int, int] | None = None,
+        placement: Mapping[int, int] | None = None,
     ) -> None:
         """Makes another job of the processes, which goes on from what was found.
 
@@ -348,10 +348,10 @@ class JobState:
             together = job.strategy.rule.together  # the steps are the ledger
             following, *returned = [step * job.shares] if together else found.state["ledger"]
             rest = plan.remaining(following, returned, job.shares, job.parts)
-            self._ends = with_ended(plan, self._ends, step)
+            self._ends = epoch_ends(plan, self._ends, step)
         weights = None if found.weights is None else job.description.layout.named(found.weights)
         before = self.part()
-        cluster.reform(config, step, keep, added, count, seats, found.holders)
+        cluster.reform(config, step, keep, added, count, placement, found.holders)
         self._close_log(found, before, cluster.job.version_of(step))
         layout = cluster.job.description.layout
         flat = None if weights is None else layout.allocate()
@@ -366,7 +366,7 @@ class JobState:
         if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
             cluster.call_workers(remote_functions.load_buffers, buffers, workers=new)
 
-    def stopped(self) -> Salvage:
+    def stopped(self) -> RecoveredState:
         """Stops the workers, and tells where all stand; the coordinator and all servers are there."""
         client = self._cluster.client
         self._training.wait(self._cluster.on_router(client.revoke), "the coordinator to stop the workers")
@@ -374,8 +374,8 @@ class JobState:
         stays = self._stays(cluster.job.config)
         found = self.snapshot("standing" if stays else "state")
         if stays:
-            return Salvage(found.version, found.state, self._commits(), holders=cluster.holdings())
-        return Salvage(found.version, found.state, self._commits(), found.weights, found.records)
+            return RecoveredState(found.version, found.state, self._commits(), holders=cluster.holdings())
+        return RecoveredState(found.version, found.state, self._commits(), found.weights, found.records)
 
     def _stays(self, config: StrategyConfig) -> bool:
         """Whether servers have what servers had: they are processes, and the model is cut as before."""
@@ -384,10 +384,10 @@ class JobState:
 
     def put_back(
         self,
-        found: Salvage,
+        found: RecoveredState,
         before: CommitLog,
         left_out: dict[int, dict[str, torch.Tensor]],
-        inner: dict[int, Inner],
+        inner: dict[int, InnerOptimizerState],
         buffers: Sequence[Tensors],
         added: Sequence[Peer],
     ) -> None:
@@ -413,7 +413,7 @@ class JobState:
         if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
             cluster.call_workers(remote_functions.load_buffers, mean_states(buffers, [1.0] * len(buffers)), workers=new)
 
-    def _owner(self, buffers: Mapping[str, torch.Tensor]) -> files.Owner:
+    def _owner(self, buffers: Mapping[str, torch.Tensor]) -> files.JobSignature:
         described = self._cluster.job.description
         spec = described.optimizer_spec
-        return files.Owner(described.layout, spec.name, spec.state_flags(), described.samples, buffers)
+        return files.JobSignature(described.layout, spec.name, spec.state_flags(), described.samples, buffers)

@@ -28,7 +28,7 @@ from steepest.cluster.diagnostics import (
     travelling,
 )
 from steepest.cluster.held_resources import hold, let_go, who_else
-from steepest.cluster.placement import Seats, fitting, reserve, spread, worker_bundle
+from steepest.cluster.placement import Placement, fitting, reserve, spread, worker_bundle
 from steepest.cluster.process import Place, Process, by_calls, hosts_of, make_transport, ways_of
 from steepest.cluster.ray_private import check as check_ray
 from steepest.cluster.remote_functions import name_of
@@ -115,7 +115,7 @@ class Cluster:
         self._deadline = time.monotonic() + run_config.deadlines.start * (1 + _UP_FACTOR)
         self.actors: dict[Peer, Any] = {}
         self.watches: dict[Peer, Any] = {}
-        self.seats = Seats()
+        self.placement = Placement()
         self._token = secrets.token_bytes(32)
         self._router = Router()
         self._schedule_offset = 0
@@ -131,9 +131,9 @@ class Cluster:
             bundle = self.bundle = worker_bundle(devices_per_worker, gpu, run_config.resources.cpus_per_worker)
             least, most = bounds
             num_workers = least if least == most else max(least, min(most, fitting(bundle)))
-            self.seats.add(reserve(num_workers, bundle, run_config.deadlines.start, lambda: who_else(self.holder)))
+            self.placement.add(reserve(num_workers, bundle, run_config.deadlines.start, lambda: who_else(self.holder)))
             self.holder.workers, self.holder.bundle = num_workers, bundle
-            check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.seats.nodes())
+            check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.placement.nodes())
             self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed, accumulate)
         except BaseException:
             self.shutdown()
@@ -171,20 +171,20 @@ class Cluster:
         strategy = make_strategy(config)
         if strategy.in_workers or strategy.in_driver or num_workers == 1:
             return 0
-        return strategy.num_servers(len(set(self.seats.nodes()[:num_workers])), num_workers)
+        return strategy.num_servers(len(set(self.placement.nodes()[:num_workers])), num_workers)
 
     def start_servers(self, config: StrategyConfig, num_workers: int, first: int = 0) -> dict[Peer, Any]:
         """Starts the processes that are servers only, from one on."""
         served = self._serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
         there = [self.places[peer].node for peer in map(server_peer, range(first)) if peer in self.places]
-        beside = zip(range(first, served), spread(self.seats.nodes()[:num_workers], served, there), strict=False)
+        beside = zip(range(first, served), spread(self.placement.nodes()[:num_workers], served, there), strict=False)
         return {server_peer(i): self.start_process(str(server_peer(i)), at, 0, 0, callers) for i, at in beside}
 
     def start_server(self, index: int, seat: int | None = None) -> Any:
         """Starts the process of a server where one was, or beside another place."""
-        at = spread(self.seats.nodes()[: self.job.num_workers], self.job.num_servers)[index]
-        at = at if seat is None else self.seats.order.index(seat)
+        at = spread(self.placement.nodes()[: self.job.num_workers], self.job.num_servers)[index]
+        at = at if seat is None else self.placement.order.index(seat)
         return self.start_process(str(server_peer(index)), at, 0, 0, 0)
 
     def _take_up(self, config: StrategyConfig, description: Description, held: Holdings | None, *, fresh: bool) -> None:
@@ -192,7 +192,7 @@ class Cluster:
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         servers = [actor for peer, actor in self.actors.items() if peer.role == "server"]
         strategy = make_strategy(config)
-        num_servers = strategy.num_servers(len(set(self.seats.nodes()[: len(workers)])), len(workers))
+        num_servers = strategy.num_servers(len(set(self.placement.nodes()[: len(workers)])), len(workers))
         places = self.get([actor.place.remote() for actor in self.actors.values()], "start")
         self.places = dict(zip(self.actors, places, strict=True))
         alike = by_calls(config) or len(workers) == 1
@@ -219,7 +219,7 @@ class Cluster:
         keep: Mapping[int, int],
         added: Mapping[Peer, Any],
         num_workers: int,
-        seats: Mapping[int, int] | None = None,
+        placement: Mapping[int, int] | None = None,
         held: Holdings | None = None,
         gone: Collection[Peer] = (),
     ) -> None:
@@ -237,11 +237,11 @@ class Cluster:
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
         """
-        self.seats.look()
-        kept = {new: self.seats.order[old] for new, old in keep.items()}
-        order = self.seats.arranged(num_workers, {**kept, **(seats or {})})
-        check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self.seats.nodes(order[:num_workers]))
-        self.seats.order = order
+        self.placement.look()
+        kept = {new: self.placement.order[old] for new, old in keep.items()}
+        order = self.placement.arranged(num_workers, {**kept, **(placement or {})})
+        check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self.placement.nodes(order[:num_workers]))
+        self.placement.order = order
         self.successors.forget()
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
@@ -284,7 +284,7 @@ class Cluster:
     def start_worker(self, index: int, seat: int | None = None) -> Any:
         """Starts the process of a worker, in its own place unless another one is given."""
         cpus, gpus = self.run_config.resources.cpus_per_worker, self._devices if self.gpu else 0
-        beside = index if seat is None else self.seats.order.index(seat)
+        beside = index if seat is None else self.placement.order.index(seat)
         return self.start_process(str(worker_peer(index)), beside, cpus, gpus, 1, cpus)
 
     def start_process(self, name: str, beside: int, cpus: int, gpus: int, callers: int, threads: int = 1) -> Any:
@@ -295,7 +295,7 @@ class Cluster:
             max_concurrency=_THREADS + threads_for(callers),
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=self.seats.strategy(beside),
+            scheduling_strategy=self.placement.strategy(beside),
         )
         return made.remote(f"steepest {name}", self._token, threads, self.run_config.resources.keep_memory)
 
@@ -319,7 +319,9 @@ class Cluster:
             ends = [Callee(end.peers, actor, pause) for end, actor in zip(opened, [*hosting, *others], strict=True)]
         if not in_driver:
             ends = ends[: len(hosting)]
-            everybody = bool(self.job.places.relays) or self.job.servers_in_workers  # all have something to say to all
+            everybody = (
+                bool(self.job.places.aggregators) or self.job.servers_in_workers
+            )  # all have something to say to all
             earlier = [ends[: i if everybody else 1] for i in range(1, len(hosting))]
             calls = [s.connect.remote(to, timeout) for s, to in zip(hosting[1:], earlier, strict=True)]
             self.get(calls, "connect the servers")
@@ -561,7 +563,7 @@ class Cluster:
             for actor in self.actors.values():
                 ray.kill(actor, no_restart=True)
             self.actors.clear()
-            self.seats.release()
+            self.placement.release()
         let_go(self.holder, dropped=dropped)
 
     def disconnect(self) -> None:

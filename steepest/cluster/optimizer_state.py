@@ -11,12 +11,12 @@ import torch
 from steepest.checkpoint import files
 from steepest.cluster import remote_functions
 from steepest.cluster.launch import Cluster
-from steepest.compression.codecs import check_left_out
+from steepest.compression.codecs import check_residuals
 from steepest.config.strategies import LocalStrategy
 from steepest.engine.client import Snapshot
-from steepest.engine.local_sgd import Inner
+from steepest.engine.local_sgd import InnerOptimizerState
 from steepest.engine.replicas import mean_states
-from steepest.engine.survivors import Salvage
+from steepest.engine.survivors import RecoveredState
 from steepest.optim.spec import ScheduleState
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what each returned.
@@ -33,7 +33,7 @@ class OptimizerState:
         plain: which of it is plain numbers.
         apart: with local SGD what each worker has, as "local:WORKER/parameter/key", and the outer optimizer's
             state, as "outer:parameter/key". With compression what each worker's has left out, as
-            "compression:WORKER/left/parameter", see `Packer.state`.
+            "compression:WORKER/left/parameter", see `GradientCompressor.state`.
         schedule: where it stands, or stood some steps before; None if that cannot be told.
     """
 
@@ -44,7 +44,7 @@ class OptimizerState:
 
     @classmethod
     def collect(
-        cls, cluster: Cluster, told: Snapshot | Salvage, numbers: Iterable[int], step: int, call: Call
+        cls, cluster: Cluster, told: Snapshot | RecoveredState, numbers: Iterable[int], step: int, call: Call
     ) -> OptimizerState:
         """From what servers and the coordinator told and, with local SGD or compression, the workers.
 
@@ -76,7 +76,7 @@ class OptimizerState:
             records = files.disassemble(layout, self.state, self.plain)
             if cluster.job.compresses:
                 own = self._by_worker(_LEFT_OUT)
-                check_left_out(layout, own.values())
+                check_residuals(layout, own.values())
                 cluster.call_workers(remote_functions.load_left_out, *_own_or_mean(own, cluster.job.num_workers))
             return records
         files.disassemble(layout, self.state, self.plain)  # raises before anything is changed
@@ -102,7 +102,7 @@ class OptimizerState:
         return apart, {key: value for key, value in replicas.items() if key not in apart}
 
 
-def mean_inner(found: Sequence[Inner]) -> Inner:
+def mean_inner(found: Sequence[InnerOptimizerState]) -> InnerOptimizerState:
     """The mean of what workers' own optimizers remember, which of it is plain numbers, and how far a schedule went."""
     begun = [state for state, _, _ in found if state]  # not by those that have had no samples yet
     names = set.intersection(*map(set, begun)) if begun else set()

@@ -81,7 +81,7 @@ def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
 
 
 @dataclass
-class Room:
+class Reservation:
     """Reserved places: a placement group of our own, or the one that we run in.
 
     Attributes:
@@ -104,7 +104,7 @@ class Room:
             remove_placement_group(self.group)
 
 
-def reserve(workers: int, bundle: dict[str, float], timeout: float, who_else: Callable[[], str] = str) -> Room:
+def reserve(workers: int, bundle: dict[str, float], timeout: float, who_else: Callable[[], str] = str) -> Reservation:
     """Reserves room for all workers at once.
 
     Inside a placement group (a Ray Tune trial) its bundles are used, without the first when there are
@@ -125,11 +125,11 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float, who_else: Ca
                 f"{workers} workers need {bundle} each, but the placement group that this runs in has the bundles "
                 f"{specs}: give the trial room with tune.with_resources(trainable, DistributedSGD.resources(...))"
             )
-        return Room(current, False, tuple(fitting[-workers:]))
+        return Reservation(current, False, tuple(fitting[-workers:]))
     check_possible(workers, bundle, ray.nodes(), may_grow())
     gc.collect()  # a trainer that was dropped may be part of a cycle, such as a traceback
-    room = ask_for_room(workers, bundle)
-    group = room.group
+    reservation = ask_for_room(workers, bundle)
+    group = reservation.group
     try:
         ray.get(group.ready(), timeout=timeout)
     except ray.exceptions.GetTimeoutError:
@@ -144,7 +144,7 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float, who_else: Ca
     except BaseException:
         remove_placement_group(group)
         raise
-    return room
+    return reservation
 
 
 def check_possible(workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], grows: bool) -> None:
@@ -195,7 +195,7 @@ def fitting(bundle: dict[str, float]) -> int:
     return int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
 
 
-def ask_for_room(workers: int, bundle: dict[str, float], without: Collection[str] = ()) -> Room:
+def ask_for_room(workers: int, bundle: dict[str, float], without: Collection[str] = ()) -> Reservation:
     """Asks for room for so many workers at once, and does not wait for it.
 
     Args:
@@ -211,16 +211,16 @@ def ask_for_room(workers: int, bundle: dict[str, float], without: Collection[str
         )
     selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
     chosen = {"bundle_label_selector": [selector] * workers} if without else {}
-    return Room(placement_group([bundle] * workers, strategy="PACK", **chosen), True, tuple(range(workers)))
+    return Reservation(placement_group([bundle] * workers, strategy="PACK", **chosen), True, tuple(range(workers)))
 
 
-def nodes_of(room: Room) -> tuple[str, ...]:
+def nodes_of(reservation: Reservation) -> tuple[str, ...]:
     """The node of each worker."""
-    placed: dict[int, str] = placement_group_table(room.group)["bundles_to_node_id"]
-    return tuple(placed[bundle] for bundle in room.bundles)
+    placed: dict[int, str] = placement_group_table(reservation.group)["bundles_to_node_id"]
+    return tuple(placed[bundle] for bundle in reservation.bundles)
 
 
-class Seats:
+class Placement:
     """Who sits where: the reserved places of all rooms, each by a number that it keeps.
 
     Attributes:
@@ -231,21 +231,21 @@ class Seats:
     def __init__(self) -> None:
         self.order: list[int] = []
         self.retired: list[int] = []
-        self._rooms: list[Room] = []
-        self._all: list[tuple[Room, int]] = []
+        self._reservations: list[Reservation] = []
+        self._all: list[tuple[Reservation, int]] = []
         self._nodes: list[str] = []
         self._failed: Counter[str] = Counter()  # by node: places in which processes died too often
 
-    def add(self, room: Room) -> None:
+    def add(self, reservation: Reservation) -> None:
         """More places."""
-        self._rooms.append(room)
-        self.order += range(len(self._all), len(self._all) + len(room.bundles))
-        self._all += [(room, worker) for worker in range(len(room.bundles))]
+        self._reservations.append(reservation)
+        self.order += range(len(self._all), len(self._all) + len(reservation.bundles))
+        self._all += [(reservation, worker) for worker in range(len(reservation.bundles))]
         self.look()
 
     def look(self) -> None:
         """Finds out on which nodes they are: some may have moved."""
-        self._nodes = [node for room in self._rooms for node in nodes_of(room)]
+        self._nodes = [node for reservation in self._reservations for node in nodes_of(reservation)]
 
     def nodes(self, order: Sequence[int] | None = None) -> list[str]:
         """The nodes of places, by default of those of workers and free ones."""
@@ -253,13 +253,13 @@ class Seats:
 
     def strategy(self, worker: int) -> PlacementGroupSchedulingStrategy:
         """Where to schedule what lives beside a worker."""
-        room, place = self._all[self.order[worker % len(self.order)]]
-        return room.strategy(place)
+        reservation, place = self._all[self.order[worker % len(self.order)]]
+        return reservation.strategy(place)
 
-    def arranged(self, workers: int, seats: Mapping[int, int]) -> list[int]:
+    def arranged(self, workers: int, placement: Mapping[int, int]) -> list[int]:
         """Another order: of so many workers, of whom some have these places, and the others free ones in turn."""
-        free = [place for place in self.order if place not in seats.values()]
-        return [seats[i] if i in seats else free.pop(0) for i in range(workers)] + free
+        free = [place for place in self.order if place not in placement.values()]
+        return [placement[i] if i in placement else free.pop(0) for i in range(workers)] + free
 
     def retire(self, place: int) -> None:
         """Nobody will use it."""
@@ -283,9 +283,9 @@ class Seats:
 
     def release(self) -> None:
         """Gives all back."""
-        for room in self._rooms:
-            room.release()
-        self._rooms, self._all, self.order = [], [], []
+        for reservation in self._reservations:
+            reservation.release()
+        self._reservations, self._all, self.order = [], [], []
 
 
 def spread(nodes: Sequence[str], servers: int, there: Sequence[str] = ()) -> list[int]:

@@ -19,31 +19,31 @@ from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
 from steepest.config.strategies import SimpleStrategy, StrategyConfig
 from steepest.data.sampler import SamplePlan
-from steepest.engine.chunk_transfer import ChunkState, Kept
+from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.engine.job import (
     Description,
     Job,
     ModelCreator,
     build_models,
     build_replicas,
+    host_aggregator,
     host_coordinator,
-    host_relay,
     host_server,
     host_worker,
 )
 from steepest.engine.replicas import Memory, Replicas, memory_for
 from steepest.engine.server import Server
 from steepest.engine.strategy import make_strategy
-from steepest.engine.survivors import Remains, catch_up, remains
-from steepest.engine.topology import Hosts
+from steepest.engine.survivors import ServerState, catch_up, state_of
+from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import describe_error
 from steepest.messages.gradients import Decision
-from steepest.messages.message import COORDINATOR, Peer, member_peer, relay_peer, server_peer, worker_peer
+from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, member_peer, server_peer, worker_peer
 from steepest.models.protocol import Model
 from steepest.tensors.allocator import keep_freed_memory, start_thread
 from steepest.tensors.dtypes import Tensors
-from steepest.tensors.layout import Cut, ParameterLayout
+from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import AVAILABLE, segment_of
 from steepest.transport.channel import Address, ChannelSink
@@ -131,7 +131,7 @@ class Process:
         self._memory: Memory | None = None  # for the replicas, until they are bound
         self._worker: Worker | None = None
         self._servers: list[Server] = []
-        self._kept = Kept()
+        self._retained = RetainedChunks()
         self._member: MemberCollective | None = None
         self._index = -1
         self._token = token
@@ -166,7 +166,7 @@ class Process:
     @on_router
     def reserve(self, nbytes: int) -> None:
         """Take memory for a model of this size, for the servers that the process will host."""
-        self._kept.room(nbytes).zero_()
+        self._retained.vector(nbytes).zero_()
 
     def prepare(self, model_creator: ModelCreator) -> None:
         """Import what the models need, by receiving the function that makes them."""
@@ -176,7 +176,7 @@ class Process:
         return self._place
 
     @on_router
-    def build(self, model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: Cut) -> Description:
+    def build(self, model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: ChunkSpec) -> Description:
         """Make the worker's models; return what they have in common."""
         self._index = worker
         self._models, description = build_models(model_creator, worker, devices, seed, cut)
@@ -192,7 +192,7 @@ class Process:
         self._replicas = build_replicas(job, self._index, self._models, devices, self._replicas, memory)
 
     @on_router
-    def release(self, cut: Cut, index: int, keep: bool) -> ParameterLayout | None:
+    def release(self, cut: ChunkSpec, index: int, keep: bool) -> ParameterLayout | None:
         """Let go of all roles and connections, and keep the models, if any, which will be cut into other chunks.
 
         Args:
@@ -203,7 +203,7 @@ class Process:
         self.router.clear()
         self._use(CallTransport(self.router.destination))
         self._worker = self._member = None
-        self._kept = Kept(self._servers if keep else ())
+        self._retained = RetainedChunks(self._servers if keep else ())
         self._servers = []
         for model in self._models:
             model.relayout(cut)
@@ -235,8 +235,8 @@ class Process:
         """
         role = server_peer(servers[0]) if self._replicas is None else worker_peer(self._index)
         self._take_name(f"steepest {role}")
-        relays = [i for i in servers if i in job.places.relays]
-        peers = (*(server_peer(index) for index in servers), *(relay_peer(index) for index in relays))
+        aggregators = [i for i in servers if i in job.places.aggregators]
+        peers = (*(server_peer(index) for index in servers), *(aggregator_peer(index) for index in aggregators))
         if 0 in servers:
             peers = (*peers, COORDINATOR)
         if self._replicas is not None:
@@ -245,7 +245,7 @@ class Process:
             torch.set_num_threads(1)  # also where it was started as a spare worker
         self._use(make_transport(job, self._token, peers, self._place.node, self.router.destination))
         if servers:
-            self._host_servers(job, servers, relays, None if initial is None else initial[0])
+            self._host_servers(job, servers, aggregators, None if initial is None else initial[0])
         if self._replicas is not None:
             self._worker = host_worker(self.router, job, self._index, self._replicas, incarnation=incarnation)
             if initial is not None:
@@ -254,10 +254,12 @@ class Process:
             return self._transport.listen(self._place.host)
         return Address(self._place.node, "", 0, "", peers)
 
-    def _host_servers(self, job: Job, servers: Sequence[int], relays: Sequence[int], initial: Bytes | None) -> None:
+    def _host_servers(
+        self, job: Job, servers: Sequence[int], aggregators: Sequence[int], initial: Bytes | None
+    ) -> None:
         # A worker that hosts servers shares its weights with them: one copy, updated in place.
         own = self._replicas if job.strategy.in_place else None
-        weights = own.weights if own is not None else self._kept.room(job.description.layout.nbytes)
+        weights = own.weights if own is not None else self._retained.vector(job.description.layout.nbytes)
         if initial is not None:
             for chunk in job.description.layout.chunks:
                 if not set(servers).isdisjoint(job.holders[chunk.index]):
@@ -265,27 +267,27 @@ class Process:
         if 0 in servers:
             host_coordinator(self.router, job, _RESULT_SECONDS)
         for index in servers:
-            in_place = own is not None or index in relays
+            in_place = own is not None or index in aggregators
             self._servers.append(host_server(self.router, job, index, weights, shared=in_place))
-        for index in relays:
+        for index in aggregators:
             shown = segment_of(weights) is not None  # else descriptors or memory had run out
-            host_relay(self.router, job, index, weights, shown=shown)
+            host_aggregator(self.router, job, index, weights, shown=shown)
 
     @on_router
     def give(self, chunks: Sequence[int]) -> dict[int, ChunkState]:
         """Return the state of these chunks that servers of before `release` held."""
-        return self._kept.give(chunks)
+        return self._retained.give(chunks)
 
     @on_router
     def take_over(self, *given: Mapping[int, ChunkState]) -> None:
         """Give this process' servers the state that its servers of before `release`, or other processes', held."""
         parts = {chunk: state for part in given for chunk, state in part.items()}
-        self._kept.hand_over(self._servers, parts)
+        self._retained.hand_over(self._servers, parts)
 
     @on_router
     def forget(self) -> None:
         """Drop the state that servers of before `release` held: all processes have what they need of it."""
-        self._kept = Kept()
+        self._retained = RetainedChunks()
 
     @on_router
     def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
@@ -336,10 +338,10 @@ class Process:
     @on_router
     def heard(self) -> list[Decision]:
         """Return the coordinator's latest decisions."""
-        return self._servers[0].witness.words
+        return self._servers[0].decisions.recent
 
     @on_router
-    def remains(self, heard: Sequence[Sequence[Decision]]) -> Remains:
+    def state_of(self, heard: Sequence[Sequence[Decision]]) -> ServerState:
         """Return what this process' servers hold when they have caught up with the others.
 
         Args:
@@ -347,7 +349,7 @@ class Process:
         """
         for server in self._servers:
             catch_up(server, heard)
-        return remains(self._servers)
+        return state_of(self._servers)
 
     def exchange(self, call: bytes, *payloads: Bytes) -> Answer:
         """Take a caller's messages; return this process' messages for it."""
@@ -426,7 +428,7 @@ def by_calls(config: StrategyConfig) -> bool:
     return ways_of(config) == "ray"
 
 
-def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyConfig) -> Hosts:
+def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyConfig) -> HostMap:
     """Which processes share a node; over TCP everywhere none does, as far as the others are concerned."""
     strategy, nodes = make_strategy(config), dict[str, int]()
 
@@ -439,7 +441,7 @@ def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyCon
     gathers = AVAILABLE and ways_of(config) in ("wire", "shared")
     if strategy.in_workers and len(nodes) == 1:
         gathers = False  # each member updates its own weights, and nothing has to cross
-    return Hosts(workers, servers, gathers)
+    return HostMap(workers, servers, gathers)
 
 
 def make_transport(

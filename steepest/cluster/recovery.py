@@ -21,7 +21,7 @@ from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, S
 from steepest.engine.client import Snapshot
 from steepest.engine.job import check_agreement
 from steepest.engine.replicas import all_states
-from steepest.engine.survivors import Remains, Salvage, assemble
+from steepest.engine.survivors import RecoveredState, ServerState, assemble
 from steepest.messages.message import Peer, worker_peer
 from steepest.tensors.dtypes import Tensors
 
@@ -136,7 +136,7 @@ class Recovery:
             cluster.note("recovered", f"{who} died; others took over what they held at step {step}, {what}; {took}")
             return
         left = f"{job.num_workers} workers" if added is None else f"{job.num_servers} servers, which took over"
-        then = cluster.seats.leave_out(left_out)
+        then = cluster.placement.leave_out(left_out)
         cluster.note("left", f"{who} died; going on with {left}, from step {step} on; {then}; {what}; {took}")
 
     def missing(self) -> StrategyConfig | None:
@@ -165,7 +165,7 @@ class Recovery:
         cluster, allowed = self._cluster, self._cluster.run_config.failure.max_failures
         left_out = []
         for peer, cause in dead.items():
-            seat = cluster.seats.order[peer.index] if peer.role == "worker" else -1 - peer.index
+            seat = cluster.placement.order[peer.index] if peer.role == "worker" else -1 - peer.index
             if cluster.successors.count_failure(peer, seat, cause) > allowed:
                 if not self._can_go_on(dead):
                     often = f"it was replaced {allowed} times, FailureConfig(max_failures={allowed}) allows no more"
@@ -186,7 +186,7 @@ class Recovery:
         role = "worker" if job.strategy.in_workers else "server"  # of the processes that hold chunks
         cluster.extend_deadline()
         try:
-            found: Salvage | None = None
+            found: RecoveredState | None = None
             if not any(peer.role == role for peer in dead):
                 found = self._state.stopped()
             cluster.disconnect()
@@ -274,17 +274,17 @@ class Recovery:
         self._fewer = fewer, self.missing() or config
         return True
 
-    def _salvage(self, holding: list[Any], dead: dict[Peer, str]) -> Salvage:
+    def _salvage(self, holding: list[Any], dead: dict[Peer, str]) -> RecoveredState:
         """All servers' state at one version, in the processes that hold chunks; or the last copy of it."""
         cluster = self._cluster
         found = None
         if cluster.job.replication > 1 and holding:
             told = ray.put(cluster.get([actor.heard.remote() for actor in holding], "say what it has heard"))
-            parts: list[Remains] = cluster.get([actor.remains.remote(told) for actor in holding], "catch up")
+            parts: list[ServerState] = cluster.get([actor.state_of.remote(told) for actor in holding], "catch up")
             found = assemble(len(cluster.job.holders), dict(zip(holding, parts, strict=True)))
         if found is None and self._taken is not None:
             copy = self._taken
-            found = Salvage(copy.version, copy.state, None, copy.weights, copy.records)
+            found = RecoveredState(copy.version, copy.state, None, copy.weights, copy.records)
         if found is None:
             peer, cause = next(iter(dead.items()))
             cluster.raise_lost(peer, f"{cause}; too many died together: of some chunks no copy is left")

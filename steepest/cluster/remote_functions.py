@@ -9,7 +9,7 @@ import ray
 import torch
 
 from steepest.data.sampler import SamplePlan
-from steepest.engine.local_sgd import Inner, LocalReplicas
+from steepest.engine.local_sgd import InnerOptimizerState, LocalReplicas
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, describe_error
 from steepest.models.protocol import Model
@@ -82,7 +82,7 @@ def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, Tensors]:
     return states
 
 
-def inner_state(replicas: Replicas, step: int) -> Inner:
+def inner_state(replicas: Replicas, step: int) -> InnerOptimizerState:
     """What a worker's own optimizer remembers, see `LocalReplicas.inner_state`."""
     assert isinstance(replicas, LocalReplicas)
     return replicas.inner_state(step)
@@ -101,15 +101,15 @@ def load_inner_state(
 
 
 def left_out(replicas: Replicas) -> dict[str, torch.Tensor]:
-    """What compression has left out of a worker's gradients, see `Packer.state`."""
-    assert replicas.packer is not None
-    return replicas.packer.state()
+    """What compression has left out of a worker's gradients, see `GradientCompressor.state`."""
+    assert replicas.compressor is not None
+    return replicas.compressor.state()
 
 
 def load_left_out(replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor]) -> None:
     """Sets it: this worker's own, or the mean when there were others."""
-    assert replicas.packer is not None
-    replicas.packer.load_state(own.get(replicas.worker, mean))
+    assert replicas.compressor is not None
+    replicas.compressor.load_state(own.get(replicas.worker, mean))
 
 
 def use_plan(replicas: Replicas, plan: SamplePlan | None, seed: int) -> None:

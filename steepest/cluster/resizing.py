@@ -14,7 +14,7 @@ from steepest.cluster.diagnostics import has_answered, never_ran
 from steepest.cluster.draining import Move, are_up
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
-from steepest.cluster.placement import Room, ask_for_room, check_possible, fitting, may_grow
+from steepest.cluster.placement import Reservation, ask_for_room, check_possible, fitting, may_grow
 from steepest.cluster.process import by_calls
 from steepest.cluster.ray_private import draining_nodes
 from steepest.cluster.worker_replacement import Start
@@ -59,15 +59,17 @@ class Resize:
         self._config = config
         self._state = state
         self._began = time.monotonic()
-        self._room: Room | None = None
-        self._seats = [seat for seat in cluster.seats.order[cluster.job.num_workers :] if not self._is_taken(seat)]
+        self._room: Reservation | None = None
+        self._placement = [
+            seat for seat in cluster.placement.order[cluster.job.num_workers :] if not self._is_taken(seat)
+        ]
         self._added: dict[Peer, Any] = {}
         self._servers: dict[Peer, Any] = {}
         self._waiting: list[Any] = []  # calls that end when the workers are up, and the servers
         self._opening: list[Any] = []
-        if (missing := workers - cluster.job.num_workers - len(self._seats)) > 0:
+        if (missing := workers - cluster.job.num_workers - len(self._placement)) > 0:
             check_possible(workers, cluster.bundle, ray.nodes(), may_grow())
-            self._room = ask_for_room(missing, cluster.bundle, cluster.seats.failing)
+            self._room = ask_for_room(missing, cluster.bundle, cluster.placement.failing)
             self._waiting = [self._room.group.ready()]
         else:
             self._start()
@@ -78,7 +80,7 @@ class Resize:
     def _start(self) -> None:
         cluster, job = self._cluster, self._cluster.job
         cut = make_strategy(self._config).cut
-        for index, seat in zip(range(job.num_workers, self.workers), self._seats, strict=False):
+        for index, seat in zip(range(job.num_workers, self.workers), self._placement, strict=False):
             self._added[worker_peer(index)] = actor = cluster.start_worker(index, seat)
             self._waiting.append(actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, cut))
         if by_calls(self._config):
@@ -106,9 +108,9 @@ class Resize:
                     )
                 return False
             self._waiting = []
-            before = len(self._cluster.seats.order)
-            self._cluster.seats.add(self._room)
-            self._seats += self._cluster.seats.order[before:]
+            before = len(self._cluster.placement.order)
+            self._cluster.placement.add(self._room)
+            self._placement += self._cluster.placement.order[before:]
             self._room = None
             self._start()
         return are_up([*self._waiting, *self._opening], timeout, self._began + 5 * limit)
@@ -125,8 +127,8 @@ class Resize:
         cluster.extend_deadline()
         for peer, described in zip(self._added, cluster.get(self._waiting, "build the model"), strict=True):
             check_agreement(before.description, described, "the job", str(peer))
-        seats = {peer.index: seat for peer, seat in zip(self._added, self._seats, strict=False)}
-        self._state.reform(self._config, self.workers, {**self._added, **self._servers}, seats=seats)
+        placement = {peer.index: seat for peer, seat in zip(self._added, self._placement, strict=False)}
+        self._state.reform(self._config, self.workers, {**self._added, **self._servers}, placement=placement)
         if self._wanted is not None:
             self._wanted(self.workers)
         job, step = cluster.job, cluster.step + 1
@@ -178,7 +180,7 @@ class Without:
         """Makes it so, between two steps."""
         cluster, began = self._cluster, time.monotonic()
         successors = cluster.successors
-        left_out = [cluster.seats.order[index] for index in successors.left_out]
+        left_out = [cluster.placement.order[index] for index in successors.left_out]
         gone = successors.let_go()
         if not gone:
             return  # their successors have joined meanwhile, or too few are left
@@ -186,7 +188,7 @@ class Without:
         alive = [index for index in range(cluster.job.num_workers) if index not in gone]
         with successors.paused():
             self._state.reform(cluster.job.config, len(alive), keep=dict(enumerate(alive)))
-        then = cluster.seats.leave_out(left_out)
+        then = cluster.placement.leave_out(left_out)
         step, took = cluster.step + 1, time.monotonic() - began
         cluster.note(
             "left",
@@ -259,7 +261,7 @@ class Return:
         successors.prepare_if_wanted()
 
 
-class Range:
+class WorkerRange:
     """As many workers as the cluster has room for, within bounds; whoever is gone is done without for a while.
 
     Args:
@@ -326,7 +328,7 @@ class Range:
         if now - self._heard >= _LOOK_SECONDS:
             self._heard = now
             here = {place.node for place in cluster.places.values()}
-            failing = dict.fromkeys(cluster.seats.failing, 0.0)
+            failing = dict.fromkeys(cluster.placement.failing, 0.0)
             for nodes, why in ((draining_nodes(), "will go"), (failing, "failed again and again")):
                 going = {node: when for node, when in nodes.items() if node in here and node not in self._left}
                 self._left |= going.keys()
@@ -344,11 +346,11 @@ class Range:
         self._up_since = min(self._up_since, now) if up else math.inf
         if up and (len(up) == len(successors.returning) or now - self._up_since >= _TOGETHER_SECONDS):
             return Return(cluster, up, self._state)
-        if now - self._looked < self._pause or len(cluster.seats.retired) > self._most:
+        if now - self._looked < self._pause or len(cluster.placement.retired) > self._most:
             return None
         self._looked = now
-        seats = len(cluster.seats.order) - len(successors.returning) - workers
-        more = min(self._most - workers - len(successors.returning), fitting(cluster.bundle) + max(seats, 0))
+        placement = len(cluster.placement.order) - len(successors.returning) - workers
+        more = min(self._most - workers - len(successors.returning), fitting(cluster.bundle) + max(placement, 0))
         if more < 1:
             return None
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)  # what is free may be in pieces: then it asks more rarely

@@ -45,7 +45,7 @@ class Change(Protocol):
         """What is to be made of it when another one comes first."""
 
 
-class Range(Protocol):
+class WorkerRange(Protocol):
     """Bounds within which a job's size follows what the cluster has."""
 
     def loss(self) -> Change | None:
@@ -83,7 +83,7 @@ class Training:
         self._change: Change | None = None
         self._urgent = False  # whether it may not be replaced by another
         self._later: Change | None = None
-        self.range: Range | None = None
+        self.range: WorkerRange | None = None
         self._began = 0.0  # of the steps that are being taken
 
     @property

@@ -280,7 +280,7 @@ class Successors:
 
     def _begin(self, index: int, cause: str, *, wait: bool) -> None:
         """Another process starts, to take the place of a worker that is dead."""
-        cluster, peer, seat = self._cluster, worker_peer(index), self._cluster.seats.order[index]
+        cluster, peer, seat = self._cluster, worker_peer(index), self._cluster.placement.order[index]
         allowed = cluster.run_config.failure.max_failures
         self._pings.pop(peer, None)
         if self.count_failure(peer, seat, cause) > allowed:
@@ -303,7 +303,7 @@ class Successors:
         """
         cluster, now = self._cluster, time.monotonic()
         for index, (cause, spare) in sorted(dead.items()):
-            seat = cluster.seats.order[index]
+            seat = cluster.placement.order[index]
             if self._failures[seat] <= cluster.run_config.failure.max_failures:
                 actor = spare or cluster.start_worker(index)
                 self.returning.append(self._start(index, seat, cause, actor, now))

@@ -17,7 +17,7 @@ class Work(Protocol):
         """Return when the tensor is received, or, for one that is sent, when it may be written to again."""
 
 
-class Done:
+class CompletedWork:
     """A message that needs no waiting."""
 
     def wait(self) -> None:
@@ -64,7 +64,7 @@ class Collective(ABC):
             ConfigurationError: the tensor is not contiguous or not on the CPU, or there is no such other member.
         """
         memory = self._memory(tensor, to)
-        return self._send(memory, to) if memory.numel() else Done()
+        return self._send(memory, to) if memory.numel() else CompletedWork()
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         """Begin to receive the next message of a member into a contiguous tensor of just its size.
@@ -73,7 +73,7 @@ class Collective(ABC):
             ConfigurationError: as `isend`; and, in `wait`, the message has another size.
         """
         memory = self._memory(tensor, source)
-        return self._receive(memory, source) if memory.numel() else Done()
+        return self._receive(memory, source) if memory.numel() else CompletedWork()
 
     def _memory(self, tensor: torch.Tensor, other: int) -> torch.Tensor:
         """Return the bytes of a tensor, for a message between this member and another."""

@@ -1,6 +1,6 @@
 """Formats in which float32 gradients travel between hosts: rounded, largest elements only, factors.
 
-Formats are functions of a chunk, without state; a `Packer` adds what they leave out of a gradient
+Formats are functions of a chunk, without state; a `GradientCompressor` adds what they leave out of a gradient
 to the next one.
 """
 
@@ -27,7 +27,7 @@ _FEW = 1 << 14  # elements; of more, a sample tells which ones may be the larges
 Factors = dict[int, torch.Tensor]
 
 
-class Packing(Protocol):
+class Codec(Protocol):
     """A format of float32 chunks."""
 
     #: whether what a format leaves out is added to the next gradient
@@ -360,7 +360,7 @@ def _if_less(chunk: Chunk, size: int) -> int | None:
     return size if chunk.dtype is torch.float32 and size < chunk.nbytes else None
 
 
-def make_packing(choice: str | Compression | None) -> Packing | None:
+def make_codec(choice: str | Compression | None) -> Codec | None:
     """Return the format that a user chose; None where gradients travel as they are."""
     if choice is None or isinstance(choice, str):
         return None if choice is None else Half(WIRE_DTYPES[choice])
@@ -369,7 +369,7 @@ def make_packing(choice: str | Compression | None) -> Packing | None:
     return BlockInt8(choice.block) if isinstance(choice, Int8) else LowRank(choice.rank)
 
 
-class Packer:
+class GradientCompressor:
     """One sender's gradients, packed, with error feedback: what one leaves out is added to the next.
 
     What is left out of a gradient counts once that gradient is committed, so that a step that is
@@ -386,17 +386,17 @@ class Packer:
     def __init__(
         self,
         layout: ParameterLayout,
-        packing: Packing | None,
+        codec: Codec | None,
         packed: Sequence[bool],
         own_pending: Callable[[torch.Tensor], None] = lambda memory: None,
     ) -> None:
         self._layout = layout
-        self._packing = packing
+        self._codec = codec
         self._own_pending = own_pending
         self._places: dict[int, slice] = {}  # of each chunk in `_buffer`
         end = 0
-        for chunk in layout.chunks if packing is not None else ():
-            size = packing.size(layout, chunk) if packing is not None and packed[chunk.index] else None
+        for chunk in layout.chunks if codec is not None else ():
+            size = codec.size(layout, chunk) if codec is not None and packed[chunk.index] else None
             if size is not None and chunk.trainable:
                 self._places[chunk.index] = slice(end, end + size)
                 end = -(-(end + size) // _ALIGNMENT) * _ALIGNMENT
@@ -440,14 +440,14 @@ class Packer:
             Flat bytes, which the next gradient overwrites.
         """
         place = self._places.get(index)
-        if place is None or self._packing is None:
+        if place is None or self._codec is None:
             return payload
         if self._buffer is None:
             self._buffer = allocate(self._end)
         chunk, out = self._layout.chunks[index], self._buffer[place]
         self._own_pending(out)
-        if not self._packing.lossy:
-            return out if self._packing.pack(self._layout, chunk, payload.view(torch.float32), out, {}) else payload
+        if not self._codec.lossy:
+            return out if self._codec.pack(self._layout, chunk, payload.view(torch.float32), out, {}) else payload
         values = self._spare.pop(index, None)
         if values is None:
             values = torch.empty(chunk.nbytes // 4, dtype=torch.float32)
@@ -462,7 +462,7 @@ class Packer:
         for piece in self._absent(chunk, absent):
             values[piece] = 0.0
         factors = dict(self._factors.get(index, {}))
-        self._packing.pack(self._layout, chunk, values, out, factors)
+        self._codec.pack(self._layout, chunk, values, out, factors)
         if unit != total:
             values.mul_(unit / total)
         for piece in self._absent(chunk, absent):
@@ -512,8 +512,8 @@ class Packer:
             self._left[index] = left
 
 
-def check_left_out(layout: ParameterLayout, states: Iterable[Mapping[str, torch.Tensor]]) -> None:
-    """Check that what `Packer.state` returned is of this model.
+def check_residuals(layout: ParameterLayout, states: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    """Check that what `GradientCompressor.state` returned is of this model.
 
     Raises:
         CheckpointError: it is not; says in what.

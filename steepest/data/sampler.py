@@ -216,7 +216,7 @@ class SamplePlan:
         return Remaining(epoch, offset, tuple(left), tuple((e, self._blocks(e)) for e in sorted(begun)))
 
 
-def with_ended(plan: SamplePlan, ends: Sequence[int], step: int) -> list[int]:
+def epoch_ends(plan: SamplePlan, ends: Sequence[int], step: int) -> list[int]:
     """Return the first steps after epoch 0, 1, ..., for those epochs that have ended at a step.
 
     Args:

@@ -34,7 +34,7 @@ class ChunkState:
     records: list[tuple[dict[str, Any], Bytes]]
 
 
-class Kept:
+class RetainedChunks:
     """The chunks of a process' servers that have ended.
 
     Args:
@@ -43,16 +43,16 @@ class Kept:
 
     def __init__(self, servers: Sequence[Server] = ()) -> None:
         self._chunks = {index: held for server in servers for index, held in server.chunks.items()}
-        self._room = servers[0].room if servers else None
+        self._vector = servers[0].vector if servers else None
 
-    def room(self, nbytes: int) -> torch.Tensor:
+    def vector(self, nbytes: int) -> torch.Tensor:
         """Return a flat vector for the next servers.
 
         It is the one in which the kept chunks lie, if that has the size.
         """
-        if self._room is None or self._room.numel() != nbytes:
-            self._room = allocate(nbytes)
-        return self._room
+        if self._vector is None or self._vector.numel() != nbytes:
+            self._vector = allocate(nbytes)
+        return self._vector
 
     def give(self, chunks: Iterable[int]) -> dict[int, ChunkState]:
         """Return the state of some chunks, for servers in another process."""

@@ -56,7 +56,7 @@ class Snapshot:
     Attributes:
         weights: the flat vector.
         records: optimizer state, slice by slice; empty unless asked for.
-        state: of the coordinator, with the optimizer's, see `Salvage`.
+        state: of the coordinator, with the optimizer's, see `RecoveredState`.
     """
 
     version: int
@@ -170,7 +170,7 @@ class Client:
             version: from now on.
             weights: flat; None for those that servers have, and their optimizers' state.
             records: optimizer state; None to leave it, and the order of samples, as they are.
-            state: of the coordinator, or parts of it, see `Salvage`; what is missing begins anew, but for the schedule,
+            state: of the coordinator, or parts of it, see `RecoveredState`; what is missing begins anew, but for the schedule,
                 which then has to find its way.
         """
         self._requests += 1

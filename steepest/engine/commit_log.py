@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import HostMap
 
 
 class LoggedPush(NamedTuple):
@@ -85,7 +85,7 @@ class CommitLog:
     num_workers: int
     devices_per_worker: int
     seed: int
-    hosts: Hosts | None = None
+    hosts: HostMap | None = None
     accumulate: int = 1
     start: int = 0
     plan: SamplePlan | None = None

@@ -1,4 +1,4 @@
-"""A host's relay: its workers' gradients leave added up, and weights arrive once for all of them."""
+"""A host's aggregator: its workers' gradients leave added up, and weights arrive once for all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from steepest.compression.codecs import Packer, sum_of_squares
+from steepest.compression.codecs import GradientCompressor, sum_of_squares
 from steepest.engine.incoming_weights import ArrivingWeights, Key, where_lent
 from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
@@ -24,7 +24,7 @@ class _Gathering:
     left: bool = False
 
 
-class Relay:
+class HostAggregator:
     """What the workers of one host share, where every member contributes to every version.
 
     It lives beside a server of the host. Chunks that servers of other hosts hold are pushed to it; it adds the
@@ -34,7 +34,7 @@ class Relay:
     no version is committed before.
 
     Args:
-        index: of the relay, and of the server beside which it lives.
+        index: of the aggregator, and of the server beside which it lives.
         topology: of the job, of which it serves this host's workers.
         weights: the vector, uint8 and flat; zeros but for what a server of this process holds.
         send: how to send.
@@ -56,15 +56,15 @@ class Relay:
     ) -> None:
         self._index = index
         self._can_be_shown = shown
-        layout, (packing, pull_dtype) = topology.layout, topology.wire_formats
+        layout, (codec, pull_dtype) = topology.layout, topology.wire_formats
         self._layout = layout
         self._owners = [server_peer(servers[0]) for servers in topology.holders]
-        self._workers = topology.hosts.relays[index]
+        self._workers = topology.hosts.aggregators[index]
         self._send = send
         self._own_pending = own_pending
-        self._packer = Packer(layout, packing, [True] * len(layout.chunks), own_pending)
+        self._compressor = GradientCompressor(layout, codec, [True] * len(layout.chunks), own_pending)
         self._checked = checked
-        self._weights = ArrivingWeights(f"relay {index}", layout, weights, pull_dtype)
+        self._weights = ArrivingWeights(f"aggregator {index}", layout, weights, pull_dtype)
         self._shown = -1  # the generation in which workers were last told where the weights lie
         self._step: Key = (-1, -1)
         self._gathering: dict[int, _Gathering] = {}  # by chunk, of that step
@@ -93,7 +93,7 @@ class Relay:
         """The coordinator decides what a loss means; what was gathered is void in the next generation."""
 
     def tick(self, now: float) -> None:
-        """A relay has no deadlines of its own."""
+        """A aggregator has no deadlines of its own."""
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Relay:
 
     def _gather(self, source: Peer, push: Push) -> None:
         if source.index not in self._workers:
-            raise ProtocolError(f"worker {source.index} is not of the host of relay {self._index}")
+            raise ProtocolError(f"worker {source.index} is not of the host of aggregator {self._index}")
         step = (push.generation, push.pulled)
         if step < self._step:
             return  # of a step that is over
@@ -150,7 +150,7 @@ class Relay:
         total = math.fsum(push.total for push in pushes.values())
         absent = [frozenset(push.absent) for push in pushes.values() if push.payload is not None]
         if payload is not None and len(pushes) > 1:
-            payload = self._packer.pack(chunk, payload, unit, total, frozenset())
+            payload = self._compressor.pack(chunk, payload, unit, total, frozenset())
         host_push = HostPush(
             *(first.generation, first.pulled, chunk, unit, total),
             tuple(PushId(worker, push.incarnation, push.sequence) for worker, push in pushes.items()),

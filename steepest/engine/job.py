@@ -10,28 +10,28 @@ from typing import Any
 
 import torch
 
-from steepest.compression.codecs import Packing
+from steepest.compression.codecs import Codec
 from steepest.config.strategies import LocalStrategy, SimpleStrategy, StrategyConfig
 from steepest.data.sampler import Remaining, SamplePlan
 from steepest.data.sources import Blocks
 from steepest.engine.client import Client
 from steepest.engine.coordinator_role import CoordinatorRole
-from steepest.engine.host_aggregator import Relay
+from steepest.engine.host_aggregator import HostAggregator
 from steepest.engine.local_sgd import LocalReplicas
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Memory, Replicas, WorkShare, seed_everything
 from steepest.engine.server import Server, ServerMode
 from steepest.engine.strategy import Strategy, make_strategy
-from steepest.engine.topology import Hosts, Topology
+from steepest.engine.topology import HostMap, Topology
 from steepest.engine.worker import BetweenTurns, Worker
 from steepest.errors import ModelError
 from steepest.messages.fields import Limits
-from steepest.messages.message import COORDINATOR, Peer, relay_peer, server_peer, worker_peer
+from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.messages.permissions import TRAINING, Admission
 from steepest.models.protocol import Model
 from steepest.optim.spec import OptimizerSpec, Schedule
 from steepest.protocol.coordinator import Coordinator
-from steepest.tensors.layout import Cut, ParameterLayout
+from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.transport.router import Role, Router
 
 ModelCreator = Callable[[int, int], Model]
@@ -80,7 +80,7 @@ class Job:
     seed: int
     step_timeout: float
     keep_log: bool = False
-    hosts: Hosts | None = None
+    hosts: HostMap | None = None
     accumulate: int = 1
     schedule_offset: int = 0
     replaces: bool = False
@@ -98,7 +98,7 @@ class Job:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """The server that answers for each chunk."""
-        return self.description.layout.deal(self.num_servers)
+        return self.description.layout.assign_servers(self.num_servers)
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
@@ -118,12 +118,12 @@ class Job:
         return 1 if self.num_workers == 1 else min(self.strategy.replication, self.num_servers)
 
     @cached_property
-    def places(self) -> Hosts:
-        """Where workers and servers run; relays serve those that all contribute to every version."""
+    def places(self) -> HostMap:
+        """Where workers and servers run; aggregators serve those that all contribute to every version."""
         if self.hosts is None:
             if self.strategy.in_workers:
-                return Hosts(tuple(range(self.num_workers)), tuple(range(self.num_servers)))
-            return Hosts.apart(self.num_workers, self.num_servers)
+                return HostMap(tuple(range(self.num_workers)), tuple(range(self.num_servers)))
+            return HostMap.apart(self.num_workers, self.num_servers)
         if self.strategy.rule.together and self.strategy.hierarchical and self.replication == 1:
             return self.hosts
         return replace(self.hosts, gathers=False)
@@ -174,15 +174,15 @@ class Job:
         return step * self.versions_per_step
 
     @property
-    def wire_formats(self) -> tuple[Packing | None, torch.dtype | None]:
+    def wire_formats(self) -> tuple[Codec | None, torch.dtype | None]:
         """How float32 chunks are pushed and pulled; one worker shares its memory with its servers."""
         return (None, None) if self.num_workers == 1 else self.strategy.wire_formats
 
     @property
     def compresses(self) -> bool:
         """Whether workers keep what compression leaves out of their gradients."""
-        packing = self.wire_formats[0]
-        return packing is not None and packing.lossy
+        codec = self.wire_formats[0]
+        return codec is not None and codec.lossy
 
     @property
     def global_batch(self) -> int:
@@ -210,7 +210,7 @@ class Job:
 
 
 def build_models(
-    model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: Cut
+    model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: ChunkSpec
 ) -> tuple[list[Model], Description]:
     """Makes a worker's models and describes them.
 
@@ -229,7 +229,7 @@ def build_models(
                 f"model_creator({worker}, {device}) returned {type(model).__name__}: return a steepest model, such as "
                 "TorchModel(module, loss=..., data=..., batch_size=..., optimizer=...)"
             )
-        if cut != Cut():
+        if cut != ChunkSpec():
             model.relayout(cut)
         models.append(model)
     attend = getattr(models[0], "attend", None)
@@ -320,7 +320,7 @@ def build_replicas(
     else:
         replicas = Replicas(models, devices, share, memory)
     if before is not None:
-        replicas.go_on_from(before)
+        replicas.take_over(before)
     return replicas
 
 
@@ -372,15 +372,17 @@ def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, 
     return server
 
 
-def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor, *, shown: bool = True) -> Relay:
-    """Makes the relay beside a server live in this process.
+def host_aggregator(
+    router: Router, job: Job, index: int, weights: torch.Tensor, *, shown: bool = True
+) -> HostAggregator:
+    """Makes the aggregator beside a server live in this process.
 
     Args:
         weights: the flat vector of the server of this process, which updates its chunks in place.
-        shown: see `Relay`.
+        shown: see `HostAggregator`.
     """
-    peer = relay_peer(index)
-    relay = Relay(
+    peer = aggregator_peer(index)
+    aggregator = HostAggregator(
         index,
         job.topology,
         weights,
@@ -389,8 +391,8 @@ def host_relay(router: Router, job: Job, index: int, weights: torch.Tensor, *, s
         checked=job.strategy.nonfinite != "pass",
         shown=shown,
     )
-    _host(router, job, peer, relay)
-    return relay
+    _host(router, job, peer, aggregator)
+    return aggregator
 
 
 def host_worker(
@@ -413,7 +415,7 @@ def host_worker(
     adopt = _refuse if job.servers_in_workers else replicas.adopt  # it stays with the vector that its server updates
     own = index if job.strategy.in_workers else None
     exchange = PushPull(index, job.topology, replicas.weights, send, adopt, own)
-    replicas.use_packer(exchange.packer)
+    replicas.use_compressor(exchange.compressor)
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
     # where all contribute to each version, no weights come before a worker has computed its gradient
     pump = router.pump_both_ways if job.strategy.in_workers and job.strategy.rule.together else router.pump

@@ -26,7 +26,7 @@ from steepest.protocol.push_tracking import clip_factor
 
 #: State of a worker's own optimizer by "parameter/key", the keys that are plain numbers, and the
 #: state of its schedule.
-Inner = tuple[dict[str, torch.Tensor], list[str], ScheduleState | None]
+InnerOptimizerState = tuple[dict[str, torch.Tensor], list[str], ScheduleState | None]
 
 
 class LocalReplicas(Replicas):
@@ -112,7 +112,7 @@ class LocalReplicas(Replicas):
         """Save the inner optimizer's state, or restore it where a share is computed again."""
         if number == self._number:
             self._load(self._before)
-            self._schedule.go_on_from(self._schedule_before)
+            self._schedule.load_state(self._schedule_before)
         else:
             self._before = [(index, about, value.clone()) for index, about, value in self._records()]
             self._schedule_before = self._schedule.state()
@@ -161,7 +161,7 @@ class LocalReplicas(Replicas):
         for index, about, value in records:
             self._held[index].load_state(about, value.clone())
 
-    def inner_state(self, step: int) -> Inner:
+    def inner_state(self, step: int) -> InnerOptimizerState:
         """Return the state of the inner optimizer and its schedule.
 
         Args:
@@ -177,5 +177,5 @@ class LocalReplicas(Replicas):
     ) -> None:
         """Set what `inner_state` returned."""
         self._load(disassemble(self.layout, state, plain))
-        self._schedule.go_on_from(schedule)
+        self._schedule.load_state(schedule)
         self._number = -1

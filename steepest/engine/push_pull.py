@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from steepest.compression.codecs import Packer
+from steepest.compression.codecs import GradientCompressor
 from steepest.engine.incoming_weights import ArrivingWeights
 from steepest.engine.topology import Topology
 from steepest.messages.gradients import Push, Weights, WeightsShared
-from steepest.messages.message import Kind, Message, Peer, Send, relay_peer, server_peer
+from steepest.messages.message import Kind, Message, Peer, Send, aggregator_peer, server_peer
 from steepest.tensors.memory import as_tensor
 
 
@@ -23,7 +23,7 @@ class PushPull:
 
     Args:
         worker: its index.
-        topology: all holders of a chunk are pushed to; those of other hosts through this host's relay, if it has one.
+        topology: all holders of a chunk are pushed to; those of other hosts through this host's aggregator, if it has one.
         weights: the flat vector that new weights are written to.
         adopt: called with a flat vector of weights that all workers of this host share; returns whether the models use
             it from now on.
@@ -51,11 +51,13 @@ class PushPull:
         self._layout = layout
         self._send = send
         self._adopt = adopt
-        packing, pull_dtype = topology.wire_formats
-        relay = hosts.relay_of(worker) if packing is None or not packing.lossy else None  # each packs its own
+        codec, pull_dtype = topology.wire_formats
+        aggregator = hosts.aggregator_of(worker) if codec is None or not codec.lossy else None  # each packs its own
         self._targets = [
             [
-                relay_peer(relay) if relay is not None and not hosts.beside(worker, server) else server_peer(server)
+                aggregator_peer(aggregator)
+                if aggregator is not None and not hosts.beside(worker, server)
+                else server_peer(server)
                 for server in servers
             ]
             for servers in holders
@@ -64,7 +66,7 @@ class PushPull:
             any(t.role == "server" and not hosts.beside(worker, s) for t, s in zip(targets, servers, strict=True))
             for targets, servers in zip(self._targets, holders, strict=True)
         ]
-        self.packer = Packer(layout, packing, packed)
+        self.compressor = GradientCompressor(layout, codec, packed)
         self.sequence = 0
         self._generation = self._incarnation = 0
         self._version = 0
@@ -76,14 +78,14 @@ class PushPull:
         self._generation, self._version = generation, version
         self.sequence += 1
         self.bytes_pushed = 0
-        self.packer.begin()
+        self.compressor.begin()
 
     def ready(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
         """Push a chunk of the gradient that is complete (see `steepest.engine.replicas.ChunkReady`).
 
         `payload` stays unchanged until the step is committed.
         """
-        pushed = self.packer.pack(chunk, payload, unit, total, absent) if unit else None
+        pushed = self.compressor.pack(chunk, payload, unit, total, absent) if unit else None
         step = (self._generation, self._incarnation, self.sequence, self._version)
         push = Push(*step, chunk, unit, total, sorted(absent) if absent else (), pushed)
         for target in self._targets[chunk]:
@@ -98,7 +100,7 @@ class PushPull:
     def committed(self, sequence: int) -> None:
         """Count what compression left out of that push, if it is the last: it is part of the weights."""
         if sequence == self.sequence:
-            self.packer.commit()
+            self.compressor.commit()
 
     @property
     def arriving(self) -> tuple[int, int]:
@@ -126,7 +128,7 @@ class PushPull:
         if weights is None:
             return None
         if self._answers(weights):
-            self.packer.commit()
+            self.compressor.commit()
         if source != self._own and weights.payload is not None:
             self.bytes_pulled += weights.payload.numel()
         key = (weights.generation, weights.version)

@@ -122,8 +122,8 @@ class PutStates:
         self._puts = {key: other for key, other in self._puts.items() if key[0] != client or key[1] > sequence}
         for index, payload in put.weights.items():
             held = self._chunks[index]
-            if (room := self._make_way(held)) is not None:
-                held.move(room)
+            if (buffer := self._make_way(held)) is not None:
+                held.move(buffer)
             held.weights.copy_(payload)
         if put.replaces_state:
             for held in self._chunks.values():

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from steepest.compression.codecs import Packer
+from steepest.compression.codecs import GradientCompressor
 from steepest.data.sampler import SamplePlan, even_share, step_seed
 from steepest.errors import ModelError
-from steepest.models.protocol import Arrive, Computed, Model, checked
+from steepest.models.protocol import Arrive, Computed, Model, validate_computed
 from steepest.models.write_check import refusal
-from steepest.tensors.dtypes import Tensors, merged
+from steepest.tensors.dtypes import Tensors, merge_replicas
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
 
@@ -141,7 +141,7 @@ class Replicas:
         self._first: Mapping[str, torch.Tensor] | None = {}
         #: by replica: the share and number of the next micro-batch, and the iterator that yields it
         self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
-        self.packer: Packer | None = None
+        self.compressor: GradientCompressor | None = None
         self._plan: SamplePlan | None = None
         self._sizes = [sum(s.stop - s.start for s in chunk.slices) for chunk in self.layout.chunks]
         self._trainable = [chunk.index for chunk in self.layout.chunks if chunk.trainable]
@@ -158,11 +158,11 @@ class Replicas:
         self._plan = plan
         self._seed = seed
 
-    def use_packer(self, packer: Packer) -> None:
+    def use_compressor(self, compressor: GradientCompressor) -> None:
         """Keep the packer of this worker's gradients, which holds what compression has left out so far."""
-        self.packer = packer
+        self.compressor = compressor
 
-    def go_on_from(self, other: Replicas) -> None:
+    def take_over(self, other: Replicas) -> None:
         """Continue, also with the data, where earlier replicas with the same models were."""
         self._batches, self._first = other._batches, other._first
 
@@ -351,7 +351,9 @@ class Replicas:
             if self._devices[replica].type != "cpu":
                 arrive(None)  # the model computes with copies on its device
             collector.begin(self._own[replica][1])
-            results.append(checked(self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)))
+            results.append(
+                validate_computed(self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive))
+            )
             arrive(None)
             collector.end()
             loading += loaded - began
@@ -388,7 +390,7 @@ class Replicas:
             raise ModelError("evaluate() needs data of known length: give arrays or a map-style dataset")
         begin, end = even_share(source.size, part, parts)
         shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
-        results = [checked(model.evaluate(batch)) for batch in source.open(shares)]
+        results = [validate_computed(model.evaluate(batch)) for batch in source.open(shares)]
         return WorkerResult(*_mean(results), {"evaluate": time.perf_counter() - began})
 
 
@@ -510,5 +512,5 @@ def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
 
 
 def mean_states(states: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> Tensors:
-    """Return one state merged from those of several replicas, see `steepest.tensors.dtypes.merged`."""
-    return Tensors((name, merged([state[name] for state in states], weights)) for name in states[0])
+    """Return one state merged from those of several replicas, see `steepest.tensors.dtypes.merge_replicas`."""
+    return Tensors((name, merge_replicas([state[name] for state in states], weights)) for name in states[0])

@@ -15,7 +15,7 @@ from steepest.engine.optimizer_records import checked_state_size, state_fields
 from steepest.engine.put_states import PutStates
 from steepest.engine.server_chunk import ServerChunk, StagedPush
 from steepest.engine.topology import Topology
-from steepest.engine.weight_buffers import Rooms
+from steepest.engine.weight_buffers import WeightBuffers
 from steepest.errors import ProtocolError
 from steepest.messages.gradients import (
     Commit,
@@ -34,8 +34,8 @@ from steepest.messages.message import COORDINATOR, Kind, Message, Peer, PushId, 
 from steepest.messages.snapshots import InstallPut, Snapshot, SnapshotEnd, StateTensor
 from steepest.messages.users import UserLeft
 from steepest.optim.spec import OptimizerSpec
-from steepest.protocol.decision_log import Witness
-from steepest.protocol.push_tracking import MOST_CULPRITS, MOST_PUSHES, Done
+from steepest.protocol.decision_log import DecisionLog
+from steepest.protocol.push_tracking import MOST_CULPRITS, MOST_PUSHES, ClosedPushes
 from steepest.tensors.half_precision import narrow, narrow_size
 from steepest.tensors.memory import as_tensor
 
@@ -107,14 +107,14 @@ class Server:
         self._in_workers = mode.in_workers
         self._holders = holders
         self._copies = any(len(servers) > 1 for servers in holders)
-        self.witness = Witness()
+        self.decisions = DecisionLog()
         self._own_pending = own_pending
         self._in_use = in_use
-        self._packing, self._pull_dtype = topology.wire_formats
+        self._codec, self._pull_dtype = topology.wire_formats
         self._hosts = topology.hosts
         self._host = self._hosts.servers[index]
-        self._rooms = Rooms(layout.nbytes, in_use, weights)
-        self._narrow_rooms = Rooms(layout.nbytes // 2, in_use)  # of what workers pull narrow
+        self._weight_buffers = WeightBuffers(layout.nbytes, in_use, weights)
+        self._narrow_buffers = WeightBuffers(layout.nbytes // 2, in_use)  # of what workers pull narrow
         self._narrowed: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}  # by chunk: of which version, its bytes
         self._together = mode.together
         self._checked = mode.checked
@@ -142,7 +142,7 @@ class Server:
         ] = []  # pushes of a generation or version that is not known here yet
         self._early_of: Counter[Peer] = Counter()
         self._arriving: dict[PushId, _Arriving] = {}
-        self._done = Done()
+        self._done = ClosedPushes()
         self._together_now = _Arriving(len(self._trainable))
         self._puts = PutStates(index, self._chunks, send, self._make_way, checked=mode.open_to_all)
         self._ended: dict[int, int] = {}  # by worker, the last of its lives that are over
@@ -153,15 +153,15 @@ class Server:
         return self._chunks
 
     @property
-    def room(self) -> torch.Tensor:
+    def vector(self) -> torch.Tensor:
         """The flat vector in which its chunks lie, or the first of them."""
         lying = next((held.weights for held in self._chunks.values() if held.chunk.nbytes), torch.empty(0))
-        return self._rooms.of(lying)
+        return self._weight_buffers.of(lying)
 
     @property
-    def rooms_held(self) -> int:
+    def weight_buffers_held(self) -> int:
         """Flat vectors that take memory: one, and those that readers need, or needed not long ago."""
-        return self._rooms.held + self._narrow_rooms.held
+        return self._weight_buffers.held + self._narrow_buffers.held
 
     # -- Role ----------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Server:
         sizes = [held.chunk.nbytes] if held is not None else []
         is_push = message.kind in (Kind.PUSH, Kind.HOST_PUSH)
         if held is not None and is_push:
-            sizes.append((self._packing and self._packing.size(self._layout, held.chunk)) or sizes[0])
+            sizes.append((self._codec and self._codec.size(self._layout, held.chunk)) or sizes[0])
         if not (is_push or message.kind is Kind.PUT) or held is None or size not in sizes:
             raise ProtocolError(
                 f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server {self._index} expects "
@@ -224,7 +224,7 @@ class Server:
             case InstallPut():
                 self._install_between_generations(decision)
         if self._copies:
-            self.witness.hear(decision)
+            self.decisions.hear(decision)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """The coordinator decides what a loss means; it is told once all that arrived is staged."""
@@ -259,13 +259,13 @@ class Server:
                 raise ProtocolError(f"push of chunk {pushed.chunk} at version {pushed.pulled}: {reason}")
             return
         payload = pushed.payload
-        packing = self._packing if payload is not None and payload.numel() != held.chunk.nbytes else None
-        if packing is not None and payload is not None:
-            packing.check(self._layout, held.chunk, payload)
+        codec = self._codec if payload is not None and payload.numel() != held.chunk.nbytes else None
+        if codec is not None and payload is not None:
+            codec.check(self._layout, held.chunk, payload)
         if payload is not None and not self._together and pushed.chunk not in self._answers_for:
             payload = held.own(payload)  # its worker goes on when it has the weights, which come from elsewhere
         absent = frozenset(pushed.absent)
-        held.staged[push] = StagedPush(covered, payload, pushed.unit, pushed.total, absent, packing)
+        held.staged[push] = StagedPush(covered, payload, pushed.unit, pushed.total, absent, codec)
         if self._together:
             if held.contributors() >= self._members:
                 self._reduce(held)
@@ -274,7 +274,7 @@ class Server:
 
     def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
         """Keeps a push that overtook the coordinator's word; as many of each sender as two steps have, and copies."""
-        served = len(self._hosts.relays.get(source.index, ())) if source.role == "relay" else 1
+        served = len(self._hosts.aggregators.get(source.index, ())) if source.role == "aggregator" else 1
         self._early.append((source, pushed))
         self._early_of[source] += 1
         if self._early_of[source] > 4 * len(self._trainable) * served:
@@ -294,7 +294,7 @@ class Server:
         if isinstance(pushed, Push):
             return [PushId(source.index, pushed.incarnation, pushed.sequence)]
         pushes = sorted(pushed.pushes)
-        served = self._hosts.relays.get(source.index, ())
+        served = self._hosts.aggregators.get(source.index, ())
         if not pushes or not all(push.worker in served for push in pushes):
             raise ProtocolError(f"{source} pushes for workers {[push.worker for push in pushes]}, it serves {served}")
         return pushes
@@ -386,11 +386,11 @@ class Server:
         for held in reversed(self._trainable):  # first layers first: the next forward pass wants them first
             if not commit.skip:
                 if not self._together:
-                    held.reduce(push for push in pushes if push in held.staged or not self._hosts.relays)
+                    held.reduce(push for push in pushes if push in held.staged or not self._hosts.aggregators)
                 held.clip(commit.clip)
                 held.apply(hyper, commit.rate, self._make_way(held))
             for push in pushes:
-                if push in held.staged:  # what a relay added up is staged as the first of them
+                if push in held.staged:  # what a aggregator added up is staged as the first of them
                     held.forget(push)
             for reader, sequence in readers:
                 self._send_weights(reader, held, sequence)
@@ -399,7 +399,7 @@ class Server:
                 self._done.add(push)
         if self._copies and self._index == 1:  # in another process than the coordinator
             self._send(COORDINATOR, Logged(self.generation, self.version).pack())
-        if self._rooms.look():
+        if self._weight_buffers.look():
             self._give_rooms_back()
         self._stage_early()
 
@@ -413,7 +413,9 @@ class Server:
         if (commit.generation, commit.version) != (self.generation, self.version + 1):
             raise ProtocolError(f"COMMIT of {(commit.generation, commit.version)} at generation, version {here}")
         missing = self._together and self._together_now.missing > 0
-        if not self._together and not self._hosts.relays:  # what a relay added up is staged as the first of them
+        if (
+            not self._together and not self._hosts.aggregators
+        ):  # what a aggregator added up is staged as the first of them
             staged = self._trainable[0].staged if self._trainable else dict.fromkeys(pushes)
             missing = any(push in self._arriving or push not in staged for push in pushes)
         if missing and not commit.skip:
@@ -431,19 +433,21 @@ class Server:
             return None
         if not self._in_use(held.weights):
             return None
-        return self._rooms.free(held.chunk.start, held.chunk.stop)
+        return self._weight_buffers.free(held.chunk.start, held.chunk.stop)
 
     def _give_rooms_back(self) -> None:
         """Frees memory that no reader has needed for a while."""
         chunks = [held.chunk for held in self._chunks.values()]
         for held in self._chunks.values():
-            if (room := self._rooms.moved(held.weights, held.chunk.start, held.chunk.stop)) is not None:
-                room.copy_(held.weights)
-                held.move(room)
-        self._rooms.shrink([held.weights for held in self._chunks.values()], [(c.start, c.stop) for c in chunks])
+            if (buffer := self._weight_buffers.moved(held.weights, held.chunk.start, held.chunk.stop)) is not None:
+                buffer.copy_(held.weights)
+                held.move(buffer)
+        self._weight_buffers.shrink(
+            [held.weights for held in self._chunks.values()], [(c.start, c.stop) for c in chunks]
+        )
         self._narrowed.clear()
         sizes = [(c, narrow_size(c.dtype, c.nbytes, self._pull_dtype)) for c in chunks]
-        self._narrow_rooms.shrink([], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size])
+        self._narrow_buffers.shrink([], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size])
 
     def _discard(self, discard: Discard) -> None:
         """Forget pushes; their workers go on with the weights as they are."""
@@ -491,7 +495,10 @@ class Server:
     def _as_pulled(self, held: ServerChunk, reader: Peer) -> torch.Tensor:
         """A chunk's weights as a reader receives them; rounded once for all workers of other hosts."""
         chunk, wire = held.chunk, self._pull_dtype
-        if reader.role not in ("worker", "relay"):  # it may be slow, and what changes in place cannot be lent to it
+        if reader.role not in (
+            "worker",
+            "aggregator",
+        ):  # it may be slow, and what changes in place cannot be lent to it
             return held.weights if self._own_pending is None else held.weights.clone()
         size = narrow_size(chunk.dtype, chunk.nbytes, wire)
         if size is None or wire is None or not chunk.trainable or self._hosts.host_of(reader) == self._host:
@@ -499,7 +506,7 @@ class Server:
         version, narrowed = self._narrowed.get(chunk.index, ((-1, -1), held.weights))
         if version != (self.generation, self.version):
             begin = chunk.start // 2
-            narrowed = self._narrow_rooms.free(begin, begin + size)
+            narrowed = self._narrow_buffers.free(begin, begin + size)
             if not narrow(held.weights, wire, narrowed):
                 narrowed = held.weights
             self._narrowed[chunk.index] = ((self.generation, self.version), narrowed)

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from steepest.compression.codecs import Half, Packing, sum_of_squares
+from steepest.compression.codecs import Codec, Half, sum_of_squares
 from steepest.errors import ProtocolError
 from steepest.messages.message import PushId
 from steepest.optim.spec import Hyperparameters, OptimizerSpec
@@ -31,7 +31,7 @@ class StagedPush:
 
     Attributes:
         workers: that contribute.
-        payload: flat bytes in the form of `packing`; None without any gradient.
+        payload: flat bytes in the form of `codec`; None without any gradient.
         unit: weight of one unit of the payload.
         total: weight of the batch's samples.
         absent: entries that have no gradient.
@@ -43,7 +43,7 @@ class StagedPush:
     unit: float
     total: float
     absent: frozenset[int]
-    packing: Packing | None
+    codec: Codec | None
 
 
 class ServerChunk:
@@ -147,19 +147,19 @@ class ServerChunk:
     def _values(self, push: StagedPush) -> torch.Tensor:
         """Return a payload's elements: half precision as it is, other formats unpacked."""
         assert push.payload is not None
-        if push.packing is None:
+        if push.codec is None:
             return push.payload.view(self.chunk.dtype)
-        if isinstance(push.packing, Half):
-            return push.payload.view(push.packing.dtype)
+        if isinstance(push.codec, Half):
+            return push.payload.view(push.codec.dtype)
         return self._unpacked([push], push.unit, torch.empty_like(self.weights).view(self.chunk.dtype))
 
     def _unpacked(self, pushes: Sequence[StagedPush], total: float, out: torch.Tensor) -> torch.Tensor:
         """Return the sum of packed payloads, each times ``unit / total``, written to `out`."""
         out.zero_()
-        for packing in dict.fromkeys(push.packing for push in pushes):
-            assert packing is not None
-            same = [(p.payload, p.unit / total) for p in pushes if p.payload is not None and p.packing is packing]
-            packing.add(self._layout, self.chunk, same, out)
+        for codec in dict.fromkeys(push.codec for push in pushes):
+            assert codec is not None
+            same = [(p.payload, p.unit / total) for p in pushes if p.payload is not None and p.codec is codec]
+            codec.add(self._layout, self.chunk, same, out)
         return out
 
     def reduce(self, chosen: Iterable[PushId]) -> None:
@@ -174,14 +174,14 @@ class ServerChunk:
             self.mean = None
             return
         self.absent = frozenset.intersection(*(push.absent for push in pushes))
-        packed = [push for push in pushes if push.packing is not None and push.packing.lossy]
+        packed = [push for push in pushes if push.codec is not None and push.codec.lossy]
         if packed:
             self.mean = self._unpacked(packed, total, self._accumulator)
             for push in pushes:
                 if push not in packed:
                     _add(self.mean, self._values(push), push.unit / total)
             return
-        wide = all(push.packing is None for push in pushes)
+        wide = all(push.codec is None for push in pushes)
         (first, unit), *rest = [(self._values(push), push.unit) for push in pushes]
         result = first
         if rest or unit != total or not self._lends_mean or not wide:
@@ -229,7 +229,7 @@ class ServerChunk:
                         found.append((push.worker, name))
         return found or [(-1, self._names[0])]
 
-    def apply(self, hyper: Sequence[Hyperparameters], rate: float, room: torch.Tensor | None = None) -> None:
+    def apply(self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None) -> None:
         """Take one optimizer step with the mean, and drop the mean.
 
         Args:
@@ -241,14 +241,14 @@ class ServerChunk:
         if self.mean is None:
             return
         if self._optimizer is None:
-            old, new = self.weights, self.weights if room is None else room
+            old, new = self.weights, self.weights if buffer is None else buffer
             torch.add(old.view(self.chunk.dtype), self.mean, out=new.view(self.chunk.dtype))
             self.weights = new
             self.mean = None
             return
-        if room is not None:
-            room.copy_(self.weights)
-            self.move(room)
+        if buffer is not None:
+            buffer.copy_(self.weights)
+            self.move(buffer)
         self.set_hyperparameters(hyper)
         if rate != 1.0:
             own = [group["lr"] for group in self._optimizer.param_groups]
@@ -265,10 +265,10 @@ class ServerChunk:
                 group["lr"] = lr
         self.mean = None
 
-    def move(self, room: torch.Tensor) -> None:
+    def move(self, buffer: torch.Tensor) -> None:
         """Let the weights lie in other memory, which holds their values."""
-        self.weights = room
-        for parameter, view in zip(self._parameters, self._layout.slice_views(self.chunk, room), strict=True):
+        self.weights = buffer
+        for parameter, view in zip(self._parameters, self._layout.slice_views(self.chunk, buffer), strict=True):
             parameter.data = view
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from steepest.compression.codecs import Packing, make_packing
+from steepest.compression.codecs import Codec, make_codec
 from steepest.config.compression import PowerSGD
 from steepest.config.strategies import (
     AllreduceStrategy,
@@ -18,7 +18,7 @@ from steepest.config.strategies import (
 from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitFirst, CommitRule
 from steepest.tensors.half_precision import WIRE_DTYPES
-from steepest.tensors.layout import Cut
+from steepest.tensors.layout import ChunkSpec
 
 _ALL = 1 << 30  # more servers than there are
 _WHOLE = 1 << 62  # bytes of a chunk: more than a model has
@@ -58,7 +58,7 @@ class Strategy:
     """
 
     rule: CommitRule
-    cut: Cut
+    cut: ChunkSpec
     in_driver: bool = False
     in_workers: bool = False
     servers: int | None = None
@@ -69,7 +69,7 @@ class Strategy:
     nonfinite: str = "refuse"
     clip_norm: float | None = None
     scale_rate: bool = False
-    wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None)
+    wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
     outer: LocalStrategy | None = None
 
     @property
@@ -101,14 +101,14 @@ class Strategy:
 def make_strategy(config: StrategyConfig) -> Strategy:
     """Return the strategy that a configuration stands for."""
     if isinstance(config, SimpleStrategy):
-        return Strategy(CommitAll(), Cut(_WHOLE), in_driver=True, servers=1, clip_norm=config.clip_norm)
+        return Strategy(CommitAll(), ChunkSpec(_WHOLE), in_driver=True, servers=1, clip_norm=config.clip_norm)
     pull = config.pull_format
     base = Strategy(
         CommitAll(),
-        Cut(config.chunk_bytes, whole=isinstance(config.push_format, PowerSGD)),
+        ChunkSpec(config.chunk_bytes, whole=isinstance(config.push_format, PowerSGD)),
         nonfinite=config.nonfinite,
         clip_norm=config.clip_norm,
-        wire_formats=(make_packing(config.push_format), None if pull is None else WIRE_DTYPES[pull]),
+        wire_formats=(make_codec(config.push_format), None if pull is None else WIRE_DTYPES[pull]),
     )
     if isinstance(config, AllreduceStrategy):
         replication = config.replication if config.is_sharded else _ALL

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Remains:
+class ServerState:
     """The state that one process' servers hold.
 
     Attributes:
@@ -36,7 +36,7 @@ class Remains:
 
 
 @dataclass(frozen=True)
-class Salvage:
+class RecoveredState:
     """A whole job's state at one version.
 
     Attributes:
@@ -64,21 +64,21 @@ def catch_up(server: Server, heard: Iterable[Sequence[Decision]]) -> None:
     them has heard of; and a worker's gradient is not overwritten before the worker has the weights
     that came of it.
     """
-    for decision in missing(server.witness.words, heard):
+    for decision in missing(server.decisions.recent, heard):
         server.carry_out(decision)
 
 
-def remains(servers: Sequence[Server]) -> Remains:
+def state_of(servers: Sequence[Server]) -> ServerState:
     """Return the state that the servers of one process hold."""
     chunks = frozenset(index for server in servers for index in server.chunks)
-    words = servers[0].witness.words
-    state = dict(words[-1].state or {}) if words else {}
-    if servers[0].witness.schedule:
-        state["schedule"] = servers[0].witness.schedule
-    return Remains((servers[0].generation, servers[0].version), chunks, state, servers[0].witness.log)
+    recent = servers[0].decisions.recent
+    state = dict(recent[-1].state or {}) if recent else {}
+    if servers[0].decisions.schedule:
+        state["schedule"] = servers[0].decisions.schedule
+    return ServerState((servers[0].generation, servers[0].version), chunks, state, servers[0].decisions.log)
 
 
-def assemble(chunks: int, found: Mapping[T, Remains]) -> Salvage | None:
+def assemble(chunks: int, found: Mapping[T, ServerState]) -> RecoveredState | None:
     """Return one state from those of several processes; None if a chunk is lost.
 
     Args:
@@ -91,4 +91,4 @@ def assemble(chunks: int, found: Mapping[T, Remains]) -> Salvage | None:
     if not all(holders.values()):
         return None
     log = [Commit.from_entry(entry) for entry in newest.log]
-    return Salvage(newest.position[1], newest.state, log, holders=holders)
+    return RecoveredState(newest.position[1], newest.state, log, holders=holders)

@@ -8,24 +8,24 @@ from functools import cached_property
 
 import torch
 
-from steepest.compression.codecs import Packing
-from steepest.messages.message import Peer, relay_peer, worker_peer
+from steepest.compression.codecs import Codec
+from steepest.messages.message import Peer, aggregator_peer, worker_peer
 from steepest.tensors.layout import ParameterLayout
 
 
 @dataclass(frozen=True)
-class Hosts:
+class HostMap:
     """The hosts on which the workers and servers of a job run, by number.
 
     Attributes:
         workers: the host of each worker.
         servers: the host of each server.
         gathers: whether gradients and weights that several workers of a host have in common pass
-            through a relay.
+            through a aggregator.
 
     Example:
         >>> hosts = Hosts(workers=(0, 0, 1), servers=(0, 1), gathers=True)
-        >>> hosts.relays
+        >>> hosts.aggregators
         {0: (0, 1)}
     """
 
@@ -34,15 +34,15 @@ class Hosts:
     gathers: bool = False
 
     @classmethod
-    def apart(cls, workers: int, servers: int) -> Hosts:
+    def apart(cls, workers: int, servers: int) -> HostMap:
         """Return the hosts of a job in which every process has one of its own."""
         return cls(tuple(range(workers)), tuple(range(workers, workers + servers)))
 
     @cached_property
-    def relays(self) -> dict[int, tuple[int, ...]]:
-        """The workers that each relay serves, by the index of the server beside the relay.
+    def aggregators(self) -> dict[int, tuple[int, ...]]:
+        """The workers that each aggregator serves, by the index of the server beside the aggregator.
 
-        A host has a relay, beside its first server, if it has a server and several workers.
+        A host has a aggregator, beside its first server, if it has a server and several workers.
         """
         found: dict[int, tuple[int, ...]] = {}
         for host in sorted(set(self.servers)) if self.gathers else ():
@@ -51,18 +51,18 @@ class Hosts:
                 found[self.servers.index(host)] = workers
         return found
 
-    def relay_of(self, worker: int) -> int | None:
-        """Return the index of a worker's relay, or None if it has none."""
-        return next((relay for relay, workers in self.relays.items() if worker in workers), None)
+    def aggregator_of(self, worker: int) -> int | None:
+        """Return the index of a worker's aggregator, or None if it has none."""
+        return next((aggregator for aggregator, workers in self.aggregators.items() if worker in workers), None)
 
     def reader_of(self, worker: int) -> Peer:
-        """Return the peer to which servers send a worker's weights: its relay, or the worker itself."""
-        relay = self.relay_of(worker)
-        return worker_peer(worker) if relay is None else relay_peer(relay)
+        """Return the peer to which servers send a worker's weights: its aggregator, or the worker itself."""
+        aggregator = self.aggregator_of(worker)
+        return worker_peer(worker) if aggregator is None else aggregator_peer(aggregator)
 
     def host_of(self, peer: Peer) -> int | None:
-        """Return the host of a worker, a server or a relay; None for other peers."""
-        where = self.workers if peer.role == "worker" else self.servers if peer.role in ("server", "relay") else ()
+        """Return the host of a worker, a server or a aggregator; None for other peers."""
+        where = self.workers if peer.role == "worker" else self.servers if peer.role in ("server", "aggregator") else ()
         return where[peer.index] if peer.index < len(where) else None
 
     def beside(self, worker: int, server: int) -> bool:
@@ -77,12 +77,12 @@ class Topology:
     Attributes:
         layout: of the model.
         holders: the servers of each chunk: the first answers for it, the others have copies, updated alike.
-        hosts: where workers and servers run, and which workers have a relay.
+        hosts: where workers and servers run, and which workers have a aggregator.
         wire_formats: how float32 chunks are pushed to servers of other hosts, and in which dtype they are pulled from
             there; None for as they are.
     """
 
     layout: ParameterLayout
     holders: Sequence[Sequence[int]]
-    hosts: Hosts
-    wire_formats: tuple[Packing | None, torch.dtype | None] = (None, None)
+    hosts: HostMap
+    wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)

@@ -14,7 +14,7 @@ COMMITS = 256
 
 
 @dataclass(slots=True, eq=False)
-class _Room:
+class _WeightBuffer:
     memory: torch.Tensor
     empty: bool = False  # its pages are freed, until it is written to again
 
@@ -22,7 +22,7 @@ class _Room:
         return 0 <= view.data_ptr() - self.memory.data_ptr() < self.memory.numel()
 
 
-class Rooms:
+class WeightBuffers:
     """Flat vectors of one size.
 
     Each chunk's bytes lie in one of them, and versions that are read in others.
@@ -41,32 +41,32 @@ class Rooms:
     def __init__(self, nbytes: int, in_use: Callable[[torch.Tensor], bool], first: torch.Tensor | None = None) -> None:
         self._nbytes = nbytes
         self._in_use = in_use
-        self._rooms = [] if first is None else [_Room(first)]
-        self._stay = len(self._rooms)  # the number of vectors that are never freed
+        self._buffers = [] if first is None else [_WeightBuffer(first)]
+        self._stay = len(self._buffers)  # the number of vectors that are never freed
         self._needed = self._stay  # the number of vectors needed since `shrink`
         self._commits = 0
 
     @property
     def held(self) -> int:
         """The number of vectors that take memory."""
-        return sum(not room.empty for room in self._rooms)
+        return sum(not buffer.empty for buffer in self._buffers)
 
     def of(self, view: torch.Tensor) -> torch.Tensor:
         """Return the vector in which some memory lies; the first one if it lies in none."""
-        return next((room.memory for room in self._rooms if room.has(view)), self._rooms[0].memory)
+        return next((buffer.memory for buffer in self._buffers if buffer.has(view)), self._buffers[0].memory)
 
     def free(self, start: int, stop: int) -> torch.Tensor:
         """Return bytes [start, stop) of the first vector in which they are not read.
 
         A new one if there is none.
         """
-        free = (i for i, room in enumerate(self._rooms) if not self._in_use(room.memory[start:stop]))
+        free = (i for i, buffer in enumerate(self._buffers) if not self._in_use(buffer.memory[start:stop]))
         if (index := next(free, None)) is None:
-            index = len(self._rooms)
-            self._rooms.append(_Room(allocate(self._nbytes)))
+            index = len(self._buffers)
+            self._buffers.append(_WeightBuffer(allocate(self._nbytes)))
         self._needed = max(self._needed, index + 1)
-        self._rooms[index].empty = False
-        return self._rooms[index].memory[start:stop]
+        self._buffers[index].empty = False
+        return self._buffers[index].memory[start:stop]
 
     def look(self) -> bool:
         """Count a commit, and return whether it is time to call `shrink`."""
@@ -83,10 +83,10 @@ class Rooms:
         Returns:
             None if it should stay.
         """
-        needed = self._rooms[: self._needed]
-        if any(room.has(view) for room in needed):
+        needed = self._buffers[: self._needed]
+        if any(buffer.has(view) for buffer in needed):
             return None
-        return next((at for room in needed if not self._in_use(at := room.memory[start:stop])), None)
+        return next((at for buffer in needed if not self._in_use(at := buffer.memory[start:stop])), None)
 
     def shrink(self, views: Iterable[torch.Tensor], places: Iterable[tuple[int, int]]) -> None:
         """Free the vectors that were not needed since the last time.
@@ -96,11 +96,11 @@ class Rooms:
             places: (start, stop) of everything that may have been lent.
         """
         views, places = list(views), list(places)
-        for room in reversed(self._rooms[self._needed :]):
-            if any(map(room.has, views)) or any(self._in_use(room.memory[start:stop]) for start, stop in places):
+        for buffer in reversed(self._buffers[self._needed :]):
+            if any(map(buffer.has, views)) or any(self._in_use(buffer.memory[start:stop]) for start, stop in places):
                 continue
-            if not room.empty and give_pages_back(room.memory):
-                room.empty = True
-            elif not room.empty:
-                self._rooms.remove(room)
+            if not buffer.empty and give_pages_back(buffer.memory):
+                buffer.empty = True
+            elif not buffer.empty:
+                self._buffers.remove(buffer)
         self._needed = self._stay

@@ -230,7 +230,8 @@ PUSHES = replace(rows(3), read=_pushes)
 #: Readers of weights: (worker, sequence number of what it asked with, or 0).
 READERS = rows(2)
 PEER = replace(
-    row(one_of("coordinator", "server", "worker", "client", "relay", "member"), COUNT), read=lambda value: Peer(*value)
+    row(one_of("coordinator", "server", "worker", "client", "aggregator", "member"), COUNT),
+    read=lambda value: Peer(*value),
 )
 #: What clients have put: (role, index, request).
 PUTS = many(row(one_of("client"), COUNT, COUNT))

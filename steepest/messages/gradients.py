@@ -48,7 +48,7 @@ Absent = Annotated[Row[int], many(COUNT)]
 @body(Kind.PUSH)
 @dataclass(frozen=True)
 class Push(Body):
-    """One chunk of a gradient; from a worker to a server, or to the relay of its host, as the chunk is complete.
+    """One chunk of a gradient; from a worker to a server, or to the aggregator of its host, as the chunk is complete.
 
     A parameter server's user pushes an update of its arrays, as generation 0, incarnation 0 and in units of 1.
     Without a payload the chunk has no gradient, and counts as zero.
@@ -68,7 +68,7 @@ class Push(Body):
 @body(Kind.HOST_PUSH)
 @dataclass(frozen=True)
 class HostPush(Body):
-    """One chunk of the sum of the gradients of a host's workers; from their relay to a server of another host."""
+    """One chunk of the sum of the gradients of a host's workers; from their aggregator to a server of another host."""
 
     generation: Generation
     pulled: Pulled
@@ -151,14 +151,14 @@ class Decision(Body):
 
     Attributes:
         generation, version: at which the servers are once they have carried it out.
-        word: its number among the decisions, from 1; 0 where servers have no copies and remember nothing.
+        number: its number among the decisions, from 1; 0 where servers have no copies and remember nothing.
         state: what another coordinator needs to go on from here.
         schedule: where the schedule of hyperparameters stands, in some of the decisions.
     """
 
     generation: Generation
     version: Version
-    word: Annotated[int, COUNT] = field(default=0, kw_only=True)
+    number: Annotated[int, COUNT] = field(default=0, kw_only=True)
     state: Annotated[dict[str, Any] | None, STATE] = field(default=None, kw_only=True)
     schedule: Annotated[dict[str, Any] | None, RECORD] = field(default=None, kw_only=True)
 
@@ -220,7 +220,7 @@ class Logged(Body):
 @body(Kind.WEIGHTS)
 @dataclass(frozen=True)
 class Weights(Body):
-    """One chunk of the weights; from a server to its readers, or from a relay to the workers of its host.
+    """One chunk of the weights; from a server to its readers, or from a aggregator to the workers of its host.
 
     Attributes:
         sequence: of the reader's request or push that it answers; 0 for workers.
@@ -238,7 +238,7 @@ class Weights(Body):
 @body(Kind.WEIGHTS_SHARED)
 @dataclass(frozen=True)
 class WeightsShared(Body):
-    """The vector in which the weights of a host lie, as payload; from a relay to the workers of the host."""
+    """The vector in which the weights of a host lie, as payload; from a aggregator to the workers of the host."""
 
     generation: Generation
     payload: Payload = field(default=None, compare=False)

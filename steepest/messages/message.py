@@ -32,9 +32,9 @@ def server_peer(index: int) -> Peer:
     return Peer("server", index)
 
 
-def relay_peer(index: int) -> Peer:
-    """The peer of the relay beside server `index`."""
-    return Peer("relay", index)
+def aggregator_peer(index: int) -> Peer:
+    """The peer of the aggregator beside server `index`."""
+    return Peer("aggregator", index)
 
 
 def member_peer(rank: int) -> Peer:

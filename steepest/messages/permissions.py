@@ -74,11 +74,11 @@ _COMMON: Sayings = {
 }
 _TRAINING: Sayings = {
     ("worker", "server"): (Push,),
-    ("worker", "relay"): (Push,),
+    ("worker", "aggregator"): (Push,),
     ("worker", "coordinator"): (Join, Report, Failed),
-    ("relay", "server"): (HostPush,),
-    ("relay", "worker"): (Weights, WeightsShared),
-    ("server", "relay"): (Weights,),
+    ("aggregator", "server"): (HostPush,),
+    ("aggregator", "worker"): (Weights, WeightsShared),
+    ("server", "aggregator"): (Weights,),
     ("server", "coordinator"): (VersionStaged, PushStaged, Logged),
     ("coordinator", "server"): (Refresh, WorkerJoined, WorkerEnded),
     ("coordinator", "worker"): (Members, Grant, Lease),
@@ -137,8 +137,8 @@ class Admission:
         }
 
     def exists(self, peer: Peer) -> bool:
-        """Whether there can be such a coordinator, server or relay; anybody may be anything else."""
-        if peer.role in ("server", "relay"):
+        """Whether there can be such a coordinator, server or aggregator; anybody may be anything else."""
+        if peer.role in ("server", "aggregator"):
             return 0 <= peer.index < self._limits.servers
         return peer.role != "coordinator" or peer == COORDINATOR
 

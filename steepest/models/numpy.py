@@ -13,7 +13,7 @@ from steepest.data.sources import Source, as_source
 from steepest.errors import ConfigurationError
 from steepest.models.protocol import Arrive, Computed, Ready
 from steepest.optim.spec import OptimizerSpec
-from steepest.tensors.layout import Cut, ParameterLayout
+from steepest.tensors.layout import ChunkSpec, ParameterLayout
 
 Array = npt.NDArray[np.float64]
 
@@ -58,7 +58,7 @@ class NumpyLogisticRegression:
         self.data, self.batch_size = as_source((features, labels), batch_size)
         self._l2 = l2
         self._shapes = {"weight": (classes, features.shape[1]), "bias": (classes,)}
-        self.layout = self._plan(Cut())
+        self.layout = self._plan(ChunkSpec())
         self.optimizer_spec = OptimizerSpec.read(
             torch.optim.SGD(
                 parameters := [torch.nn.Parameter(torch.zeros(shape)) for shape in self._shapes.values()],
@@ -70,11 +70,11 @@ class NumpyLogisticRegression:
         self._weights: dict[str, Array] = {name: np.zeros(shape) for name, shape in self._shapes.items()}
         self._gradients: dict[str, Array] = {}
 
-    def _plan(self, cut: Cut) -> ParameterLayout:
+    def _plan(self, cut: ChunkSpec) -> ParameterLayout:
         parameters = [(name, shape, torch.float64, True) for name, shape in self._shapes.items()]
         return ParameterLayout.plan(parameters, split_tensors=not cut.whole, chunk_bytes=cut.chunk_bytes)
 
-    def relayout(self, cut: Cut) -> None:
+    def relayout(self, cut: ChunkSpec) -> None:
         """Cut `layout` into other chunks; see `steepest.models.protocol.Model.relayout`."""
         self.layout = self._plan(cut)
 

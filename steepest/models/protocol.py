@@ -13,7 +13,7 @@ from steepest.data.sources import Source
 from steepest.errors import ModelError
 from steepest.models.scalars import as_number, describe
 from steepest.optim.spec import OptimizerSpec
-from steepest.tensors.layout import Cut, ParameterLayout
+from steepest.tensors.layout import ChunkSpec, ParameterLayout
 
 _HEAVIEST = 1e90  # weight of a batch; `messages.fields.HEAVIEST` bounds the sum of several
 
@@ -80,7 +80,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
     return found
 
 
-def checked(computed: Any) -> Computed:
+def validate_computed(computed: Any) -> Computed:
     """Return a model's result with plain numbers.
 
     Raises:
@@ -153,7 +153,7 @@ class Model(Protocol):
             weights: as in `bind`. Other processes may share it: the model must not write to it.
         """
 
-    def relayout(self, cut: Cut) -> None:
+    def relayout(self, cut: ChunkSpec) -> None:
         """Plan `layout` again, in the same order, cut into other chunks; a call of `bind` follows."""
 
     def compute_gradients(

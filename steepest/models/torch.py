@@ -20,7 +20,7 @@ from steepest.models.scalars import describe
 from steepest.models.write_check import WriteCheck, holders_of
 from steepest.optim.spec import OptimizerSpec
 from steepest.optim.torch_without_compiler import without_compiler
-from steepest.tensors.layout import Cut, ParameterLayout
+from steepest.tensors.layout import ChunkSpec, ParameterLayout
 
 LossFunction = Callable[..., "torch.Tensor | tuple[torch.Tensor, float]"]
 Metric = Callable[[Any, Any], "float | torch.Tensor"]
@@ -119,7 +119,7 @@ class TorchModel:
         self._trainable = {name for name, p in self._parameters.items() if p.requires_grad and name in updated}
         if not self._trainable:
             raise ModelError("nothing to train: every parameter is frozen or unknown to the optimizer")
-        self.layout = self._plan(Cut())
+        self.layout = self._plan(ChunkSpec())
         self._device = torch.device("cpu")
         self._vector: torch.Tensor | None = None  # the flat weights, after `bind`
         self._gradients: dict[str, torch.Tensor] = {}
@@ -130,7 +130,7 @@ class TorchModel:
         self._writes = WriteCheck()
         self._weight = 0.0
 
-    def _plan(self, cut: Cut) -> ParameterLayout:
+    def _plan(self, cut: ChunkSpec) -> ParameterLayout:
         return ParameterLayout.plan(
             [
                 (name, tuple(parameter.shape), parameter.dtype, name in self._trainable)
@@ -166,7 +166,7 @@ class TorchModel:
 
     # -- Model ---------------------------------------------------------------------------------
 
-    def relayout(self, cut: Cut) -> None:
+    def relayout(self, cut: ChunkSpec) -> None:
         """Cut `layout` into other chunks; see `steepest.models.protocol.Model.relayout`."""
         self.layout = self._plan(cut)
 

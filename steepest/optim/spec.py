@@ -254,7 +254,7 @@ class Schedule:
         return self._step == step
 
     def state(self) -> ScheduleState | None:
-        """Return the state from which `go_on_from` continues, or None if it cannot be carried.
+        """Return the state from which `load_state` continues, or None if it cannot be carried.
 
         It is JSON-able, and at most `MOST_BYTES` long.
         """
@@ -271,7 +271,7 @@ class Schedule:
         state = {"schedule": self._spec.schedule_id, "step": self._step, "scheduler": scheduler, "groups": changed}
         return None if len(groups) > _MANY_GROUPS and len(json.dumps(state)) > MOST_BYTES else state
 
-    def go_on_from(self, state: ScheduleState | None) -> None:
+    def load_state(self, state: ScheduleState | None) -> None:
         """Continue from another schedule's state, if it is the state of the same schedule.
 
         Otherwise, and where the scheduler refuses it, `at` computes the steps from the beginning.

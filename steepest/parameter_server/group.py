@@ -34,7 +34,7 @@ class ServerGroup:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """The server of each chunk."""
-        return self.arrays.layout.deal(self.num_servers)
+        return self.arrays.layout.assign_servers(self.num_servers)
 
     @cached_property
     def holders(self) -> tuple[tuple[int], ...]:

@@ -8,7 +8,7 @@ import torch
 
 from steepest.engine.coordinator_role import CoordinatorRole
 from steepest.engine.server import Server, ServerMode
-from steepest.engine.topology import Hosts, Topology
+from steepest.engine.topology import HostMap, Topology
 from steepest.errors import ConfigurationError
 from steepest.messages.message import COORDINATOR, server_peer
 from steepest.optim.spec import OptimizerSpec
@@ -62,7 +62,7 @@ def host_server(
     peer = server_peer(index)
     server = Server(
         index,
-        Topology(group.arrays.layout, group.holders, Hosts.apart(0, group.num_servers)),
+        Topology(group.arrays.layout, group.holders, HostMap.apart(0, group.num_servers)),
         spec,
         weights,
         router.sender(peer),

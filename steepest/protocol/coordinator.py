@@ -105,7 +105,7 @@ class Coordinator:
         self._scale_rate = scale_rate
         self._waits = waits
         self._witnessed = witnessed
-        self._words = 0  # that servers were told
+        self._decisions_told = 0  # that servers were told
         self.logged = 0 if witnessed else math.inf  # the last version of which another process has heard
         self._stats = True
         self._client: Peer | None = None
@@ -295,10 +295,10 @@ class Coordinator:
     def _to_servers(self, decision: Decision) -> Outgoing:
         """Return a decision for every server, with what servers remember of it if they do."""
         if self._witnessed:
-            self._words += 1
+            self._decisions_told += 1
             due = isinstance(decision, Commit) and self.version % SCHEDULE_EVERY == 0
             schedule = self._where_scheduled() if due or isinstance(decision, Members) else {}
-            remembered: dict[str, Any] = {"word": self._words, "state": self._state(), **schedule}
+            remembered: dict[str, Any] = {"number": self._decisions_told, "state": self._state(), **schedule}
             decision = replace(decision, **remembered)
         return [(server_peer(server), decision.pack()) for server in self._servers]
 
@@ -365,9 +365,9 @@ class Coordinator:
             following, *returned = state.get("ledger", [step * self._pushes])
             self._leases.ledger = Ledger(following, returned)
             if "history" in state:
-                self._history.go_on_from(state["history"])
+                self._history.load_state(state["history"])
         if self._schedule is not None:
-            self._schedule.go_on_from((state or {}).get("schedule"))
+            self._schedule.load_state((state or {}).get("schedule"))
             self._behind = True
         self._history.forget_log()
         self._step.clear()

@@ -9,10 +9,10 @@ from typing import Any
 from steepest.messages.gradients import Commit, Decision
 
 #: Decisions that are remembered: a server that lags by more cannot be brought up to date.
-WORDS = 4096
+REMEMBERED = 4096
 
 
-class Witness:
+class DecisionLog:
     """The coordinator's words to the servers, which all of them are told in one order; each has a number.
 
     Attributes:
@@ -21,22 +21,22 @@ class Witness:
     """
 
     def __init__(self) -> None:
-        self._words: deque[Decision] = deque(maxlen=WORDS)
+        self._recent: deque[Decision] = deque(maxlen=REMEMBERED)
         self.log: list[list[Any]] = []
         self.schedule: dict[str, Any] = {}
 
     def hear(self, decision: Decision) -> None:
         """Remember a decision."""
-        self._words.append(decision)
+        self._recent.append(decision)
         if isinstance(decision, Commit) and decision.entry is not None:
             self.log.append(decision.entry)
         if decision.schedule is not None:
             self.schedule = decision.schedule
 
     @property
-    def words(self) -> list[Decision]:
+    def recent(self) -> list[Decision]:
         """Those of late, oldest first."""
-        return list(self._words)
+        return list(self._recent)
 
 
 def missing(heard: Sequence[Decision], everything: Iterable[Sequence[Decision]]) -> list[Decision]:
@@ -46,6 +46,6 @@ def missing(heard: Sequence[Decision], everything: Iterable[Sequence[Decision]])
         heard: what the server has heard, oldest first.
         everything: what each server has heard.
     """
-    last = heard[-1].word if heard else 0
-    others = {decision.word: decision for decisions in everything for decision in decisions if decision.word > last}
-    return [others[word] for word in sorted(others)]
+    last = heard[-1].number if heard else 0
+    others = {decision.number: decision for decisions in everything for decision in decisions if decision.number > last}
+    return [others[number] for number in sorted(others)]

@@ -56,11 +56,11 @@ class History:
             self._slow_since.pop(worker, None)
 
     def counts(self) -> dict[str, Any]:
-        """What `go_on_from` takes."""
+        """What `load_state` takes."""
         counts = {"committed": self.committed, "skipped": self.skipped, "dropped": self.dropped}
         return {**counts, "staleness": sorted(self.staleness.items())}
 
-    def go_on_from(self, told: dict[str, Any]) -> None:
+    def load_state(self, told: dict[str, Any]) -> None:
         """Takes the counters over that another one told, by `counts` or `look`."""
         self.committed, self.skipped, self.dropped = told["committed"], told["skipped"], told["dropped"]
         self.staleness = Counter(dict(told["staleness"]))

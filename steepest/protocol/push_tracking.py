@@ -117,7 +117,7 @@ class StagedTogether:
         self._servers = {}
 
 
-class Counted:
+class SequenceSet:
     """Sequence numbers of one process that are done with: a few ranges, however many they are."""
 
     def __init__(self) -> None:
@@ -147,11 +147,11 @@ class Counted:
             self._ranges[:2] = [(self._ranges[0][0], self._ranges[1][1])]
 
 
-class Done:
+class ClosedPushes:
     """Pushes that are done with, committed or not: none of them is taken again."""
 
     def __init__(self) -> None:
-        self._counted: dict[tuple[int, int], Counted] = {}
+        self._counted: dict[tuple[int, int], SequenceSet] = {}
 
     def __contains__(self, push: PushId) -> bool:
         counted = self._counted.get(push[:2])
@@ -159,7 +159,7 @@ class Done:
 
     def add(self, push: PushId) -> None:
         """This one is done with."""
-        self._counted.setdefault(push[:2], Counted()).add(push.sequence)
+        self._counted.setdefault(push[:2], SequenceSet()).add(push.sequence)
 
     def forget(self, worker: int) -> None:
         """A worker that will send nothing more."""
@@ -188,7 +188,7 @@ class StagedEach:
     holding: frozenset[int]
     _waiting: dict[PushId, _Waiting] = field(default_factory=dict)
     _ready: dict[PushId, Staged] = field(default_factory=dict)
-    _done: Done = field(default_factory=Done)
+    _done: ClosedPushes = field(default_factory=ClosedPushes)
     _left: dict[int, set[int | None]] = field(default_factory=dict)  # who has seen which workers leave
 
     def report(self, push: PushId, report: Reported) -> None:

@@ -36,7 +36,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(as_bytes(a), as_bytes(b))
 
 
-def merged(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def merge_replicas(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Return one tensor made of several replicas' values of it.
 
     Args:
@@ -51,7 +51,9 @@ def merged(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Te
     """
     first, total = values[0], sum(weights)
     if first.is_complex():
-        return torch.view_as_complex(merged([torch.view_as_real(value.resolve_conj()) for value in values], weights))
+        return torch.view_as_complex(
+            merge_replicas([torch.view_as_real(value.resolve_conj()) for value in values], weights)
+        )
     if len(values) == 1 or (first.is_floating_point() and total <= 0):
         return first.clone()
     try:

@@ -23,7 +23,7 @@ _DIVISIBLE = 12  # chunks: 2, 3, 4 or 6 servers hold equally many
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ChunkSpec:
     """The way in which a model is cut into chunks.
 
     Attributes:
@@ -255,7 +255,7 @@ class ParameterLayout:
             views.append(view.view(entry.shape) if piece.stop - piece.start == entry.numel else view)
         return views
 
-    def deal(self, num_servers: int) -> tuple[int, ...]:
+    def assign_servers(self, num_servers: int) -> tuple[int, ...]:
         """Return the server of each chunk, so that all servers hold about equally many bytes."""
         loads = [0] * num_servers
         owners = []

@@ -18,19 +18,19 @@ from steepest.engine.job import (
     build_models,
     build_replicas,
     check_agreement,
+    host_aggregator,
     host_client,
     host_coordinator,
-    host_relay,
     host_server,
     host_worker,
 )
 from steepest.engine.replicas import all_states, mean_states
 from steepest.engine.server import Server
 from steepest.engine.strategy import make_strategy
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import PeerLostError
-from steepest.messages.message import Kind, Message, Peer, relay_peer, server_peer, worker_peer
+from steepest.messages.message import Kind, Message, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
 from steepest.testing.script import Script
@@ -83,7 +83,7 @@ class InProcessCluster:
         step_timeout: float = 300.0,
         keep_log: bool = False,
         lend: bool = True,
-        hosts: Hosts | None = None,
+        hosts: HostMap | None = None,
         replaces: bool = False,
         faults: Sequence[Fault] = (),
     ) -> None:
@@ -112,13 +112,13 @@ class InProcessCluster:
         self.server_routers = [self.network.router() for _ in range(num_servers)]
         hosted = chosen.in_workers
         self.servers: list[Server] = []
-        relays = self.job.places.relays
+        aggregators = self.job.places.aggregators
         for index, router in enumerate(self.server_routers):
             in_place = hosted and chosen.in_place
             weights = replicas[index].weights if in_place else replicas[0].weights.clone()
-            self.servers.append(host_server(router, self.job, index, weights, shared=in_place or index in relays))
-            if index in relays:
-                host_relay(router, self.job, index, weights)
+            self.servers.append(host_server(router, self.job, index, weights, shared=in_place or index in aggregators))
+            if index in aggregators:
+                host_aggregator(router, self.job, index, weights)
         self.coordinator = host_coordinator(self.server_routers[0], self.job)
         self.client = host_client(self.client_router, self.job, 0)
         self.workers: list[Worker] = []
@@ -130,7 +130,13 @@ class InProcessCluster:
             self.worker_routers.append(router)
         self._wire()
         if faults:
-            counts = {"worker": num_workers, "server": num_servers, "relay": num_servers, "coordinator": 1, "client": 1}
+            counts = {
+                "worker": num_workers,
+                "server": num_servers,
+                "aggregator": num_servers,
+                "coordinator": 1,
+                "client": 1,
+            }
             self._script.check(counts)
             self.network.script = self._script
             for server_role, peer in zip(self.servers, map(server_peer, range(num_servers)), strict=True):
@@ -141,7 +147,7 @@ class InProcessCluster:
     def _wire(self) -> None:
         """Connect the processes, each channel once."""
         in_workers = self.job.strategy.in_workers
-        everybody = bool(self.job.places.relays) or in_workers  # all have something to say to all
+        everybody = bool(self.job.places.aggregators) or in_workers  # all have something to say to all
         client_peers = (Peer("client", 0),)
         for server, router in enumerate(self.server_routers):
             peers = self._server_peers(server)
@@ -197,7 +203,7 @@ class InProcessCluster:
         peers = server_peers(index)
         if self.job.strategy.in_workers:
             peers = (*peers, worker_peer(index))
-        return (*peers, relay_peer(index)) if index in self.job.places.relays else peers
+        return (*peers, aggregator_peer(index)) if index in self.job.places.aggregators else peers
 
     def _connect(self, near: Peer, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]) -> None:
         self.links.setdefault(near, []).append(self.network.connect(a, a_peers, b, b_peers))

@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from steepest.collectives.protocol import Collective, Done, Work
+from steepest.collectives.protocol import Collective, CompletedWork, Work
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 
 
@@ -42,7 +42,7 @@ class InProcessCollective(Collective):
         self._post.put((self.rank, to, self._sent[to]), memory.clone())
         self._sent[to] += 1
         self.bytes_sent += memory.numel()
-        return Done()
+        return CompletedWork()
 
     def _receive(self, memory: torch.Tensor, source: int) -> Work:
         work = _Receipt(self, self._post, (source, self.rank, self._awaited[source]), memory)

@@ -12,7 +12,7 @@ import torch
 from steepest.checkpoint.files import assemble, disassemble
 from steepest.config.strategies import LocalStrategy
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush
-from steepest.engine.host_aggregator import Relay
+from steepest.engine.host_aggregator import HostAggregator
 from steepest.engine.job import Job, ModelCreator, build_models, build_replicas
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Replicas, all_states, mean_states
@@ -20,7 +20,7 @@ from steepest.engine.server import Server, ServerMode
 from steepest.engine.strategy import make_strategy
 from steepest.errors import ConfigurationError
 from steepest.messages import gradients
-from steepest.messages.message import Message, Peer, PushId, relay_peer, worker_peer
+from steepest.messages.message import Message, Peer, PushId, aggregator_peer, worker_peer
 from steepest.models.protocol import Model
 from steepest.tensors.dtypes import Tensors, same_bits
 from steepest.tensors.half_precision import narrow_size, rounded
@@ -159,7 +159,7 @@ class _Run:
         exchange.sequence = push.sequence
         replicas.compute(push.share, exchange.ready, False)
         self._states[push.worker] = replicas.states()
-        exchange.packer.commit()
+        exchange.compressor.commit()
 
     def carried(self) -> _Carried:
         """Return what goes over to the next part of the log."""
@@ -250,14 +250,14 @@ class _Senders:
         self._server = server
         self._exchanges: dict[int, tuple[int, PushPull]] = {}  # by worker: incarnation, end
         self._relays = {
-            index: Relay(
+            index: HostAggregator(
                 index,
                 job.topology,
                 job.description.layout.allocate(),
-                partial(self._arrive, relay_peer(index)),
+                partial(self._arrive, aggregator_peer(index)),
                 checked=job.strategy.nonfinite != "pass",
             )
-            for index in job.places.relays
+            for index in job.places.aggregators
         }
 
     def exchange(self, worker: int, incarnation: int) -> PushPull:
@@ -281,7 +281,7 @@ class _Senders:
         message.source, message.target = source, target
         if message.payload is not None:
             message.payload = message.payload.clone()  # the next push overwrites it
-        (self._relays[target.index] if target.role == "relay" else self._server).handle(source, message)
+        (self._relays[target.index] if target.role == "aggregator" else self._server).handle(source, message)
 
 
 def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> None:

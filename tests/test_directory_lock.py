@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from steepest import Checkpoints, DistributedSGD
-from steepest.cluster.directory_lock import LOCK, Claim
+from steepest.cluster.directory_lock import LOCK, DirectoryLock
 from steepest.errors import CheckpointError
 from steepest.testing import linear_model_creator
 from tests.processes import Child
@@ -23,11 +23,11 @@ from tests.processes import Child
 
 def hold(pipe: Pipe, path: Path, how: str) -> None:
     """Holds the directory until it is killed, or its pipe closed."""
-    claim = Claim(Checkpoints(path))
+    lock = DirectoryLock(Checkpoints(path))
     if how == "alone" or not os.fork():  # with a child it is the child that speaks, and lives on
         pipe.send("held")
     pipe.poll(None)
-    claim.release()
+    lock.release()
 
 
 @contextmanager
@@ -47,17 +47,17 @@ def test_a_second_driver_is_refused_until_the_first_is_killed(tmp_path: Path, ho
     with holder(path, how) as process:
         for _ in range(2):  # who was refused leaves no trace
             with pytest.raises(CheckpointError) as caught:
-                Claim(policy)
+                DirectoryLock(policy)
         said = str(caught.value)
         assert f"{path}: process {process.pid} on {os.uname().nodename} keeps its own there" in said
         assert "give this run another path" in said
         process.process.kill()
         process.process.join()
-        claim = Claim(policy)  # at once
+        lock = DirectoryLock(policy)  # at once
         assert (path / LOCK).read_text() == f"process {os.getpid()} on {os.uname().nodename}"
-    claim.release()
-    claim.release()
-    Claim(policy).release()
+    lock.release()
+    lock.release()
+    DirectoryLock(policy).release()
 
 
 def test_a_trainer_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_trainer_is_refused_before_anything_is_started(tmp_path: Path, monkeyp
         DistributedSGD(linear_model_creator(), checkpoints=Checkpoints(tmp_path))
     with pytest.raises(ZeroDivisionError):
         DistributedSGD(linear_model_creator(), checkpoints=Checkpoints(tmp_path))
-    Claim(Checkpoints(tmp_path)).release()  # what could not start holds nothing
+    DirectoryLock(Checkpoints(tmp_path)).release()  # what could not start holds nothing
 
 
 @pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS])
@@ -80,7 +80,7 @@ def test_without_locks_there_is_a_warning(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    Claim(Checkpoints(tmp_path)).release()
+    DirectoryLock(Checkpoints(tmp_path)).release()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"{tmp_path} is on a file system without locks" in record.getMessage()
@@ -93,11 +93,11 @@ def test_a_directory_that_cannot_be_used_is_said_to_be(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", flock)
         with pytest.raises(CheckpointError, match=f"{tmp_path}.*Input/output error"):
-            Claim(Checkpoints(tmp_path))
+            DirectoryLock(Checkpoints(tmp_path))
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=f"cannot keep checkpoints in {tmp_path / 'file'}"):
-        Claim(Checkpoints(tmp_path / "file"))
-    Claim(None).release()
+        DirectoryLock(Checkpoints(tmp_path / "file"))
+    DirectoryLock(None).release()
 
 
 @pytest.mark.ray

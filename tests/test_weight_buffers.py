@@ -84,7 +84,7 @@ def test_servers_use_few_rooms_and_only_while_somebody_reads(mode: str, seed: in
     strategy = ParameterServerStrategy(mode=mode, num_servers=2, staleness=2 if mode == "ssp" else None)
     cluster = InProcessCluster(linear_model_creator(), num_workers=3, strategy=strategy, shuffle=seed)
     cluster.step(30)
-    rooms = [server.rooms_held for server in cluster.servers if trainable(server)]
+    rooms = [server.weight_buffers_held for server in cluster.servers if trainable(server)]
     assert all(count <= 4 for count in rooms), "three readers and what is being made"
     if mode == "sync":
         assert set(rooms) == {1}, "who has new weights needs the old ones no more"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from steepest.engine.host_aggregator import Relay
-from steepest.engine.topology import Hosts
+from steepest.engine.host_aggregator import HostAggregator
+from steepest.engine.topology import HostMap
 from steepest.errors import ProtocolError
-from steepest.messages.message import Kind, Message, Peer, relay_peer, server_peer, worker_peer
+from steepest.messages.message import Kind, Message, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster
-from steepest.testing.kept import replicas_of
+from steepest.testing.inspection import replicas_of
 from tests.crowd import twice
 from tests.drawn import seeds
 from tests.modes import Moody, check, make, settle, trainable, trained
@@ -40,7 +40,7 @@ EVERYWHERE = pytest.mark.parametrize("places", PLACES)
 
 def hosted(places: str, task: Task = FLOAT64, **options: object) -> InProcessCluster:
     workers, servers = PLACES[places]
-    hosts = Hosts(workers, servers, gathers=True)
+    hosts = HostMap(workers, servers, gathers=True)
     return make("sync", task, len(workers), servers=len(servers), hosts=hosts, **options)
 
 
@@ -95,18 +95,18 @@ def test_a_host_sends_its_gradient_and_is_sent_the_weights_once() -> None:
     trained(cluster, 5)
     layout = cluster.job.description.layout
     bytes_of = [sum(layout.chunks[c].nbytes for c, o in enumerate(cluster.job.owners) if o == s) for s in (0, 1)]
-    assert size == {("relay", "server"): 5 * sum(bytes_of), ("server", "relay"): 5 * sum(bytes_of)}
+    assert size == {("aggregator", "server"): 5 * sum(bytes_of), ("server", "aggregator"): 5 * sum(bytes_of)}
 
 
 @EVERYWHERE
 def test_workers_with_a_relay_compute_on_the_vector_that_its_server_updates(places: str) -> None:
     cluster = hosted(places)
     trained(cluster, 2)
-    for relay, workers in cluster.job.places.relays.items():
+    for aggregator, workers in cluster.job.places.aggregators.items():
         vectors = {id(replicas_of(cluster.workers[worker]).weights.untyped_storage()) for worker in workers}
         addresses = {replicas_of(cluster.workers[worker]).weights.data_ptr() for worker in workers}
         assert len(addresses) == 1, vectors
-        held = trainable(cluster.servers[relay])[0]
+        held = trainable(cluster.servers[aggregator])[0]
         shared = next(replicas_of(cluster.workers[worker]).weights for worker in workers)
         assert held.weights.data_ptr() == shared.data_ptr() + held.chunk.start
         module = replicas_of(cluster.workers[workers[0]]).models[0].module
@@ -116,9 +116,9 @@ def test_workers_with_a_relay_compute_on_the_vector_that_its_server_updates(plac
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1)])
 def test_members_of_an_allreduce_stay_with_the_vectors_that_their_servers_update(hosts: tuple[int, ...]) -> None:
-    """Between processes a relay's vector is not theirs to write to: what comes later would be forgotten."""
-    cluster = make("allreduce", FLOAT64, len(hosts), hosts=Hosts(hosts, hosts, gathers=True))
-    assert cluster.job.places.relays
+    """Between processes a aggregator's vector is not theirs to write to: what comes later would be forgotten."""
+    cluster = make("allreduce", FLOAT64, len(hosts), hosts=HostMap(hosts, hosts, gathers=True))
+    assert cluster.job.places.aggregators
     trained(cluster, 3)
     settle(cluster)
     for worker, server in zip(cluster.workers, cluster.servers, strict=True):
@@ -224,31 +224,31 @@ def test_a_relay_refuses_what_is_not_of_its_host() -> None:
     cluster = hosted("two and one")
     layout = cluster.job.description.layout
     sent: list[tuple[Peer, Message]] = []
-    relay = Relay(0, cluster.job.topology, layout.allocate(), lambda *what: sent.append(what))
+    aggregator = HostAggregator(0, cluster.job.topology, layout.allocate(), lambda *what: sent.append(what))
     with pytest.raises(ProtocolError, match="not of the host"):
-        relay.handle(worker_peer(2), Message(Kind.PUSH, chunk=0, weight=1.0))
+        aggregator.handle(worker_peer(2), Message(Kind.PUSH, chunk=0, weight=1.0))
     with pytest.raises(ProtocolError, match="no such size"):
-        relay.destination(Message(Kind.PUSH, chunk=0), 3)
+        aggregator.destination(Message(Kind.PUSH, chunk=0), 3)
     with pytest.raises(ProtocolError, match="takes no"):
-        relay.destination(Message(Kind.STATE, chunk=0), 8)
+        aggregator.destination(Message(Kind.STATE, chunk=0), 8)
     assert not sent
     trained(cluster, 1)
     pushes = Message(Kind.HOST_PUSH, cluster.coordinator.generation, version=1, chunk=cluster.job.owners.index(0))
     pushes.meta = {"pushes": [[2, 0, 1]]}
     with pytest.raises(ProtocolError, match="serves"):
-        cluster.servers[0].handle(relay_peer(0), pushes)
+        cluster.servers[0].handle(aggregator_peer(0), pushes)
 
 
 def test_hosts_say_who_has_a_relay() -> None:
-    hosts = Hosts((0, 0, 1, 2, 2), (1, 0, 0), gathers=True)
-    assert hosts.relays == {1: (0, 1)}
-    assert [hosts.relay_of(worker) for worker in range(5)] == [1, 1, None, None, None]
-    assert [hosts.reader_of(worker) for worker in (0, 2)] == [relay_peer(1), worker_peer(2)]
-    assert [hosts.host_of(peer) for peer in (worker_peer(3), server_peer(2), relay_peer(1), Peer("client", 0))] == [
+    hosts = HostMap((0, 0, 1, 2, 2), (1, 0, 0), gathers=True)
+    assert hosts.aggregators == {1: (0, 1)}
+    assert [hosts.aggregator_of(worker) for worker in range(5)] == [1, 1, None, None, None]
+    assert [hosts.reader_of(worker) for worker in (0, 2)] == [aggregator_peer(1), worker_peer(2)]
+    assert [hosts.host_of(peer) for peer in (worker_peer(3), server_peer(2), aggregator_peer(1), Peer("client", 0))] == [
         2, 0, 0, None,
     ]  # fmt: skip
-    assert not dataclasses.replace(hosts, gathers=False).relays
-    apart = Hosts.apart(2, 2)
+    assert not dataclasses.replace(hosts, gathers=False).aggregators
+    apart = HostMap.apart(2, 2)
     assert not any(apart.beside(worker, server) for worker in range(2) for server in range(2))
     assert all(a != b for a, b in pairwise((*apart.workers, *apart.servers)))
 

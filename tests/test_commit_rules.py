@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from steepest.messages.gradients import PushStaged, Report, VersionStaged
 from steepest.messages.message import PushId, server_peer, worker_peer
 from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitFirst, CommitRule, Decision, Staged
-from steepest.protocol.push_tracking import Counted, Done, StagedEach, StagedTogether
+from steepest.protocol.push_tracking import Done, SequenceSet, StagedEach, StagedTogether
 from steepest.protocol.sample_leases import Ledger
-from steepest.testing.kept import ranges_of, remembered_by, undecided
+from steepest.testing.inspection import ranges_of, remembered_by, undecided
 from tests.drawn import examples
 
 many = examples(200)
@@ -162,7 +162,7 @@ def test_every_lease_has_one_holder_and_the_lowest_free_one_goes_out_next(
 @many
 @given(st.lists(st.integers(1, 30), max_size=60))
 def test_counted_numbers_are_those_that_were_counted(numbers: list[int]) -> None:
-    counted = Counted()
+    counted = SequenceSet()
     for index, number in enumerate(numbers):
         counted.add(number)
         assert {n for n in range(40) if n in counted} == set(numbers[: index + 1])
@@ -172,7 +172,7 @@ def test_counted_numbers_are_those_that_were_counted(numbers: list[int]) -> None
 
 @pytest.mark.parametrize("first", [1, 1000])
 def test_counting_takes_no_memory_wherever_it_begins(first: int) -> None:
-    counted = Counted()
+    counted = SequenceSet()
     for number in range(first, first + 500, 2):
         counted.add(number + 1)
         counted.add(number)

@@ -18,7 +18,7 @@ from steepest.messages.membership import Lease
 from steepest.messages.message import Kind, Message, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster
-from steepest.testing.kept import replicas_of
+from steepest.testing.inspection import replicas_of
 from tests.drawn import seeds
 from tests.modes import EACH, MODES, check, counters, make, settle, shares, trained, worker_weights
 from tests.reference import Task, same_bits, samples, sgd

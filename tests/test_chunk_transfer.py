@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from steepest.engine.chunk_transfer import Kept
+from steepest.engine.chunk_transfer import RetainedChunks
 from steepest.messages.message import worker_peer
 from steepest.testing import InProcessCluster
 from tests.modes import hand_over, make, mode, trained, worker_weights
@@ -78,7 +78,7 @@ def test_servers_in_the_same_process_use_the_same_memory_and_none_of_it_stays_be
     before = make("sync", task, 3)
     trained(before, 3)
     server = before.servers[0]
-    kept, nbytes = Kept([server]), before.job.description.layout.nbytes
+    kept, nbytes = RetainedChunks([server]), before.job.description.layout.nbytes
     room = kept.room(nbytes)
     assert room.data_ptr() == server.room.data_ptr()
     assert room.data_ptr() <= next(iter(server.chunks.values())).weights.data_ptr() < room.data_ptr() + nbytes

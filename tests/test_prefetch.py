@@ -14,13 +14,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from steepest.engine.topology import Hosts
+from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import PeerLostError, ShutdownError
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer
 from steepest.models.prefetch import Gates
 from steepest.testing import InProcessCluster, Network
-from steepest.testing.kept import replicas_of
+from steepest.testing.inspection import replicas_of
 from steepest.transport.router import Router
 from tests.drawn import seeds
 from tests.modes import Moody, check, make, trainable, trained
@@ -254,14 +254,14 @@ def began(monkeypatch: pytest.MonkeyPatch) -> Began:
 
 TASK = Task(optimizer=sgd(momentum=0.9))
 HOSTS = pytest.mark.parametrize(
-    "hosts", [None, Hosts((0, 0, 0), (0, 0), gathers=True), Hosts((0, 1, 1), (0, 1), gathers=True)]
+    "hosts", [None, HostMap((0, 0, 0), (0, 0), gathers=True), HostMap((0, 1, 1), (0, 1), gathers=True)]
 )
 
 
 @HOSTS
 @pytest.mark.parametrize("devices", [1, 2])
 @seeds(1)
-def test_steps_begin_early_and_change_nothing(began: Began, hosts: Hosts | None, devices: int, seed: int) -> None:
+def test_steps_begin_early_and_change_nothing(began: Began, hosts: HostMap | None, devices: int, seed: int) -> None:
     cluster = make("sync", TASK, 3, devices, hosts=hosts, shuffle=seed)
     trained(cluster, 20)
     assert began.waits > 10
@@ -271,7 +271,7 @@ def test_steps_begin_early_and_change_nothing(began: Began, hosts: Hosts | None,
 
 @HOSTS
 def test_the_same_bits_as_when_steps_begin_late(
-    began: Began, hosts: Hosts | None, monkeypatch: pytest.MonkeyPatch
+    began: Began, hosts: HostMap | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = make("sync", TASK, 3, hosts=hosts)
     trained(early, 10)
@@ -289,7 +289,7 @@ def test_the_same_bits_as_when_steps_begin_late(
 
 @HOSTS
 @seeds(1)
-def test_a_failure_while_somebody_waits_for_weights(began: Began, hosts: Hosts | None, seed: int) -> None:
+def test_a_failure_while_somebody_waits_for_weights(began: Began, hosts: HostMap | None, seed: int) -> None:
     """Whoever has the last weights raises, in the middle of others' waiting for them: all go on together."""
     calls = [0]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.messages.message import Kind, Message, Peer
-from steepest.testing.kept import puts_of
+from steepest.testing.inspection import puts_of
 from tests.crowd import FIRST, Crowd, like, values, zeros
 from tests.drawn import SEEDS, runs
 from tests.test_pushes import OPTIMIZERS

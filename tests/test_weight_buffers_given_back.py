@@ -9,8 +9,8 @@ import torch
 
 from steepest.config.strategies import ParameterServerStrategy
 from steepest.engine.server import Server, ServerMode
-from steepest.engine.topology import Hosts, Topology
-from steepest.engine.weight_buffers import Rooms
+from steepest.engine.topology import HostMap, Topology
+from steepest.engine.weight_buffers import WeightBuffers
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate, give_pages_back, segment_of
@@ -40,7 +40,7 @@ class Reading:
         self.read: set[int] = set()  # by address
         self.server = Server(
             0,
-            Topology(self.layout, [[0]] * len(self.layout.chunks), Hosts.apart(1, 1)),
+            Topology(self.layout, [[0]] * len(self.layout.chunks), HostMap.apart(1, 1)),
             None,
             allocate(self.layout.nbytes),
             lambda peer, message: None,
@@ -74,18 +74,18 @@ class Reading:
 def test_rooms_are_given_back_when_readers_are_gone(elements: int) -> None:
     job = Reading(elements)
     for rooms in (1, 2, 3, 4):
-        assert job.server.rooms_held == rooms
+        assert job.server.weight_buffers_held == rooms
         job.lend()
         job.commit()
-    assert job.server.rooms_held == 5
+    assert job.server.weight_buffers_held == 5
     job.commit(COMMITS - 5)  # in place, in the last room
-    assert job.server.rooms_held == 5
+    assert job.server.weight_buffers_held == 5
     job.read.clear()
     job.commit(2 * COMMITS)
-    assert job.server.rooms_held == 1
+    assert job.server.weight_buffers_held == 1
     job.lend()
     job.commit()
-    assert job.server.rooms_held == 2  # and it can be had again
+    assert job.server.weight_buffers_held == 2  # and it can be had again
 
 
 def test_what_is_read_stays_as_long_as_it_is() -> None:
@@ -94,11 +94,11 @@ def test_what_is_read_stays_as_long_as_it_is() -> None:
     old = [held.weights for held in job.server.chunks.values()]
     for _ in range(3 * COMMITS):
         job.commit()
-        assert job.server.rooms_held == 2
+        assert job.server.weight_buffers_held == 2
         assert all((view.view(torch.float32) == 0).all() for view in old)
     job.read.clear()
     job.commit(2 * COMMITS)
-    assert job.server.rooms_held == 1
+    assert job.server.weight_buffers_held == 1
 
 
 def test_what_is_needed_now_and_then_is_not_made_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,13 +114,13 @@ def test_what_is_needed_now_and_then_is_not_made_anew_each_time(monkeypatch: pyt
         job.lend()
         job.commit()
     assert len(made) <= 3
-    assert job.server.rooms_held == len(made) + 1
+    assert job.server.weight_buffers_held == len(made) + 1
 
 
 @shared
 def test_a_room_that_is_given_back_takes_no_memory() -> None:
     read: set[int] = set()
-    rooms = Rooms(SHARED_FROM * 4, lambda view: view.data_ptr() in read, allocate(SHARED_FROM * 4))
+    rooms = WeightBuffers(SHARED_FROM * 4, lambda view: view.data_ptr() in read, allocate(SHARED_FROM * 4))
     read.add(rooms.free(0, 100).data_ptr())
     second = rooms.free(0, SHARED_FROM * 4)
     second.fill_(7)
@@ -161,4 +161,4 @@ def test_a_job_goes_on_as_before(wire_dtype: str | None, monkeypatch: pytest.Mon
     monkeypatch.setattr("steepest.engine.weight_buffers.COMMITS", 3)
     found = train()
     assert all(torch.equal(value, expected.weights()[name]) for name, value in found.weights().items())
-    assert sum(s.rooms_held for s in found.servers) <= sum(s.rooms_held for s in expected.servers)
+    assert sum(s.weight_buffers_held for s in found.servers) <= sum(s.weight_buffers_held for s in expected.servers)

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.compression.codecs import BlockInt8, Half, Largest, LowRank, Packer, Packing, check_left_out, largest
+from steepest.compression.codecs import (
+    BlockInt8,
+    Codec,
+    GradientCompressor,
+    Half,
+    Largest,
+    LowRank,
+    check_residuals,
+    largest,
+)
 from steepest.errors import CheckpointError, ProtocolError
 from steepest.tensors.layout import ParameterLayout
 
@@ -31,21 +40,21 @@ def random(count: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
-def unpacked(packing: Packing, layout: ParameterLayout, packed: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+def unpacked(codec: Codec, layout: ParameterLayout, packed: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     chunk = layout.chunks[0]
     out = torch.zeros(chunk.nbytes // 4)
-    packing.add(layout, chunk, [(packed, factor)], out)
+    codec.add(layout, chunk, [(packed, factor)], out)
     return out
 
 
-def sent(packing: Packing, layout: ParameterLayout, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sent(codec: Codec, layout: ParameterLayout, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What arrives of some values, and what is left of them."""
     chunk = layout.chunks[0]
-    size = packing.size(layout, chunk)
+    size = codec.size(layout, chunk)
     assert size is not None
     out, left = torch.empty(size, dtype=torch.uint8), values.clone()
-    assert packing.pack(layout, chunk, left, out, {})
-    return unpacked(packing, layout, out), left
+    assert codec.pack(layout, chunk, left, out, {})
+    return unpacked(codec, layout, out), left
 
 
 # -- formats --------------------------------------------------------------------------------------
@@ -54,25 +63,25 @@ def sent(packing: Packing, layout: ParameterLayout, values: torch.Tensor) -> tup
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shapes", [((40, 30), (30,)), ((17, 23),), ((300, 700),), ((9, 5, 7, 3), (1,), (50, 4))])
 def test_what_arrives_and_what_is_left_make_the_gradient(name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
-    layout, packing = layout_of(*shapes), FORMATS[name]
+    layout, codec = layout_of(*shapes), FORMATS[name]
     values = random(layout.chunks[0].nbytes // 4)
-    arrived, left = sent(packing, layout, values)
+    arrived, left = sent(codec, layout, values)
     assert torch.allclose(arrived + left, values, atol=1e-5)
     assert float(left.norm()) < float(values.norm()), "nothing was sent"
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_several_are_added_with_their_factors(name: str) -> None:
-    layout, packing = layout_of((40, 30), (30,)), FORMATS[name]
+    layout, codec = layout_of((40, 30), (30,)), FORMATS[name]
     chunk = layout.chunks[0]
-    size = packing.size(layout, chunk)
+    size = codec.size(layout, chunk)
     assert size is not None
     both = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
     for seed, out in enumerate(both):
-        assert packing.pack(layout, chunk, random(chunk.nbytes // 4, seed), out, {})
+        assert codec.pack(layout, chunk, random(chunk.nbytes // 4, seed), out, {})
     found = torch.ones(chunk.nbytes // 4)
-    packing.add(layout, chunk, [(both[0], 0.5), (both[1], 3.0)], found)
-    expected = 1.0 + 0.5 * unpacked(packing, layout, both[0]) + 3.0 * unpacked(packing, layout, both[1])
+    codec.add(layout, chunk, [(both[0], 0.5), (both[1], 3.0)], found)
+    expected = 1.0 + 0.5 * unpacked(codec, layout, both[0]) + 3.0 * unpacked(codec, layout, both[1])
     assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -123,15 +132,15 @@ def test_nothing_at_all_arrives_as_nothing(name: str) -> None:
 
 
 def test_powersgd_finds_the_best_product_of_one_matrix_sooner_or_later() -> None:
-    layout, packing, factors = layout_of((40, 30)), LowRank(3), {}
+    layout, codec, factors = layout_of((40, 30)), LowRank(3), {}
     u, s, v = torch.linalg.svd(random(1200).view(40, 30))
     matrix = u[:, :30] @ torch.diag(0.7 ** torch.arange(30.0)) @ v
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
     best = u[:, :3] @ torch.diag(s[:3]) @ v[:3]
     out = torch.empty(3 * 70 * 4, dtype=torch.uint8)
     for _ in range(60):
-        packing.pack(layout, layout.chunks[0], matrix.flatten().clone(), out, factors)
-    assert torch.allclose(unpacked(packing, layout, out).view(40, 30), best, atol=1e-4)
+        codec.pack(layout, layout.chunks[0], matrix.flatten().clone(), out, factors)
+    assert torch.allclose(unpacked(codec, layout, out).view(40, 30), best, atol=1e-4)
 
 
 def test_powersgd_sends_what_is_no_matrix_as_it_is() -> None:
@@ -157,21 +166,21 @@ def test_powersgd_sends_what_is_no_matrix_as_it_is() -> None:
         (Half(torch.float16), ((1000,),), 2000),
     ],
 )
-def test_sizes_are_those_of_the_formulas(packing: Packing, shapes: tuple[tuple[int, ...], ...], size: int) -> None:
+def test_sizes_are_those_of_the_formulas(codec: Codec, shapes: tuple[tuple[int, ...], ...], size: int) -> None:
     layout = layout_of(*shapes)
-    assert packing.size(layout, layout.chunks[0]) == size
+    assert codec.size(layout, layout.chunks[0]) == size
 
 
 def test_other_dtypes_travel_as_they_are() -> None:
     layout = ParameterLayout.plan([("p", (40, 30), torch.float64, True)])
-    assert all(packing.size(layout, layout.chunks[0]) is None for packing in FORMATS.values())
+    assert all(codec.size(layout, layout.chunks[0]) is None for codec in FORMATS.values())
 
 
 def test_what_is_no_gradient_is_refused() -> None:
-    layout, packing = layout_of((1000,)), Largest(0.01)
+    layout, codec = layout_of((1000,)), Largest(0.01)
     chunk = layout.chunks[0]
     out = torch.empty(4 + 4 + 4 * 10, dtype=torch.uint8)
-    packing.pack(layout, chunk, random(1000), out, {})
+    codec.pack(layout, chunk, random(1000), out, {})
     for place, wrong, words in (
         (slice(4, 8), torch.tensor([11], dtype=torch.int32), "10 elements should come"),
         (slice(8, 10), torch.tensor([300], dtype=torch.int16), "which has 1000"),
@@ -179,19 +188,21 @@ def test_what_is_no_gradient_is_refused() -> None:
         damaged = out.clone()
         damaged[place] = wrong.view(torch.uint8)
         with pytest.raises(ProtocolError, match=words):
-            packing.check(layout, chunk, damaged)
+            codec.check(layout, chunk, damaged)
 
 
 # -- error feedback -------------------------------------------------------------------------------
 
 
-def packer(packing: Packing, layout: ParameterLayout) -> Packer:
-    return Packer(layout, packing, [True] * len(layout.chunks))
+def compressor(codec: Codec, layout: ParameterLayout) -> GradientCompressor:
+    return GradientCompressor(layout, codec, [True] * len(layout.chunks))
 
 
-def step(sender: Packer, layout: ParameterLayout, gradient: torch.Tensor, packing: Packing, **about: Any) -> Any:
+def step(
+    sender: GradientCompressor, layout: ParameterLayout, gradient: torch.Tensor, codec: Codec, **about: Any
+) -> Any:
     about = {"unit": 1.0, "total": 1.0, "absent": ALL, **about}
-    return unpacked(packing, layout, sender.pack(0, gradient.view(torch.uint8), **about))
+    return unpacked(codec, layout, sender.pack(0, gradient.view(torch.uint8), **about))
 
 
 def turns() -> Iterator[list[float]]:
@@ -208,13 +219,13 @@ def turns() -> Iterator[list[float]]:
 
 
 def test_error_feedback_is_the_closed_form_for_the_largest_of_two() -> None:
-    layout, packing = layout_of((64,)), Largest(1 / 64)
+    layout, codec = layout_of((64,)), Largest(1 / 64)
     gradient = torch.zeros(64)
     gradient[:2] = torch.tensor([3.0, 2.0])
-    sender = packer(packing, layout)
+    sender = compressor(codec, layout)
     for expected, _ in zip(turns(), range(40), strict=False):
         sender.begin()
-        arrived = step(sender, layout, gradient, packing)
+        arrived = step(sender, layout, gradient, codec)
         sender.commit()
         assert arrived[:2].tolist() == expected
         assert not arrived[2:].any()
@@ -222,12 +233,12 @@ def test_error_feedback_is_the_closed_form_for_the_largest_of_two() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_was_applied_and_what_is_left_make_all_gradients(name: str) -> None:
-    layout, packing = layout_of((40, 30), (30,)), FORMATS[name]
-    sender, applied, given = packer(packing, layout), torch.zeros(1230), torch.zeros(1230)
+    layout, codec = layout_of((40, 30), (30,)), FORMATS[name]
+    sender, applied, given = compressor(codec, layout), torch.zeros(1230), torch.zeros(1230)
     for seed in range(30):
         gradient = random(1230, seed)
         sender.begin()
-        applied += step(sender, layout, gradient, packing)
+        applied += step(sender, layout, gradient, codec)
         sender.commit()
         given += gradient
     state = sender.state()
@@ -237,58 +248,58 @@ def test_what_was_applied_and_what_is_left_make_all_gradients(name: str) -> None
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_step_that_is_repeated_sends_the_same_bits(name: str) -> None:
-    layout, packing = layout_of((40, 30), (30,)), FORMATS[name]
-    sender, other = packer(packing, layout), packer(packing, layout)
+    layout, codec = layout_of((40, 30), (30,)), FORMATS[name]
+    sender, other = compressor(codec, layout), compressor(codec, layout)
     for seed in range(6):
         gradient = random(1230, seed)
         sender.begin()
-        first = step(sender, layout, gradient, packing)
+        first = step(sender, layout, gradient, codec)
         if seed % 2:
             sender.begin()  # the first one was not committed
-            assert torch.equal(step(sender, layout, gradient, packing), first)
+            assert torch.equal(step(sender, layout, gradient, codec), first)
         sender.commit()
         other.begin()
-        assert torch.equal(step(other, layout, gradient, packing), first)
+        assert torch.equal(step(other, layout, gradient, codec), first)
         other.commit()
 
 
 def test_what_is_left_weighs_as_the_gradient_that_it_was_of() -> None:
-    layout, packing = layout_of((64,)), Largest(1 / 64)
+    layout, codec = layout_of((64,)), Largest(1 / 64)
     gradient = torch.zeros(64)
     gradient[:2] = torch.tensor([3.0, 2.0])
-    sender = packer(packing, layout)
-    step(sender, layout, gradient, packing, unit=2.0, total=4.0)  # the gradient of the mean loss is half of it
+    sender = compressor(codec, layout)
+    step(sender, layout, gradient, codec, unit=2.0, total=4.0)  # the gradient of the mean loss is half of it
     sender.commit()
     assert sender.state()["left/p0"][1] == 1.0
     gradient[0] = 0.0
-    arrived = step(sender, layout, gradient, packing, unit=1.0, total=8.0)
+    arrived = step(sender, layout, gradient, codec, unit=1.0, total=8.0)
     assert arrived[1] == 2.0 + 1.0 * 8.0
 
 
 def test_a_parameter_without_a_gradient_keeps_what_it_has() -> None:
-    layout, packing = layout_of((32,), (32,)), Largest(1 / 64)
-    sender = packer(packing, layout)
+    layout, codec = layout_of((32,), (32,)), Largest(1 / 64)
+    sender = compressor(codec, layout)
     gradient = torch.zeros(64)
     gradient[0], gradient[40] = 3.0, 2.0
-    step(sender, layout, gradient, packing)
+    step(sender, layout, gradient, codec)
     sender.commit()
     without = layout.entries[layout.index["p0"]]
     assert without.offset == 32 * 4
     sender.begin()
-    arrived = step(sender, layout, torch.zeros(64), packing, absent=frozenset({layout.index["p0"]}))
+    arrived = step(sender, layout, torch.zeros(64), codec, absent=frozenset({layout.index["p0"]}))
     sender.commit()
     assert not arrived.any()
     assert sender.state()["left/p0"][8] == 2.0
-    assert step(sender, layout, torch.zeros(64), packing)[40] == 2.0
+    assert step(sender, layout, torch.zeros(64), codec)[40] == 2.0
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_what_is_not_finite_travels_as_it_is_and_leaves_no_trace(wrong: float) -> None:
-    layout, packing = layout_of((64,)), Largest(1 / 64)
-    sender = packer(packing, layout)
+    layout, codec = layout_of((64,)), Largest(1 / 64)
+    sender = compressor(codec, layout)
     gradient = torch.zeros(64)
     gradient[:2] = torch.tensor([3.0, 2.0])
-    step(sender, layout, gradient, packing)
+    step(sender, layout, gradient, codec)
     sender.commit()
     before = sender.state()
     sender.begin()
@@ -301,19 +312,19 @@ def test_what_is_not_finite_travels_as_it_is_and_leaves_no_trace(wrong: float) -
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_state_goes_on_to_the_bit_and_with_other_chunks(name: str) -> None:
     shapes = ((20, 30), (30,), (25, 20))
-    layout, packing = layout_of(*shapes), FORMATS[name]
-    sender, other = packer(packing, layout), packer(packing, layout)
+    layout, codec = layout_of(*shapes), FORMATS[name]
+    sender, other = compressor(codec, layout), compressor(codec, layout)
     for seed in range(3):
         sender.begin()
-        step(sender, layout, random(1130, seed), packing)
+        step(sender, layout, random(1130, seed), codec)
         sender.commit()
     state = sender.state()
-    check_left_out(layout, [state])
+    check_residuals(layout, [state])
     other.load_state(state)
-    assert torch.equal(step(sender, layout, random(1130, 9), packing), step(other, layout, random(1130, 9), packing))
+    assert torch.equal(step(sender, layout, random(1130, 9), codec), step(other, layout, random(1130, 9), codec))
     cut = layout_of(*shapes, chunk_bytes=1000)
     assert len(cut.chunks) > 1
-    elsewhere = packer(packing, cut)
+    elsewhere = compressor(codec, cut)
     elsewhere.load_state(state)
     again = elsewhere.state()
     assert again  # of chunks that are packed there too
@@ -327,4 +338,4 @@ def test_a_state_goes_on_to_the_bit_and_with_other_chunks(name: str) -> None:
 )
 def test_a_state_of_another_model_is_refused(key: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError, match=key):
-        check_left_out(layout_of((40, 30)), [{key: torch.zeros(shape)}])
+        check_residuals(layout_of((40, 30)), [{key: torch.zeros(shape)}])

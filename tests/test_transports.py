@@ -22,7 +22,7 @@ from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.transport import sockets
 from tests.reference import same_bits
 from tests.test_ray_places import Place, place  # noqa: F401 - a fixture
-from tests.test_wire import FAMILIES, Node, node, together, until  # noqa: F401 - a fixture
+from tests.test_sockets import FAMILIES, Node, node, together, until  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 WORKER = worker_peer(0)

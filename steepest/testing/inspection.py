@@ -13,7 +13,7 @@ from steepest.engine.worker import Worker
 from steepest.messages.message import Peer
 from steepest.parameter_server.pusher import Pusher
 from steepest.protocol.coordinator import Coordinator
-from steepest.protocol.push_tracking import Counted, StagedEach, StagedTogether, Staging
+from steepest.protocol.push_tracking import SequenceSet, StagedEach, StagedTogether, Staging
 from steepest.transport.router import Role, Router
 from steepest.transport.sockets import WireTransport
 
@@ -54,12 +54,12 @@ def unsent_of(wire: WireTransport) -> int:
     return sum(channel.pending for channel in wire._channels)
 
 
-def rooms_of(holder: Server | MemberCollective) -> int:
+def weight_buffers_of(holder: Server | MemberCollective) -> int:
     """Return the number of buffers of a server's weights, or of those that a member lends.
 
     A server's buffers that were given back take no memory but stay mapped, and count here.
     """
-    return len(holder._rooms._rooms if isinstance(holder, Server) else holder._lending_buffers)
+    return len(holder._weight_buffers._buffers if isinstance(holder, Server) else holder._lending_buffers)
 
 
 def buffers_of(server: Server) -> int:
@@ -94,7 +94,7 @@ def unanswered(pusher: Pusher) -> int:
     return len(pusher._requests)
 
 
-def ranges_of(counted: Counted) -> list[tuple[int, int]]:
+def ranges_of(counted: SequenceSet) -> list[tuple[int, int]]:
     """Return the numbers that were counted, as ranges (first, last)."""
     return list(counted._ranges)
 

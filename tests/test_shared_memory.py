@@ -21,7 +21,7 @@ from steepest.tensors.shared_memory import BOARD_BYTES, NOTICE, SHARED_FROM, Seg
 from steepest.transport.frames import FrameReader, encode
 from tests.drawn import seeds
 from tests.processes import Child
-from tests.test_wire import Node, client, ends, node, server, until  # noqa: F401 - fixtures
+from tests.test_sockets import Node, client, ends, node, server, until  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 WORKER = worker_peer(0)

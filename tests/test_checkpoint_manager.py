@@ -22,7 +22,7 @@ from torch import nn
 
 from steepest import Callback, Checkpoints, DistributedSGD, ParameterServerStrategy, RunConfig, StepResult
 from steepest.checkpoint import files
-from steepest.cluster.checkpoint_manager import Shelf
+from steepest.cluster.checkpoint_manager import CheckpointDirectory
 from steepest.config.strategies import StrategyConfig, as_strategy
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.testing import InProcessCluster
@@ -41,7 +41,7 @@ TASK = Task(
 
 def kept(path: Path) -> list[int]:
     """The steps of the checkpoints there, the oldest first."""
-    return [int(found.name.rpartition("-")[2]) for found in Shelf(path, 1).paths()]
+    return [int(found.name.rpartition("-")[2]) for found in CheckpointDirectory(path, 1).paths()]
 
 
 @pytest.mark.parametrize(
@@ -56,29 +56,29 @@ def test_settings_are_checked(arguments: tuple[Any, ...], named: str) -> None:
 # -- the shelf ------------------------------------------------------------------------------------------
 
 
-def put(shelf: Shelf, *steps: int) -> None:
+def put(directory: CheckpointDirectory, *steps: int) -> None:
     for step in steps:
-        shelf.put(content(float(step), step))
+        directory.put(content(float(step), step))
 
 
 def newest(path: Path) -> int | None:
-    found = Shelf(path, 1).newest()
+    found = CheckpointDirectory(path, 1).newest()
     return None if found is None else int(found[1].about["step"])
 
 
 def test_the_newest_stay_whatever_their_steps(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "down"
-    shelf = Shelf(path, 3)
-    assert shelf.newest() is None
-    put(shelf, 10, 20)
+    directory = CheckpointDirectory(path, 3)
+    assert directory.newest() is None
+    put(directory, 10, 20)
     assert (kept(path), newest(path)) == ([10, 20], 20)
-    put(shelf, 30, 40)
+    put(directory, 30, 40)
     (path / "users-own").mkdir()
     (path / "000001-step-7").touch()  # a file
-    put(shelf, 15)  # a user went back
+    put(directory, 15)  # a user went back
     assert kept(path) == [30, 40, 15]
     assert newest(path) == 15
-    put(Shelf(path, 1), 16)  # another process, which keeps fewer
+    put(CheckpointDirectory(path, 1), 16)  # another process, which keeps fewer
     assert sorted(os.listdir(path)) == ["000001-step-7", "000006-step-16", "users-own"]
 
 
@@ -86,10 +86,10 @@ def test_the_newest_stay_whatever_their_steps(tmp_path: Path) -> None:
 def test_a_damaged_one_is_passed_over_and_said_to_be(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = Shelf(tmp_path, 2)
-    put(shelf, 1, 2, 3)
-    DAMAGES[damage](shelf.paths()[-1])
-    again = Shelf(tmp_path, 2)
+    directory = CheckpointDirectory(tmp_path, 2)
+    put(directory, 1, 2, 3)
+    DAMAGES[damage](directory.paths()[-1])
+    again = CheckpointDirectory(tmp_path, 2)
     found = again.newest()
     assert found is not None
     assert found[0].name == "000002-step-2"
@@ -104,8 +104,8 @@ def test_a_damaged_one_is_passed_over_and_said_to_be(
 
 
 def test_the_only_whole_one_stays_until_another_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = Shelf(tmp_path, 1)
-    put(shelf, 1)
+    directory = CheckpointDirectory(tmp_path, 1)
+    put(directory, 1)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -114,37 +114,37 @@ def test_the_only_whole_one_stays_until_another_is_whole(tmp_path: Path, monkeyp
         patch.setattr(os, "fsync", full)
         for step in (2, 3):
             with pytest.raises(CheckpointError, match="No space left"):
-                put(shelf, step)
+                put(directory, step)
             assert (kept(tmp_path), newest(tmp_path)) == ([1], 1)  # nothing is left of what failed
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", full)
         with pytest.raises(CheckpointError, match="No space left"):
-            put(shelf, 2)
+            put(directory, 2)
     with monkeypatch.context() as patch:
         patch.setattr("steepest.cluster.checkpoint_manager.shutil.rmtree", full)
-        put(shelf, 4)
+        put(directory, 4)
     assert (kept(tmp_path), newest(tmp_path)) == ([1, 4], 4)  # one stays half deleted
-    put(shelf, 5)
+    put(directory, 5)
     assert kept(tmp_path) == [5]
 
 
 def test_what_a_crash_left_unfinished_is_passed_over_and_removed_by_the_next(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, 2)
+    directory = CheckpointDirectory(tmp_path, 2)
     (tmp_path / "000001-step-1").mkdir()
     assert newest(tmp_path) is None  # killed while it wrote the first one: it begins anew
-    put(shelf, 2)
+    put(directory, 2)
     assert kept(tmp_path) == [2]
 
 
 def test_when_all_are_damaged_somebody_has_to_decide(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, 2)
-    put(shelf, 1, 2)
-    for path in shelf.paths():
+    directory = CheckpointDirectory(tmp_path, 2)
+    put(directory, 1, 2)
+    for path in directory.paths():
         DAMAGES["half a file"](path)
     with pytest.raises(CheckpointError, match=f"{tmp_path}.*another path"):
-        shelf.newest()
+        directory.newest()
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        Shelf(next(path for path in shelf.paths()) / files.MANIFEST, 1)  # a file
+        CheckpointDirectory(next(path for path in directory.paths()) / files.MANIFEST, 1)  # a file
 
 
 # -- over Ray -------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class TestOverRay:
     def test_a_damaged_one_is_not_gone_on_from(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with trainer(tmp_path) as sgd:
             sgd.fit(steps=14, progress=False)
-        DAMAGES["a flipped bit"](Shelf(tmp_path, 2).paths()[-1])
+        DAMAGES["a flipped bit"](CheckpointDirectory(tmp_path, 2).paths()[-1])
         with trainer(tmp_path) as sgd:
             assert sgd.stats().step == 10
             assert "step-14" in caplog.text
@@ -362,7 +362,7 @@ import sys
 from pathlib import Path
 from safetensors.torch import save_file
 from steepest import Callback, Checkpoints, DistributedSGD
-from tests.test_keeping import TASK
+from tests.test_checkpoint_manager import TASK
 
 class Halt(Callback):
     def on_step(self, sgd, result):
