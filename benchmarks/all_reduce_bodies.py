@@ -33,7 +33,9 @@ def gloo(orders: Orders, namespace: Namespace, url: str, rank: int, world: int) 
     dist.destroy_process_group()
 
 
-def ours(orders: Orders, namespace: Namespace, meeting: str, token: bytes, rank: int, world: int) -> None:
+def ours(
+    orders: Orders, namespace: Namespace, meeting: str, token: bytes, rank: int, world: int
+) -> None:
     """One process of ours, as a worker of a trainer has it; the result is a new tensor."""
     keep_freed_memory()
     router = Router()
@@ -43,7 +45,12 @@ def ours(orders: Orders, namespace: Namespace, meeting: str, token: bytes, rank:
     addresses = [read(Path(meeting) / str(other)) for other in range(world)]
     one_host = AVAILABLE and wire.lends and len({address.node for address in addresses}) == 1
     member = MemberCollective(
-        rank, world, router, DEADLINE, lambda other: wire.connect(addresses[other]), one_host=one_host
+        rank,
+        world,
+        router,
+        DEADLINE,
+        lambda other: wire.connect(addresses[other]),
+        one_host=one_host,
     )
     tensor = torch.zeros(ELEMENTS).fill_(0.0)
     with collectives.using(member):

@@ -3,21 +3,24 @@
     python -m benchmarks.allreduce                       # everything, about ten minutes
     python -m benchmarks.allreduce --only mlp convnet --rounds 3
 
-Tables on one host, over Ray, with two workers (`benchmarks.overhead` describes workloads and contenders): ``mlp``,
-25 million parameters at batch 8, and ``convnet``, 1,960 parameters at batch 128: ours, our parameter server, and
-DistributedDataParallel on Gloo, also with the C library told to keep freed memory.
+Tables on one host, over Ray, with two workers (`benchmarks.overhead` describes workloads and
+contenders): ``mlp``, 25 million parameters at batch 8, and ``convnet``, 1,960 parameters at batch
+128: ours, our parameter server, and DistributedDataParallel on Gloo, also with the C library told
+to keep freed memory.
 
-Tables between network namespaces at 1 Gbit/s, without Ray (`benchmarks.network`; root, iproute2 and tc needed), a
-perceptron of ten million parameters: ``network-4x1``, four hosts of one worker, and ``network-2x2``, two hosts of two:
-ours and DistributedDataParallel, both plain and with fp16 on the wire; and at 100 Mbit/s, ``compressed``, four hosts of
-one worker: DistributedDataParallel with its PowerSGD hook, ours with PowerSGD, both of rank 4, and with the top 1 %.
+Tables between network namespaces at 1 Gbit/s, without Ray (`benchmarks.network`; root, iproute2 and
+tc needed), a perceptron of ten million parameters: ``network-4x1``, four hosts of one worker, and
+``network-2x2``, two hosts of two: ours and DistributedDataParallel, both plain and with fp16 on the
+wire; and at 100 Mbit/s, ``compressed``, four hosts of one worker: DistributedDataParallel with its
+PowerSGD hook, ours with PowerSGD, both of rank 4, and with the top 1 %.
 
-Tables of one tensor of 100 MB, without Ray: `steepest.collectives.all_reduce` beside `dist.all_reduce` on Gloo, among
-2 and 4 processes of this host (``tensor-2``, ``tensor-4``) and of 4 namespaces without a limit (``tensor-4-hosts``).
+Tables of one tensor of 100 MB, without Ray: `steepest.collectives.all_reduce` beside
+`dist.all_reduce` on Gloo, among 2 and 4 processes of this host (``tensor-2``, ``tensor-4``) and of
+4 namespaces without a limit (``tensor-4-hosts``).
 
-Rivals take turns in each round, odd rounds in reverse order; a ratio is the median over rounds, with its range. What
-is wanted is a share of the rival's time. For one tensor the worst round counts too: memory that has to be taken anew,
-or a message that waits, shows in few calls, and there alone.
+Rivals take turns in each round, odd rounds in reverse order; a ratio is the median over rounds,
+with its range. What is wanted is a share of the rival's time. For one tensor the worst round counts
+too: memory that has to be taken anew, or a message that waits, shows in few calls, and there alone.
 """
 
 from __future__ import annotations
@@ -49,19 +52,26 @@ WORST = 1.0  # of a rival's time in the same round, for one tensor
 def on_one_host(name: str, goal: float, rounds: int) -> str:
     workload = WORKLOADS[name]
     contenders: list[Trainer] = [Local(DDP, workload), Local(DDP + KEPT, workload)]
-    contenders += [Steepest(f"steepest {strategy}", workload, strategy) for strategy in ("ps", "allreduce")]
+    contenders += [
+        Steepest(f"steepest {strategy}", workload, strategy) for strategy in ("ps", "allreduce")
+    ]
     with overhead.ray_started(contenders):
         times = overhead.measure(contenders, rounds, workload.steps)
     title = (
-        f"{name}: {workload.parameters():,} parameters, batch {workload.batch_size}, {contenders[0].workers} workers, "
-        f"one host, median of {rounds} rounds of {workload.steps} steps"
+        f"{name}: {workload.parameters():,} parameters, batch {workload.batch_size}, "
+        f"{contenders[0].workers} workers, one host, median of {rounds} rounds of {workload.steps} "
+        "steps"
     )
-    return comparison(title, compare(times, [DDP, DDP + KEPT, "steepest ps"]), {OURS: f"{goal:g} of {DDP}"})
+    return comparison(
+        title, compare(times, [DDP, DDP + KEPT, "steepest ps"]), {OURS: f"{goal:g} of {DDP}"}
+    )
 
 
 def between_hosts(hosts: int, each: int, goals: dict[str, str], rounds: int) -> str:
     where = (hosts, each, MBIT)
-    return network.report(network.measure(*where, rounds, network.plain_and_fp16(["allreduce"])), *where, goals)
+    return network.report(
+        network.measure(*where, rounds, network.plain_and_fp16(["allreduce"])), *where, goals
+    )
 
 
 def compressed(hosts: int, mbit: int, goals: dict[str, str], rounds: int) -> str:
@@ -83,9 +93,13 @@ def tensor(members: int, hosts: int, goal: float, rounds: int) -> str:
         def turn(team: Team) -> float:
             return max(team.turn(CALLS)) / CALLS
 
-        times = alternate({name: functools.partial(turn, team) for name, team in found.items()}, rounds)
+        times = alternate(
+            {name: functools.partial(turn, team) for name, team in found.items()}, rounds
+        )
     where = "one host" if hosts == 1 else f"{hosts} hosts without a limit"
-    title = f"all_reduce of 100 MB, {members} processes, {where}, median of {rounds} rounds of {CALLS}"
+    title = (
+        f"all_reduce of 100 MB, {members} processes, {where}, median of {rounds} rounds of {CALLS}"
+    )
     rows = compare(times, ["gloo"])
     worst = next(row["over"]["gloo"]["max"] for row in rows if row["name"] == "steepest")
     table = comparison(title, rows, {"steepest": f"{goal:g} of gloo"})
@@ -109,7 +123,9 @@ TABLES: dict[str, Callable[[int], str]] = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.allreduce", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.allreduce", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--rounds", type=positive, default=5)
     options = parser.parse_args(arguments)

@@ -75,7 +75,9 @@ def kill_server(
 ) -> Recovery:
     """Kills a server's process after a step; the coordinator lives beside the first."""
     creator = bodies.paced_creator(bodies.digits()[0], constant, seconds)
-    with DistributedSGD(creator, num_workers=workers, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        creator, num_workers=workers, strategy=strategy, run_config=run_config
+    ) as trainer:
         trainer.warmup()
         kill = Kill(step, trainer._live().places[server_peer(index)].pid)
         trainer.fit(steps=step + steps_after, callbacks=[kill], progress=False)
@@ -128,15 +130,23 @@ def large_model(worker: int, device: int, momentum: float = 0.0) -> TorchModel:
         return torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=momentum)
 
     return TorchModel(
-        LARGE.build(), loss=F.nll_loss, data=LARGE.data(), batch_size=LARGE.batch_size, optimizer=optimizer
+        LARGE.build(),
+        loss=F.nll_loss,
+        data=LARGE.data(),
+        batch_size=LARGE.batch_size,
+        optimizer=optimizer,
     )
 
 
-def step_seconds(strategy: ParameterServerStrategy, workers: int, run_config: RunConfig | None = None) -> float:
+def step_seconds(
+    strategy: ParameterServerStrategy, workers: int, run_config: RunConfig | None = None
+) -> float:
     """The median step of a 25-million-parameter model."""
     times: list[float] = []
     torch.manual_seed(0)
-    with DistributedSGD(large_model, num_workers=workers, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        large_model, num_workers=workers, strategy=strategy, run_config=run_config
+    ) as trainer:
         trainer.fit(steps=5, progress=False)
         for _ in range(3):
             began = time.perf_counter()
@@ -153,7 +163,10 @@ def costs(workers: int) -> dict[str, Callable[[], float]]:
         ONE: functools.partial(step_seconds, ParameterServerStrategy(), workers),
         COPIES: functools.partial(step_seconds, ParameterServerStrategy(replication=2), workers),
         SNAPSHOTS: functools.partial(
-            step_seconds, ParameterServerStrategy(), workers, RunConfig(failure=FailureConfig(snapshot_every=20))
+            step_seconds,
+            ParameterServerStrategy(),
+            workers,
+            RunConfig(failure=FailureConfig(snapshot_every=20)),
         ),
     }
 
@@ -190,7 +203,10 @@ def kept_seconds(workers: int, keeps: bool, creator: Any = large_model) -> dict[
     The mean, because a pause is in few of the steps.
     """
     watch = Watch()
-    with tempfile.TemporaryDirectory() as folder, told("steepest.cluster.checkpoint_manager") as said:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        told("steepest.cluster.checkpoint_manager") as said,
+    ):
         checkpoints = Checkpoints(folder, every=EVERY, keep=1) if keeps else None
         with DistributedSGD(creator, num_workers=workers, checkpoints=checkpoints) as trainer:
             trainer.fit(steps=LAST + 5, callbacks=[watch], progress=False)
@@ -202,11 +218,16 @@ def kept_seconds(workers: int, keeps: bool, creator: Any = large_model) -> dict[
 
 
 def keeps(workers: int) -> dict[str, Callable[[], dict[str, float]]]:
-    return {name: functools.partial(kept_seconds, workers, name == KEPT) for name in (WITHOUT, KEPT)}
+    return {
+        name: functools.partial(kept_seconds, workers, name == KEPT) for name in (WITHOUT, KEPT)
+    }
 
 
 def keeps_text(found: Mapping[str, list[dict[str, float]]]) -> str:
-    lines = ["", f"a step of 25 million parameters, means of {LAST - FIRST} steps, medians of rounds; over {WITHOUT}"]
+    lines = [
+        "",
+        f"a step of 25 million parameters, means of {LAST - FIRST} steps, medians of rounds; over {WITHOUT}",
+    ]
     for name, each in found.items():
         steps = [one["step"] for one in each]
         line = f"{name:24}{statistics.median(steps) * 1e3:8.1f} ms"
@@ -236,9 +257,13 @@ def death_seconds(strategy: StrategyConfig, spares: int, creator: Any = None) ->
     """For how long training stops when one of three workers dies; without a spare process, and when another comes."""
     creator = creator or functools.partial(large_model, momentum=0.9)
     run_config = RunConfig(failure=FailureConfig(spares=spares))
-    with DistributedSGD(creator, num_workers=3, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        creator, num_workers=3, strategy=strategy, run_config=run_config
+    ) as trainer:
         trainer.fit(steps=2, progress=False)
-        while sum(has_answered(placing) for _, placing in trainer._live().successors._spares) < spares:
+        while (
+            sum(has_answered(placing) for _, placing in trainer._live().successors._spares) < spares
+        ):
             trainer.fit(steps=2, progress=False)
         kill = Kill(trainer.step().step + 3, trainer.foreach_worker(lambda view: view.pid)[1])
         while len(trainer.stats().events) < (1 if spares else 2):
@@ -250,7 +275,9 @@ def death_seconds(strategy: StrategyConfig, spares: int, creator: Any = None) ->
 def resizes(workers: int) -> dict[str, Callable[[], Any]]:
     copies = AllreduceStrategy(replication=2)
     return {
-        f"{workers} to {workers + 1} workers": functools.partial(resize_seconds, workers, {"num_workers": workers + 1}),
+        f"{workers} to {workers + 1} workers": functools.partial(
+            resize_seconds, workers, {"num_workers": workers + 1}
+        ),
         "1 to 2 servers": functools.partial(resize_seconds, workers, {"num_servers": 2}),
         "of 3, ps": functools.partial(death_seconds, ParameterServerStrategy(num_servers=1), 0),
         "of 3, allreduce, copies": functools.partial(death_seconds, copies, 0),
@@ -264,12 +291,17 @@ def resizes_text(seconds: Mapping[str, list[Any]]) -> str:
         kinds = each[0] if isinstance(each[0], dict) else [""]
         for kind in kinds:
             found = [one[kind] if kind else one for one in each]
-            lines.append(f"{name:24} {kind:10}{statistics.median(found):8.2f}  {min(found):.2f}..{max(found):.2f}")
+            lines.append(
+                f"{name:24} {kind:10}{statistics.median(found):8.2f}  "
+                f"{min(found):.2f}..{max(found):.2f}"
+            )
     return "\n".join(lines)
 
 
 #: What is measured in each, and the text that is made of that.
-SECTIONS: dict[str, tuple[Callable[[int], dict[str, Callable[[], Any]]], Callable[[Mapping[str, Any]], str]]] = {
+SECTIONS: dict[
+    str, tuple[Callable[[int], dict[str, Callable[[], Any]]], Callable[[Mapping[str, Any]], str]]
+] = {
     "joining": (joins, joins_text),
     "replication": (costs, costs_text),
     "checkpoints": (keeps, keeps_text),
@@ -296,4 +328,6 @@ def told(logger: str) -> Iterator[list[str]]:
 
 def seconds_in(said: list[str], what: str) -> list[float]:
     """The number after some words, of each message that has them."""
-    return [float(found.group(1)) for text in said if (found := re.search(rf"{what} ([\d.]+) s", text))]
+    return [
+        float(found.group(1)) for text in said if (found := re.search(rf"{what} ([\d.]+) s", text))
+    ]

@@ -1,11 +1,12 @@
 """Network namespaces joined by a veth pair or a bridge, and processes that run functions in them.
 
-    with joined() as pair, Team("pair", [Member(pair.first, serve), Member(pair.second, work)]) as team:
+    with joined() as pair, Team("pair", [Member(pair.first, serve), Member(pair.second, work)]) as
+    team:
         seconds = team.turn(10)
 
-Bytes between the namespaces take the kernel's whole TCP path, as between two hosts, on a link without a
-limit. Needs root and iproute2: ``unavailable()`` says what is missing. ``one_host()`` is in place of a pair where
-both ends are this host as it is, which needs neither.
+Bytes between the namespaces take the kernel's whole TCP path, as between two hosts, on a link
+without a limit. Needs root and iproute2: ``unavailable()`` says what is missing. ``one_host()`` is
+in place of a pair where both ends are this host as it is, which needs neither.
 """
 
 from __future__ import annotations
@@ -80,8 +81,13 @@ def joined() -> Iterator[Pair]:
     if (reason := unavailable()) is not None:
         raise UnavailableError(reason)
     mark = secrets.token_hex(3)
-    first, second = (Namespace(f"spb{mark}{end}", f"spb{end}", f"10.213.8.{i}") for i, end in ((1, "a"), (2, "b")))
-    previous = signal.signal(signal.SIGTERM, _leave)  # which would end the process and leave the namespaces
+    first, second = (
+        Namespace(f"spb{mark}{end}", f"spb{end}", f"10.213.8.{i}")
+        for i, end in ((1, "a"), (2, "b"))
+    )
+    previous = signal.signal(
+        signal.SIGTERM, _leave
+    )  # which would end the process and leave the namespaces
     try:
         _build(first, second)
         yield Pair(first, second)
@@ -146,14 +152,33 @@ def _build_star(hub: Namespace, spaces: list[Namespace], mbit: int | None) -> No
             )
             _ip("-n", space.name, "addr", "add", f"{space.address}/24", "dev", space.device)
             _ip("-n", hub.name, "link", "set", port, "master", hub.device)
-            route = (f"{space.address.rpartition('.')[0]}.0/24", "dev", space.device, "src", space.address)
+            route = (
+                f"{space.address.rpartition('.')[0]}.0/24",
+                "dev",
+                space.device,
+                "src",
+                space.address,
+            )
             routes.append((space, route))
             for where, device in ((hub, port), (space, space.device), (space, "lo")):
                 _ip("-n", where.name, "link", "set", device, "up")
                 if mbit is not None and device != "lo":
                     limit = ("rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
-                    command = ["tc", "-n", where.name, "qdisc", "add", "dev", device, "root", "tbf", *limit]
-                    subprocess.run(command, check=True, capture_output=True, timeout=COMMAND_DEADLINE)
+                    command = [
+                        "tc",
+                        "-n",
+                        where.name,
+                        "qdisc",
+                        "add",
+                        "dev",
+                        device,
+                        "root",
+                        "tbf",
+                        *limit,
+                    ]
+                    subprocess.run(
+                        command, check=True, capture_output=True, timeout=COMMAND_DEADLINE
+                    )
         for space, route in routes:
             _ip("-n", space.name, "route", "replace", *route, "congctl", "cubic")
     except subprocess.CalledProcessError as error:
@@ -189,7 +214,9 @@ def _delete(space: Namespace) -> None:
 
 
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(["ip", *arguments], check=check, capture_output=True, timeout=COMMAND_DEADLINE)
+    return subprocess.run(
+        ["ip", *arguments], check=check, capture_output=True, timeout=COMMAND_DEADLINE
+    )
 
 
 def enter(name: str) -> None:
@@ -318,7 +345,9 @@ class Team:
             waiting = [self._pipes[i] for i in missing]
             ready = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
             if not ready:
-                raise TimeoutError(f"{self._name}: members {missing} gave no answer in {DEADLINE:g} s")
+                raise TimeoutError(
+                    f"{self._name}: members {missing} gave no answer in {DEADLINE:g} s"
+                )
             for i in missing:
                 if self._pipes[i] in ready:
                     answers[i] = self._answer(i)

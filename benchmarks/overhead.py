@@ -4,28 +4,32 @@
     python -m benchmarks.overhead --model convnet --rounds 3 --only ddp tutorial
     python -m benchmarks.overhead --strategies ps allreduce --json overhead.json
 
-Workloads on random data held in memory: ``convnet``, 1,960 parameters at batch 128 and plain SGD, where the
-cost of a message counts; ``mlp``, 25 million parameters at batch 8 and plain SGD, where the cost of moving
-gradients counts; and ``mlp-adam``, the same with Adam, where the update counts too. All use torch's fused Adam.
+Workloads on random data held in memory: ``convnet``, 1,960 parameters at batch 128 and plain SGD,
+where the cost of a message counts; ``mlp``, 25 million parameters at batch 8 and plain SGD, where
+the cost of moving gradients counts; and ``mlp-adam``, the same with Adam, where the update counts
+too. All use torch's fused Adam.
 
 Two baselines: two processes that compute next to each other and never communicate.
 
-``free``            the computation alone: load a batch, zero_grad, forward, backward; no optimizer step
-``free+sgd``        the same and the local optimizer step (``free+adam`` where that is Adam)
+``free``            the computation alone: load a batch, zero_grad, forward, backward; no optimizer
+step ``free+sgd``        the same and the local optimizer step (``free+adam`` where that is Adam)
 
 Contenders: the same computation as one synchronous step of two workers.
 
 ``ddp``             torch's DistributedDataParallel on Gloo over loopback, gradients as bucket views
 ``ddp kept``        the same with the C library told to keep freed memory, as steepest's workers do
-``tutorial``        the design of Ray's parameter-server tutorial: one server actor, two worker actors,
+``tutorial``        the design of Ray's parameter-server tutorial: one server actor, two worker
+actors,
                     and a driver that waits for the new weights once every step
-``tutorial+numpy``  the same with its weights sent as numpy arrays, which Ray moves faster than tensors
-``steepest NAME``   ``DistributedSGD(..., strategy=NAME)``; not measured when it cannot be imported
+``tutorial+numpy``  the same with its weights sent as numpy arrays, which Ray moves faster than
+tensors ``steepest NAME``   ``DistributedSGD(..., strategy=NAME)``; not measured when it cannot be
+imported
 
-Every process has one torch thread. All contenders stay alive, blocked while idle, and take turns: a round
-is one turn of ``--steps`` steps for each of them, and odd rounds run in reverse order. A ratio compares a
-contender with a baseline, or with ``ddp``, in the same round, so that a slow spell of the machine strikes
-both. Local processes are timed inside (the slower of the two counts); Ray contenders by the driver.
+Every process has one torch thread. All contenders stay alive, blocked while idle, and take turns: a
+round is one turn of ``--steps`` steps for each of them, and odd rounds run in reverse order. A
+ratio compares a contender with a baseline, or with ``ddp``, in the same round, so that a slow spell
+of the machine strikes both. Local processes are timed inside (the slower of the two counts); Ray
+contenders by the driver.
 """
 
 from __future__ import annotations
@@ -72,11 +76,15 @@ def main(arguments: list[str] | None = None) -> None:
         reports.append(summarize(workload, steps, options.rounds, times))
         print(table(reports[-1]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "reports": reports}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"machine": machine(), "reports": reports}, indent=2) + "\n"
+        )
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overhead", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--model", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--rounds", type=positive, default=7)
     defaults = ", ".join(f"{w.steps} for {w.name}" for w in WORKLOADS.values())
@@ -88,7 +96,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="PREFIX",
         help="contenders by the beginning of their name, next to the baselines: ddp, tutorial, steepest, ...",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every measurement to this file"
+    )
     return parser.parse_args(arguments)
 
 
@@ -105,8 +115,13 @@ def baselines(workload: Workload) -> tuple[str, str]:
 
 def choose(workload: Workload, strategies: list[str], only: list[str] | None) -> list[Trainer]:
     """The baselines, and the contenders whose name begins with one of ``only`` (all without it)."""
-    contenders: list[Trainer] = [Local(name, workload) for name in (*baselines(workload), DDP, DDP + KEPT)]
-    contenders += [Tutorial("tutorial", workload), Tutorial("tutorial+numpy", workload, arrays=True)]
+    contenders: list[Trainer] = [
+        Local(name, workload) for name in (*baselines(workload), DDP, DDP + KEPT)
+    ]
+    contenders += [
+        Tutorial("tutorial", workload),
+        Tutorial("tutorial+numpy", workload, arrays=True),
+    ]
     contenders += [Steepest(f"steepest {strategy}", workload, strategy) for strategy in strategies]
     prefixes = tuple(only) if only else ("",)
     return [c for c in contenders if c.name in baselines(workload) or c.name.startswith(prefixes)]
@@ -116,7 +131,8 @@ def choose(workload: Workload, strategies: list[str], only: list[str] | None) ->
 def ray_started(contenders: list[Trainer]) -> Iterator[None]:
     """Ray for the contenders that need it, unless it runs already; stopped again at the end.
 
-    The contenders are alive together, though only one works at a time: Ray counts a CPU for each of their workers.
+    The contenders are alive together, though only one works at a time: Ray counts a CPU for each of
+    their workers.
     """
     cpus = sum(c.workers for c in contenders if isinstance(c, Tutorial | Steepest))
     if not cpus or ray.is_initialized():
@@ -174,7 +190,9 @@ def deadline(what: str) -> Iterator[None]:
         raise TimeoutError(f"{what}: more than {2 * DEADLINE:g} s")
 
     previous = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, 2 * DEADLINE)  # a contender's own deadline says more: it goes first
+    signal.setitimer(
+        signal.ITIMER_REAL, 2 * DEADLINE
+    )  # a contender's own deadline says more: it goes first
     try:
         yield
     finally:
@@ -218,15 +236,20 @@ def ratios(seconds: list[float], others: list[float]) -> dict[str, float]:
 def table(report: dict[str, Any]) -> str:
     title = (
         f"{report['model']}: {report['parameters']:,} parameters, batch {report['batch_size']}, "
-        f"{report['workers']} workers, median of {report['rounds']} rounds of {report['steps']} steps"
+        f"{report['workers']} workers, median of {report['rounds']} rounds of {report['steps']} "
+        "steps"
     )
     return comparison(title, report["contenders"])
 
 
-def comparison(title: str, rows: list[dict[str, Any]], goals: Mapping[str, str] | None = None) -> str:
+def comparison(
+    title: str, rows: list[dict[str, Any]], goals: Mapping[str, str] | None = None
+) -> str:
     """The table of what `compare` returns; `goals` say for some contenders what is wanted."""
     width = 2 + max(len(row["name"]) for row in rows)
-    heads = "".join(f"{'over ' + other:>{ratio_width(other)}}{'min..max':>14}" for other in rows[0]["over"])
+    heads = "".join(
+        f"{'over ' + other:>{ratio_width(other)}}{'min..max':>14}" for other in rows[0]["over"]
+    )
     lines = ["", title, f"{'':{width}}{'ms/step':>9}{heads}" + ("  wanted" if goals else "")]
     for row in rows:
         cells = "".join(

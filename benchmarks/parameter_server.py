@@ -1,30 +1,36 @@
 """The parameter server beside what one would use or write in its place.
 
-    python -m benchmarks.parameter_server                          # every table
-    python -m benchmarks.parameter_server --only sharded small --rounds 3
-    python -m benchmarks.parameter_server --only-rivals            # without steepest
-    python -m benchmarks.parameter_server --scaling                # steepest alone, workers by servers
+    python -m benchmarks.parameter_server                          # every table python -m
+    benchmarks.parameter_server --only sharded small --rounds 3 python -m
+    benchmarks.parameter_server --only-rivals            # without steepest python -m
+    benchmarks.parameter_server --scaling                # steepest alone, workers by servers
 
 Tables:
 
-``sharded``      the classic exercise: 100 MB of float64 in two shards; four Ray tasks, five times each, pull
-                 all of it, make an update of ones, and push it. Rival: an actor for each shard. Ours by
-                 ``push_pull`` of an update made in ``empty()``, and also of an array of the user's, and by
-                 ``pull`` and ``push``. The time of the whole exercise.
-``mnist_async``  the network of 1,960 parameters at batch 128, two workers, asynchronous SGD. Rivals: the
-                 asynchronous loop of Ray's tutorial, its weights as tensors and as numpy arrays. "free" only
-                 computes the gradients: the most that is possible.
-``network-N``    N workers push 100 MB of float32 each and pull as much, between two network namespaces
-                 joined by veth. Rivals: Gloo, which sends back what it received (the network alone), as one
-                 message or in pieces of 4 MB; and Gloo that adds each piece first. The time of a round of
-                 the slowest worker.
-``host-N``       the same on one host without namespaces, where Gloo goes over loopback. Ours by ``push_pull`` of an
-                 update made in ``empty()``; also with one server, and of an array of the user's. Needs no root.
+``sharded``      the classic exercise: 100 MB of float64 in two shards; four Ray tasks, five times
+each, pull
+                 all of it, make an update of ones, and push it. Rival: an actor for each shard.
+                 Ours by ``push_pull`` of an update made in ``empty()``, and also of an array of the
+                 user's, and by ``pull`` and ``push``. The time of the whole exercise.
+``mnist_async``  the network of 1,960 parameters at batch 128, two workers, asynchronous SGD.
+Rivals: the
+                 asynchronous loop of Ray's tutorial, its weights as tensors and as numpy arrays.
+                 "free" only computes the gradients: the most that is possible.
+``network-N``    N workers push 100 MB of float32 each and pull as much, between two network
+namespaces
+                 joined by veth. Rivals: Gloo, which sends back what it received (the network
+                 alone), as one message or in pieces of 4 MB; and Gloo that adds each piece first.
+                 The time of a round of the slowest worker.
+``host-N``       the same on one host without namespaces, where Gloo goes over loopback. Ours by
+``push_pull`` of an
+                 update made in ``empty()``; also with one server, and of an array of the user's.
+                 Needs no root.
 ``small``        push 1 kB and pull 1 kB from the driver. Rival: one actor call.
 
-Every process has one torch thread. The contenders of a table stay alive, blocked while idle, and take turns;
-odd rounds run in reverse order. A ratio is the median over rounds of our time over a rival's time in the same
-round, with its range: below 1, ours is faster. Every contender checks that no update was lost.
+Every process has one torch thread. The contenders of a table stay alive, blocked while idle, and
+take turns; odd rounds run in reverse order. A ratio is the median over rounds of our time over a
+rival's time in the same round, with its range: below 1, ours is faster. Every contender checks that
+no update was lost.
 """
 
 from __future__ import annotations
@@ -34,7 +40,9 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by every process
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no names for hosts, and torch warns of it
+os.environ.setdefault(
+    "TORCH_CPP_LOG_LEVEL", "ERROR"
+)  # namespaces have no names for hosts, and torch warns of it
 
 import argparse
 import contextlib
@@ -148,7 +156,9 @@ class OurSharded(Ours):
     def run(self, steps: int) -> float:
         begin = time.perf_counter()
         for _ in range(steps):
-            ray.get([self._work.remote(self._server) for _ in range(SHARDED_WORKERS)], timeout=DEADLINE)
+            ray.get(
+                [self._work.remote(self._server) for _ in range(SHARDED_WORKERS)], timeout=DEADLINE
+            )
         seconds = time.perf_counter() - begin
         self._pushed += steps * SHARDED_WORKERS * SHARDED_ROUNDS
         values = self._server.pull()
@@ -195,8 +205,9 @@ class OurSmall(Ours):
 class OurNetwork(Network):
     """The servers in one namespace, the workers in the other, without Ray; a round is a push_pull of 100 MB.
 
-    Two servers, as `ParameterServer` has them unless told otherwise; Gloo's only process has threads of its own.
-    With ``in_place`` the update lies where servers of the same host can read it.
+    Two servers, as `ParameterServer` has them unless told otherwise; Gloo's only process has
+    threads of its own. With ``in_place`` the update lies where servers of the same host can read
+    it.
     """
 
     def __init__(
@@ -224,7 +235,9 @@ class OurNetwork(Network):
         ]
         workers = [
             Member(
-                pair.second, bodies.work, common | {"namespace": pair.second, "index": i, "in_place": self._in_place}
+                pair.second,
+                bodies.work,
+                common | {"namespace": pair.second, "index": i, "in_place": self._in_place},
             )
             for i in range(self.workers)
         ]
@@ -348,17 +361,27 @@ def main(arguments: list[str] | None = None) -> None:
             reports.append(measure(table, options.rounds, options.only_rivals))
             print(text(reports[-1]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "reports": reports}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"machine": machine(), "reports": reports}, indent=2) + "\n"
+        )
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parameter_server", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parameter_server", description=__doc__.split("\n")[0]
+    )
     names = ", ".join(table.name for table in TABLES)
-    parser.add_argument("--only", nargs="+", metavar="PREFIX", default=[""], help=f"tables by name: {names}")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PREFIX", default=[""], help=f"tables by name: {names}"
+    )
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--only-rivals", action="store_true", help="leave steepest out")
-    parser.add_argument("--scaling", action="store_true", help="steepest alone: 1 to 8 workers by 1 to 8 servers")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to this file")
+    parser.add_argument(
+        "--scaling", action="store_true", help="steepest alone: 1 to 8 workers by 1 to 8 servers"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every measurement to this file"
+    )
     options = parser.parse_args(arguments)
     if not any(table.name.startswith(tuple(options.only)) for table in TABLES):
         parser.error(f"no table begins with {' or '.join(options.only)}; there are {names}")
@@ -401,7 +424,9 @@ def turn(contender: Contender, steps: int) -> float:
         return contender.run(steps)
 
 
-def summarize(table: Table, rounds: int, times: dict[str, list[float]], notes: dict[str, str]) -> dict[str, Any]:
+def summarize(
+    table: Table, rounds: int, times: dict[str, list[float]], notes: dict[str, str]
+) -> dict[str, Any]:
     return {
         "table": table.name,
         "title": f"{table.name}: {table.title}, median of {rounds} rounds",
@@ -413,7 +438,9 @@ def summarize(table: Table, rounds: int, times: dict[str, list[float]], notes: d
             {
                 "name": name,
                 "shown": [table.show(each) for each in seconds],
-                "ours_over": ratios(times[OURS], seconds) if OURS in times and name != OURS else None,
+                "ours_over": ratios(times[OURS], seconds)
+                if OURS in times and name != OURS
+                else None,
                 "wanted": table.wanted.get(name),
                 "seconds": seconds,
             }
@@ -431,7 +458,9 @@ def text(report: dict[str, Any]) -> str:
         line = f"{row['name']:17}{statistics.median(values):11.4g}{spread:>18}"
         if ratio is not None:
             spread = f"{ratio['min']:.2f}..{ratio['max']:.2f}"
-            line += f"{ratio['median']:11.2f}{spread:>14}" + (f"{row['wanted']:8.2f}" if row["wanted"] else "")
+            line += f"{ratio['median']:11.2f}{spread:>14}" + (
+                f"{row['wanted']:8.2f}" if row["wanted"] else ""
+            )
         lines.append(line)
     lines += [f"{name:17}{note}" for name, note in report["notes"].items()]
     return "\n".join(lines)

@@ -28,7 +28,13 @@ def group(elements: int, servers: int) -> ServerGroup:
 
 
 def serve(
-    orders: Orders, namespace: Namespace, index: int, servers: int, elements: int, meeting: str, token: bytes
+    orders: Orders,
+    namespace: Namespace,
+    index: int,
+    servers: int,
+    elements: int,
+    meeting: str,
+    token: bytes,
 ) -> None:
     """One server; the coordinator lives beside the first."""
     servers_group = group(elements, servers)
@@ -61,7 +67,8 @@ def work(
     """One worker: a round is a push_pull into an array that is there already.
 
     Args:
-        in_place: push an array as `ParameterServer.empty` makes it, which servers of the same host read where it lies.
+        in_place: push an array as `ParameterServer.empty` makes it, which servers of the same host
+            read where it lies.
     """
     servers_group = group(elements, servers)
     router = Router()
@@ -92,7 +99,9 @@ def work(
         connection.run(lambda: pusher.push(memory, wanted), "a push to be committed")
         pushed += 1
         if out[0] != out[-1] or out[0] < pushed:
-            raise RuntimeError(f"the answer is {out[0]:g} to {out[-1]:g} after {pushed} updates of one")
+            raise RuntimeError(
+                f"the answer is {out[0]:g} to {out[-1]:g} after {pushed} updates of one"
+            )
 
     orders.serve(step)
     connection.close()

@@ -1,7 +1,8 @@
 """The rivals of ``benchmarks.parameter_server``: what one would use, or write, in place of ours.
 
-``ShardedActors`` and ``ActorCall`` are plain Ray actors, ``AsyncTutorial`` is the asynchronous loop of Ray's
-parameter-server tutorial, ``Gloo`` is torch.distributed between two network namespaces, or inside one host.
+``ShardedActors`` and ``ActorCall`` are plain Ray actors, ``AsyncTutorial`` is the asynchronous loop
+of Ray's parameter-server tutorial, ``Gloo`` is torch.distributed between two network namespaces, or
+inside one host.
 """
 
 from __future__ import annotations
@@ -114,7 +115,10 @@ def _pull(shards: list[Any]) -> np.ndarray:
 
 def _push(shards: list[Any], update: np.ndarray) -> None:
     parts = np.array_split(update, len(shards))
-    ray.get([shard.push.remote(part) for shard, part in zip(shards, parts, strict=True)], timeout=DEADLINE)
+    ray.get(
+        [shard.push.remote(part) for shard, part in zip(shards, parts, strict=True)],
+        timeout=DEADLINE,
+    )
 
 
 class ShardedActors(Contender):
@@ -132,7 +136,9 @@ class ShardedActors(Contender):
     def run(self, steps: int) -> float:
         begin = time.perf_counter()
         for _ in range(steps):
-            ray.get([push_rounds.remote(self._shards) for _ in range(SHARDED_WORKERS)], timeout=DEADLINE)
+            ray.get(
+                [push_rounds.remote(self._shards) for _ in range(SHARDED_WORKERS)], timeout=DEADLINE
+            )
         seconds = time.perf_counter() - begin
         self._pushed += steps * SHARDED_WORKERS * SHARDED_ROUNDS
         for part in ray.get([shard.pull.remote() for shard in self._shards], timeout=DEADLINE):
@@ -150,9 +156,9 @@ class ShardedActors(Contender):
 class AsyncTutorial(Contender):
     """The asynchronous loop of Ray's tutorial: each gradient goes to the server when it is there.
 
-    The worker that computed it gets the weights after its own update. A turn of ``steps`` is ``steps``
-    updates for each worker, and ends when all are applied. With ``arrays`` the weights travel as numpy
-    arrays, which Ray moves faster than the tutorial's tensors.
+    The worker that computed it gets the weights after its own update. A turn of ``steps`` is
+    ``steps`` updates for each worker, and ends when all are applied. With ``arrays`` the weights
+    travel as numpy arrays, which Ray moves faster than the tutorial's tensors.
     """
 
     def __init__(self, name: str, workload: Workload, arrays: bool) -> None:
@@ -237,7 +243,9 @@ class Network(Contender):
     ``place`` makes its two ends: ``joined`` or ``one_host``.
     """
 
-    def __init__(self, name: str, workers: int, place: Callable[[], AbstractContextManager[Pair]] = joined) -> None:
+    def __init__(
+        self, name: str, workers: int, place: Callable[[], AbstractContextManager[Pair]] = joined
+    ) -> None:
         super().__init__(name)
         self.workers = workers
         self._place = place
@@ -264,9 +272,10 @@ class Network(Contender):
 class Gloo(Network):
     """torch.distributed's Gloo: each worker sends 100 MB to the server and receives 100 MB from it.
 
-    The vector goes in ``pieces``, each answered as soon as it is there, so that both directions are busy at
-    once; the server has receives posted for all workers. Without ``add`` it answers what it was sent: the
-    network alone. With it, it is a parameter server: it adds the piece and answers the sum.
+    The vector goes in ``pieces``, each answered as soon as it is there, so that both directions are
+    busy at once; the server has receives posted for all workers. Without ``add`` it answers what it
+    was sent: the network alone. With it, it is a parameter server: it adds the piece and answers
+    the sum.
     """
 
     def __init__(
@@ -297,7 +306,9 @@ def _gloo_member(
     """Body of a process of ``Gloo``; the server has rank 0."""
     os.environ["GLOO_SOCKET_IFNAME"] = namespace.device
     limit = timedelta(seconds=DEADLINE)
-    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=workers + 1, timeout=limit)
+    dist.init_process_group(
+        "gloo", init_method=url, rank=rank, world_size=workers + 1, timeout=limit
+    )
     try:
         orders.serve(_gloo_worker(pieces, add) if rank else _gloo_server(workers, pieces, add))
     finally:
@@ -321,7 +332,9 @@ def _gloo_server(workers: int, pieces: int, add: bool) -> Callable[[], None]:
             arrival.wait()
             if add:
                 weights[number].add_(piece)
-                piece.copy_(weights[number])  # the next worker's update changes the weights while this leaves
+                piece.copy_(
+                    weights[number]
+                )  # the next worker's update changes the weights while this leaves
             leaving.append(dist.isend(piece, worker, tag=number))
         for departure in leaving:
             departure.wait()
@@ -343,7 +356,9 @@ def _gloo_worker(pieces: int, add: bool) -> Callable[[], None]:
             transfer.wait()
         pushed += 1
         last = answer[-1][-1].item()
-        if last < pushed if add else last != 1.0:  # the sum holds this worker's updates, and others'
+        if (
+            last < pushed if add else last != 1.0
+        ):  # the sum holds this worker's updates, and others'
             raise RuntimeError(f"the answer is {last:g} after {pushed} updates of one")
 
     return step

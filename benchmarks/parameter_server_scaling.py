@@ -81,7 +81,9 @@ def family(root: int) -> set[int]:
 
 def cpu_seconds(pid: int) -> float | None:
     fields = stat(pid)
-    return None if fields is None else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return (
+        None if fields is None else (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    )
 
 
 def peak_bytes(pid: int) -> int | None:
@@ -113,7 +115,9 @@ def actors() -> dict[int, str]:
 
 def bytes_pulled(server: Any) -> int:
     """Bytes of payload that have left the servers so far, as they count them."""
-    counters = ray.get([actor.counters.remote() for actor in server._access.servers], timeout=DEADLINE)
+    counters = ray.get(
+        [actor.counters.remote() for actor in server._access.servers], timeout=DEADLINE
+    )
     return sum(counter["bytes_sent"] for counter in counters)
 
 
@@ -126,12 +130,29 @@ def report_scaling(rounds: int) -> None:
     """Measure each configuration with fresh servers and workers; one line for each: more workers, then more servers."""
     from steepest import ParameterServer
 
-    print("steepest alone: all workers push_pull 100 MB of float32 at once; CPU time of all processes, Ray's too;")
-    print("a MB is one of the update, pushed and pulled; peaks are of the largest actor of each kind (VmHWM)")
-    heads = (("workers", 8), ("servers", 8), ("s/round", 10), ("CPU ms/MB", 11), ("worker MB", 11), ("server MB", 11))
-    print("".join(f"{head:>{width}}" for head, width in heads) + f"{'MB moved/push':>15}", flush=True)
+    print(
+        "steepest alone: all workers push_pull 100 MB of float32 at once; CPU time of all "
+        "processes, Ray's too;"
+    )
+    print(
+        "a MB is one of the update, pushed and pulled; peaks are of the largest actor of each kind "
+        "(VmHWM)"
+    )
+    heads = (
+        ("workers", 8),
+        ("servers", 8),
+        ("s/round", 10),
+        ("CPU ms/MB", 11),
+        ("worker MB", 11),
+        ("server MB", 11),
+    )
+    print(
+        "".join(f"{head:>{width}}" for head, width in heads) + f"{'MB moved/push':>15}", flush=True
+    )
     with ray_started(1):  # no actor here reserves a CPU
-        cross = [(workers, 2) for workers in SCALING] + [(2, servers) for servers in SCALING if servers != 2]
+        cross = [(workers, 2) for workers in SCALING] + [
+            (2, servers) for servers in SCALING if servers != 2
+        ]
         for workers, servers in cross:
             with deadline(f"{workers} workers, {servers} servers"):
                 print(scaling_line(ParameterServer, workers, servers, rounds), flush=True)
@@ -154,7 +175,10 @@ def scaling_line(make: Callable[..., Any], workers: int, servers: int, rounds: i
         last = push(rounds)
         seconds, after = time.perf_counter() - begin, Usage.now()
         moved = bytes_pulled(server) + bytes_pushed(pushers) - moved
-        kinds = {pid: "worker" if "Pusher" in title else "server" for pid, title in actors().items() - others.items()}
+        kinds = {
+            pid: "worker" if "Pusher" in title else "server"
+            for pid, title in actors().items() - others.items()
+        }
         expect("steepest", max(last), workers * (rounds + 1))
     finally:
         kill(*pushers)

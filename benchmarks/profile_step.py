@@ -5,10 +5,10 @@
     python -m benchmarks.profile_step --strategy allreduce
     python -m benchmarks.profile_step --workload mlp10 --hosts 4 --mbit 1000 --wire-dtype fp16
 
-Processes are put together from the core's parts, without Ray, in network namespaces (root and iproute2 needed):
-on one host payloads are lent in shared memory. Times are milliseconds per step of each process: they overlap
-between processes, and "wait" is idle or waiting for a core. Below stands the floor: computing alone, and bytes over
-bandwidth.
+Processes are put together from the core's parts, without Ray, in network namespaces (root and
+iproute2 needed): on one host payloads are lent in shared memory. Times are milliseconds per step of
+each process: they overlap between processes, and "wait" is idle or waiting for a core. Below stands
+the floor: computing alone, and bytes over bandwidth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from benchmarks.training_bodies import ALL, STRATEGIES, job_team
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.profile_step", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.profile_step", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--workload", choices=sorted(ALL), default="mlp")
     parser.add_argument("--strategy", choices=STRATEGIES, default="ps")
     parser.add_argument("--workers", type=positive, default=2, help="on each host")
@@ -65,13 +67,23 @@ def main(arguments: list[str] | None = None) -> None:
         team.turn(max(options.steps // 4, 2))
         seconds = max(team.turn(options.steps))
         team.turn(0)
-        profiles = {path.name: json.loads(path.read_text()) for path in sorted(Path(found).iterdir())}
+        profiles = {
+            path.name: json.loads(path.read_text()) for path in sorted(Path(found).iterdir())
+        }
     parts = [*dict.fromkeys(part for part, _, _ in PARTS), "other"]
-    each = f"{options.workers} workers" + (f" and {options.servers} servers" if options.strategy == "ps" else "")
-    print(f"{options.workload}, {options.strategy}, {options.hosts} hosts of {each}: {1e3 * seconds:.1f} ms/step")
+    each = f"{options.workers} workers" + (
+        f" and {options.servers} servers" if options.strategy == "ps" else ""
+    )
+    print(
+        f"{options.workload}, {options.strategy}, {options.hosts} hosts of {each}: "
+        f"{1e3 * seconds:.1f} ms/step"
+    )
     print(f"{'ms/step':12}" + "".join(f"{part:>9}" for part in parts))
     for name, spent in profiles.items():
-        print(f"{name:12}" + "".join(f"{1e3 * spent.get(part, 0.0) / options.steps:9.1f}" for part in parts))
+        print(
+            f"{name:12}"
+            + "".join(f"{1e3 * spent.get(part, 0.0) / options.steps:9.1f}" for part in parts)
+        )
     print(f"floor: computing alone {1e3 * alone(options.workload):.1f} ms", end="")
     if options.mbit and options.hosts > 1:
         width = 2 if options.wire_dtype else 4

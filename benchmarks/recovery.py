@@ -1,31 +1,37 @@
 """What a death costs: from the kill of a process to the next committed step, beside Ray Train.
 
-    python -m benchmarks.recovery                        # every section, about twenty minutes with MNIST
-    python -m benchmarks.recovery --only worker ray-train --rounds 5
-    STEEPEST_DATA=/path python -m benchmarks.recovery --only straggler
+    python -m benchmarks.recovery                        # every section, about twenty minutes with
+    MNIST python -m benchmarks.recovery --only worker ray-train --rounds 5 STEEPEST_DATA=/path
+    python -m benchmarks.recovery --only straggler
 
 Sections:
 
-``worker``      ``DistributedSGD`` under ``"ps"`` and ``"async"``, with and without a spare process, whose last worker
-                is killed (SIGKILL) when the driver hears of step 191; how long training stood still, when the successor
-                was there, and from the log whether each share of the samples is in exactly one commit:
-                `benchmarks.recovery_bodies`
-``ray-train``   Ray Train's ``TorchTrainer`` on Gloo with the same network, data and number of workers, a checkpoint
-                every 50 steps, the last worker killed by SIGKILL in step 192: `benchmarks.recovery_rivals`
-``server``      the same for a server, and the coordinator beside the first, with ``replication=2`` and with
+``worker``      ``DistributedSGD`` under ``"ps"`` and ``"async"``, with and without a spare process,
+whose last worker
+                is killed (SIGKILL) when the driver hears of step 191; how long training stood
+                still, when the successor was there, and from the log whether each share of the
+                samples is in exactly one commit: `benchmarks.recovery_bodies`
+``ray-train``   Ray Train's ``TorchTrainer`` on Gloo with the same network, data and number of
+workers, a checkpoint
+                every 50 steps, the last worker killed by SIGKILL in step 192:
+                `benchmarks.recovery_rivals`
+``server``      the same for a server, and the coordinator beside the first, with ``replication=2``
+and with
                 ``snapshot_every=20``
-``joining``     a worker more while training is under way: for how long the others stop: `benchmarks.elasticity`
-``replication`` a step of 25 million parameters with copies of everything, and with snapshots
-``checkpoints`` a step of 25 million parameters with `Checkpoints(every=50)` and without: `benchmarks.elasticity`
-``resizing``    for how long training stops when 25 million parameters with momentum grow, or lose a worker
-``straggler``   one of four workers five times slower: seconds to 97 % on MNIST: `benchmarks.stragglers`
+``joining``     a worker more while training is under way: for how long the others stop:
+`benchmarks.elasticity` ``replication`` a step of 25 million parameters with copies of everything,
+and with snapshots ``checkpoints`` a step of 25 million parameters with `Checkpoints(every=50)` and
+without: `benchmarks.elasticity` ``resizing``    for how long training stops when 25 million
+parameters with momentum grow, or lose a worker ``straggler``   one of four workers five times
+slower: seconds to 97 % on MNIST: `benchmarks.stragglers`
 
-The network is a perceptron of 4,810 parameters on scikit-learn's digits. Each gradient waits for 50 ms, so that a step
-that is taken again costs what a middling one does, whatever the machine; in steps of 10 ms it would cost less, and Ray
-Train, which looks at its workers every two seconds, would not know of the last checkpoint yet. Every turn is a job of
-its own. ``worker`` and ``ray-train`` take turns in each round, odd rounds in reverse order, on one Ray cluster; a ratio
-compares with ``TorchTrainer`` in the same round. "next step" is when training went on at all, "new step" when it did a
-step that had not been done before. Ray Train needs pandas and pyarrow.
+The network is a perceptron of 4,810 parameters on scikit-learn's digits. Each gradient waits for 50
+ms, so that a step that is taken again costs what a middling one does, whatever the machine; in
+steps of 10 ms it would cost less, and Ray Train, which looks at its workers every two seconds,
+would not know of the last checkpoint yet. Every turn is a job of its own. ``worker`` and
+``ray-train`` take turns in each round, odd rounds in reverse order, on one Ray cluster; a ratio
+compares with ``TorchTrainer`` in the same round. "next step" is when training went on at all, "new
+step" when it did a step that had not been done before. Ray Train needs pandas and pyarrow.
 """
 
 from __future__ import annotations
@@ -64,7 +70,9 @@ def worker_deaths(workers: int) -> dict[str, Death]:
     for strategy in ("ps", "async"):
         for name, spares in ((strategy, 0), (f"{strategy}, 1 spare", 1)):
             run_config = RunConfig(failure=FailureConfig(spares=spares), keep_log=True)
-            deaths[name] = functools.partial(bodies.kill_worker, strategy, workers, run_config=run_config)
+            deaths[name] = functools.partial(
+                bodies.kill_worker, strategy, workers, run_config=run_config
+            )
     return deaths
 
 
@@ -95,14 +103,23 @@ SECTIONS = [*DEATHS, STRAGGLER, *elasticity.SECTIONS]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recovery", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--workers", type=positive, default=WORKERS, help="of each job whose worker is killed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to this file")
+    parser.add_argument(
+        "--workers", type=positive, default=WORKERS, help="of each job whose worker is killed"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every measurement to this file"
+    )
     options = parser.parse_args(arguments)
     if options.workers < 2:
-        parser.error("--workers 1: a worker that is alone holds the weights, and has no successor; give 2 or more")
+        parser.error(
+            "--workers 1: a worker that is alone holds the weights, and has no successor; give 2 "
+            "or more"
+        )
     if "ray-train" in options.only:
         try:
             importlib.import_module("ray.train.torch")
@@ -130,7 +147,12 @@ def measure(options: argparse.Namespace) -> None:
                 print(text(alternate(turns(options.workers), options.rounds)), flush=True)
     if options.json:
         recoveries = {name: [asdict(recovery) for recovery in each] for name, each in found.items()}
-        report = {"machine": machine(), "workers": options.workers, "deaths": recoveries, STRAGGLER: seconds}
+        report = {
+            "machine": machine(),
+            "workers": options.workers,
+            "deaths": recoveries,
+            STRAGGLER: seconds,
+        }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -1,7 +1,8 @@
 """A worker that is killed while `DistributedSGD` trains: one run, and what is measured of it.
 
-Times of commits come from the coordinator itself, which asks the learning rate's schedule once for each: `Clock` is
-that schedule, and notes when it is asked. When the driver hears of a step is another matter, and noted apart.
+Times of commits come from the coordinator itself, which asks the learning rate's schedule once for
+each: `Clock` is that schedule, and notes when it is asked. When the driver hears of a step is
+another matter, and noted apart.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class Clock:
 
     def __call__(self, step: int) -> float:
         if self._file is None:
-            self._file = os.open(Path(self._folder, str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._file = os.open(
+                Path(self._folder, str(os.getpid())), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            )
         os.write(self._file, struct.pack("d", time.monotonic()))
         return self._rate
 
@@ -124,13 +127,15 @@ class Recovery:
     """What one death cost.
 
     Attributes:
-        next_step: seconds from the kill to the next step that the driver (of Ray Train: the first worker) hears of.
+        next_step: seconds from the kill to the next step that the driver (of Ray Train: the first
+            worker) hears of.
         new_step: to the first step that had not been taken before.
         again: steps that were committed before, and had to be taken again.
         gap: the longest time without a commit from the last one before the kill on, in seconds.
         successor: seconds from the kill to the first commit with a gradient of the successor.
         meanwhile: commits between the victim's last gradient and its successor's first.
-        lost, twice: samples of whole epochs that are in no commit, and those that are in more than one.
+        lost, twice: samples of whole epochs that are in no commit, and those that are in more than
+            one.
     """
 
     next_step: float
@@ -146,7 +151,8 @@ class Recovery:
 def pause_in(heard: Sequence[tuple[int, float]], killed: float) -> tuple[float, float, int]:
     """The first three fields of `Recovery`, from (step, when it was heard of).
 
-    What was committed before the kill may be heard of after it: the pause is the longest silence since then.
+    What was committed before the kill may be heard of after it: the pause is the longest silence
+    since then.
     """
     times = [killed, *(when for _, when in heard if when > killed)]
     if len(times) == 1:
@@ -183,7 +189,9 @@ class Seen:
             self.twice += int((counts > 1).sum())
 
 
-def around(parts: Sequence[Sequence[Commit]], times: Sequence[float], victim: int, killed: float) -> dict[str, Any]:
+def around(
+    parts: Sequence[Sequence[Commit]], times: Sequence[float], victim: int, killed: float
+) -> dict[str, Any]:
     """The longest gap, when the successor was back and what was committed until then, from a whole log.
 
     Args:
@@ -193,9 +201,14 @@ def around(parts: Sequence[Sequence[Commit]], times: Sequence[float], victim: in
     commits = [(number, commit) for number, part in enumerate(parts) for commit in part]
     times = times[len(times) - len(commits) :]
     start = max((i for i, when in enumerate(times) if when <= killed), default=0)
-    gap = max(later - earlier for earlier, later in zip(times[start:], times[start + 1 :], strict=False))
+    gap = max(
+        later - earlier for earlier, later in zip(times[start:], times[start + 1 :], strict=False)
+    )
     lives = [
-        max(((part, push.incarnation) for push in commit.pushes if push.worker == victim), default=(-1, -1))
+        max(
+            ((part, push.incarnation) for push in commit.pushes if push.worker == victim),
+            default=(-1, -1),
+        )
         for part, commit in commits
     ]
     first = next((i for i, life in enumerate(lives) if life > (0, 0)), None)
@@ -225,7 +238,9 @@ def kill_worker(
         clock = Clock(folder)
         creator = paced_creator(digits()[0], clock, seconds)
         run_config = run_config or RunConfig(keep_log=True)
-        with DistributedSGD(creator, num_workers=workers, strategy=strategy, run_config=run_config) as trainer:
+        with DistributedSGD(
+            creator, num_workers=workers, strategy=strategy, run_config=run_config
+        ) as trainer:
             trainer.warmup()
             kill = Kill(step, trainer.foreach_worker(lambda view: view.pid)[victim])
             last = trainer.fit(steps=step + steps_after, callbacks=[kill], progress=False)
@@ -236,4 +251,6 @@ def kill_worker(
         seen.add(log)
         seen.close(last.epoch or 0)
         found = around([part.commits for part in log.parts], clock.commits(), victim, kill.killed)
-        return Recovery(*pause_in(kill.heard, kill.killed), **found, lost=seen.lost, twice=seen.twice)
+        return Recovery(
+            *pause_in(kill.heard, kill.killed), **found, lost=seen.lost, twice=seen.twice
+        )

@@ -1,8 +1,8 @@
 """Ray Train's `TorchTrainer` whose worker is killed: the same network, data and pace as in ``recovery_bodies``.
 
-A checkpoint every 50 steps, as its documentation has it: the first worker writes it, all report it. What goes on after
-a death is a new group of workers, from the last checkpoint. Workers have the same imports as a script of Ray Train's
-would have: nothing of steepest.
+A checkpoint every 50 steps, as its documentation has it: the first worker writes it, all report it.
+What goes on after a death is a new group of workers, from the last checkpoint. Workers have the
+same imports as a script of Ray Train's would have: nothing of steepest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def train_with_ray(config: dict[str, Any], workers: int) -> tuple[list[tuple[int
         config: "network", "data", "batch", "rate", "seconds" (of a step), "steps", "kill_step".
 
     Returns:
-        (step, when it was over) for each that the first worker took, and when the last worker was killed.
+        (step, when it was over) for each that the first worker took, and when the last worker was
+        killed.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -42,7 +43,9 @@ def train_with_ray(config: dict[str, Any], workers: int) -> tuple[list[tuple[int
             run_config=RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=1)),
         ).fit()
         lines = [line.split() for line in Path(folder, "steps").read_text().splitlines()]
-        return [(int(step), float(when)) for step, when in lines], float(Path(folder, "killed").read_text())
+        return [(int(step), float(when)) for step, when in lines], float(
+            Path(folder, "killed").read_text()
+        )
 
 
 def _train_loop(config: dict[str, Any]) -> None:
@@ -84,7 +87,11 @@ def _save(network: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int,
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
         if rank == 0:
-            state = {"network": network.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            state = {
+                "network": network.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": step,
+            }
             torch.save(state, Path(folder, "state"))
             checkpoint = ray.train.Checkpoint.from_directory(folder)
         ray.train.report({"step": step}, checkpoint=checkpoint)

@@ -30,10 +30,13 @@ class ResNet(nn.Module):
 
     Args:
         blocks: of each stage; from the second on a stage halves height and width.
-        width: channels of the first convolution; the narrow ones of each stage are so many, twice as many, ...
+        width: channels of the first convolution; the narrow ones of each stage are so many, twice
+            as many, ...
     """
 
-    def __init__(self, blocks: tuple[int, ...] = (3, 4, 23, 3), width: int = 64, classes: int = 1000) -> None:
+    def __init__(
+        self, blocks: tuple[int, ...] = (3, 4, 23, 3), width: int = 64, classes: int = 1000
+    ) -> None:
         super().__init__()
         self.stem = convolution(3, width, 7, stride=2)
         channels, stages = width, []

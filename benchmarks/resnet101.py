@@ -1,16 +1,19 @@
 """Images per second of ResNet-101 against the number of workers, strategies side by side.
 
-    python -m benchmarks.resnet101                       # a small stand-in; writes resnet101-small.csv and .png
-    python -m benchmarks.resnet101 --size full --workers 1 2 4 8 --out /tmp/figure
+    python -m benchmarks.resnet101                       # a small stand-in; writes
+    resnet101-small.csv and .png python -m benchmarks.resnet101 --size full --workers 1 2 4 8 --out
+    /tmp/figure
 
-The classic figure of data-parallel training, on random images that are in memory, and with plain SGD. ``--size full``
-is ResNet-101 on images of 224 x 224, 8 a worker and step; ``small`` is a network of the same kind that two cores
-train in two minutes. All processes have one torch thread and are on one host unless Ray knows of more, so that no
-more workers than it has cores can be of use.
+The classic figure of data-parallel training, on random images that are in memory, and with plain
+SGD. ``--size full`` is ResNet-101 on images of 224 x 224, 8 a worker and step; ``small`` is a
+network of the same kind that two cores train in two minutes. All processes have one torch thread
+and are on one host unless Ray knows of more, so that no more workers than it has cores can be of
+use.
 
-The strategies of one number of workers are alive together, blocked while idle, and take turns; a rate is the median
-over rounds, with its range. Ideal is the number of workers times the best rate of one worker, which is measured
-always. The picture needs matplotlib (``pip install -e .[bench]``); the table is written without it.
+The strategies of one number of workers are alive together, blocked while idle, and take turns; a
+rate is the median over rounds, with its range. Ideal is the number of workers times the best rate
+of one worker, which is measured always. The picture needs matplotlib (``pip install -e .[bench]``);
+the table is written without it.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class Rate:
         return statistics.median(self.rounds)
 
 
-def rates(workload: Workload, workers: int, strategies: list[str], rounds: int = ROUNDS) -> Iterator[Rate]:
+def rates(
+    workload: Workload, workers: int, strategies: list[str], rounds: int = ROUNDS
+) -> Iterator[Rate]:
     """What each strategy reaches with so many workers."""
     contenders: list[Trainer] = [Steepest(name, workload, name, workers) for name in strategies]
     images = workers * workload.batch_size
@@ -71,10 +76,15 @@ def ideal(found: list[Rate], workers: int) -> float:
 
 
 def describe(workload: Workload) -> str:
-    what = "ResNet-101" if workload.network is ResNet else "a narrow, shallow ResNet in place of ResNet-101"
+    what = (
+        "ResNet-101"
+        if workload.network is ResNet
+        else "a narrow, shallow ResNet in place of ResNet-101"
+    )
     return (
         f"{workload.name}: {what}, {workload.parameters():,} parameters, random images of "
-        f"{' x '.join(map(str, workload.shape[1:]))}, batch {workload.batch_size}, {os.cpu_count()} cores"
+        f"{' x '.join(map(str, workload.shape[1:]))}, batch {workload.batch_size}, "
+        f"{os.cpu_count()} cores"
     )
 
 
@@ -105,7 +115,9 @@ def draw(found: list[Rate], title: str, path: Path) -> None:
     axes.plot(counts, [ideal(found, count) for count in counts], "k--", label="ideal")
     for strategy in dict.fromkeys(rate.strategy for rate in found):
         curve = [rate for rate in found if rate.strategy == strategy]
-        axes.plot([rate.workers for rate in curve], [rate.median for rate in curve], "o-", label=strategy)
+        axes.plot(
+            [rate.workers for rate in curve], [rate.median for rate in curve], "o-", label=strategy
+        )
     axes.set_title(title, fontsize=7, wrap=True)
     axes.set_xlabel("workers")
     axes.set_ylabel("images/s")
@@ -118,11 +130,17 @@ def draw(found: list[Rate], title: str, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.resnet101", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.resnet101", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--size", choices=list(SIZES), default="small")
-    parser.add_argument("--workers", nargs="+", type=positive, default=[1, 2, 4], help="numbers of them; 1 is added")
+    parser.add_argument(
+        "--workers", nargs="+", type=positive, default=[1, 2, 4], help="numbers of them; 1 is added"
+    )
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where the table and the picture go")
+    parser.add_argument(
+        "--out", type=Path, default=Path(), metavar="DIR", help="where the table and the picture go"
+    )
     options = parser.parse_args(arguments)
     workload = SIZES[options.size]
     title = describe(workload)

@@ -1,8 +1,8 @@
 """The contenders of ``benchmarks.overhead``, and the interface of all contenders.
 
-A contender starts its processes when entered, keeps them blocked (never spinning) while it is idle, and
-ends them when left. ``run(steps)`` does that many units of its work and returns the seconds for one.
-Every process computes with one torch thread.
+A contender starts its processes when entered, keeps them blocked (never spinning) while it is idle,
+and ends them when left. ``run(steps)`` does that many units of its work and returns the seconds for
+one. Every process computes with one torch thread.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def _ddp(workload: Workload, rank: int, store: Path) -> Step:
         world_size=WORKERS,
         timeout=timedelta(seconds=DEADLINE),
     )
-    return _with_optimizer(DistributedDataParallel(workload.build(), gradient_as_bucket_view=True), workload, rank)
+    return _with_optimizer(
+        DistributedDataParallel(workload.build(), gradient_as_bucket_view=True), workload, rank
+    )
 
 
 def _with_optimizer(network: torch.nn.Module, workload: Workload, rank: int) -> Step:
@@ -112,13 +114,20 @@ def _with_optimizer(network: torch.nn.Module, workload: Workload, rank: int) -> 
     return step
 
 
-LOCAL_STEPS = {"free": _free, "free+sgd": _free_with_optimizer, "free+adam": _free_with_optimizer, "ddp": _ddp}
+LOCAL_STEPS = {
+    "free": _free,
+    "free+sgd": _free_with_optimizer,
+    "free+adam": _free_with_optimizer,
+    "ddp": _ddp,
+}
 
 
 KEPT = " kept"  # with the C library told to keep freed memory, as steepest's workers do
 
 
-def _serve(kind: str, workload: Workload, rank: int, store: Path, barrier: Barrier, pipe: Connection) -> None:
+def _serve(
+    kind: str, workload: Workload, rank: int, store: Path, barrier: Barrier, pipe: Connection
+) -> None:
     """Body of a local process: answer each number of steps with the seconds they took, until None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     torch.set_num_threads(1)
@@ -223,11 +232,17 @@ class Server:
 
     def get_weights(self) -> Weights:
         weights = self._network.state_dict()
-        return {name: tensor.numpy() for name, tensor in weights.items()} if self._arrays else weights
+        return (
+            {name: tensor.numpy() for name, tensor in weights.items()} if self._arrays else weights
+        )
 
     def apply_gradients(self, *gradients: Gradients) -> Weights:
-        for parameter, parts in zip(self._network.parameters(), zip(*gradients, strict=True), strict=True):
-            parameter.grad = torch.from_numpy(functools.reduce(np.add, parts) / np.float32(len(parts)))
+        for parameter, parts in zip(
+            self._network.parameters(), zip(*gradients, strict=True), strict=True
+        ):
+            parameter.grad = torch.from_numpy(
+                functools.reduce(np.add, parts) / np.float32(len(parts))
+            )
         self._optimizer.step()
         return self.get_weights()
 
@@ -242,7 +257,9 @@ class Worker:
         self._batches = workload.batches(rank)
 
     def compute_gradients(self, weights: Weights) -> Gradients:
-        self._network.load_state_dict({name: torch.as_tensor(values) for name, values in weights.items()})
+        self._network.load_state_dict(
+            {name: torch.as_tensor(values) for name, values in weights.items()}
+        )
         compute(self._network, self._batches)
         return [p.grad.numpy() for p in self._network.parameters() if p.grad is not None]
 
@@ -250,8 +267,8 @@ class Worker:
 class Tutorial(Trainer):
     """The design of Ray's parameter-server tutorial, waiting for the new weights once every step.
 
-    The tutorial sends its weights as torch tensors, which Ray copies and pickles; with ``arrays`` they
-    travel as numpy arrays, which Ray shares through its object store.
+    The tutorial sends its weights as torch tensors, which Ray copies and pickles; with ``arrays``
+    they travel as numpy arrays, which Ray shares through its object store.
     """
 
     def __init__(self, name: str, workload: Workload, arrays: bool = False) -> None:
@@ -291,7 +308,9 @@ class Tutorial(Trainer):
 class Steepest(Trainer):
     """``DistributedSGD`` under one strategy; a turn is one ``fit``, its start and end included."""
 
-    def __init__(self, name: str, workload: Workload, strategy: str, workers: int = WORKERS) -> None:
+    def __init__(
+        self, name: str, workload: Workload, strategy: str, workers: int = WORKERS
+    ) -> None:
         super().__init__(name, workload, workers)
         self._strategy = strategy
         self._sgd: Any = None

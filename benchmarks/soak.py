@@ -1,19 +1,21 @@
 """Minutes of training in which a worker is killed every few seconds: is anything lost, does anything grow?
 
-    make soak                                            # ten minutes: python -m benchmarks.soak --minutes 10
-    python -m benchmarks.soak --minutes 3 --strategy async --workers 3
+    make soak                                            # ten minutes: python -m benchmarks.soak
+    --minutes 10 python -m benchmarks.soak --minutes 3 --strategy async --workers 3
 
-A perceptron learns scikit-learn's digits. Training goes in bouts of some hundred steps; in each, a random worker gets
-SIGKILL at a random step, and is replaced before the bout ends. Worker 0 is spared after the first quarter of a job, so
-that one worker lives long enough to be compared with itself. Each strategy has an equal part of the time and a job of
-its own, in one driver and on one Ray cluster. The paragraphs about dead workers are Ray's.
+A perceptron learns scikit-learn's digits. Training goes in bouts of some hundred steps; in each, a
+random worker gets SIGKILL at a random step, and is replaced before the bout ends. Worker 0 is
+spared after the first quarter of a job, so that one worker lives long enough to be compared with
+itself. Each strategy has an equal part of the time and a job of its own, in one driver and on one
+Ray cluster. The paragraphs about dead workers are Ray's.
 
-After each bout the log is read, each share of the samples must be in exactly one commit, and the log begins anew
-(`set_weights` with the weights that are there), so that it does not count as growth. Then the driver, the servers and
-the workers are looked at: memory, threads, open files, sockets; and files in /dev/shm and Ray's processes. At the end
-the median of the first third of a process' samples is compared with that of its last third. The exit status is 1 when
-something grows beyond the bound in the table (`soak_samples.BOUNDS`), a share was lost or repeated, or the network has
-not learned.
+After each bout the log is read, each share of the samples must be in exactly one commit, and the
+log begins anew (`set_weights` with the weights that are there), so that it does not count as
+growth. Then the driver, the servers and the workers are looked at: memory, threads, open files,
+sockets; and files in /dev/shm and Ray's processes. At the end the median of the first third of a
+process' samples is compared with that of its last third. The exit status is 1 when something grows
+beyond the bound in the table (`soak_samples.BOUNDS`), a share was lost or repeated, or the network
+has not learned.
 """
 
 from __future__ import annotations
@@ -38,7 +40,16 @@ import torch
 
 from benchmarks.overhead import positive
 from benchmarks.recovery_bodies import LEARNING_RATE, Kill, Seen, digits, paced_creator
-from benchmarks.soak_samples import LEAST_SAMPLES, Holding, Place, Trend, holding, place, trends, trends_text
+from benchmarks.soak_samples import (
+    LEAST_SAMPLES,
+    Holding,
+    Place,
+    Trend,
+    holding,
+    place,
+    trends,
+    trends_text,
+)
 from steepest import DistributedSGD, FailureConfig, RunConfig
 from steepest.models.torch import accuracy
 
@@ -64,16 +75,24 @@ class Found:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--strategy", nargs="+", default=list(STRATEGIES), metavar="NAME")
     parser.add_argument("--workers", type=positive, default=2)
-    parser.add_argument("--steps", type=positive, default=BOUT_STEPS, help="of one bout, in which one worker dies")
+    parser.add_argument(
+        "--steps", type=positive, default=BOUT_STEPS, help="of one bout, in which one worker dies"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of who dies when")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.getLogger("steepest").setLevel(logging.ERROR)  # each death is a warning
-    settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    settings: dict[str, Any] = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+    }
     ray.init(address="local", num_cpus=options.workers + 1, **settings)
     try:
         return soak(options)
@@ -112,7 +131,9 @@ def job(
     found, seen = Found(strategy), Seen(len(train[0]))
     creator = paced_creator(train, _constant, STEP_SECONDS, {"accuracy": accuracy})
     run_config = RunConfig(failure=FailureConfig(max_failures=1_000_000), keep_log=True)
-    with DistributedSGD(creator, num_workers=workers, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        creator, num_workers=workers, strategy=strategy, run_config=run_config
+    ) as trainer:
         began = time.monotonic()
         while time.monotonic() - began < seconds or found.bouts < LEAST_SAMPLES:
             spared = int(time.monotonic() - began > seconds / 4)
@@ -129,24 +150,38 @@ def _constant(step: int) -> float:
     return LEARNING_RATE
 
 
-def _bout(trainer: DistributedSGD, steps: int, chance: random.Random, spared: int, found: Found, seen: Seen) -> None:
+def _bout(
+    trainer: DistributedSGD,
+    steps: int,
+    chance: random.Random,
+    spared: int,
+    found: Found,
+    seen: Seen,
+) -> None:
     """Some steps with one death among the workers from `spared` on, and the log of them."""
     pids = trainer.foreach_worker(lambda view: view.pid)
     when = trainer.stats().step + chance.randint(1, max(1, steps - 20))
     kill = Kill(when, chance.choice(pids[spared:]))
     last = trainer.fit(steps=steps, callbacks=[kill], progress=False)
     log = trainer.log()
-    found.bouts, found.commits = found.bouts + 1, found.commits + sum(len(part.commits) for part in log.parts)
+    found.bouts, found.commits = (
+        found.bouts + 1,
+        found.commits + sum(len(part.commits) for part in log.parts),
+    )
     seen.add(log)
     seen.close((last.epoch or 0) - 1)  # asynchronous workers may be at the one before
     trainer.set_weights(trainer.weights())  # the log begins anew
 
 
 def _look(
-    trainer: DistributedSGD, samples: dict[str, list[Holding | Place]], everywhere: dict[str, list[Holding | Place]]
+    trainer: DistributedSGD,
+    samples: dict[str, list[Holding | Place]],
+    everywhere: dict[str, list[Holding | Place]],
 ) -> None:
     """One sample of everything that is alive; a worker that was replaced is another process."""
-    trainer.foreach_worker(lambda view: None)  # who died at the very end of the bout is replaced by now
+    trainer.foreach_worker(
+        lambda view: None
+    )  # who died at the very end of the bout is replaced by now
     pids = {f"{peer} (pid {each.pid})": each.pid for peer, each in trainer._live().places.items()}
     for who, pid in pids.items():
         if (held := holding(pid)) is not None:
@@ -161,10 +196,12 @@ def report(found: Found) -> bool:
     """Prints what a job showed; whether all is well."""
     print(
         f"\n{found.strategy}: {found.seconds:.0f} s, {found.bouts} bouts, {found.replaced} workers "
-        f"replaced, {found.commits:,} updates, accuracy {found.accuracy:.1%}; shares lost {found.lost}, "
-        f"committed twice {found.twice}"
+        f"replaced, {found.commits:,} updates, accuracy {found.accuracy:.1%}; shares lost "
+        f"{found.lost}, committed twice {found.twice}"
     )
-    each = [trend for who, samples in sorted(found.samples.items()) for trend in trends(who, samples)]
+    each = [
+        trend for who, samples in sorted(found.samples.items()) for trend in trends(who, samples)
+    ]
     print(trends_text(each), flush=True)
     well = not found.lost and not found.twice and found.accuracy >= ACCURACY
     return well and not grown(each)

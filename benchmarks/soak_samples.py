@@ -35,8 +35,9 @@ class Place:
     processes: int
 
 
-#: By how much the median of a process' last third of samples may exceed that of its first. Memory moves by itself:
-#: free lists of Python and of the C library fill, and Ray keeps what it knows of the dead.
+#: By how much the median of a process' last third of samples may exceed that of its first. Memory
+#: moves by itself: free lists of Python and of the C library fill, and Ray keeps what it knows of
+#: the dead.
 BOUNDS = {"memory": 16, "threads": 2, "files": 4, "sockets": 4, "shared": 2, "processes": 2}
 LEAST_SAMPLES = 6
 
@@ -73,7 +74,9 @@ def place(root: int) -> Place:
         if not entry.name.isdigit():
             continue
         try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(entry.name)] = int(
+                (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            )
             if (entry / "cmdline").read_bytes().startswith(b"ray::"):
                 rays.append(int(entry.name))
         except (FileNotFoundError, ProcessLookupError):
@@ -117,7 +120,9 @@ def trends(who: str, samples: Sequence[Holding | Place]) -> list[Trend]:
 
 
 def trends_text(found: Sequence[Trend]) -> str:
-    lines = [f"{'':34}{'':11}{'samples':>8}{'first third':>13}{'last third':>12}{'may grow by':>13}"]
+    lines = [
+        f"{'':34}{'':11}{'samples':>8}{'first third':>13}{'last third':>12}{'may grow by':>13}"
+    ]
     for trend in found:
         bound = f"{BOUNDS[trend.what]}{' MiB' if trend.what == 'memory' else ''}"
         lines.append(

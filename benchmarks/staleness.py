@@ -1,12 +1,13 @@
 """Loss against time and against samples, for every mode of the parameter server, with and without a slow worker.
 
-    python -m benchmarks.staleness                       # writes docs/staleness.csv and docs/staleness.png
-    python -m benchmarks.staleness --seconds 5 --out /tmp/picture
+    python -m benchmarks.staleness                       # writes docs/staleness.csv and
+    docs/staleness.png python -m benchmarks.staleness --seconds 5 --out /tmp/picture
 
-A perceptron on scikit-learn's handwritten digits, three workers with one torch thread each. Each gradient is made to
-take at least 10 ms by waiting, 100 ms on the slow worker, so that the picture shows the modes and not the machine;
-with two cores for three workers nothing else would. A run lasts a fixed time, and its losses are means over windows
-of steps. The picture needs matplotlib (``pip install matplotlib``); the table is written without it.
+A perceptron on scikit-learn's handwritten digits, three workers with one torch thread each. Each
+gradient is made to take at least 10 ms by waiting, 100 ms on the slow worker, so that the picture
+shows the modes and not the machine; with two cores for three workers nothing else would. A run
+lasts a fixed time, and its losses are means over windows of steps. The picture needs matplotlib
+(``pip install matplotlib``); the table is written without it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def model_creator(slow: bool) -> Callable[[int, int], TorchModel]:
     data = (x.float() / 16, y)
 
     def create(worker: int, device: int) -> TorchModel:
-        network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        network = torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+        )
         model = PacedModel(
             network,
             loss=F.cross_entropy,
@@ -119,8 +122,8 @@ def run(mode: str, slow: bool, seconds: float) -> tuple[list[Point], str]:
         late = stats.staleness
         line = (
             f"{mode:26} {'slow' if slow else 'even':5} {stats.samples / seconds:9,.0f} samples/s   "
-            f"staleness p50 {late.p50:2} p95 {late.p95:2} max {late.max:3}   dropped {stats.dropped:4}   "
-            f"loss {smooth(recorder.points)[-1].loss:.3f}"
+            f"staleness p50 {late.p50:2} p95 {late.p95:2} max {late.max:3}   dropped "
+            f"{stats.dropped:4}   loss {smooth(recorder.points)[-1].loss:.3f}"
         )
         return recorder.points, line
 
@@ -132,7 +135,13 @@ def smooth(points: list[Point], window: int = 25) -> list[Point]:
         part = points[end - window : end]
         last = part[-1]
         found.append(
-            Point(last.mode, last.slow, last.seconds, last.samples, sum(point.loss for point in part) / window)
+            Point(
+                last.mode,
+                last.slow,
+                last.seconds,
+                last.samples,
+                sum(point.loss for point in part) / window,
+            )
         )
     return found or points[-1:]
 
@@ -150,7 +159,9 @@ def draw(points: list[Point], path: Path) -> None:
             losses = [point.loss for point in curve]
             axes[row][0].plot([point.seconds for point in curve], losses, label=mode)
             axes[row][1].plot([point.samples / 1000 for point in curve], losses, label=mode)
-        axes[row][0].set_title(f"{WORKERS} workers, " + ("one 10 times slower" if slow else "equally fast"))
+        axes[row][0].set_title(
+            f"{WORKERS} workers, " + ("one 10 times slower" if slow else "equally fast")
+        )
         axes[row][0].set_ylabel("training loss")
         for column, label in enumerate(("seconds", "thousand samples")):
             axes[row][column].set_xlabel(label)
@@ -162,9 +173,13 @@ def draw(points: list[Point], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.staleness", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.staleness", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--seconds", type=float, default=12.0, help="how long each run lasts")
-    parser.add_argument("--out", type=Path, default=Path("docs/staleness"), help="file name without ending")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/staleness"), help="file name without ending"
+    )
     options = parser.parse_args(arguments)
     ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
     points: list[Point] = []
@@ -179,7 +194,13 @@ def main(arguments: list[str] | None = None) -> None:
         for mode in MODES:
             for slow in (False, True):
                 for point in smooth([p for p in points if p.mode == mode and p.slow == slow]):
-                    row = [mode, int(slow), f"{point.seconds:.3f}", point.samples, f"{point.loss:.5f}"]
+                    row = [
+                        mode,
+                        int(slow),
+                        f"{point.seconds:.3f}",
+                        point.samples,
+                        f"{point.loss:.5f}",
+                    ]
                     writer.writerow(row)
     draw(points, options.out.with_suffix(".png"))
 

@@ -3,12 +3,13 @@
     python -m benchmarks.startup                         # both tables, about five minutes
     python -m benchmarks.startup --only own --rounds 3
 
-Two tables: ``own``, where the script starts Ray, and ``running``, where it joins a cluster that runs already. The
-contenders are ``DistributedSGD`` and Ray Train's ``TorchTrainer`` on Gloo, on the network of 1,960 parameters and
-random data: `benchmarks.startup_scripts`. Each is run as ``python -m``, in a fresh interpreter; the time is taken
-from before that process exists until its first step is committed. They take turns, odd rounds in reverse order, and
-each has ended before the next begins. A ratio is the median over rounds of our time over the rival's in the same
-round, with its range. Ray Train needs pandas and pyarrow: ``pip install 'ray[train]'``; the ``dev`` extra has it.
+Two tables: ``own``, where the script starts Ray, and ``running``, where it joins a cluster that
+runs already. The contenders are ``DistributedSGD`` and Ray Train's ``TorchTrainer`` on Gloo, on the
+network of 1,960 parameters and random data: `benchmarks.startup_scripts`. Each is run as ``python
+-m``, in a fresh interpreter; the time is taken from before that process exists until its first step
+is committed. They take turns, odd rounds in reverse order, and each has ended before the next
+begins. A ratio is the median over rounds of our time over the rival's in the same round, with its
+range. Ray Train needs pandas and pyarrow: ``pip install 'ray[train]'``; the ``dev`` extra has it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by every process
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed is compiled already, a checkout is once
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # what is installed is compiled already, a checkout is once
 
 import argparse
 import contextlib
@@ -46,10 +49,14 @@ Times = dict[str, list[float]]  # contender -> seconds, one entry a round
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.startup", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--only", nargs="+", choices=list(TITLES), default=list(TITLES))
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every measurement to this file"
+    )
     options = parser.parse_args(arguments)
     try:
         importlib.import_module("ray.train.torch")
@@ -61,7 +68,9 @@ def main(arguments: list[str] | None = None) -> None:
             reports[table] = measure(table, address, options.rounds)
         print(text(table, reports[table]), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "seconds": reports}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"machine": machine(), "seconds": reports}, indent=2) + "\n"
+        )
 
 
 @contextlib.contextmanager
@@ -104,8 +113,14 @@ def start(name: str, address: str | None) -> float:
 
 
 def text(table: str, times: Times) -> str:
-    title = f"{table}: {TITLES[table]}, seconds to the first step, median of {len(times[OURS])} rounds"
-    lines = ["", title, f"{'':17}{'s':>11}{'min..max':>18}{'ours/this':>11}{'min..max':>14}{'wanted':>8}"]
+    title = (
+        f"{table}: {TITLES[table]}, seconds to the first step, median of {len(times[OURS])} rounds"
+    )
+    lines = [
+        "",
+        title,
+        f"{'':17}{'s':>11}{'min..max':>18}{'ours/this':>11}{'min..max':>14}{'wanted':>8}",
+    ]
     for name, seconds in times.items():
         spread = f"{min(seconds):.2f}..{max(seconds):.2f}"
         line = f"{name:17}{statistics.median(seconds):11.2f}{spread:>18}"

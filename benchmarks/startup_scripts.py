@@ -3,8 +3,8 @@
     python -m benchmarks.startup_scripts steepest FILE
     RAY_ADDRESS=host:port python -m benchmarks.startup_scripts train FILE
 
-Both train the network of 1,960 parameters with two workers for one step, and write to FILE the time of day at which
-that step was committed. Imports are inside, as each script has its own.
+Both train the network of 1,960 parameters with two workers for one step, and write to FILE the time
+of day at which that step was committed. Imports are inside, as each script has its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def train() -> float:
     if "RAY_ADDRESS" in os.environ:
         ray.init(logging_level=logging.WARNING)
     else:
-        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)  # as steepest starts it
+        ray.init(
+            address="local", include_dashboard=False, logging_level=logging.WARNING
+        )  # as steepest starts it
     with tempfile.TemporaryDirectory() as directory:
         stepped = Path(directory, "stepped")
         TorchTrainer(

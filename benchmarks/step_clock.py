@@ -16,7 +16,11 @@ from steepest.transport.sockets import WireTransport
 from steepest.transport.stream import WireChannel
 
 PARTS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
-    ("compute", TorchModel, ("compute_gradients",)),  # with the copy of gradients into the flat vector
+    (
+        "compute",
+        TorchModel,
+        ("compute_gradients",),
+    ),  # with the copy of gradients into the flat vector
     ("push", PushPull, ("ready",)),
     ("pack", GradientCompressor, ("pack",)),
     ("send", WireChannel, ("flush",)),

@@ -1,10 +1,11 @@
 """The time to some accuracy on MNIST when one of four workers is five times slower: `"async"` beside synchronous.
 
-Part of ``python -m benchmarks.recovery --only straggler``. Four workers that compute would share this machine's cores,
-and none would be slow by itself: each gradient here waits for 20 ms, that of the slow worker for 100 ms, and computes
-little (1 to 2 ms), so that four workers are as fast on two cores as on four. Accuracy is that of weights which the
-driver fetches during training, four times a second, over the 10,000 test images; the time is when they were fetched.
-Batches are alike; each mode has the learning rate of those tried that is fastest for it: of 0.2, 0.4 and 0.8 for
+Part of ``python -m benchmarks.recovery --only straggler``. Four workers that compute would share
+this machine's cores, and none would be slow by itself: each gradient here waits for 20 ms, that of
+the slow worker for 100 ms, and computes little (1 to 2 ms), so that four workers are as fast on two
+cores as on four. Accuracy is that of weights which the driver fetches during training, four times a
+second, over the 10,000 test images; the time is when they were fetched. Batches are alike; each
+mode has the learning rate of those tried that is fastest for it: of 0.2, 0.4 and 0.8 for
 synchronous training, of 0.1, 0.2, 0.4 and 0.8 for `"async"`, whose smaller steps are more.
 """
 
@@ -55,7 +56,9 @@ def mnist() -> tuple[Arrays, Arrays]:
     from examples.data import load_mnist
 
     found = load_mnist()
-    (x, y), (test_x, test_y) = ((torch.as_tensor(x).flatten(1), torch.as_tensor(y)) for x, y in found[1:])
+    (x, y), (test_x, test_y) = (
+        (torch.as_tensor(x).flatten(1), torch.as_tensor(y)) for x, y in found[1:]
+    )
     return (x, y), (test_x, test_y)
 
 
@@ -65,7 +68,9 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(784, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 
 
-def model_creator(learning_rate: float, seconds: float, load: Load) -> Callable[[int, int], TorchModel]:
+def model_creator(
+    learning_rate: float, seconds: float, load: Load
+) -> Callable[[int, int], TorchModel]:
     """Makes models of which the last worker's is slow; each worker loads the data itself."""
 
     def create(worker: int, device: int) -> TorchModel:

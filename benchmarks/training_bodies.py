@@ -31,7 +31,14 @@ from steepest.engine.job import (
 from steepest.engine.replicas import Replicas
 from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
-from steepest.messages.message import COORDINATOR, Kind, Peer, aggregator_peer, server_peer, worker_peer
+from steepest.messages.message import (
+    COORDINATOR,
+    Kind,
+    Peer,
+    aggregator_peer,
+    server_peer,
+    worker_peer,
+)
 from steepest.models.protocol import Model
 from steepest.models.torch import TorchModel
 from steepest.tensors.allocator import keep_freed_memory, start_thread
@@ -39,7 +46,9 @@ from steepest.tensors.shared_memory import allocate
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
 
-MLP10 = Workload("mlp10", functools.partial(MLP, hidden=2000), (1024,), batch_size=8, samples=512, steps=6)
+MLP10 = Workload(
+    "mlp10", functools.partial(MLP, hidden=2000), (1024,), batch_size=8, samples=512, steps=6
+)
 ALL = {**WORKLOADS, MLP10.name: MLP10}
 STRATEGIES = ("ps", "allreduce")
 CLIENT = Peer("client", 0)
@@ -83,7 +92,9 @@ def job_team(  # noqa: PLR0913 - each is given by name
         space = spaces[index % count]
         return Member(space, take_part, {"namespace": space, **roles, **common})
 
-    served = [] if in_workers else [member(i, server=i, worker=None) for i in range(servers * count)]
+    served = (
+        [] if in_workers else [member(i, server=i, worker=None) for i in range(servers * count)]
+    )
     working = [member(i, server=i if in_workers else None, worker=i) for i in everybody]
     return Team(f"steepest {strategy}", served + working)
 
@@ -116,8 +127,12 @@ def make_job(
     if allreduce:
         config = AllreduceStrategy(wire_dtype=wire_dtype, compression=compression)
     models, description = build_models(creator, 0, 1, 0, make_strategy(config).cut)
-    worker_hosts, server_hosts = (tuple(index % hosts for index in range(count)) for count in (workers, servers))
-    gathers = not (allreduce and hosts == 1)  # there each member updates its own weights, and nothing has to cross
+    worker_hosts, server_hosts = (
+        tuple(index % hosts for index in range(count)) for count in (workers, servers)
+    )
+    gathers = not (
+        allreduce and hosts == 1
+    )  # there each member updates its own weights, and nothing has to cross
     places = HostMap(worker_hosts, server_hosts, gathers)
     return Job(description, config, workers, 1, servers, 0, DEADLINE, hosts=places), models
 
@@ -134,9 +149,9 @@ def take_part(
 ) -> None:
     """One process: a server, a worker, or a worker with a server on its own weights.
 
-    The coordinator lives beside the first server, a host's aggregator beside its first, the client, which asks for steps,
-    beside the first worker. A turn ends when this process' worker has the last weights: they belong to it, not to
-    whoever is next on this network.
+    The coordinator lives beside the first server, a host's aggregator beside its first, the client,
+    which asks for steps, beside the first worker. A turn ends when this process' worker has the
+    last weights: they belong to it, not to whoever is next on this network.
 
     Args:
         job: of `make_job`; the others as of `job_team`.
@@ -148,7 +163,11 @@ def take_part(
     plan, models = make_job(**job)
     replicas = build_replicas(plan, worker or 0, models, [torch.device("cpu")])
     router = Router()
-    peers = [] if server is None else _host_servers(router, plan, server, replicas, beside=worker is not None)
+    peers = (
+        []
+        if server is None
+        else _host_servers(router, plan, server, replicas, beside=worker is not None)
+    )
     client, member = None, None
     if worker is not None:
         peers.append(worker_peer(worker))
@@ -178,12 +197,16 @@ def take_part(
             _take_steps(router, client, steps)
         taken += steps
         if member is not None:
-            router.call(functools.partial(member.at_version, 0, taken, _nothing)).result(DEADLINE).result(DEADLINE)
+            router.call(functools.partial(member.at_version, 0, taken, _nothing)).result(
+                DEADLINE
+            ).result(DEADLINE)
         orders.done(0.0 if member is None else (time.perf_counter() - begin) / max(steps, 1))
     router.stop()
 
 
-def _host_servers(router: Router, plan: Job, index: int, replicas: Replicas, *, beside: bool) -> list[Peer]:
+def _host_servers(
+    router: Router, plan: Job, index: int, replicas: Replicas, *, beside: bool
+) -> list[Peer]:
     """A server, and who lives beside it; `beside` a worker it updates that worker's own weights."""
     peers, aggregator = [server_peer(index)], index in plan.places.aggregators
     weights = replicas.weights if beside else allocate(replicas.weights.numel())

@@ -39,8 +39,8 @@ class Digits(NamedTuple):
 def load_mnist(folder: Path | None = None) -> Digits:
     """MNIST from `folder` or from STEEPEST_DATA, whichever has it.
 
-    Where neither has it, it is downloaded into `folder`; without a folder, scikit-learn's 1,797 bundled digits,
-    enlarged, take its place.
+    Where neither has it, it is downloaded into `folder`; without a folder, scikit-learn's 1,797
+    bundled digits, enlarged, take its place.
     """
     shared = data_directory()
     for place in (folder, shared / "mnist" if shared else None):
@@ -62,7 +62,9 @@ def unpack(packed: bytes, name: str) -> np.ndarray:
     """The array in an idx file: two zeros, the type, the number of dimensions, each dimension, the values."""
     raw = gzip.decompress(packed)
     if hashlib.md5(raw, usedforsecurity=False).hexdigest() != MD5[name]:
-        raise ValueError(f"{name}.gz is damaged: its checksum is not that of MNIST; delete the file")
+        raise ValueError(
+            f"{name}.gz is damaged: its checksum is not that of MNIST; delete the file"
+        )
     dimensions = raw[3]
     shape = np.frombuffer(raw, ">i4", dimensions, offset=4)
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
@@ -90,7 +92,9 @@ def load_small_digits() -> Digits:
     y = classes.astype(np.int64)
     order = np.random.default_rng(0).permutation(len(x))
     train, test = order[:1437], order[1437:]
-    return Digits("scikit-learn's digits, for want of MNIST", (x[train], y[train]), (x[test], y[test]))
+    return Digits(
+        "scikit-learn's digits, for want of MNIST", (x[train], y[train]), (x[test], y[test])
+    )
 
 
 def normalised(pixels: np.ndarray) -> np.ndarray:

@@ -1,11 +1,12 @@
 """A small network learns handwritten digits on two workers, by a parameter server.
 
     python examples/mnist_parameter_server.py                  # every step waits for all workers
-    python examples/mnist_parameter_server.py --mode async     # each worker at its own pace
-    python examples/mnist_parameter_server.py --mode ssp       # likewise, but never more than 3 steps ahead
+    python examples/mnist_parameter_server.py --mode async     # each worker at its own pace python
+    examples/mnist_parameter_server.py --mode ssp       # likewise, but never more than 3 steps
+    ahead
 
-MNIST is read from `--data FOLDER`, and downloaded into it if need be (11 MB); without a folder and without
-the environment variable STEEPEST_DATA, scikit-learn's small digits are used.
+MNIST is read from `--data FOLDER`, and downloaded into it if need be (11 MB); without a folder and
+without the environment variable STEEPEST_DATA, scikit-learn's small digits are used.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def model_creator(train: Arrays, learning_rate: float) -> Callable[[int, int], T
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Trains, prints the accuracy on the way, and returns the last one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mode", choices=("sync", "async", "ssp"), default="sync")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=200, help="steps of every worker")
@@ -65,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> float:
     options = parser.parse_args(argv)
 
     digits = load_mnist(options.data)
-    print(f"{digits.source}: {len(digits.train[0]):,} images to train with, {len(digits.test[0]):,} to test")
+    print(
+        f"{digits.source}: {len(digits.train[0]):,} images to train with, {len(digits.test[0]):,} "
+        "to test"
+    )
     some = slice(None, None, max(len(digits.test[0]) // 1000, 1))  # about a thousand test images do
     test = (digits.test[0][some], digits.test[1][some])
     seen = 0.0

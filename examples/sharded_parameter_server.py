@@ -1,8 +1,8 @@
 """Four Ray tasks add ones to 100 MB of numbers that lie in two server processes, while the driver looks on.
 
-    python examples/sharded_parameter_server.py
-    python examples/sharded_parameter_server.py --plain                       # pull and push, one after the other
-    python examples/sharded_parameter_server.py --megabytes 8 --servers 3     # smaller, on more servers
+    python examples/sharded_parameter_server.py python examples/sharded_parameter_server.py --plain
+    # pull and push, one after the other python examples/sharded_parameter_server.py --megabytes 8
+    --servers 3     # smaller, on more servers
 
 Every push is added exactly once, so that in the end every number is workers times rounds.
 """
@@ -44,7 +44,9 @@ def work(server: ParameterServer, rounds: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> float:
     """Runs the tasks, prints how it goes, and returns what every number is in the end."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=float, default=100, help="size of the array")
     parser.add_argument("--servers", type=int, default=2, help="server processes")
     parser.add_argument("--workers", type=int, default=4, help="Ray tasks")
@@ -54,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> float:
 
     task = work_plainly if options.plain else work
     zeros = np.zeros(int(options.megabytes * 1e6 / 8))
-    with ParameterServer(zeros, num_servers=options.servers) as server:  # starts Ray if it does not run
+    with ParameterServer(
+        zeros, num_servers=options.servers
+    ) as server:  # starts Ray if it does not run
         began = time.monotonic()
         running = [task.remote(server, options.rounds) for _ in range(options.workers)]
         seen, longest = None, 0.0
@@ -70,11 +74,14 @@ def main(argv: Sequence[str] | None = None) -> float:
 
     updates = options.workers * options.rounds
     if not (final == updates).all():
-        raise RuntimeError(f"numbers from {final.min():g} to {final.max():g} instead of {updates}: updates were lost")
+        raise RuntimeError(
+            f"numbers from {final.min():g} to {final.max():g} instead of {updates}: updates were "
+            "lost"
+        )
     print(f"every parameter is {final[0]:g}, as it should be")
     print(
-        f"{updates} updates of {zeros.nbytes / 1e6:g} MB in {seconds:.1f} s with the start of the tasks; "
-        f"the longest task took {longest:.1f} s"
+        f"{updates} updates of {zeros.nbytes / 1e6:g} MB in {seconds:.1f} s with the start of the "
+        f"tasks; the longest task took {longest:.1f} s"
     )
     return float(final[0])
 

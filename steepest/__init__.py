@@ -1,6 +1,7 @@
 """Distributed SGD on Ray: one model, one ``strategy=``, from a laptop to a cluster.
 
-Names are loaded when they are first used: torch takes seconds to import, and not every process needs it.
+Names are loaded when they are first used: torch takes seconds to import, and not every process
+needs it.
 """
 
 from importlib import import_module

@@ -1,24 +1,24 @@
 """The exceptions of steepest.
 
-SteepestError
-├── ConfigurationError (ValueError)       an argument is wrong; nothing was started or changed
-├── ResourcesError                        the cluster cannot place what was asked
-├── StepError                             the job's processes did not do what they were asked
-│   ├── ModelError (ConfigurationError)   a model breaks the protocol, or replicas disagree
-│   ├── ModelRaisedError                  the user's code or data raised (its traceback is the cause)
-│   ├── NonFiniteError                    a gradient holds NaN or infinity
-│   ├── DeadlineError (TimeoutError)      something was awaited in vain; names what, from whom, and in which step
-│   └── PeerLostError (ConnectionError)   a process died; names it, its node and its last log lines
-├── MessageTooLargeError                  a message does not fit into a frame; raised where it is sent
+SteepestError ├── ConfigurationError (ValueError)       an argument is wrong; nothing was started or
+changed ├── ResourcesError                        the cluster cannot place what was asked ├──
+StepError                             the job's processes did not do what they were asked │   ├──
+ModelError (ConfigurationError)   a model breaks the protocol, or replicas disagree │   ├──
+ModelRaisedError                  the user's code or data raised (its traceback is the cause) │
+├── NonFiniteError                    a gradient holds NaN or infinity │   ├── DeadlineError
+(TimeoutError)      something was awaited in vain; names what, from whom, and in which step │   └──
+PeerLostError (ConnectionError)   a process died; names it, its node and its last log lines ├──
+MessageTooLargeError                  a message does not fit into a frame; raised where it is sent
 ├── ProtocolError                         a frame is malformed, truncated, oversized or out of place
-│   └── AuthenticationError               a peer did not prove the job's token
-├── CheckpointError                       a checkpoint is missing, damaged or of another model, or its place is taken
-└── ShutdownError                         the trainer was used after `shutdown()`
+│   └── AuthenticationError               a peer did not prove the job's token ├── CheckpointError
+a checkpoint is missing, damaged or of another model, or its place is taken └── ShutdownError
+the trainer was used after `shutdown()`
 
-`DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; weights and optimizer state are then
-those of the last commit, less what a dead process alone held. Each subclass names a cause. Other calls raise the same
-classes for the same causes: a start, a handshake, an evaluation, a push or a collective operation can meet an exception
-of the user's code, a deadline or a dead process as a step can.
+`DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; weights and
+optimizer state are then those of the last commit, less what a dead process alone held. Each
+subclass names a cause. Other calls raise the same classes for the same causes: a start, a
+handshake, an evaluation, a push or a collective operation can meet an exception of the user's code,
+a deadline or a dead process as a step can.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ResourcesError(SteepestError):
 class StepError(SteepestError):
     """The job's processes did not do what they were asked.
 
-    From `step` and `fit`: the step was not committed, and weights and optimizer state are those of the last commit.
+    From `step` and `fit`: the step was not committed, and weights and optimizer state are those of
+    the last commit.
     """
 
 
@@ -93,8 +94,8 @@ def describe_error(error: BaseException) -> dict[str, str]:
     """Describe an exception as text that fits a message, whatever its class is and whatever it holds.
 
     Returns:
-        "error", its class and message; its "traceback"; and "kind", the class of this module that it is of, if it is
-        of any.
+        "error", its class and message; its "traceback"; and "kind", the class of this module that
+        it is of, if it is of any.
     """
     kinds = (base.__name__ for base in type(error).__mro__ if base.__module__ == __name__)
     told = {
@@ -116,7 +117,9 @@ def _shortened(text: str, limit: int) -> str:
     """Leave out the middle: a traceback begins with the frames, and ends with the exception."""
     if len(text) > limit:
         text = f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
-    return text.encode("utf-8", "backslashreplace").decode()  # it may hold halves of surrogate pairs
+    return text.encode(
+        "utf-8", "backslashreplace"
+    ).decode()  # it may hold halves of surrogate pairs
 
 
 def described_error(told: Mapping[str, str], prefix: str = "") -> SteepestError | None:

@@ -32,7 +32,12 @@ from steepest.cluster.remote_functions import name_of
 from steepest.cluster.resizing import Resize, WorkerRange
 from steepest.cluster.training import Training
 from steepest.config.run import RunConfig
-from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig, as_strategy
+from steepest.config.strategies import (
+    LocalStrategy,
+    ParameterServerStrategy,
+    StrategyConfig,
+    as_strategy,
+)
 from steepest.config.validation import require_choice, require_count, require_range
 from steepest.data.sampler import SamplePlan
 from steepest.engine.commit_log import CommitLog
@@ -51,38 +56,43 @@ _LARGEST_SEED = 2**63 - 1  # that torch takes
 class DistributedSGD:
     """Train one model on many worker processes.
 
-    The constructor starts Ray when it is not running, places the workers, builds the model on each and returns when all
-    are up. Use the trainer as a context manager, or call `shutdown`. A trainer that is garbage-collected ends its
-    processes with a warning, and does not write a last checkpoint.
+    The constructor starts Ray when it is not running, places the workers, builds the model on each
+    and returns when all are up. Use the trainer as a context manager, or call `shutdown`. A trainer
+    that is garbage-collected ends its processes with a warning, and does not write a last
+    checkpoint.
 
-    `step`, `fit`, `evaluate` and the other methods that need idle workers run one at a time; another thread waits. Only
-    `weights`, `stats`, `log` and `resize` may be called while workers train, from any thread or callback.
+    `step`, `fit`, `evaluate` and the other methods that need idle workers run one at a time;
+    another thread waits. Only `weights`, `stats`, `log` and `resize` may be called while workers
+    train, from any thread or callback.
 
     Args:
-        model_creator: called as ``model_creator(worker_index, device_index)`` for each replica, in the process of its
-            worker; returns a `Model`, such as `TorchModel`. Random state is seeded alike before each call.
-        num_workers: worker processes; or (min, max) for as many as the cluster has room for, at the beginning and
-            later: `fit` and `step` take in new workers as nodes join the cluster, and continue without a dead worker
-            when there is no room for its successor for `run_config.deadlines.start` seconds. Below `min` workers they
-            wait for one.
+        model_creator: called as ``model_creator(worker_index, device_index)`` for each replica, in
+            the process of its worker; returns a `Model`, such as `TorchModel`. Random state is
+            seeded alike before each call.
+        num_workers: worker processes; or (min, max) for as many as the cluster has room for, at the
+            beginning and later: `fit` and `step` take in new workers as nodes join the cluster, and
+            continue without a dead worker when there is no room for its successor for
+            `run_config.deadlines.start` seconds. Below `min` workers they wait for one.
         devices_per_worker: replicas in each worker.
         gpu: whether each replica is on a GPU of its own instead of the CPU.
         strategy: "ps", "allreduce", "local", "async", "ssp", "simple", or a strategy object.
-        accumulate: batches whose gradients each replica adds up in a step, one after the other; a step covers
-            ``num_workers * devices_per_worker * accumulate * batch_size`` samples.
+        accumulate: batches whose gradients each replica adds up in a step, one after the other; a
+            step covers ``num_workers * devices_per_worker * accumulate * batch_size`` samples.
         seed: of initial weights, order of samples and random state.
-        run_config: how processes are run: failures, deadlines, resources, the log. None for the defaults.
-        checkpoints: where `fit` keeps checkpoints, and how often. The newest whole checkpoint in that directory is
-            restored, and `fit` leaves out as many steps as it has: the same program, started again, ends where it would
-            have ended. None to keep none.
+        run_config: how processes are run: failures, deadlines, resources, the log. None for the
+            defaults.
+        checkpoints: where `fit` keeps checkpoints, and how often. The newest whole checkpoint in
+            that directory is restored, and `fit` leaves out as many steps as it has: the same
+            program, started again, ends where it would have ended. None to keep none.
 
     Raises:
         ConfigurationError: an argument is wrong.
-        CheckpointError: the checkpoints are of another model, optimizer or data set, or all are damaged; or another
-            driver keeps checkpoints in that directory now.
+        CheckpointError: the checkpoints are of another model, optimizer or data set, or all are
+            damaged; or another driver keeps checkpoints in that directory now.
         ModelError: the model breaks its protocol, or workers have built different ones.
         ModelRaisedError: building the model raised; the traceback is the cause.
-        ResourcesError: the cluster cannot place the workers, ever or within `run_config.deadlines.start` seconds.
+        ResourcesError: the cluster cannot place the workers, ever or within
+            `run_config.deadlines.start` seconds.
         DeadlineError, PeerLostError: the processes did not come up.
 
     Example:
@@ -106,9 +116,13 @@ class DistributedSGD:
     ) -> None:
         _check_creator(model_creator)
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-            raise ConfigurationError(f"checkpoints={checkpoints!r}: give steepest.Checkpoints(path), or None")
+            raise ConfigurationError(
+                f"checkpoints={checkpoints!r}: give steepest.Checkpoints(path), or None"
+            )
         if run_config is not None and not isinstance(run_config, RunConfig):
-            raise ConfigurationError(f"run_config={run_config!r}: give steepest.RunConfig(...), or None")
+            raise ConfigurationError(
+                f"run_config={run_config!r}: give steepest.RunConfig(...), or None"
+            )
         require_choice("gpu", gpu, (False, True))
         least, most = require_range("num_workers", num_workers)
         devices = require_count("devices_per_worker", devices_per_worker)
@@ -117,7 +131,9 @@ class DistributedSGD:
             raise ConfigurationError(f"seed={seed}: give an integer of at most {_LARGEST_SEED}")
         chosen = self._chosen(strategy, least)
         run_config = run_config or RunConfig()
-        self._lock = threading.RLock()  # step, fit, evaluate, save ... one at a time; reads need no lock
+        self._lock = (
+            threading.RLock()
+        )  # step, fit, evaluate, save ... one at a time; reads need no lock
         self._cluster: Cluster | None = None
         with contextlib.ExitStack() as undo:
             lock = DirectoryLock(checkpoints)
@@ -181,7 +197,8 @@ class DistributedSGD:
         Raises:
             StepError: the step was not committed, for one of these causes.
             ModelRaisedError: the model or its data raised; the traceback is the cause.
-            ModelError: the model breaks its protocol: it writes to trained parameters, or a metric is no number.
+            ModelError: the model breaks its protocol: it writes to trained parameters, or a metric
+                is no number.
             NonFiniteError: a gradient holds NaN or infinity.
             DeadlineError: the step was not committed within `run_config.deadlines.step` seconds.
             PeerLostError: a process died and cannot be replaced.
@@ -202,24 +219,31 @@ class DistributedSGD:
     ) -> StepResult:
         """Take many steps, which workers start by themselves without waiting for the driver.
 
-        With `checkpoints`, the first steps that are asked for are those that the restored checkpoint has: they are left
-        out, and no callback is called for them. Steps that `step` took are not left out.
+        With `checkpoints`, the first steps that are asked for are those that the restored
+        checkpoint has: they are left out, and no callback is called for them. Steps that `step`
+        took are not left out.
 
         Args:
-            steps, epochs: how many; give exactly one of the two. An epoch ends when each sample has been seen once; the
-                first one may have begun before.
-            callbacks: called for each step and event, and between epochs if they override `on_epoch_end`.
+            steps, epochs: how many; give exactly one of the two. An epoch ends when each sample has
+                been seen once; the first one may have begun before.
+            callbacks: called for each step and event, and between epochs if they override
+                `on_epoch_end`.
             progress: whether to show a progress bar on standard error.
 
         Returns:
-            The last step's result; that of the restored checkpoint if it has all steps that are asked for.
+            The last step's result; that of the restored checkpoint if it has all steps that are
+            asked for.
 
         Raises:
-            StepError: as `step`; what a callback raises is raised too. Steps committed until then stay.
-            CheckpointError: a checkpoint could not be written; raised when the next one is due, or at the end.
+            StepError: as `step`; what a callback raises is raised too. Steps committed until then
+                stay.
+            CheckpointError: a checkpoint could not be written; raised when the next one is due, or
+                at the end.
         """
         with self._idle():
-            return fit(self, self._keeping, self._events, self._train, steps, epochs, callbacks, progress)
+            return fit(
+                self, self._keeping, self._events, self._train, steps, epochs, callbacks, progress
+            )
 
     def _train(self, steps: int, stats: bool, on_step: Callable[[StepResult], None]) -> None:
         self._live()
@@ -262,7 +286,8 @@ class DistributedSGD:
 
             names = sorted({name for result in results for name in result.metrics})
             metrics = {
-                name: mean([(r.metrics[name], r.weight) for r in results if name in r.metrics]) for name in names
+                name: mean([(r.metrics[name], r.weight) for r in results if name in r.metrics])
+                for name in names
             }
             loss = mean([(result.loss, result.weight) for result in results])
             return EvaluationResult(loss, metrics, sum(result.samples for result in results))
@@ -270,9 +295,9 @@ class DistributedSGD:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters by name, at one version; at any time, from any thread.
 
-        Frozen parameters that the model itself changes (a momentum encoder's, say) are averaged over replicas, as
-        buffers are. During training each replica sends its own between two of its steps, which may take as long as a
-        step.
+        Frozen parameters that the model itself changes (a momentum encoder's, say) are averaged
+        over replicas, as buffers are. During training each replica sends its own between two of its
+        steps, which may take as long as a step.
         """
         self._live()
         return self._state.weights()
@@ -289,10 +314,12 @@ class DistributedSGD:
         """Set all parameters and buffers of every replica; the optimizer's state and the place in the data stay.
 
         Args:
-            state: by name, what `state_dict` of a trainer, or of the plain module, returned: no name more or less.
+            state: by name, what `state_dict` of a trainer, or of the plain module, returned: no
+                name more or less.
 
         Raises:
-            ConfigurationError: a name is missing or unknown, or a tensor has another shape; nothing has changed.
+            ConfigurationError: a name is missing or unknown, or a tensor has another shape; nothing
+                has changed.
         """
         with self._idle():
             self._state.load_state_dict(state, self._training.version)
@@ -302,7 +329,8 @@ class DistributedSGD:
         """Set some parameters by name on all servers and workers; the others, and the optimizer's state, stay.
 
         Raises:
-            ConfigurationError: a name is unknown, or a tensor has another shape; nothing has changed.
+            ConfigurationError: a name is unknown, or a tensor has another shape; nothing has
+                changed.
         """
         with self._idle():
             self._state.set_weights(weights, self._training.version)
@@ -322,7 +350,9 @@ class DistributedSGD:
     def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
         """Run a function on every replica, in its process, between steps; return and raise as `foreach_worker`."""
         with self._idle():
-            parts = self._live().call_workers(remote_functions.on_models, fn, what=f"run the function {name_of(fn)}")
+            parts = self._live().call_workers(
+                remote_functions.on_models, fn, what=f"run the function {name_of(fn)}"
+            )
             return [result for part in parts for result in part]
 
     def for_model(self, fn: Callable[[Model], T]) -> T:
@@ -330,7 +360,9 @@ class DistributedSGD:
         with self._idle():
             what = f"run the function {name_of(fn)}"
             result: T
-            (result,) = self._live().call_workers(remote_functions.on_first_model, fn, workers=[0], what=what)
+            (result,) = self._live().call_workers(
+                remote_functions.on_first_model, fn, workers=[0], what=what
+            )
             return result
 
     def warmup(self) -> None:
@@ -341,7 +373,9 @@ class DistributedSGD:
     def stats(self) -> Stats:
         """Return the job's counters and events so far."""
         cluster = self._live()
-        counters = self._wait(self._on_router(cluster.client.counters), "the coordinator's counters")
+        counters = self._wait(
+            self._on_router(cluster.client.counters), "the coordinator's counters"
+        )
         processes = cluster.counters()
         training = self._training
         return Stats(
@@ -396,7 +430,8 @@ class DistributedSGD:
         With the same global batch, training continues at exactly the sample after the last one.
 
         Raises:
-            CheckpointError: it is missing, damaged, or of another model, optimizer or data set; nothing has changed.
+            CheckpointError: it is missing, damaged, or of another model, optimizer or data set;
+                nothing has changed.
         """
         with self._idle():
             self._state.place(files.read(Path(path)), path)
@@ -411,7 +446,8 @@ class DistributedSGD:
             strategy: as for the constructor.
 
         Raises:
-            ConfigurationError: there is no such strategy, or its processes could not talk here; nothing has changed.
+            ConfigurationError: there is no such strategy, or its processes could not talk here;
+                nothing has changed.
         """
         with self._idle():
             self._state.reform(self._chosen(strategy, self.num_workers))
@@ -420,12 +456,14 @@ class DistributedSGD:
     def resize(self, num_workers: int | None = None, num_servers: int | None = None) -> None:
         """Continue with another number of workers, or of servers, from the next step on; nothing is lost or repeated.
 
-        New processes start first. Between two steps this returns when they are part of the job. While training is
-        under way (called by a callback, or from another thread) it returns at once; training goes on until they are
-        up, and then stops for a moment. A step covers more samples with more workers.
+        New processes start first. Between two steps this returns when they are part of the job.
+        While training is under way (called by a callback, or from another thread) it returns at
+        once; training goes on until they are up, and then stops for a moment. A step covers more
+        samples with more workers.
 
         Args:
-            num_workers: worker processes; None for as many as now. Ends a range given as (min, max).
+            num_workers: worker processes; None for as many as now. Ends a range given as (min,
+                max).
             num_servers: server processes, under a strategy that has them; None for as many as now.
 
         Raises:
@@ -435,11 +473,17 @@ class DistributedSGD:
         cluster = self._live()
         config, count = self.strategy, self.num_workers
         if num_servers is not None:
-            if not isinstance(config, (ParameterServerStrategy, LocalStrategy)) or self._job.strategy.in_workers:
+            if (
+                not isinstance(config, (ParameterServerStrategy, LocalStrategy))
+                or self._job.strategy.in_workers
+            ):
                 raise ConfigurationError(
-                    f"num_servers={num_servers} under {config.name!r}: its servers live in the workers"
+                    f"num_servers={num_servers} under {config.name!r}: its servers live in the "
+                    "workers"
                 )
-            config = dataclasses.replace(config, num_servers=require_count("num_servers", num_servers))
+            config = dataclasses.replace(
+                config, num_servers=require_count("num_servers", num_servers)
+            )
         if num_workers is not None:
             count = require_count("num_workers", num_workers)
         assert self._training.range is not None
@@ -462,7 +506,8 @@ class DistributedSGD:
         backup = getattr(config, "backup_workers", 0)
         if backup and backup >= workers:
             raise ConfigurationError(
-                f"backup_workers={backup} with num_workers={workers}: nobody would be left whose gradient a "
+                f"backup_workers={backup} with num_workers={workers}: nobody would be left whose "
+                "gradient a "
                 "step takes; give fewer backup workers, or more workers"
             )
         return config
@@ -471,7 +516,10 @@ class DistributedSGD:
 
     @staticmethod
     def resources(
-        num_workers: int = 1, devices_per_worker: int = 1, gpu: bool = False, cpus_per_worker: int = 1
+        num_workers: int = 1,
+        devices_per_worker: int = 1,
+        gpu: bool = False,
+        cpus_per_worker: int = 1,
     ) -> Any:
         """Return what a Ray Tune trial must reserve.
 
@@ -506,7 +554,10 @@ class DistributedSGD:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._end(error)
 
@@ -517,8 +568,9 @@ class DistributedSGD:
         with self._lock:
             if self._training.running:
                 raise ConfigurationError(
-                    "on_step is called while workers go on: there is weights() and stats(); everything else belongs "
-                    "into on_epoch_end, or between steps of a loop of your own"
+                    "on_step is called while workers go on: there is weights() and stats(); "
+                    "everything else belongs into on_epoch_end, or between steps of a loop of your "
+                    "own"
                 )
             self._live()
             yield
@@ -553,4 +605,6 @@ def _check_creator(model_creator: object) -> None:
     try:
         signature.bind(0, 0)
     except TypeError as error:
-        raise ConfigurationError(f"model_creator={model_creator!r} takes {signature}, {error}: {wanted}") from None
+        raise ConfigurationError(
+            f"model_creator={model_creator!r} takes {signature}, {error}: {wanted}"
+        ) from None

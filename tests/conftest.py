@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
 torch.set_num_threads(1)
 # a machine under load is no error; what failed is printed, so that it can be repeated
-settings.register_profile("few", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "few", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("full", settings.get_profile("few"), max_examples=1000)
 settings.load_profile("few")
 
@@ -67,7 +69,9 @@ def ray_cluster() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys(path for path in found if path)))
         patch.delenv("RAY_ADDRESS", raising=False)
         fork_workers()
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+        )
         try:
             yield
         finally:

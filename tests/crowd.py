@@ -42,7 +42,11 @@ def like(initial: Any, value: float) -> Any:
     """Arrays of one value."""
     if isinstance(initial, dict):
         return {name: like(array, value) for name, array in initial.items()}
-    return torch.full_like(initial, value) if isinstance(initial, torch.Tensor) else np.full_like(initial, value)
+    return (
+        torch.full_like(initial, value)
+        if isinstance(initial, torch.Tensor)
+        else np.full_like(initial, value)
+    )
 
 
 def values(pulled: Any) -> set[float]:
@@ -106,7 +110,9 @@ class Crowd:
             entry = self.arrays.layout.entries[self.arrays.layout.index[name]]
             weights[entry.offset : entry.offset + entry.nbytes] = torch.from_numpy(memory)
         self.routers = [self.network.router() for _ in range(servers)]
-        self.servers = [host_server(self.group, spec, r, i, weights.clone()) for i, r in enumerate(self.routers)]
+        self.servers = [
+            host_server(self.group, spec, r, i, weights.clone()) for i, r in enumerate(self.routers)
+        ]
         for i, router in enumerate(self.routers[1:], 1):
             self.network.connect(router, server_peers(i), self.routers[0], server_peers(0))
         role = role_of(self.routers[0], Peer("coordinator", 0))
@@ -122,7 +128,10 @@ class Crowd:
         index = FIRST + len(self.users) if index is None else index
         pusher, client = self.group.host_user(router, index), self.group.host_client(router, index)
         peers = self.group.user_peers(index)
-        links = [self.network.connect(router, peers, r, server_peers(i)) for i, r in enumerate(self.routers)]
+        links = [
+            self.network.connect(router, peers, r, server_peers(i))
+            for i, r in enumerate(self.routers)
+        ]
         self.users.append(User(self.arrays, pusher, client, router, links))
         return self.users[-1]
 
@@ -163,7 +172,11 @@ class Crowd:
     def idle(self) -> bool:
         """Whether nothing is kept of any push: not on servers, not at the coordinator, not at users."""
         asking = [user.pusher for user in self.users if not user.links[0].closed]
-        return not (any(map(pushes_of, self.servers)) or undecided(self.coordinator) or any(map(unanswered, asking)))
+        return not (
+            any(map(pushes_of, self.servers))
+            or undecided(self.coordinator)
+            or any(map(unanswered, asking))
+        )
 
 
 # -- what befalls messages ---------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Random examples: how many a property is tried on, and how a failing one is tried again.
 
-No seed is fixed, so each run tries others. What failed is printed: by hypothesis as the arguments and the line
-`@reproduce_failure(...)`, by `seeds` as `STEEPEST_SEED=...`. `make test-full` tries ten times as many.
+No seed is fixed, so each run tries others. What failed is printed: by hypothesis as the arguments
+and the line `@reproduce_failure(...)`, by `seeds` as `STEEPEST_SEED=...`. `make test-full` tries
+ten times as many.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def runs(count: int) -> settings:
 def seeds(count: int, name: str = "seed") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that calls a test once for each of so many random numbers, as its argument of that name.
 
-    The number of a failing call is printed, and `STEEPEST_SEED=number` in the environment has each test called with
-    that number alone.
+    The number of a failing call is printed, and `STEEPEST_SEED=number` in the environment has each
+    test called with that number alone.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -56,7 +57,9 @@ def seeds(count: int, name: str = "seed") -> Callable[[Callable[..., None]], Cal
                     raise
 
         del run.__wrapped__  # type: ignore[attr-defined]
-        others = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+        others = [
+            parameter for parameter in signature.parameters.values() if parameter.name != name
+        ]
         run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
         return run
 

@@ -1,9 +1,10 @@
 """Ray's worker processes as forks of one that has imported torch: a job of the tests starts in tenths of a second.
 
-After `fork_workers()`, raylets start this file where they would start Ray's `setup_worker.py`, with the same arguments.
-The first of a raylet's workers to run it leaves a template behind, which imports what workers use and ends with the
-raylet. Each worker hands the template its arguments, environment and output, and ends; a fork of the template then does
-what Ray's own `default_worker.py` does. Workers with a runtime environment of their own start as Ray starts them.
+After `fork_workers()`, raylets start this file where they would start Ray's `setup_worker.py`, with
+the same arguments. The first of a raylet's workers to run it leaves a template behind, which
+imports what workers use and ends with the raylet. Each worker hands the template its arguments,
+environment and output, and ends; a fork of the template then does what Ray's own
+`default_worker.py` does. Workers with a runtime environment of their own start as Ray starts them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import socket
 import sys
 
 ENVIRONMENT = "--serialized-runtime-env-context="
-MODULES = ("torch", "ray.actor", "steepest.cluster.process", "steepest.models.torch", "steepest.testing", "pytest")
+MODULES = (
+    "torch",
+    "ray.actor",
+    "steepest.cluster.process",
+    "steepest.models.torch",
+    "steepest.testing",
+    "pytest",
+)
 
 
 #: arguments of the interpreter that make it Ray's command line, with such raylets
@@ -43,7 +51,9 @@ def start(arguments: list[str]) -> None:
     if own or not hand_over(arguments):
         import ray
 
-        usual = os.path.join(os.path.dirname(ray.__file__), "_private", "workers", "setup_worker.py")
+        usual = os.path.join(
+            os.path.dirname(ray.__file__), "_private", "workers", "setup_worker.py"
+        )
         os.execv(sys.executable, [sys.executable, usual, *arguments])
 
 
@@ -68,10 +78,14 @@ def hand_over(arguments: list[str]) -> bool:
 
 def serve(door: socket.socket) -> None:
     """Fork a worker for each connection, until the raylet ends."""
-    os.environ["RAY_JOB_ID"] = "ffffffff"  # none, instead of that of the first worker: Ray reads it when it is imported
+    os.environ["RAY_JOB_ID"] = (
+        "ffffffff"  # none, instead of that of the first worker: Ray reads it when it is imported
+    )
     for module in MODULES:
         importlib.import_module(module)
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork has no other thread than the one that forked"
+    assert len(os.listdir("/proc/self/task")) == 1, (
+        "a fork has no other thread than the one that forked"
+    )
     gc.freeze()  # else the collector would write to each object, which copies its page
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no worker remains as a zombie
     raylet = os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))
@@ -107,8 +121,14 @@ def work(client: socket.socket) -> None:
     os.chdir(directory)
     random.seed()
     np.random.seed()
-    script = next(number for number, argument in enumerate(arguments) if argument.endswith("default_worker.py"))
-    sys.argv = [each for each in arguments[script:] if not each.startswith((ENVIRONMENT, "--language="))]
+    script = next(
+        number
+        for number, argument in enumerate(arguments)
+        if argument.endswith("default_worker.py")
+    )
+    sys.argv = [
+        each for each in arguments[script:] if not each.startswith((ENVIRONMENT, "--language="))
+    ]
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit()
 

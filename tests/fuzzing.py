@@ -19,14 +19,95 @@ from steepest.transport.frames import HEADER, ROLES, decode_header, decode_meta,
 from steepest.transport.router import Router
 
 ODD: tuple[Any, ...] = (
-    *(None, 0, 1, 2, -1, 7, 2**31, 2**40, 2**62, 2**80, -(2**70), 1.5, -0.5, float("nan"), float("inf"), True, False),
-    *("", "x", "worker", "client", "server", "weights", "state", "standing", "float32", "bool", "params"),
-    *([], [0], [-1], [3], [[5, 0, 1]], [["client", 5, 1]], ["client", 5], [[[]]], {}, {"a": {"b": []}}, {"lr": "x"}),
+    *(
+        None,
+        0,
+        1,
+        2,
+        -1,
+        7,
+        2**31,
+        2**40,
+        2**62,
+        2**80,
+        -(2**70),
+        1.5,
+        -0.5,
+        float("nan"),
+        float("inf"),
+        True,
+        False,
+    ),
+    *(
+        "",
+        "x",
+        "worker",
+        "client",
+        "server",
+        "weights",
+        "state",
+        "standing",
+        "float32",
+        "bool",
+        "params",
+    ),
+    *(
+        [],
+        [0],
+        [-1],
+        [3],
+        [[5, 0, 1]],
+        [["client", 5, 1]],
+        ["client", 5],
+        [[[]]],
+        {},
+        {"a": {"b": []}},
+        {"lr": "x"},
+    ),
 )
 KEYS = (
-    *("worker", "life", "why", "steps", "stats", "what", "chunks", "anew", "state", "log", "first", "length", "pushes"),
-    *("readers", "hyper", "skip", "clip", "entry", "workers", "reload", "again", "install", "absent", "dtype", "shape"),
-    *("name", "key", "start", "stop", "plain", "squares", "culprits", "pull", "reader", "word", "timings"),
+    *(
+        "worker",
+        "life",
+        "why",
+        "steps",
+        "stats",
+        "what",
+        "chunks",
+        "anew",
+        "state",
+        "log",
+        "first",
+        "length",
+        "pushes",
+    ),
+    *(
+        "readers",
+        "hyper",
+        "skip",
+        "clip",
+        "entry",
+        "workers",
+        "reload",
+        "again",
+        "install",
+        "absent",
+        "dtype",
+        "shape",
+    ),
+    *(
+        "name",
+        "key",
+        "start",
+        "stop",
+        "plain",
+        "squares",
+        "culprits",
+        "pull",
+        "reader",
+        "word",
+        "timings",
+    ),
     *(
         "samples",
         "bytes_pushed",
@@ -88,7 +169,9 @@ def changed(chance: random.Random, message: Message, peers: Sequence[Peer]) -> M
     """A message with something wrong in a few places, or by chance nothing."""
     found = copied(message)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        chance.choice((_header, _header, _meta, _meta, _meta, _nested, _payload, _who))(chance, found, peers)
+        chance.choice((_header, _header, _meta, _meta, _meta, _nested, _payload, _who))(
+            chance, found, peers
+        )
     return found
 
 
@@ -122,7 +205,11 @@ def _nested(chance: random.Random, message: Message, peers: Sequence[Peer]) -> N
 def _payload(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
     size = 64 if message.payload is None else message.payload.nbytes
     size = chance.choice((0, 1, size, size - 1, size + 8, 8, 16, 4096))
-    message.payload = torch.full((size,), chance.choice((0, 63, 127, 255)), dtype=torch.uint8) if size > 0 else None
+    message.payload = (
+        torch.full((size,), chance.choice((0, 63, 127, 255)), dtype=torch.uint8)
+        if size > 0
+        else None
+    )
 
 
 def _who(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
@@ -130,7 +217,9 @@ def _who(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None
     if what == 0:
         message.kind = chance.choice(list(Kind))
     elif what == 1:
-        message.source = chance.choice((*peers, Peer(chance.choice(ROLES), chance.choice((0, 1, 5, 2**31 - 1)))))
+        message.source = chance.choice(
+            (*peers, Peer(chance.choice(ROLES), chance.choice((0, 1, 5, 2**31 - 1))))
+        )
     else:
         message.target = chance.choice(peers)
 
@@ -175,12 +264,14 @@ def go_on(network: Network, rounds: int = 60) -> None:
 Disturb = Callable[[random.Random], bool]
 
 
-def tell(chance: random.Random, network: Network, seen: Sequence[Message], stranger: Link | None) -> tuple[bool, str]:
+def tell(
+    chance: random.Random, network: Network, seen: Sequence[Message], stranger: Link | None
+) -> tuple[bool, str]:
     """Tells somebody something like what was once said; whether that was refused, and what it was.
 
     Args:
-        stranger: the end of the channel of one who is no part of the job, at a process of it; None to use the channel
-            of the one who sends.
+        stranger: the end of the channel of one who is no part of the job, at a process of it; None
+            to use the channel of the one who sends.
     """
     everybody = processes(network)
     peers = [peer for process in everybody for peer in process.peers]

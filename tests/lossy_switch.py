@@ -1,9 +1,9 @@
 """A network switch whose links are slow and lose frames: ``python lossy_switch.py MILLISECONDS PERCENT PORT...``.
 
-Frames are taken from each port and leave by another, or by all others, after a delay, unless they are lost. They carry
-the kernel's own description of what is still to be done to them (checksums, segments), so that ends that leave
-this to their devices understand each other. Ends when its input ends, with a line that says how many came and were
-lost.
+Frames are taken from each port and leave by another, or by all others, after a delay, unless they
+are lost. They carry the kernel's own description of what is still to be done to them (checksums,
+segments), so that ends that leave this to their devices understand each other. Ends when its input
+ends, with a line that says how many came and were lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SO_RCVBUFFORCE = 33
 
 def port(name: str) -> socket.socket:
     """All frames that come by a device."""
-    raw = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # takes nothing before it knows which device
+    raw = socket.socket(
+        socket.AF_PACKET, socket.SOCK_RAW, 0
+    )  # takes nothing before it knows which device
     raw.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     raw.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 24)
     raw.setblocking(False)
@@ -61,7 +63,9 @@ def forward(delay: float, loss: float, ports: list[socket.socket]) -> tuple[int,
                 lost += 1
                 continue
             outs = [homes[to]] if to in homes else ports
-            waiting.extend((time.monotonic() + delay, out, frame) for out in outs if out is not source)
+            waiting.extend(
+                (time.monotonic() + delay, out, frame) for out in outs if out is not source
+            )
 
 
 if __name__ == "__main__":

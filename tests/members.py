@@ -22,7 +22,8 @@ from steepest.transport.sockets import WireTransport
 TOKEN = b"correct horse battery staple"
 SECONDS = 60.0
 
-#: Makes members, given their number and, in seconds, the deadline; what is to be closed goes onto the stack.
+#: Makes members, given their number and, in seconds, the deadline; what is to be closed goes onto
+#: the stack.
 MakeGroup = Callable[..., list[Any]]
 
 
@@ -35,9 +36,13 @@ def together(members: Sequence[Collective], do: Callable[[Any], Any]) -> list[An
 class Member(MemberCollective):
     """A member whose router a test may use; `generation` is the one in which it is."""
 
-    def __init__(self, rank: int, size: int, router: Router, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self, rank: int, size: int, router: Router, *arguments: Any, **options: Any
+    ) -> None:
         self.router, self.generation = router, 0
-        super().__init__(rank, size, router, *arguments, generation=lambda: self.generation, **options)
+        super().__init__(
+            rank, size, router, *arguments, generation=lambda: self.generation, **options
+        )
 
     @property
     def transport(self) -> WireTransport:
@@ -47,7 +52,12 @@ class Member(MemberCollective):
 
 
 def wire_group(
-    closing: contextlib.ExitStack, size: int, deadline: float = SECONDS, *, ways: str = "wire", apart: bool = False
+    closing: contextlib.ExitStack,
+    size: int,
+    deadline: float = SECONDS,
+    *,
+    ways: str = "wire",
+    apart: bool = False,
 ) -> list[Member]:
     """Members that talk over Unix-domain sockets, or, apart, over TCP; each has a router of its own."""
     routers, wires = [Router() for _ in range(size)], []
@@ -60,7 +70,14 @@ def wire_group(
     addresses = [wire.listen("127.0.0.1") for wire in wires]
     one_host = not apart and wires[0].lends
     return [
-        Member(rank, size, router, deadline, lambda other, wire=wire: wire.connect(addresses[other]), one_host=one_host)
+        Member(
+            rank,
+            size,
+            router,
+            deadline,
+            lambda other, wire=wire: wire.connect(addresses[other]),
+            one_host=one_host,
+        )
         for rank, (router, wire) in enumerate(zip(routers, wires, strict=True))
     ]
 
@@ -73,23 +90,36 @@ def torch_groups(size: int, deadline: float = SECONDS) -> list[Any]:
         return list(pool.map(make, range(size)))
 
 
-def _torch(closing: contextlib.ExitStack, size: int, deadline: float = SECONDS) -> list[TorchCollective]:
+def _torch(
+    closing: contextlib.ExitStack, size: int, deadline: float = SECONDS
+) -> list[TorchCollective]:
     return [TorchCollective(group, deadline) for group in torch_groups(size, deadline)]
 
 
-def _in_process(closing: contextlib.ExitStack, size: int, deadline: float = SECONDS) -> list[InProcessCollective]:
+def _in_process(
+    closing: contextlib.ExitStack, size: int, deadline: float = SECONDS
+) -> list[InProcessCollective]:
     return InProcessCollective.group(size, deadline)
 
 
-def _unix(closing: contextlib.ExitStack, size: int, deadline: float = SECONDS) -> list[MemberCollective]:
+def _unix(
+    closing: contextlib.ExitStack, size: int, deadline: float = SECONDS
+) -> list[MemberCollective]:
     return wire_group(closing, size, deadline)
 
 
-def _tcp(closing: contextlib.ExitStack, size: int, deadline: float = SECONDS) -> list[MemberCollective]:
+def _tcp(
+    closing: contextlib.ExitStack, size: int, deadline: float = SECONDS
+) -> list[MemberCollective]:
     return wire_group(closing, size, deadline, apart=True)
 
 
-GROUPS: dict[str, MakeGroup] = {"in-process": _in_process, "unix": _unix, "tcp": _tcp, "torch": _torch}
+GROUPS: dict[str, MakeGroup] = {
+    "in-process": _in_process,
+    "unix": _unix,
+    "tcp": _tcp,
+    "torch": _torch,
+}
 
 
 @contextlib.contextmanager

@@ -55,7 +55,11 @@ def mode(name: str, servers: int = 2, chunk_bytes: int = 64, **settings: Any) ->
     """The strategy of that name, with small chunks on several servers."""
     chosen = replace(MODES[name], chunk_bytes=chunk_bytes, **settings)
     servers = max(servers, getattr(chosen, "replication", 1))
-    return replace(chosen, num_servers=servers) if isinstance(chosen, ParameterServerStrategy) else chosen
+    return (
+        replace(chosen, num_servers=servers)
+        if isinstance(chosen, ParameterServerStrategy)
+        else chosen
+    )
 
 
 def make(
@@ -109,7 +113,9 @@ def shares(log: CommitLog) -> list[int]:
 def worker_weights(cluster: InProcessCluster, version: int) -> list[torch.Tensor]:
     """What each worker holds at a version, as an evaluation there would find it."""
     futures = [
-        worker.at_version(cluster.coordinator.generation, version, lambda replicas: replicas.weights.clone())
+        worker.at_version(
+            cluster.coordinator.generation, version, lambda replicas: replicas.weights.clone()
+        )
         for worker in cluster.workers
     ]
     return [cluster.wait(future, "the workers' weights") for future in futures]
@@ -125,7 +131,9 @@ def check(cluster: InProcessCluster, task: Task) -> CommitLog:
     assert len({push.share for push in pushes}) == len(pushes)
     told = counters(cluster)
     assert told["committed"] == told["version"] == len(log.commits)
-    assert dict(told["staleness"]) == Counter(chain.from_iterable(commit.staleness for commit in log.commits))
+    assert dict(told["staleness"]) == Counter(
+        chain.from_iterable(commit.staleness for commit in log.commits)
+    )
     assert told["skipped"] == sum(commit.skipped for commit in log.commits)
     for held in (chunk for server in cluster.servers for chunk in server.chunks.values()):
         assert len(held.staged) <= len(cluster.workers)

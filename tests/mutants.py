@@ -2,10 +2,10 @@
 
     python tests/mutants.py --count 100 --seed 14 --results mutants.json      (or: make mutants)
 
-A mutant is the package with one operator, constant, condition or statement changed. It is killed when a test fails,
-and has survived when all pass. Mutants are drawn from the seed alone, so two versions of the tests are compared on the
-same mutants, with `--package` naming the same modules for both. Results are kept as they come, and a run that was ended
-goes on where it was.
+A mutant is the package with one operator, constant, condition or statement changed. It is killed
+when a test fails, and has survived when all pass. Mutants are drawn from the seed alone, so two
+versions of the tests are compared on the same mutants, with `--package` naming the same modules for
+both. Results are kept as they come, and a run that was ended goes on where it was.
 """
 
 from __future__ import annotations
@@ -32,8 +32,23 @@ TARGETS = (
 )  # fmt: skip
 #: tests that are likely to notice come first, so that most mutants cost seconds
 FIRST = {
-    "protocol/coordinator": ["coordinator", "leftovers", "commit_rules", "modes", "worker_replacement", "fault_scripts", "pushes"],
-    "engine/server": ["pushes", "modes", "snapshots", "weight_buffers", "precision", "fault_scripts"],
+    "protocol/coordinator": [
+        "coordinator",
+        "leftovers",
+        "commit_rules",
+        "modes",
+        "worker_replacement",
+        "fault_scripts",
+        "pushes",
+    ],
+    "engine/server": [
+        "pushes",
+        "modes",
+        "snapshots",
+        "weight_buffers",
+        "precision",
+        "fault_scripts",
+    ],
     "engine/server_chunk": ["pushes", "clip", "optimizer", "modes", "one_copy"],
     "protocol/push_tracking": ["pushes", "coordinator", "modes", "clip", "fault_scripts"],
     "data/sampler": ["sampler", "leftovers", "sources", "worker_replacement"],
@@ -84,14 +99,20 @@ def mutants(source: str) -> list[tuple[str, str]]:
     """Return every mutant of a module: its description with the line, and its source."""
     tree = ast.parse(source)
     found = []
-    types = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
+    types = [
+        getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")
+    ]
     kept = {id(node) for part in types if part is not None for node in ast.walk(part)}
     for parent in ast.walk(tree):
         if isinstance(parent, ast.Raise) or id(parent) in kept:
             continue  # wording of errors, and types
         for name, value in ast.iter_fields(parent):
             for index, child in enumerate(value if isinstance(value, list) else [value]):
-                if not isinstance(child, ast.stmt | ast.expr) or name in ("annotation", "returns", "decorator_list"):
+                if not isinstance(child, ast.stmt | ast.expr) or name in (
+                    "annotation",
+                    "returns",
+                    "decorator_list",
+                ):
                     continue
                 for what, new in changes(child):
                     _put(parent, name, index, new)
@@ -122,12 +143,17 @@ def survives(root: Path, target: str, source: str, marks: str, seconds: int, *, 
     Args:
         root: of the checkout whose tests and package are used.
         marks: which tests are run, as pytest's `-m` has it.
-        seconds: of processor time for each half of the tests, more than they take: who needs more hangs.
+        seconds: of processor time for each half of the tests, more than they take: who needs more
+            hangs.
         quick: run the likely half alone.
     """
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / "checkout"
-        shutil.copytree(root, copied, ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "wt"))
+        shutil.copytree(
+            root,
+            copied,
+            ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "wt"),
+        )
         (copied / "steepest" / f"{target}.py").write_text(source)
         tests = sorted(path.name for path in (copied / "tests").glob("test_*.py"))
         first = [f"test_{name}.py" for name in FIRST[target] if f"test_{name}.py" in tests]
@@ -160,21 +186,33 @@ def _killer(checkout: Path, files: list[str], marks: str, seconds: int) -> str |
 
 def main() -> None:
     """Draw mutants, run the tests on each, and print and keep what became of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=14)
-    parser.add_argument("--seconds", type=int, default=900, help="of processor time for each half of the tests")
-    parser.add_argument("--quick", action="store_true", help="run only the tests that are likely to notice")
-    parser.add_argument("--marks", default="not ray and not cluster and not long and not full", help="of the tests")
+    parser.add_argument(
+        "--seconds", type=int, default=900, help="of processor time for each half of the tests"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run only the tests that are likely to notice"
+    )
+    parser.add_argument(
+        "--marks", default="not ray and not cluster and not long and not full", help="of the tests"
+    )
     parser.add_argument("--package", type=Path, default=ROOT / "steepest", help="what is mutated")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout whose tests are run")
     parser.add_argument("--results", type=Path, default=Path("mutants.json"))
     options = parser.parse_args()
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
-    for number, (target, what, source) in enumerate(draw(options.count, options.seed, options.package)):
+    for number, (target, what, source) in enumerate(
+        draw(options.count, options.seed, options.package)
+    ):
         name = f"{number} {target}.py:{what}"
         if name not in results:
-            results[name] = survives(options.root, target, source, options.marks, options.seconds, quick=options.quick)
+            results[name] = survives(
+                options.root, target, source, options.marks, options.seconds, quick=options.quick
+            )
             options.results.write_text(json.dumps(results, indent=1))
             print(f"{name}: {results[name]}", flush=True)
     killed = sum(outcome != "survived" for outcome in results.values())

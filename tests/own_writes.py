@@ -48,7 +48,9 @@ class Momentum(nn.Module):
 
 def spectral(old: bool) -> nn.Module:
     layer = nn.Linear(3, 4).double()
-    normed = nn.utils.spectral_norm(layer) if old else nn.utils.parametrizations.spectral_norm(layer)
+    normed = (
+        nn.utils.spectral_norm(layer) if old else nn.utils.parametrizations.spectral_norm(layer)
+    )
     return nn.Sequential(normed, nn.Tanh(), nn.Linear(4, 4).double())
 
 
@@ -103,6 +105,8 @@ class Renormalised(nn.Module):
 
 #: by name: what makes the module, and the parameter that it writes to
 WRITERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    **{how: (functools.partial(Writer, how), "last.weight") for how in ("clamp", "data", "storage")},
+    **{
+        how: (functools.partial(Writer, how), "last.weight") for how in ("clamp", "data", "storage")
+    },
     "max norm": (Renormalised, "table.weight"),
 }

@@ -11,11 +11,14 @@ import pytest
 Row = tuple[Any, ...]
 
 
-def pairwise(axes: Iterable[Iterable[Any]], where: Callable[..., bool] = lambda *row: True) -> list[tuple[Row, bool]]:
+def pairwise(
+    axes: Iterable[Iterable[Any]], where: Callable[..., bool] = lambda *row: True
+) -> list[tuple[Row, bool]]:
     """Return every row of a product for which `where` holds, each with whether it is one of the chosen.
 
-    The chosen rows contain each pair of values of two axes that any row contains. They are found greedily: always the
-    first row with the most pairs that no chosen row contains yet. The same arguments give the same rows.
+    The chosen rows contain each pair of values of two axes that any row contains. They are found
+    greedily: always the first row with the most pairs that no chosen row contains yet. The same
+    arguments give the same rows.
 
     Example:
         >>> found = pairwise([(1, 2), "ab", "xy"])
@@ -24,7 +27,9 @@ def pairwise(axes: Iterable[Iterable[Any]], where: Callable[..., bool] = lambda 
     """
     columns = [list(axis) for axis in axes]
     numbers = product(*(range(len(column)) for column in columns))
-    rows = {row: tuple(column[i] for column, i in zip(columns, row, strict=True)) for row in numbers}
+    rows = {
+        row: tuple(column[i] for column, i in zip(columns, row, strict=True)) for row in numbers
+    }
     rows = {row: values for row, values in rows.items() if where(*values)}
     pairs = {row: frozenset(combinations(enumerate(row), 2)) for row in rows}
     missing = set().union(*pairs.values())
@@ -36,12 +41,15 @@ def pairwise(axes: Iterable[Iterable[Any]], where: Callable[..., bool] = lambda 
     return [(values, row in chosen) for row, values in rows.items()]
 
 
-def grid(where: Callable[..., bool] = lambda *row: True, **axes: Iterable[Any]) -> pytest.MarkDecorator:
+def grid(
+    where: Callable[..., bool] = lambda *row: True, **axes: Iterable[Any]
+) -> pytest.MarkDecorator:
     """Return the mark that parametrizes a test with the product of these settings, by name, where `where` holds.
 
     What is not needed for every pair of values is marked `full`, and run by `make test-full` only.
     """
     rows = [
-        pytest.param(*row, marks=() if chosen else pytest.mark.full) for row, chosen in pairwise(axes.values(), where)
+        pytest.param(*row, marks=() if chosen else pytest.mark.full)
+        for row, chosen in pairwise(axes.values(), where)
     ]
     return pytest.mark.parametrize(tuple(axes), rows)

@@ -22,7 +22,7 @@ from steepest.parameter_server.connection import Connection
 from steepest.parameter_server.group import ServerGroup
 from steepest.parameter_server.hosting import host_server
 from steepest.tensors.shared_memory import BOARD_BYTES, allocate
-from steepest.testing.inspection import channels_of, weight_buffers_of, unsent_of
+from steepest.testing.inspection import channels_of, unsent_of, weight_buffers_of
 from steepest.transport.channel import Address
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
@@ -32,7 +32,11 @@ TOKEN = b"correct horse battery staple"
 FIRST = 100  # index of the first user
 PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once
 PROCESSES.set_forkserver_preload(
-    ["steepest.parameter_server.connection", "steepest.parameter_server.group", "steepest.transport.sockets"]
+    [
+        "steepest.parameter_server.connection",
+        "steepest.parameter_server.group",
+        "steepest.transport.sockets",
+    ]
 )
 
 
@@ -90,7 +94,9 @@ class Status(NamedTuple):
 class User:
     """What a user's process works with."""
 
-    def __init__(self, group: ServerGroup, addresses: Sequence[Address], index: int, ways: str) -> None:
+    def __init__(
+        self, group: ServerGroup, addresses: Sequence[Address], index: int, ways: str
+    ) -> None:
         router = Router()
         self.arrays = group.arrays
         self.pusher = group.host_user(router, index)
@@ -109,7 +115,9 @@ class User:
 
     def pull(self, span: tuple[int, int] | None = None) -> tuple[int, torch.Tensor]:
         """The version, and a copy of the one array or of a part of it."""
-        wanted, pulled = self.arrays.request(None if span is None else [""], span, None, self.connection.recycler)
+        wanted, pulled = self.arrays.request(
+            None if span is None else [""], span, None, self.connection.recycler
+        )
         return self.connection.run(lambda: self.pusher.pull(wanted), "a pull"), pulled
 
     def push(self, update: torch.Tensor) -> int:
@@ -121,7 +129,9 @@ class User:
         """The version that it makes, and the array at that version."""
         memory = self.arrays.bytes_of(update, "update")
         wanted, pulled = self.arrays.request(None, None, None, self.connection.recycler)
-        done = self.connection.run(lambda: self.pusher.push(memory, wanted), "a push", memory.values())
+        done = self.connection.run(
+            lambda: self.pusher.push(memory, wanted), "a push", memory.values()
+        )
         return done, pulled
 
     def empty(self) -> torch.Tensor:
@@ -173,7 +183,10 @@ class Crew:
 
     def start(self) -> None:
         """Starts the servers."""
-        self.servers = [self.add(_serve, self.group, index, self.ways) for index in range(self.group.num_servers)]
+        self.servers = [
+            self.add(_serve, self.group, index, self.ways)
+            for index in range(self.group.num_servers)
+        ]
         self.addresses = [server.hear() for server in self.servers]
         for server in self.servers:
             server.ask(self.addresses[0])
@@ -246,4 +259,8 @@ def _maps(pid: int) -> list[list[str]]:
 
 def holders_of(memory: set[int]) -> set[int]:
     """The processes of this machine that hold some of that memory."""
-    return {int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and memory_of(int(p.name)) & memory}
+    return {
+        int(p.name)
+        for p in Path("/proc").iterdir()
+        if p.name.isdigit() and memory_of(int(p.name)) & memory
+    }

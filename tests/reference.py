@@ -17,7 +17,9 @@ Weights = dict[str, torch.Tensor]
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def samples(count: int, inputs: int = 3, outputs: int = 2, dtype: torch.dtype = torch.float64) -> Any:
+def samples(
+    count: int, inputs: int = 3, outputs: int = 2, dtype: torch.dtype = torch.float64
+) -> Any:
     """Fixed random data for a regression."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, inputs, generator=generator, dtype=torch.float64)
@@ -103,7 +105,12 @@ def difference(weights: Weights, expected: Weights) -> float:
     assert weights.keys() == expected.keys()
     largest = max(float(w.abs().max()) for w in expected.values() if w.numel())
     return (
-        max(float((weights[n].double() - w.double()).abs().max()) for n, w in expected.items() if w.numel()) / largest
+        max(
+            float((weights[n].double() - w.double()).abs().max())
+            for n, w in expected.items()
+            if w.numel()
+        )
+        / largest
     )
 
 

@@ -30,7 +30,11 @@ class Strangers:
         for _ in range(number):
             sock = socket.socket(socket.AF_UNIX if self._family == "unix" else socket.AF_INET)
             sock.setblocking(False)
-            place = self._address.unix if self._family == "unix" else (self._address.host, self._address.port)
+            place = (
+                self._address.unix
+                if self._family == "unix"
+                else (self._address.host, self._address.port)
+            )
             error = sock.connect_ex(place)
             if error not in (0, errno.EINPROGRESS):
                 assert error == errno.EAGAIN, "as many wait as can"

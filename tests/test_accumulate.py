@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_equivalence import TASKS, Sometimes, all_but_fixed, dropout, run, weighted_mse, weighted_samples
+from test_equivalence import (
+    TASKS,
+    Sometimes,
+    all_but_fixed,
+    dropout,
+    run,
+    weighted_mse,
+    weighted_samples,
+)
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,7 +47,9 @@ SIZES = [(1, 1, 2), (1, 2, 2), (1, 1, 5), (2, 1, 3), (2, 2, 2), (3, 1, 2)]
 @grid(strategy=STRATEGIES, size=SIZES, name=TASKS)
 def test_equals_serial_training(strategy: str, size: tuple[int, int, int], name: str) -> None:
     workers, devices, accumulate = size
-    cluster = run(TASKS[name], STEPS, workers, devices, accumulate=accumulate, strategy=STRATEGIES[strategy])
+    cluster = run(
+        TASKS[name], STEPS, workers, devices, accumulate=accumulate, strategy=STRATEGIES[strategy]
+    )
     parts = workers * devices * accumulate
     assert cluster.job.global_batch == parts * 2
     assert difference(cluster.weights(), TASKS[name].train(parts, STEPS)) < 1e-12
@@ -55,14 +65,20 @@ def test_random_numbers_are_those_of_as_many_workers(workers: int) -> None:
     assert difference(both.weights(), wide.weights()) < 1e-12
 
 
-@pytest.mark.parametrize(("workers", "devices", "accumulate"), [(1, 1, 4), (1, 2, 3), (2, 1, 2), (2, 2, 2)])
-def test_a_loss_may_weigh_its_batch_or_not_at_all(workers: int, devices: int, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "devices", "accumulate"), [(1, 1, 4), (1, 2, 3), (2, 1, 2), (2, 2, 2)]
+)
+def test_a_loss_may_weigh_its_batch_or_not_at_all(
+    workers: int, devices: int, accumulate: int
+) -> None:
     data = weighted_samples([1.0, 0.0, 0.0, 2.0, 7.0, 0.25, 0.0, 2.5, 0.5, 1.0, 0.125, 6.0])
     task = Task(optimizer=sgd(momentum=0.9), data=data, loss=weighted_mse, batch_size=1)
     cluster = run(task, STEPS, workers, devices, accumulate=accumulate, strategy=STRATEGIES["ps"])
     plan = cluster.job.plan()
     assert plan is not None
-    assert all(float(data[1][plan.share(step, 0, 1), -1].sum()) for step in range(STEPS)), "else serial training fails"
+    assert all(float(data[1][plan.share(step, 0, 1), -1].sum()) for step in range(STEPS)), (
+        "else serial training fails"
+    )
     assert difference(cluster.weights(), task.train(workers * devices * accumulate, STEPS)) < 1e-12
 
 
@@ -71,7 +87,9 @@ def test_a_loss_may_weigh_its_batch_or_not_at_all(workers: int, devices: int, ac
 def test_parameters_without_gradient_are_skipped_as_torch_does(
     workers: int, devices: int, accumulate: int, chunk_bytes: int | None
 ) -> None:
-    task = Task(Sometimes, all_but_fixed(torch.optim.AdamW, lr=0.01, weight_decay=0.1), batch_size=1)
+    task = Task(
+        Sometimes, all_but_fixed(torch.optim.AdamW, lr=0.01, weight_decay=0.1), batch_size=1
+    )
     strategy = ParameterServerStrategy(num_servers=2, chunk_bytes=chunk_bytes)
     weights = run(task, STEPS, workers, devices, accumulate=accumulate, strategy=strategy).weights()
     assert difference(weights, task.train(workers * devices * accumulate, STEPS)) < 1e-12
@@ -90,7 +108,9 @@ def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str, se
     assert not same_bits(replay(replace(log, accumulate=1), task.creator()), cluster.weights())
 
 
-@pytest.mark.parametrize("places", [HostMap((0, 0, 1), (0, 1), gathers=True), HostMap((0, 0, 0), (0, 0), gathers=True)])
+@pytest.mark.parametrize(
+    "places", [HostMap((0, 0, 1), (0, 1), gathers=True), HostMap((0, 0, 0), (0, 0), gathers=True)]
+)
 def test_a_hosts_workers_add_up_what_they_added_up(places: HostMap) -> None:
     task = Task(optimizer=sgd(momentum=0.9))
     cluster = make("sync", task, 3, accumulate=2, hosts=places)
@@ -122,7 +142,9 @@ def test_every_sample_of_an_epoch_counts_once(name: str) -> None:
 
 
 def test_loss_and_metrics_are_means_over_all_micro_batches() -> None:
-    task = Task(optimizer=sgd(lr=0.0), metrics={"first": lambda output, target: target[:, 0].mean()})
+    task = Task(
+        optimizer=sgd(lr=0.0), metrics={"first": lambda output, target: target[:, 0].mean()}
+    )
     cluster = make("sync", task, 2, accumulate=2)
     module = task.module()
     module.load_state_dict(cluster.weights())
@@ -130,7 +152,9 @@ def test_loss_and_metrics_are_means_over_all_micro_batches() -> None:
     assert plan is not None
     for step, result in enumerate(trained(cluster, 4)):
         x, y = (column[torch.from_numpy(plan.share(step, 0, 1))] for column in task.data)
-        assert result.values()["metrics"]["first"] == pytest.approx(float(y[:, 0].mean()), abs=1e-12)
+        assert result.values()["metrics"]["first"] == pytest.approx(
+            float(y[:, 0].mean()), abs=1e-12
+        )
         expected = float(nn.functional.mse_loss(module(x), y).detach())
         assert result.values()["loss"] == pytest.approx(expected, abs=1e-12)
 
@@ -149,17 +173,25 @@ def test_chunks_leave_during_the_last_backward_pass_only() -> None:
     left: dict[int, int] = {}
     replicas.compute(0, lambda chunk, *_: left.update({chunk: passes[0]}), False)
     assert passes == [6]
-    last = {c for name in ("last.weight", "last.bias") for c in layout.chunks_of[layout.index[name]]}
-    first = {c for name in ("first.weight", "first.bias") for c in layout.chunks_of[layout.index[name]]} - last
+    last = {
+        c for name in ("last.weight", "last.bias") for c in layout.chunks_of[layout.index[name]]
+    }
+    first = {
+        c for name in ("first.weight", "first.bias") for c in layout.chunks_of[layout.index[name]]
+    } - last
     assert first | last == left.keys() == set(range(len(layout.chunks)))
     assert {left[chunk] for chunk in first} == {6}
-    assert 5 in {left[chunk] for chunk in last}, "the last layer's leave before the first layer's are computed"
+    assert 5 in {left[chunk] for chunk in last}, (
+        "the last layer's leave before the first layer's are computed"
+    )
     assert min(left.values()) == 5
 
 
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
-def test_a_micro_batch_that_raises_voids_the_step_which_is_taken_again(name: str, seed: int) -> None:
+def test_a_micro_batch_that_raises_voids_the_step_which_is_taken_again(
+    name: str, seed: int
+) -> None:
     calls, when = [0], random.Random(seed).randint(1, 36)
 
     def raise_once(gradient: torch.Tensor) -> torch.Tensor:
@@ -187,7 +219,11 @@ def of(data: Any, batch_size: int | None = 2) -> Any:
     def create(worker: int, device: int) -> TorchModel:
         torch.manual_seed(0)
         return TorchModel(
-            nn.Linear(3, 2).double(), loss=nn.functional.mse_loss, data=data, batch_size=batch_size, optimizer=sgd()
+            nn.Linear(3, 2).double(),
+            loss=nn.functional.mse_loss,
+            data=data,
+            batch_size=batch_size,
+            optimizer=sgd(),
         )
 
     return create
@@ -219,7 +255,10 @@ def test_a_stream_gives_its_batches_one_after_the_other() -> None:
 def test_a_loaders_own_processes_read_ahead_in_the_same_order(processes: int) -> None:
     dataset = TensorDataset(*samples(13))
     loader = DataLoader(
-        dataset, batch_size=2, num_workers=processes, multiprocessing_context="fork" if processes else None
+        dataset,
+        batch_size=2,
+        num_workers=processes,
+        multiprocessing_context="fork" if processes else None,
     )
     cluster = InProcessCluster(of(loader), accumulate=4)
     plain = InProcessCluster(of(samples(13)), accumulate=4)
@@ -233,16 +272,22 @@ def test_a_loaders_own_processes_read_ahead_in_the_same_order(processes: int) ->
 
 @pytest.mark.parametrize("accumulate", [0, -1, True, 1.5, "2", None])
 def test_what_is_no_number_of_batches_is_refused(accumulate: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"accumulate={accumulate!r}: give an integer of at least 1"):
+    with pytest.raises(
+        ConfigurationError, match=f"accumulate={accumulate!r}: give an integer of at least 1"
+    ):
         DistributedSGD(Task().creator(), accumulate=accumulate)
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
-def test_training_on_ray_and_going_on_with_other_numbers_of_workers_and_batches(tmp_path: Path) -> None:
+def test_training_on_ray_and_going_on_with_other_numbers_of_workers_and_batches(
+    tmp_path: Path,
+) -> None:
     task = Task(optimizer=sgd(momentum=0.9))
     logged = RunConfig(keep_log=True)
-    with DistributedSGD(task.creator(), 2, accumulate=2, strategy=STRATEGIES["ps"], run_config=logged) as trainer:
+    with DistributedSGD(
+        task.creator(), 2, accumulate=2, strategy=STRATEGIES["ps"], run_config=logged
+    ) as trainer:
         assert trainer.step().samples == trainer.accumulate * 2 * task.batch_size
         trainer.fit(steps=4, progress=False)
         assert same_bits(trainer.weights(), replay(trainer.log(), task.creator()))

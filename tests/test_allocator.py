@@ -43,7 +43,9 @@ print("kept", *found.result(60))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_memory_that_is_freed_is_not_mapped_anew() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120
+    )
     plain, kept = (line.split() for line in done.stdout.splitlines())
     assert plain[0] == "plain"
     assert int(plain[2]) > 5 * 1000

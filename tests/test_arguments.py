@@ -33,7 +33,9 @@ from steepest.errors import ConfigurationError
         ("seed", lambda: DistributedSGD(lambda worker, device: None, seed=2**64)),  # type: ignore[arg-type, return-value]
     ],
 )
-def test_a_number_out_of_reach_is_refused_by_its_name(name: str, make: Callable[[], object]) -> None:
+def test_a_number_out_of_reach_is_refused_by_its_name(
+    name: str, make: Callable[[], object]
+) -> None:
     with pytest.raises(ConfigurationError, match=f"^{name}="):
         make()
 
@@ -48,9 +50,16 @@ class Builder:
     def __call__(self, worker_index: int) -> None: ...
 
 
-@pytest.mark.parametrize("creator", [None, 3, lambda: None, lambda worker: None, TorchModel, Builder()])
-def test_a_model_creator_that_cannot_be_called_is_refused_before_anything_starts(creator: Any) -> None:
+@pytest.mark.parametrize(
+    "creator", [None, 3, lambda: None, lambda worker: None, TorchModel, Builder()]
+)
+def test_a_model_creator_that_cannot_be_called_is_refused_before_anything_starts(
+    creator: Any,
+) -> None:
     before = ray.is_initialized()
-    with pytest.raises(ConfigurationError, match=r"^model_creator=.*give a function of \(worker_index, device_index\)"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^model_creator=.*give a function of \(worker_index, device_index\)",
+    ):
         DistributedSGD(creator)
     assert ray.is_initialized() == before

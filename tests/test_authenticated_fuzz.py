@@ -60,7 +60,9 @@ def undisturbed(name: str) -> tuple[Weights, tuple[Message, ...]]:
     snapshot = cluster.snapshot("state")
     cluster.log()
     cluster.wait(cluster.client.stop(), "a stop")
-    cluster.wait(cluster.client.install(STEPS, snapshot.weights, snapshot.records, None), "an install")
+    cluster.wait(
+        cluster.client.install(STEPS, snapshot.weights, snapshot.records, None), "an install"
+    )
     cluster.wait(cluster.client.counters(), "counters")
     cluster.wait(cluster.client.revoke(), "a new generation")
     return weights, (*recorder.seen, *said_in_trouble(name))
@@ -71,7 +73,9 @@ def said_in_trouble(name: str) -> list[Message]:
     name = "sync" if name == "aggregators" else name
     replaced = name not in ("allreduce", "replicated")
     kill = [Fault.kill("worker", 0, step=3)] if replaced else []
-    cluster = make(name, task(), replaces=replaced, faults=[Fault.raises("worker", 1, step=1), *kill])
+    cluster = make(
+        name, task(), replaces=replaced, faults=[Fault.raises("worker", 1, step=1), *kill]
+    )
     recorder = Recorder(cluster.network)
     taken = 0
     while taken < 6:
@@ -84,7 +88,10 @@ def said_in_trouble(name: str) -> list[Message]:
 
 def said_after_a_death(name: str) -> list[Message]:
     """What is said when a worker is lost for which the others wait, and when nobody takes its place."""
-    waited_for = [Fault.slow("worker", 0, step=0, factor=50, steps=9), Fault.kill("worker", 0, step=2)]
+    waited_for = [
+        Fault.slow("worker", 0, step=0, factor=50, steps=9),
+        Fault.kill("worker", 0, step=2),
+    ]
     found = []
     for replaces, faults in ((True, waited_for if name == "ssp-0" else []), (False, [])):
         cluster = make(name, task(), replaces=replaces, faults=faults)
@@ -105,12 +112,18 @@ def stranger(cluster: Any, routers: Any, chance: random.Random) -> Link:
     near = chance.choice(routers)
     own = (Peer(chance.choice(("worker", "client", "member")), 77),)
     cluster.network.connect(router, own, near, tuple(near._roles))
-    return cluster.network._transports[[t.router for t in cluster.network._transports].index(near)].links[-1]
+    return cluster.network._transports[
+        [t.router for t in cluster.network._transports].index(near)
+    ].links[-1]
 
 
 def no_surprise(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing was refused only because it made somebody stumble."""
-    stumbled = [record for record in caplog.records if record.exc_info and record.name.startswith("steepest")]
+    stumbled = [
+        record
+        for record in caplog.records
+        if record.exc_info and record.name.startswith("steepest")
+    ]
     assert not stumbled, caplog.text
     caplog.clear()
 
@@ -149,7 +162,9 @@ def links(network: Network) -> list[Link]:
 
 def take_step(cluster: InProcessCluster, said: str) -> None:
     """The step that was asked for is committed."""
-    cluster.network.run_until(lambda: not cluster.client.outcomes.empty(), f"a step in spite of {said}")
+    cluster.network.run_until(
+        lambda: not cluster.client.outcomes.empty(), f"a step in spite of {said}"
+    )
     outcome = cluster.client.outcomes.get()
     assert isinstance(outcome, Message), (outcome, said)
     assert outcome.kind is Kind.RESULT, (outcome, said)
@@ -237,23 +252,31 @@ def runs_long(examples: int, survives: Any) -> None:
 
 @pytest.mark.parametrize("as_stranger", [False, True])
 @pytest.mark.parametrize("name", JOBS)
-def test_processes_of_a_job_go_on(name: str, as_stranger: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_processes_of_a_job_go_on(
+    name: str, as_stranger: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     runs_long(2, lambda seed: survive(name, seed, caplog, as_stranger=as_stranger))
 
 
 @pytest.mark.parametrize("as_stranger", [False, True])
-def test_processes_of_a_parameter_server_go_on(as_stranger: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_processes_of_a_parameter_server_go_on(
+    as_stranger: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     runs_long(8, lambda seed: survive_open(seed, caplog, as_stranger=as_stranger))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("as_stranger", [False, True])
 @pytest.mark.parametrize("name", JOBS)
-def test_processes_of_a_job_go_on_for_long(name: str, as_stranger: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_processes_of_a_job_go_on_for_long(
+    name: str, as_stranger: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     runs_long(40, lambda seed: survive(name, seed, caplog, as_stranger=as_stranger))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("as_stranger", [False, True])
-def test_processes_of_a_parameter_server_go_on_for_long(as_stranger: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_processes_of_a_parameter_server_go_on_for_long(
+    as_stranger: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     runs_long(200, lambda seed: survive_open(seed, caplog, as_stranger=as_stranger))

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.config.strategies import (
+    AllreduceStrategy,
+    ParameterServerStrategy,
+    SimpleStrategy,
+    StrategyConfig,
+)
 from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.models.torch import TorchModel
@@ -25,7 +30,9 @@ STEPS = 12
 
 
 def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)
+    )
 
 
 class Saving(nn.Module):
@@ -45,7 +52,9 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def creator(
-    module: Callable[[], nn.Module] = network, optimizer: Any = None, autocast: torch.dtype | None = torch.bfloat16
+    module: Callable[[], nn.Module] = network,
+    optimizer: Any = None,
+    autocast: torch.dtype | None = torch.bfloat16,
 ) -> ModelCreator:
     def create(worker: int, device: int) -> TorchModel:
         return TorchModel(
@@ -79,8 +88,12 @@ def plain(cluster: InProcessCluster, module: nn.Module) -> tuple[Weights, list[f
     return snapshot(module), losses
 
 
-@pytest.mark.parametrize("module", [network, Saving, lambda: torch.compile(network(), backend="eager")])
-@pytest.mark.parametrize("strategy", [ParameterServerStrategy(), AllreduceStrategy(), SimpleStrategy()])
+@pytest.mark.parametrize(
+    "module", [network, Saving, lambda: torch.compile(network(), backend="eager")]
+)
+@pytest.mark.parametrize(
+    "strategy", [ParameterServerStrategy(), AllreduceStrategy(), SimpleStrategy()]
+)
 def test_one_worker_equals_a_plain_loop_to_the_bit(strategy: StrategyConfig, module: Any) -> None:
     if isinstance(strategy, ParameterServerStrategy):
         strategy = ParameterServerStrategy(num_servers=2, chunk_bytes=64)
@@ -184,7 +197,9 @@ def test_small_gradients_in_float16_survive_with_a_loss_scale() -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_update_that_overflows_is_left_out(workers: int) -> None:
     strategy = ParameterServerStrategy(num_servers=1, nonfinite="skip", clip_norm=1.0)
-    cluster = InProcessCluster(half_creator(2.0**60), num_workers=workers, strategy=strategy, keep_log=True)
+    cluster = InProcessCluster(
+        half_creator(2.0**60), num_workers=workers, strategy=strategy, keep_log=True
+    )
     before = cluster.weights()
     trained(cluster, 2)
     assert [commit.skipped for commit in cluster.log().commits] == [True, True]

@@ -16,7 +16,15 @@ from safetensors.torch import load_model
 from torch import nn
 
 from steepest import DistributedSGD, ParameterServerStrategy, SimpleStrategy
-from steepest.checkpoint.files import MANIFEST, Checkpoint, JobSignature, assemble, disassemble, read, write
+from steepest.checkpoint.files import (
+    MANIFEST,
+    Checkpoint,
+    JobSignature,
+    assemble,
+    disassemble,
+    read,
+    write,
+)
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.tensors.layout import ParameterLayout
 from steepest.testing import InProcessCluster
@@ -60,12 +68,16 @@ def about(step: int = 3) -> dict[str, Any]:
 
 
 def content(value: float = 1.0, step: int = 3) -> Checkpoint:
-    return Checkpoint({"w": torch.full((3,), value)}, {"w/exp_avg": torch.full((3,), -value)}, {}, about(step))
+    return Checkpoint(
+        {"w": torch.full((3,), value)}, {"w/exp_avg": torch.full((3,), -value)}, {}, about(step)
+    )
 
 
 def holds(path: Path, value: float) -> bool:
     found = read(path)
-    return same_bits(found.weights, {"w": torch.full((3,), float(value))}) and found.about["step"] == int(value)
+    return same_bits(found.weights, {"w": torch.full((3,), float(value))}) and found.about[
+        "step"
+    ] == int(value)
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -84,7 +96,9 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
     assert all(name == MANIFEST or name.endswith(".safetensors") for name in files)
     for name in files[1:]:
         raw = (tmp_path / name).read_bytes()
-        assert isinstance(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]), dict)  # the format's header
+        assert isinstance(
+            json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]), dict
+        )  # the format's header
 
 
 def test_the_next_checkpoint_takes_the_place_of_the_last(tmp_path: Path) -> None:
@@ -137,7 +151,9 @@ def flip(path: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "no manifest": lambda path: (path / MANIFEST).unlink(),
     "an empty manifest": lambda path: (path / MANIFEST).write_text(""),
-    "half a manifest": lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text()[:50]),
+    "half a manifest": lambda path: (path / MANIFEST).write_text(
+        (path / MANIFEST).read_text()[:50]
+    ),
     "a manifest of bytes": lambda path: (path / MANIFEST).write_bytes(b"\x80\x04\x95"),
     "a manifest that is a list": lambda path: (path / MANIFEST).write_text("[1]"),
     "another format": lambda path: edit(path, lambda m: m.update(format=1)),
@@ -145,7 +161,9 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "no files": lambda path: edit(path, lambda m: m.pop("files") and None),
     "files that are a list": lambda path: edit(path, lambda m: m.update(files=[1])),
     "one file too few": lambda path: edit(path, lambda m: m["files"].pop("optimizer") and None),
-    "a file without checksum": lambda path: edit(path, lambda m: m["files"]["weights"].pop("sha256") and None),
+    "a file without checksum": lambda path: edit(
+        path, lambda m: m["files"]["weights"].pop("sha256") and None
+    ),
     "no step": lambda path: edit(path, lambda m: [m.pop("step"), None][1]),
     "a flipped bit": lambda path: flip(next(path.glob("weights-*"))),
     "half a file": lambda path: os.truncate(next(path.glob("optimizer-*")), 20),
@@ -177,7 +195,9 @@ def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path) -> None:
     write(tmp_path / "a", content(1.0))
     write(tmp_path / "b", content(2.0))
     other = json.loads((tmp_path / "b" / MANIFEST).read_text())["files"]["weights"]
-    edit(tmp_path / "a", lambda m: m["files"]["weights"].update(other, name=f"../b/{other['name']}"))
+    edit(
+        tmp_path / "a", lambda m: m["files"]["weights"].update(other, name=f"../b/{other['name']}")
+    )
     with pytest.raises(CheckpointError, match="weights"):
         read(tmp_path / "a")
 
@@ -220,11 +240,17 @@ def test_state_of_strangers_is_refused() -> None:
 @pytest.mark.parametrize("cut", [64, None])
 def test_state_of_a_real_run_is_carried_over(cut: int | None) -> None:
     cluster = InProcessCluster(TASK.creator(), num_workers=2, strategy=ps(3))
-    other = InProcessCluster(TASK.creator(), num_workers=2, strategy=ParameterServerStrategy(chunk_bytes=cut))
+    other = InProcessCluster(
+        TASK.creator(), num_workers=2, strategy=ParameterServerStrategy(chunk_bytes=cut)
+    )
     cluster.step(5)
     snapshot = cluster.snapshot("state")
     optimizer, plain = assemble(cluster.job.description.layout, snapshot.records)
-    keys = {f"{entry.name}/{key}" for entry in cluster.job.description.layout.entries for key in STATE_OF_ADAM}
+    keys = {
+        f"{entry.name}/{key}"
+        for entry in cluster.job.description.layout.entries
+        for key in STATE_OF_ADAM
+    }
     assert optimizer.keys() == keys
     records = disassemble(other.job.description.layout, optimizer, plain)
     other.wait(other.client.install(5, snapshot.weights, records), "the installation")
@@ -241,12 +267,21 @@ def test_the_owner_says_what_does_not_fit() -> None:
     owner = JobSignature(layout, "torch.optim.Adam", {}, 16, {})
     owner.check(content())
     cases = [
-        (replace(owner, optimizer="torch.optim.SGD"), "optimizer torch.optim.Adam, this job has torch.optim.SGD"),
+        (
+            replace(owner, optimizer="torch.optim.SGD"),
+            "optimizer torch.optim.Adam, this job has torch.optim.SGD",
+        ),
         (replace(owner, flags={"0.amsgrad": True}), "flags {}, this job has {'0.amsgrad': True}"),
         (replace(owner, samples=17), "samples 16, this job has 17"),
         (replace(owner, buffers={"mean": torch.zeros(2)}), "no 'mean'"),
-        (replace(owner, layout=ParameterLayout.plan([("w", (4,), torch.float32, True)])), r"shape \(3,\)"),
-        (replace(owner, layout=ParameterLayout.plan([("w", (3,), torch.float64, True)])), "dtype torch.float32"),
+        (
+            replace(owner, layout=ParameterLayout.plan([("w", (4,), torch.float32, True)])),
+            r"shape \(3,\)",
+        ),
+        (
+            replace(owner, layout=ParameterLayout.plan([("w", (3,), torch.float64, True)])),
+            "dtype torch.float32",
+        ),
         (replace(owner, layout=ParameterLayout.plan([("v", (3,), torch.float32, True)])), "no 'v'"),
         (replace(owner, layout=ParameterLayout.plan([])), "it has 'w', the model has not"),
     ]
@@ -261,7 +296,9 @@ ray = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.fixture(scope="module")
-def trained(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DistributedSGD, Path, Any]]:
+def trained(
+    ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[DistributedSGD, Path, Any]]:
     """A trainer after 50 steps, its checkpoint after 30, and its weights."""
     path = tmp_path_factory.mktemp("trained")
     with DistributedSGD(TIED.creator(), num_workers=2, strategy=ps(2), seed=3) as sgd:
@@ -285,9 +322,13 @@ class TestOverRay:
         assert same_bits(sgd.weights(), weights)
 
     @pytest.mark.parametrize("strategy", [ps(1), SimpleStrategy()], ids=["one server", "simple"])
-    def test_a_new_trainer_continues_bit_for_bit(self, trained: Any, tmp_path: Path, strategy: Any) -> None:
+    def test_a_new_trainer_continues_bit_for_bit(
+        self, trained: Any, tmp_path: Path, strategy: Any
+    ) -> None:
         _, path, weights = trained
-        with DistributedSGD(TIED.creator(), num_workers=2, strategy=strategy) as other:  # of another seed
+        with DistributedSGD(
+            TIED.creator(), num_workers=2, strategy=strategy
+        ) as other:  # of another seed
             other.restore(path)
             result = other.fit(steps=10, progress=False)
             assert (result.step, result.epoch) == (40, 9)
@@ -345,21 +386,30 @@ class TestOverRay:
             sgd.load_state_dict(wrong)
         assert same_bits(sgd.state_dict(), before)
 
-    def test_what_does_not_fit_is_refused_and_nothing_changes(self, trained: Any, tmp_path: Path) -> None:
+    def test_what_does_not_fit_is_refused_and_nothing_changes(
+        self, trained: Any, tmp_path: Path
+    ) -> None:
         sgd, path, _ = trained
         sgd.restore(path)
         before = sgd.state_dict()
         saved = read(path)
         described = {key: value for key, value in saved.about.items() if key != "format"}
-        single = {name: value.float() if name == "head.bias" else value for name, value in saved.weights.items()}
+        single = {
+            name: value.float() if name == "head.bias" else value
+            for name, value in saved.weights.items()
+        }
         wrong = {
             "optimizer": replace(saved, about={**described, "optimizer": "torch.optim.SGD"}),
             "samples": replace(saved, about={**described, "samples": 15}),
             "head.bias": replace(saved, weights=single),
-            "norm.running_mean": replace(saved, weights=without(saved.weights, "norm.running_mean")),
+            "norm.running_mean": replace(
+                saved, weights=without(saved.weights, "norm.running_mean")
+            ),
             "encode.weight": replace(saved, weights=without(saved.weights, "encode.weight")),
             "extra": replace(saved, weights=saved.weights | {"extra": torch.zeros(1)}),
-            "stranger": replace(saved, optimizer=saved.optimizer | {"stranger/exp_avg": torch.zeros(1)}),
+            "stranger": replace(
+                saved, optimizer=saved.optimizer | {"stranger/exp_avg": torch.zeros(1)}
+            ),
         }
         for name, checkpoint in wrong.items():
             write(tmp_path / name, checkpoint)

@@ -20,7 +20,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from steepest import Callback, Checkpoints, DistributedSGD, ParameterServerStrategy, RunConfig, StepResult
+from steepest import (
+    Callback,
+    Checkpoints,
+    DistributedSGD,
+    ParameterServerStrategy,
+    RunConfig,
+    StepResult,
+)
 from steepest.checkpoint import files
 from steepest.cluster.checkpoint_manager import CheckpointDirectory
 from steepest.config.strategies import StrategyConfig, as_strategy
@@ -46,7 +53,13 @@ def kept(path: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(("",), "path=''"), ((3,), "path=3"), (("here", 0), "every=0"), (("here", 1, 0), "keep=0"), (("a", 1.5), "every")],
+    [
+        (("",), "path=''"),
+        ((3,), "path=3"),
+        (("here", 0), "every=0"),
+        (("here", 1, 0), "keep=0"),
+        (("a", 1.5), "every"),
+    ],
 )
 def test_settings_are_checked(arguments: tuple[Any, ...], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
@@ -103,7 +116,9 @@ def test_a_damaged_one_is_passed_over_and_said_to_be(
     assert kept(tmp_path) == [4, 5]
 
 
-def test_the_only_whole_one_stays_until_another_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_whole_one_stays_until_another_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = CheckpointDirectory(tmp_path, 1)
     put(directory, 1)
 
@@ -128,7 +143,9 @@ def test_the_only_whole_one_stays_until_another_is_whole(tmp_path: Path, monkeyp
     assert kept(tmp_path) == [5]
 
 
-def test_what_a_crash_left_unfinished_is_passed_over_and_removed_by_the_next(tmp_path: Path) -> None:
+def test_what_a_crash_left_unfinished_is_passed_over_and_removed_by_the_next(
+    tmp_path: Path,
+) -> None:
     directory = CheckpointDirectory(tmp_path, 2)
     (tmp_path / "000001-step-1").mkdir()
     assert newest(tmp_path) is None  # killed while it wrote the first one: it begins anew
@@ -182,7 +199,9 @@ class Heard(Callback):
         self.epochs += 1
 
 
-def trainer(path: Path, strategy: str | StrategyConfig = "ps", every: int = 10, **settings: Any) -> DistributedSGD:
+def trainer(
+    path: Path, strategy: str | StrategyConfig = "ps", every: int = 10, **settings: Any
+) -> DistributedSGD:
     checkpoints = Checkpoints(path, every, keep=2)
     return DistributedSGD(TASK.creator(), strategy=strategy, checkpoints=checkpoints, **settings)
 
@@ -207,15 +226,22 @@ class TestOverRay:
             sgd.fit(steps=37, callbacks=[Stop(23, error)], progress=False)
         stopped = kept(tmp_path)
         assert stopped[0] == 20
-        assert 23 <= stopped[1] <= 30  # workers were ahead of the callback, up to the next checkpoint
+        assert (
+            23 <= stopped[1] <= 30
+        )  # workers were ahead of the callback, up to the next checkpoint
         heard = Heard()
         with trainer(tmp_path, strategy, num_workers=2) as sgd:
             assert sgd.fit(steps=37, callbacks=[heard], progress=False).step == 37
-            assert (heard.begun, heard.steps) == ([37 - stopped[1]], list(range(stopped[1] + 1, 38)))
+            assert (heard.begun, heard.steps) == (
+                [37 - stopped[1]],
+                list(range(stopped[1] + 1, 38)),
+            )
             assert same_bits(sgd.weights(), undisturbed(37, 2, strategy))
         assert kept(tmp_path) == [30, 37] if stopped[1] < 30 else [stopped[1], 37]
 
-    def test_what_is_done_is_not_done_again(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_what_is_done_is_not_done_again(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         heard = Heard()
         with trainer(tmp_path, every=100) as sgd:
             sgd.fit(epochs=2, callbacks=[heard], progress=False)
@@ -257,7 +283,11 @@ class TestOverRay:
             sgd.fit(steps=10, progress=False)
         with trainer(tmp_path / "kept") as sgd:
             saved = files.read(tmp_path / "own")
-            older = {key: value for key, value in saved.about.items() if key not in ("format", "left", "ends")}
+            older = {
+                key: value
+                for key, value in saved.about.items()
+                if key not in ("format", "left", "ends")
+            }
             files.write(tmp_path / "older", replace(saved, about=older))
             sgd.restore(tmp_path / "older")
             assert sgd.fit(steps=7, progress=False).step == 16
@@ -269,7 +299,9 @@ class TestOverRay:
         with trainer(tmp_path / "kept") as sgd:  # that was kept
             assert (sgd.weights()["0.bias"] == 1).all()
 
-    def test_a_damaged_one_is_not_gone_on_from(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_damaged_one_is_not_gone_on_from(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with trainer(tmp_path) as sgd:
             sgd.fit(steps=14, progress=False)
         DAMAGES["a flipped bit"](CheckpointDirectory(tmp_path, 2).paths()[-1])
@@ -289,7 +321,9 @@ class TestOverRay:
         with pytest.raises(ConfigurationError, match="checkpoints="):
             DistributedSGD(other.creator(), 2, checkpoints=tmp_path)  # type: ignore[arg-type]
 
-    def test_training_goes_on_while_one_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_training_goes_on_while_one_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         written: list[int] = []
         seen, go = Heard(), threading.Event()
 
@@ -343,15 +377,25 @@ class TestOverRay:
 
         for workers, strategy in ((3, backup), (2, "async")):
             with trainer(
-                tmp_path, strategy, num_workers=workers, run_config=RunConfig(keep_log=True), every=1000
+                tmp_path,
+                strategy,
+                num_workers=workers,
+                run_config=RunConfig(keep_log=True),
+                every=1000,
             ) as sgd:
-                sgd.fit(steps=sgd.stats().step + 5, progress=False)  # those of the first trainer are done
+                sgd.fit(
+                    steps=sgd.stats().step + 5, progress=False
+                )  # those of the first trainer are done
                 sgd.set_strategy(backup if strategy == "async" else "ssp")
                 sgd.fit(steps=4, progress=False)
-                seen.update((epoch, i) for epoch, *place in sgd.log().samples() for i in range(*place))
+                seen.update(
+                    (epoch, i) for epoch, *place in sgd.log().samples() for i in range(*place)
+                )
                 sgd.save(tmp_path / f"with {workers}")
                 rest = files.read(tmp_path / f"with {workers}").about
-                expected = Counter({(epoch, i): 1 for epoch in range(rest["epoch"] + 1) for i in range(13)})
+                expected = Counter(
+                    {(epoch, i): 1 for epoch in range(rest["epoch"] + 1) for i in range(13)}
+                )
                 for epoch, *place in (*rest["left"], (rest["epoch"], rest["offset"], 13)):
                     expected.subtract((epoch, i) for i in range(*place))
                 assert seen == +expected

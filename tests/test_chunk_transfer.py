@@ -20,7 +20,9 @@ OPTIMIZERS = {
 }
 
 
-def successor(before: InProcessCluster, name: str, task: Task, workers: int, servers: int) -> InProcessCluster:
+def successor(
+    before: InProcessCluster, name: str, task: Task, workers: int, servers: int
+) -> InProcessCluster:
     """Another job of the same model, whose weights are others so far."""
     after = make(name, task, workers, servers=servers)
     assert after.job.description.layout.chunks == before.job.description.layout.chunks
@@ -32,11 +34,14 @@ def install(before: InProcessCluster, after: InProcessCluster, *, everything: bo
     step = snapshot.version // before.job.versions_per_step
     weights, records = (snapshot.weights, snapshot.records) if everything else (None, [])
     position = after.wait(
-        after.client.install(step * after.job.versions_per_step, weights, records), "the installation"
+        after.client.install(step * after.job.versions_per_step, weights, records),
+        "the installation",
     )
     plan = after.job.plan(step)
     for worker in after.workers:
-        taken = worker.at_version(position.generation, position.version, lambda each: each.use_plan(plan, 0))
+        taken = worker.at_version(
+            position.generation, position.version, lambda each: each.use_plan(plan, 0)
+        )
         after.wait(taken, f"the plan of {worker_peer(0)}")
 
 
@@ -45,7 +50,9 @@ SIZES = [((3, 2), (2, 2)), ((2, 3), (2, 2)), ((3, 3), (1, 3)), ((2, 2), (3, 1)),
 
 
 @grid(
-    lambda name, size, _: name != "copies" or not any(1 in pair for pair in size),  # one server has no copies
+    lambda name, size, _: (
+        name != "copies" or not any(1 in pair for pair in size)
+    ),  # one server has no copies
     name=["sync", "copies", "allreduce", "async", "ssp-2"],
     size=SIZES,
     optimizer=OPTIMIZERS,
@@ -81,7 +88,11 @@ def test_servers_in_the_same_process_use_the_same_memory_and_none_of_it_stays_be
     kept, nbytes = RetainedChunks([server]), before.job.description.layout.nbytes
     room = kept.room(nbytes)
     assert room.data_ptr() == server.room.data_ptr()
-    assert room.data_ptr() <= next(iter(server.chunks.values())).weights.data_ptr() < room.data_ptr() + nbytes
+    assert (
+        room.data_ptr()
+        <= next(iter(server.chunks.values())).weights.data_ptr()
+        < room.data_ptr() + nbytes
+    )
     assert kept.room(nbytes + 1).numel() == nbytes + 1
     given = kept.give(server.chunks)
     assert {chunk: state.weights.nbytes for chunk, state in given.items()} == {

@@ -7,12 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from test_equivalence import TASKS, Sometimes, Tied, all_but_fixed, run, weighted_mse, weighted_samples
+from test_equivalence import (
+    TASKS,
+    Sometimes,
+    Tied,
+    all_but_fixed,
+    run,
+    weighted_mse,
+    weighted_samples,
+)
 from test_modes import serial
 from torch.nn.utils import clip_grad_norm_
 
 from steepest import DistributedSGD, RunConfig
-from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.config.strategies import (
+    AllreduceStrategy,
+    ParameterServerStrategy,
+    SimpleStrategy,
+    StrategyConfig,
+)
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Message
@@ -32,7 +45,9 @@ CLIPPING = [name for name in MODES if name != "backup"]
 def clipped(task: Task, norms: list[float] | None = None, clip_norm: float = CLIP) -> Task:
     """The task whose optimizer clips before each step, for serial training; `norms` takes what torch returns."""
 
-    def create(module: torch.nn.Module, optimizer: OptimizerFactory = task.optimizer) -> torch.optim.Optimizer:
+    def create(
+        module: torch.nn.Module, optimizer: OptimizerFactory = task.optimizer
+    ) -> torch.optim.Optimizer:
         made = optimizer(module)
         parameters = [p for group in made.param_groups for p in group["params"]]
 
@@ -48,17 +63,25 @@ def clipped(task: Task, norms: list[float] | None = None, clip_norm: float = CLI
 
 
 def ps(servers: int, chunk_bytes: int | None = 64, **settings: Any) -> ParameterServerStrategy:
-    return ParameterServerStrategy(num_servers=servers, chunk_bytes=chunk_bytes, clip_norm=CLIP, **settings)
+    return ParameterServerStrategy(
+        num_servers=servers, chunk_bytes=chunk_bytes, clip_norm=CLIP, **settings
+    )
 
 
 def norms_of(results: list[Message]) -> list[float | None]:
     return [StepResult.from_message(r.version, r.values(), None).gradient_norm for r in results]
 
 
-def compare(task: Task, strategy: StrategyConfig, workers: int, devices: int = 1, **options: Any) -> list[float]:
+def compare(
+    task: Task, strategy: StrategyConfig, workers: int, devices: int = 1, **options: Any
+) -> list[float]:
     """Trains by the library and serially; both clip, and tell the same norms, which are returned."""
     cluster = InProcessCluster(
-        task.creator(), num_workers=workers, devices_per_worker=devices, strategy=strategy, **options
+        task.creator(),
+        num_workers=workers,
+        devices_per_worker=devices,
+        strategy=strategy,
+        **options,
     )
     results = trained(cluster, STEPS)
     norms: list[float] = []
@@ -68,8 +91,15 @@ def compare(task: Task, strategy: StrategyConfig, workers: int, devices: int = 1
     return norms
 
 
-@grid(workers=[1, 2, 3], servers=[1, 2, 3], chunk_bytes=[16, 64, None], name=["momentum", "adamw-groups-schedule"])
-def test_parameter_server_equals_serial_training(workers: int, servers: int, chunk_bytes: int, name: str) -> None:
+@grid(
+    workers=[1, 2, 3],
+    servers=[1, 2, 3],
+    chunk_bytes=[16, 64, None],
+    name=["momentum", "adamw-groups-schedule"],
+)
+def test_parameter_server_equals_serial_training(
+    workers: int, servers: int, chunk_bytes: int, name: str
+) -> None:
     norms = compare(TASKS[name], ps(servers, chunk_bytes), workers)
     assert min(norms) < CLIP < max(norms)
 
@@ -78,12 +108,16 @@ def test_parameter_server_equals_serial_training(workers: int, servers: int, chu
     "strategy", [AllreduceStrategy(chunk_bytes=64, clip_norm=CLIP), SimpleStrategy(clip_norm=CLIP)]
 )
 @pytest.mark.parametrize(("workers", "devices"), [(1, 1), (2, 1), (2, 2), (3, 1)])
-def test_allreduce_and_simple_equal_serial_training(strategy: StrategyConfig, workers: int, devices: int) -> None:
+def test_allreduce_and_simple_equal_serial_training(
+    strategy: StrategyConfig, workers: int, devices: int
+) -> None:
     compare(TASKS["momentum"], strategy, workers, devices)
 
 
 @pytest.mark.parametrize("strategy", [ps(2), AllreduceStrategy(chunk_bytes=64, clip_norm=CLIP)])
-@pytest.mark.parametrize(("workers", "devices", "accumulate"), [(1, 1, 3), (2, 1, 2), (2, 2, 2), (3, 1, 2)])
+@pytest.mark.parametrize(
+    ("workers", "devices", "accumulate"), [(1, 1, 3), (2, 1, 2), (2, 2, 2), (3, 1, 2)]
+)
 def test_the_sum_of_micro_batches_is_clipped(
     strategy: StrategyConfig, workers: int, devices: int, accumulate: int
 ) -> None:
@@ -92,9 +126,12 @@ def test_the_sum_of_micro_batches_is_clipped(
 
 COUNTED = {
     "tied": Task(Tied, sgd(momentum=0.9)),
-    "frozen-and-none": Task(Sometimes, all_but_fixed(torch.optim.AdamW, lr=0.01, weight_decay=0.1), batch_size=1),
+    "frozen-and-none": Task(
+        Sometimes, all_but_fixed(torch.optim.AdamW, lr=0.01, weight_decay=0.1), batch_size=1
+    ),
     "weighted": Task(
-        data=weighted_samples([1.0, 0.5, 3.0, 2.0, 7.0, 0.25, 1.5, 2.5, 4.0, 1.0, 0.125, 6.0]), loss=weighted_mse
+        data=weighted_samples([1.0, 0.5, 3.0, 2.0, 7.0, 0.25, 1.5, 2.5, 4.0, 1.0, 0.125, 6.0]),
+        loss=weighted_mse,
     ),
 }
 
@@ -104,7 +141,9 @@ def test_what_counts_counts_once(name: str, size: tuple[int, int], chunk_bytes: 
     assert min(compare(COUNTED[name], ps(2, chunk_bytes), *size)) > 0
 
 
-@pytest.mark.parametrize("hosts", [HostMap((0, 0, 1), (0, 1), gathers=True), HostMap((0, 0, 0), (0, 0), gathers=True)])
+@pytest.mark.parametrize(
+    "hosts", [HostMap((0, 0, 1), (0, 1), gathers=True), HostMap((0, 0, 0), (0, 0), gathers=True)]
+)
 def test_hosts_that_add_up_first(hosts: HostMap) -> None:
     compare(TASKS["momentum"], ps(2), 3, hosts=hosts)
 
@@ -115,7 +154,9 @@ def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(
     name: str, size: tuple[int, int], accumulate: int, seed: int
 ) -> None:
     task = Task(optimizer=sgd(momentum=0.9), data=samples(31))
-    cluster = make(name, task, *size, settings={"clip_norm": CLIP}, shuffle=seed, accumulate=accumulate)
+    cluster = make(
+        name, task, *size, settings={"clip_norm": CLIP}, shuffle=seed, accumulate=accumulate
+    )
     trained(cluster, 2)
     trained(cluster, 2)
     log = check(cluster, task)
@@ -127,10 +168,19 @@ def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(
 @pytest.mark.parametrize("wire_dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["sync", "allreduce", "async"])
 def test_what_travels_narrow_is_clipped_as_it_arrives(name: str, wire_dtype: str) -> None:
-    task = Task(lambda: perceptron(torch.float32), sgd(momentum=0.9), samples(31, dtype=torch.float32))
+    task = Task(
+        lambda: perceptron(torch.float32), sgd(momentum=0.9), samples(31, dtype=torch.float32)
+    )
     servers = (0, 1, 1) if name == "allreduce" else (0, 1)
     hosts = HostMap((0, 1, 1), servers, gathers=name != "async")
-    cluster = make(name, task, 3, settings={"clip_norm": CLIP, "wire_dtype": wire_dtype}, hosts=hosts, accumulate=2)
+    cluster = make(
+        name,
+        task,
+        3,
+        settings={"clip_norm": CLIP, "wire_dtype": wire_dtype},
+        hosts=hosts,
+        accumulate=2,
+    )
     results = trained(cluster, 8)
     log = check(cluster, task)
     assert min(commit.clip for commit in log.commits) < 1
@@ -151,8 +201,12 @@ def test_asynchronously_each_push_is_clipped_by_itself(name: str, seed: int) -> 
     expected = serial(clipped(task, norms), log, job.plan(), job.shares, job.versions_per_step)
     assert difference(cluster.weights(), expected) < 1e-12
     assert min(norms) < CLIP < max(norms)
-    assert [commit.clip for commit in log.commits] == pytest.approx([min(1, CLIP / (n + 1e-6)) for n in norms])
-    assert norms_of(results) == pytest.approx([sum(norms[i : i + 3]) / 3 for i in range(0, len(norms), 3)])
+    assert [commit.clip for commit in log.commits] == pytest.approx(
+        [min(1, CLIP / (n + 1e-6)) for n in norms]
+    )
+    assert norms_of(results) == pytest.approx(
+        [sum(norms[i : i + 3]) / 3 for i in range(0, len(norms), 3)]
+    )
 
 
 @pytest.mark.parametrize("name", ["sync", "allreduce"])
@@ -160,7 +214,8 @@ def test_asynchronously_each_push_is_clipped_by_itself(name: str, seed: int) -> 
 def test_message_order_changes_no_bit(name: str, shuffle: int) -> None:
     task = Task(optimizer=sgd(momentum=0.9))
     straight, shuffled = (
-        make(name, task, 3, servers=3, settings={"clip_norm": CLIP}, shuffle=seed) for seed in (None, shuffle)
+        make(name, task, 3, servers=3, settings={"clip_norm": CLIP}, shuffle=seed)
+        for seed in (None, shuffle)
     )
     norms = norms_of(trained(straight, 10))
     assert norms == norms_of(trained(shuffled, 10))
@@ -169,7 +224,9 @@ def test_message_order_changes_no_bit(name: str, shuffle: int) -> None:
 
 def test_what_need_not_be_clipped_is_left_alone() -> None:
     task = TASKS["momentum"]
-    plain, long = (run(task, STEPS, 3, strategy=replace(ps(2), clip_norm=norm)) for norm in (None, 1e6))
+    plain, long = (
+        run(task, STEPS, 3, strategy=replace(ps(2), clip_norm=norm)) for norm in (None, 1e6)
+    )
     assert same_bits(plain.weights(), long.weights())
 
 
@@ -177,7 +234,8 @@ def test_what_need_not_be_clipped_is_left_alone() -> None:
 def test_gradients_stay_as_they_were_pushed(workers: int) -> None:
     """They may lie in the memory of others, who read them there."""
     plain, short = (
-        run(TASKS["momentum"], 1, workers, strategy=replace(ps(2), clip_norm=norm)) for norm in (None, 1e-3)
+        run(TASKS["momentum"], 1, workers, strategy=replace(ps(2), clip_norm=norm))
+        for norm in (None, 1e-3)
     )
     assert not same_bits(plain.weights(), short.weights())
     for a, b in zip(plain.workers, short.workers, strict=True):
@@ -230,21 +288,26 @@ def test_bounds_that_make_no_sense_are_refused(strategy: Any, value: Any) -> Non
 
 
 def test_backup_workers_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"clip_norm=1.0 with backup_workers=1: .*leave one of them out"):
+    with pytest.raises(
+        ConfigurationError, match=r"clip_norm=1.0 with backup_workers=1: .*leave one of them out"
+    ):
         ParameterServerStrategy(clip_norm=1.0, backup_workers=1)
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
-    "strategy", [ps(2), AllreduceStrategy(chunk_bytes=64, clip_norm=CLIP), SimpleStrategy(clip_norm=CLIP)]
+    "strategy",
+    [ps(2), AllreduceStrategy(chunk_bytes=64, clip_norm=CLIP), SimpleStrategy(clip_norm=CLIP)],
 )
 def test_on_ray(strategy: StrategyConfig) -> None:
     task = TASKS["momentum"]
     norms: list[float] = []
     expected = clipped(task, norms).train(4, 6)
     run_config = RunConfig(keep_log=True)
-    with DistributedSGD(task.creator(), 2, accumulate=2, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        task.creator(), 2, accumulate=2, strategy=strategy, run_config=run_config
+    ) as trainer:
         assert [trainer.step().gradient_norm for _ in range(6)] == pytest.approx(norms, rel=1e-11)
         assert difference(trainer.weights(), expected) < 1e-12
         assert same_bits(trainer.weights(), replay(trainer.log(), task.creator()))

@@ -40,14 +40,18 @@ def random(count: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
-def unpacked(codec: Codec, layout: ParameterLayout, packed: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+def unpacked(
+    codec: Codec, layout: ParameterLayout, packed: torch.Tensor, factor: float = 1.0
+) -> torch.Tensor:
     chunk = layout.chunks[0]
     out = torch.zeros(chunk.nbytes // 4)
     codec.add(layout, chunk, [(packed, factor)], out)
     return out
 
 
-def sent(codec: Codec, layout: ParameterLayout, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sent(
+    codec: Codec, layout: ParameterLayout, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What arrives of some values, and what is left of them."""
     chunk = layout.chunks[0]
     size = codec.size(layout, chunk)
@@ -61,8 +65,12 @@ def sent(codec: Codec, layout: ParameterLayout, values: torch.Tensor) -> tuple[t
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shapes", [((40, 30), (30,)), ((17, 23),), ((300, 700),), ((9, 5, 7, 3), (1,), (50, 4))])
-def test_what_arrives_and_what_is_left_make_the_gradient(name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+@pytest.mark.parametrize(
+    "shapes", [((40, 30), (30,)), ((17, 23),), ((300, 700),), ((9, 5, 7, 3), (1,), (50, 4))]
+)
+def test_what_arrives_and_what_is_left_make_the_gradient(
+    name: str, shapes: tuple[tuple[int, ...], ...]
+) -> None:
     layout, codec = layout_of(*shapes), FORMATS[name]
     values = random(layout.chunks[0].nbytes // 4)
     arrived, left = sent(codec, layout, values)
@@ -91,13 +99,17 @@ def test_the_largest_are_those_that_torch_finds(length: int, count: int) -> None
     for values in (random(length), random(length).abs_().sort().values, torch.zeros(length)):
         found = largest(values, count)
         assert torch.equal(found, found.unique()), "ascending, each once"
-        assert torch.equal(values[found].abs().sort().values, values.abs().topk(count).values.sort().values)
+        assert torch.equal(
+            values[found].abs().sort().values, values.abs().topk(count).values.sort().values
+        )
 
 
 def test_a_sample_that_is_not_like_the_whole_misleads_nobody() -> None:
     values = torch.full((1 << 17,), 0.001)
     values[:: (1 << 17) // (1 << 14)] = random(1 << 14).abs() + 1  # just what the sample looks at
-    assert torch.equal(values[largest(values, 9000)].sort().values, values.topk(9000).values.sort().values)
+    assert torch.equal(
+        values[largest(values, 9000)].sort().values, values.topk(9000).values.sort().values
+    )
     assert len(largest(values, 1 << 14).unique()) == 1 << 14
 
 
@@ -166,7 +178,9 @@ def test_powersgd_sends_what_is_no_matrix_as_it_is() -> None:
         (Half(torch.float16), ((1000,),), 2000),
     ],
 )
-def test_sizes_are_those_of_the_formulas(codec: Codec, shapes: tuple[tuple[int, ...], ...], size: int) -> None:
+def test_sizes_are_those_of_the_formulas(
+    codec: Codec, shapes: tuple[tuple[int, ...], ...], size: int
+) -> None:
     layout = layout_of(*shapes)
     assert codec.size(layout, layout.chunks[0]) == size
 
@@ -199,7 +213,11 @@ def compressor(codec: Codec, layout: ParameterLayout) -> GradientCompressor:
 
 
 def step(
-    sender: GradientCompressor, layout: ParameterLayout, gradient: torch.Tensor, codec: Codec, **about: Any
+    sender: GradientCompressor,
+    layout: ParameterLayout,
+    gradient: torch.Tensor,
+    codec: Codec,
+    **about: Any,
 ) -> Any:
     about = {"unit": 1.0, "total": 1.0, "absent": ALL, **about}
     return unpacked(codec, layout, sender.pack(0, gradient.view(torch.uint8), **about))
@@ -268,7 +286,9 @@ def test_what_is_left_weighs_as_the_gradient_that_it_was_of() -> None:
     gradient = torch.zeros(64)
     gradient[:2] = torch.tensor([3.0, 2.0])
     sender = compressor(codec, layout)
-    step(sender, layout, gradient, codec, unit=2.0, total=4.0)  # the gradient of the mean loss is half of it
+    step(
+        sender, layout, gradient, codec, unit=2.0, total=4.0
+    )  # the gradient of the mean loss is half of it
     sender.commit()
     assert sender.state()["left/p0"][1] == 1.0
     gradient[0] = 0.0
@@ -321,7 +341,9 @@ def test_a_state_goes_on_to_the_bit_and_with_other_chunks(name: str) -> None:
     state = sender.state()
     check_residuals(layout, [state])
     other.load_state(state)
-    assert torch.equal(step(sender, layout, random(1130, 9), codec), step(other, layout, random(1130, 9), codec))
+    assert torch.equal(
+        step(sender, layout, random(1130, 9), codec), step(other, layout, random(1130, 9), codec)
+    )
     cut = layout_of(*shapes, chunk_bytes=1000)
     assert len(cut.chunks) > 1
     elsewhere = compressor(codec, cut)
@@ -334,7 +356,8 @@ def test_a_state_goes_on_to_the_bit_and_with_other_chunks(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "shape"), [("left/p0", (41, 30)), ("left/other", (5,)), ("factor/other", (5, 2)), ("else/p0", (1200,))]
+    ("key", "shape"),
+    [("left/p0", (41, 30)), ("left/other", (5,)), ("factor/other", (5, 2)), ("else/p0", (1200,))],
 )
 def test_a_state_of_another_model_is_refused(key: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError, match=key):

@@ -34,7 +34,8 @@ def test_broadcast_gives_the_roots_vector(make_group: Any, size: int) -> None:
     members = make_group(size)
     for root in range(size):
         found = together(
-            members, lambda member, root=root: member.broadcast(torch.full((3,), float(member.rank)), root)
+            members,
+            lambda member, root=root: member.broadcast(torch.full((3,), float(member.rank)), root),
         )
         assert all(torch.equal(vector, torch.full((3,), float(root))) for vector in found)
 
@@ -54,8 +55,18 @@ def test_nobody_leaves_a_barrier_before_all_have_come(make_group: Any, size: int
     assert together(make_group(size), do) == list(range(size))
 
 
-SHAPES = [((), torch.float32), ((3,), torch.int16), ((2, 0), torch.float64), ((50, 700), torch.float32)]
-SHAPES += [((5, 2), torch.bfloat16), ((4,), torch.bool), ((2, 2), torch.complex64), ((1 << 20,), torch.uint8)]
+SHAPES = [
+    ((), torch.float32),
+    ((3,), torch.int16),
+    ((2, 0), torch.float64),
+    ((50, 700), torch.float32),
+]
+SHAPES += [
+    ((5, 2), torch.bfloat16),
+    ((4,), torch.bool),
+    ((2, 2), torch.complex64),
+    ((1 << 20,), torch.uint8),
+]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -102,14 +113,18 @@ def test_a_message_of_another_size_is_refused(over_wire: Any) -> None:
         if member.rank:
             member.isend(torch.zeros(3), 0).wait()
         else:
-            with pytest.raises(ConfigurationError, match="member 1 sent 12 bytes where member 0 awaits 8"):
+            with pytest.raises(
+                ConfigurationError, match="member 1 sent 12 bytes where member 0 awaits 8"
+            ):
                 member.irecv(torch.zeros(2), 1).wait()
 
     together(over_wire(2), do)
 
 
 @pytest.mark.parametrize("operation", ["barrier", "exchange", "irecv"])
-def test_a_member_that_does_not_come_is_named_at_the_deadline(make_group: Any, operation: str) -> None:
+def test_a_member_that_does_not_come_is_named_at_the_deadline(
+    make_group: Any, operation: str
+) -> None:
     first, _second = make_group(2, deadline=0.05)
     vector = torch.arange(3.0)
     with pytest.raises(DeadlineError, match="member 0 waited 0.05 s in vain for .* member 1"):
@@ -146,7 +161,11 @@ def test_a_lost_member_ends_every_wait_also_for_others(over_wire: Any) -> None:
             member.irecv(torch.zeros(1), member.rank + 1).wait()
         return str(found.value)
 
-    assert ["member 2 is gone" in said for said in together(over_wire(3), do)] == [True, True, False]
+    assert ["member 2 is gone" in said for said in together(over_wire(3), do)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_calls_are_kept_apart(over_wire: Any) -> None:

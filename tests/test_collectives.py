@@ -77,7 +77,12 @@ def test_broadcast(make_group: Any, size: int) -> None:
     assert alike(found, torchs(size, do))
 
 
-OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "product": dist.ReduceOp.PRODUCT}
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -95,7 +100,10 @@ def test_all_reduce_and_reduce(make_group: Any, size: int, op: str) -> None:
     found = ours(
         make_group,
         size,
-        lambda rank: [collectives.all_reduce(given(rank), op), collectives.reduce(given(rank, 1), 0, op)],
+        lambda rank: [
+            collectives.all_reduce(given(rank), op),
+            collectives.reduce(given(rank, 1), 0, op),
+        ],
     )
     assert alike(found, torchs(size, do))
 
@@ -106,7 +114,10 @@ def test_means(make_group: Any, size: int) -> None:
     found = ours(
         make_group,
         size,
-        lambda rank: [collectives.all_reduce(given(rank), "mean"), collectives.reduce(given(rank), size - 1, "mean")],
+        lambda rank: [
+            collectives.all_reduce(given(rank), "mean"),
+            collectives.reduce(given(rank), size - 1, "mean"),
+        ],
     )
     for whole, one in found:
         torch.testing.assert_close(whole, wanted)
@@ -120,7 +131,9 @@ def test_scatter_and_gather(make_group: Any, size: int) -> None:
         own, parts = torch.empty(SHAPE), [torch.empty(SHAPE) for _ in range(size)]
         out, back = dist.ScatterOptions(), dist.GatherOptions()
         out.rootRank = back.rootRank = size - 1
-        group.scatter([own], [[given(i) for i in range(size)]] if rank == size - 1 else [], out).wait()
+        group.scatter(
+            [own], [[given(i) for i in range(size)]] if rank == size - 1 else [], out
+        ).wait()
         group.gather([parts] if rank == size - 1 else [], [given(rank, 1)], back).wait()
         return [own, parts if rank == size - 1 else None]
 
@@ -140,7 +153,10 @@ def test_all_gather_and_reduce_scatter(make_group: Any, size: int, op: str) -> N
     def do(group: Any, rank: int) -> list[Any]:
         parts = [torch.empty(SHAPE) for _ in range(size)]
         group.allgather([parts], [given(rank)]).wait()
-        reduced, options = torch.stack([given(rank, i) for i in range(size)]), dist.AllreduceOptions()
+        reduced, options = (
+            torch.stack([given(rank, i) for i in range(size)]),
+            dist.AllreduceOptions(),
+        )
         options.reduceOp = OPS[op]
         group.allreduce([reduced], options).wait()
         return [parts, reduced[rank]]
@@ -158,8 +174,14 @@ def test_send_and_recv(make_group: Any, size: int) -> None:
 
     def do(group: Any, rank: int) -> list[torch.Tensor]:
         found = [torch.empty(SHAPE), torch.empty(SHAPE)]
-        works = [group.recv([found[0]], (rank - 1) % size, 0), group.send([given(rank)], (rank + 1) % size, 0)]
-        works += [group.recv([found[1]], (rank + 1) % size, 1), group.send([given(rank, 1)], (rank - 1) % size, 1)]
+        works = [
+            group.recv([found[0]], (rank - 1) % size, 0),
+            group.send([given(rank)], (rank + 1) % size, 0),
+        ]
+        works += [
+            group.recv([found[1]], (rank + 1) % size, 1),
+            group.send([given(rank, 1)], (rank - 1) % size, 1),
+        ]
         for work in works:
             work.wait()
         return found
@@ -182,13 +204,19 @@ def test_send_and_recv(make_group: Any, size: int) -> None:
 def test_without_a_collective_it_says_what_to_do() -> None:
     with pytest.raises(ConfigurationError, match="within collectives.using"):
         collectives.all_reduce(torch.ones(2))
-    with collectives.using("it is a Tuesday"), pytest.raises(ConfigurationError, match="it is a Tuesday"):
+    with (
+        collectives.using("it is a Tuesday"),
+        pytest.raises(ConfigurationError, match="it is a Tuesday"),
+    ):
         collectives.rank()
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent(make_group: Any) -> None:
     with collectives.using(make_group(2)[0]):
-        for call in (lambda: collectives.gather(torch.ones(1), 2), lambda: collectives.broadcast(torch.ones(1), -1)):
+        for call in (
+            lambda: collectives.gather(torch.ones(1), 2),
+            lambda: collectives.broadcast(torch.ones(1), -1),
+        ):
             with pytest.raises(ConfigurationError, match="give one of 0 to 1"):
                 call()
         with pytest.raises(ConfigurationError, match="3 tensors for 2 members"):
@@ -221,7 +249,10 @@ def test_in_shared_memory_the_sum_is_formed_in_the_order_of_ranks(
     monkeypatch.setattr(shared_memory_reduce, "PIECE_BYTES", 1 << 16)
     lengths = [1, 7, 400_001, 70_000, 4, 1_000_003, 150_000, 70_001]
     tensors = [
-        [torch.randn(length, generator=torch.Generator().manual_seed(rank + 9 * length)) for length in lengths]
+        [
+            torch.randn(length, generator=torch.Generator().manual_seed(rank + 9 * length))
+            for length in lengths
+        ]
         for rank in range(size)
     ]
     kept = [[tensor.clone() for tensor in each] for each in tensors]
@@ -234,7 +265,11 @@ def test_in_shared_memory_the_sum_is_formed_in_the_order_of_ranks(
     for index in range(len(lengths)):
         total = tensors[0][index].clone()
         for rank in range(1, size):
-            total = torch.maximum(total, tensors[rank][index]) if op == "max" else total + tensors[rank][index]
+            total = (
+                torch.maximum(total, tensors[rank][index])
+                if op == "max"
+                else total + tensors[rank][index]
+            )
         total = total / size if op == "mean" else total
         assert all(torch.equal(each[index], total) for each in found)
     assert all(alike(a, b) for a, b in zip(tensors, kept, strict=True))
@@ -246,7 +281,9 @@ def test_in_shared_memory_only_notices_pass_through_the_socket(host: Any) -> Non
     sizes: list[list[int]] = [[], []]
     for member in members:
         sending = member.transport.lending.copy
-        member.transport.lending.copy = lambda p, rank=member.rank, do=sending: sizes[rank].append(1) or do(p)
+        member.transport.lending.copy = lambda p, rank=member.rank, do=sending: (
+            sizes[rank].append(1) or do(p)
+        )
 
     def do(member: Member) -> int:
         with collectives.using(member):

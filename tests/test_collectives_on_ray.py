@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy, SimpleStrategy, collectives
+from steepest import (
+    AllreduceStrategy,
+    DistributedSGD,
+    ParameterServerStrategy,
+    SimpleStrategy,
+    collectives,
+)
 from steepest.errors import ConfigurationError, ModelRaisedError, PeerLostError
 from steepest.models.torch import TorchModel
 from steepest.testing import linear_model_creator
@@ -32,7 +38,13 @@ def operations(view: Any) -> list[Any]:
     coming = collectives.irecv(torch.empty(1), (rank - 1) % size)
     collectives.send(torch.tensor([float(rank)]), (rank + 1) % size)
     told = collectives.broadcast(torch.tensor([float(os.getpid())], dtype=torch.float64), src=1)
-    return [float(found.min()), float(found.max()), torch.cat(parts).tolist(), float(coming.wait()), float(told)]
+    return [
+        float(found.min()),
+        float(found.max()),
+        torch.cat(parts).tolist(),
+        float(coming.wait()),
+        float(told),
+    ]
 
 
 STRATEGIES = {
@@ -49,7 +61,9 @@ def test_functions_of_workers_talk_to_each_other(name: str) -> None:
             sgd.fit(steps=2, progress=False)
             found = sgd.foreach_worker(operations)
             pids = sgd.foreach_worker(lambda view: view.pid)
-            wanted = [[6.0, 6.0, [0, 1, 2], float((rank - 1) % 3), float(pids[1])] for rank in range(3)]
+            wanted = [
+                [6.0, 6.0, [0, 1, 2], float((rank - 1) % 3), float(pids[1])] for rank in range(3)
+            ]
             assert found == wanted
         sums = sgd.foreach_model(lambda model: float(collectives.all_reduce(torch.ones(1))))
         assert sums == [3.0] * 3
@@ -91,7 +105,9 @@ def make_talking(worker: int, device: int) -> TorchModel:
 
 
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
-def test_models_talk_to_each_other_in_their_steps_and_a_failed_step_is_taken_again(strategy: str) -> None:
+def test_models_talk_to_each_other_in_their_steps_and_a_failed_step_is_taken_again(
+    strategy: str,
+) -> None:
     with DistributedSGD(make_talking, num_workers=2, strategy=strategy) as sgd:
         sgd.fit(steps=2, progress=False)
         assert sgd.foreach_model(lambda model: model.total) == [4.0, 4.0]
@@ -104,10 +120,14 @@ def test_models_talk_to_each_other_in_their_steps_and_a_failed_step_is_taken_aga
 
 def test_one_worker_is_alone() -> None:
     with DistributedSGD(CREATOR) as sgd:
-        assert sgd.foreach_worker(lambda view: collectives.all_reduce(torch.ones(2), "mean").tolist()) == [[1.0, 1.0]]
+        assert sgd.foreach_worker(
+            lambda view: collectives.all_reduce(torch.ones(2), "mean").tolist()
+        ) == [[1.0, 1.0]]
 
 
-@pytest.mark.parametrize("strategy", [SimpleStrategy(), ParameterServerStrategy(transport="ray")], ids=["simple", "ps"])
+@pytest.mark.parametrize(
+    "strategy", [SimpleStrategy(), ParameterServerStrategy(transport="ray")], ids=["simple", "ps"]
+)
 def test_by_actor_calls_there_are_none(strategy: Any) -> None:
     with DistributedSGD(CREATOR, num_workers=2, strategy=strategy) as sgd:
         with pytest.raises(ConfigurationError, match='give DistributedSGD strategy="ps"'):

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from steepest.messages.gradients import PushStaged, Report, VersionStaged
 from steepest.messages.message import PushId, server_peer, worker_peer
-from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitFirst, CommitRule, Decision, Staged
+from steepest.protocol.commit_rules import (
+    CommitAll,
+    CommitEach,
+    CommitFirst,
+    CommitRule,
+    Decision,
+    Staged,
+)
 from steepest.protocol.push_tracking import Done, SequenceSet, StagedEach, StagedTogether
 from steepest.protocol.sample_leases import Ledger
 from steepest.testing.inspection import ranges_of, remembered_by, undecided
@@ -44,7 +51,9 @@ def test_the_first_are_enough_and_those_of_older_weights_are_dropped() -> None:
     assert rule.decide(6, MEMBERS, [third]) == Decision((), (third,))
 
 
-@pytest.mark.parametrize(("workers", "backup", "needed"), [(5, 2, 3), (2, 1, 1), (1, 1, 1), (3, 7, 1)])
+@pytest.mark.parametrize(
+    ("workers", "backup", "needed"), [(5, 2, 3), (2, 1, 1), (1, 1, 1), (3, 7, 1)]
+)
 def test_at_least_one_gradient_makes_a_version(workers: int, backup: int, needed: int) -> None:
     assert CommitFirst(backup).pushes_per_step(workers) == needed
 
@@ -62,30 +71,46 @@ def test_what_is_too_stale_is_dropped_and_what_is_behind_it_committed() -> None:
     assert rule.decide(5, MEMBERS, [stale, edge, fresh]) == Decision((edge,), (stale,))
     assert rule.decide(5, MEMBERS, [fresh, stale]) == Decision((fresh,))
     assert rule.decide(5, MEMBERS, [stale]) == Decision((), (stale,))
-    assert CommitEach(drop_above=0).decide(5, MEMBERS, [stale, edge, fresh]) == Decision((fresh,), (stale, edge))
+    assert CommitEach(drop_above=0).decide(5, MEMBERS, [stale, edge, fresh]) == Decision(
+        (fresh,), (stale, edge)
+    )
 
 
 def test_without_a_lead_nobody_waits_and_with_one_who_is_ahead_does() -> None:
     clocks = {0: 9, 1: 4, 2: 3}
     assert all(CommitEach().may_go_on(worker, clocks) for worker in clocks)
-    allowed = {lead: [w for w in clocks if CommitEach(lead).may_go_on(w, clocks)] for lead in (0, 1, 5, 6)}
+    allowed = {
+        lead: [w for w in clocks if CommitEach(lead).may_go_on(w, clocks)] for lead in (0, 1, 5, 6)
+    }
     assert allowed == {0: [2], 1: [1, 2], 5: [1, 2], 6: [0, 1, 2]}
 
 
 @pytest.mark.parametrize(
-    ("rule", "pushes", "versions"), [(CommitAll(), 4, 1), (CommitFirst(1), 3, 1), (CommitEach(), 4, 4)]
+    ("rule", "pushes", "versions"),
+    [(CommitAll(), 4, 1), (CommitFirst(1), 3, 1), (CommitEach(), 4, 4)],
 )
-def test_a_step_is_as_many_gradients_as_workers_less_the_backup(rule: CommitRule, pushes: int, versions: int) -> None:
+def test_a_step_is_as_many_gradients_as_workers_less_the_backup(
+    rule: CommitRule, pushes: int, versions: int
+) -> None:
     assert (rule.pushes_per_step(4), rule.versions_per_step(4)) == (pushes, versions)
 
 
-RULES = [CommitAll(), CommitFirst(1), CommitFirst(2), CommitEach(), CommitEach(drop_above=0), CommitEach(drop_above=2)]
+RULES = [
+    CommitAll(),
+    CommitFirst(1),
+    CommitFirst(2),
+    CommitEach(),
+    CommitEach(drop_above=0),
+    CommitEach(drop_above=2),
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @many
 @given(order=st.lists(st.integers(0, 2), max_size=60))
-def test_a_push_is_decided_at_most_once_and_as_the_rule_says(rule: CommitRule, order: list[int]) -> None:
+def test_a_push_is_decided_at_most_once_and_as_the_rule_says(
+    rule: CommitRule, order: list[int]
+) -> None:
     version, sequence = 0, 0
     staged: list[Staged] = []
     working = dict.fromkeys(MEMBERS, 0)  # who computes, and from which version
@@ -120,7 +145,9 @@ def test_a_push_is_decided_at_most_once_and_as_the_rule_says(rule: CommitRule, o
 @pytest.mark.parametrize("lead", [0, 1, 3])
 @many
 @given(order=st.lists(st.integers(0, 3), max_size=80))
-def test_under_a_lead_clocks_stay_together_and_the_slowest_may_always_go_on(lead: int, order: list[int]) -> None:
+def test_under_a_lead_clocks_stay_together_and_the_slowest_may_always_go_on(
+    lead: int, order: list[int]
+) -> None:
     clocks = dict.fromkeys(range(4), 0)
     for worker in order:
         if CommitEach(lead).may_go_on(worker, clocks):
@@ -133,7 +160,10 @@ def test_under_a_lead_clocks_stay_together_and_the_slowest_may_always_go_on(lead
 
 
 @many
-@given(first=st.integers(0, 9), moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60))
+@given(
+    first=st.integers(0, 9),
+    moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60),
+)
 def test_every_lease_has_one_holder_and_the_lowest_free_one_goes_out_next(
     first: int, moves: list[tuple[int, int]]
 ) -> None:
@@ -183,11 +213,18 @@ def test_pushes_are_done_by_worker_and_life() -> None:
     done = Done()
     done.add(PushId(1, 0, 5))
     assert PushId(1, 0, 5) in done
-    assert all(other not in done for other in (PushId(1, 0, 4), PushId(1, 0, 6), PushId(1, 1, 5), PushId(2, 0, 5)))
+    assert all(
+        other not in done
+        for other in (PushId(1, 0, 4), PushId(1, 0, 6), PushId(1, 1, 5), PushId(2, 0, 5))
+    )
     done.add(PushId(1, 1, 2))
     done.add(PushId(2, 0, 2))
     done.forget(1)
-    assert [p in done for p in (PushId(1, 0, 5), PushId(1, 1, 2), PushId(2, 0, 2))] == [False, False, True]
+    assert [p in done for p in (PushId(1, 0, 5), PushId(1, 1, 2), PushId(2, 0, 2))] == [
+        False,
+        False,
+        True,
+    ]
     done.clear()
     assert PushId(2, 0, 2) not in done
 
@@ -195,7 +232,9 @@ def test_pushes_are_done_by_worker_and_life() -> None:
 # -- staging --------------------------------------------------------------------------------------
 
 
-def report(worker: int, sequence: int, pulled: int = 0, total: float = 4.0) -> tuple[PushId, Report]:
+def report(
+    worker: int, sequence: int, pulled: int = 0, total: float = 4.0
+) -> tuple[PushId, Report]:
     return PushId(worker, 0, sequence), Report(0, 0, sequence, pulled, total, worker, 0, 0)
 
 
@@ -231,7 +270,9 @@ def test_each_culprit_is_named_once_however_many_chunks_it_spoils() -> None:
     assert each.culprits(each.ready()) == [(1, "a"), (1, "b")]
 
 
-def test_who_is_awaited_is_the_worker_that_did_not_report_or_the_server_that_did_not_stage() -> None:
+def test_who_is_awaited_is_the_worker_that_did_not_report_or_the_server_that_did_not_stage() -> (
+    None
+):
     staging = StagedEach(frozenset({0, 1}))
     staging.report(*report(1, 1))
     staging.staged(1, staged(1, 1))
@@ -241,7 +282,9 @@ def test_who_is_awaited_is_the_worker_that_did_not_report_or_the_server_that_did
     assert staging.awaited([1]) == [worker_peer(1)]
 
 
-PUSHES = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=5, unique=True)
+PUSHES = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=5, unique=True
+)
 
 
 @many
@@ -287,7 +330,9 @@ def test_what_a_lost_worker_left_half_way_is_never_ready_and_nothing_of_it_is_ke
     """Each channel tells what came through it, in order, and then that it is closed."""
     holding = frozenset(range(servers))
     staging = StagedEach(holding)
-    channels = {who: list(range(1, rng.randint(0, sequences) + 1)) for who in (None, *holding, servers)}
+    channels = {
+        who: list(range(1, rng.randint(0, sequences) + 1)) for who in (None, *holding, servers)
+    }
     complete = min(len(channels[who]) for who in (None, *holding))
     open_ones = list(channels)
     taken: list[int] = []

@@ -32,7 +32,9 @@ CHOICES = {"topk": TopK(0.1), "int8": Int8(16), "powersgd": PowerSGD(2)}
 
 def wide() -> nn.Module:
     """Large enough for all three to be smaller than float32."""
-    return nn.Sequential(nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 2))
+    return nn.Sequential(
+        nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 2)
+    )
 
 
 WIDE = Task(wide, sgd(momentum=0.9), samples(23, dtype=torch.float32))
@@ -45,24 +47,35 @@ WAYS = {
 
 
 def training(way: str, choice: Any, workers: int, task: Task = WIDE, **options: Any) -> Any:
-    settings = {**WAYS[way]["settings"], "compression": choice, "chunk_bytes": 1 << 20, **options.pop("settings", {})}
+    settings = {
+        **WAYS[way]["settings"],
+        "compression": choice,
+        "chunk_bytes": 1 << 20,
+        **options.pop("settings", {}),
+    }
     return make(WAYS[way]["name"], task, workers, settings=settings, **options)
 
 
 @grid(choice=CHOICES, way=WAYS, size=[(2, 1), (3, 1), (3, 2)])
 @seeds(1)
-def test_a_compressed_run_is_replayed_to_the_bit(way: str, choice: str, size: tuple[int, int], seed: int) -> None:
+def test_a_compressed_run_is_replayed_to_the_bit(
+    way: str, choice: str, size: tuple[int, int], seed: int
+) -> None:
     workers, devices = size
     cluster = training(way, CHOICES[choice], workers, devices=devices, shuffle=seed)
     trained(cluster, 6)
     trained(cluster, 6)
     check(cluster, WIDE)
-    assert difference(cluster.weights(), WIDE.train(workers * devices, 12)) > 1e-6, "nothing was compressed"
+    assert difference(cluster.weights(), WIDE.train(workers * devices, 12)) > 1e-6, (
+        "nothing was compressed"
+    )
 
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("workers", [2, 3])
-def test_all_members_hold_the_same_bits_and_send_what_the_formula_says(workers: int, choice: str) -> None:
+def test_all_members_hold_the_same_bits_and_send_what_the_formula_says(
+    workers: int, choice: str
+) -> None:
     cluster = training("allreduce", CHOICES[choice], workers)
     results = trained(cluster, 5)
     weights = worker_weights(cluster, 5)
@@ -71,7 +84,11 @@ def test_all_members_hold_the_same_bits_and_send_what_the_formula_says(workers: 
     assert codec is not None
     size = sum(codec.size(layout, chunk) or chunk.nbytes for chunk in layout.chunks)
     assert size < layout.nbytes
-    full = [result.values()["bytes_pushed"] for result in results if result.values()["samples"] == 2 * workers]
+    full = [
+        result.values()["bytes_pushed"]
+        for result in results
+        if result.values()["samples"] == 2 * workers
+    ]
     assert full
     assert set(full) == {workers * (workers - 1) * size}
 
@@ -114,7 +131,10 @@ def test_a_failed_step_leaves_no_trace(way: str, choice: str) -> None:
         return nn.functional.mse_loss(output, target)
 
     task = dataclasses.replace(WIDE, loss=loss)
-    straight, interrupted = training(way, CHOICES[choice], 3, task), training(way, CHOICES[choice], 3, task)
+    straight, interrupted = (
+        training(way, CHOICES[choice], 3, task),
+        training(way, CHOICES[choice], 3, task),
+    )
     trained(straight, 8)
     trained(interrupted, 4)
     failing["left"] = 2  # the first worker has sent its part by then
@@ -128,11 +148,15 @@ def test_a_failed_step_leaves_no_trace(way: str, choice: str) -> None:
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("way", WAYS)
 def test_nan_is_refused_by_name(way: str, choice: str) -> None:
-    task = dataclasses.replace(WIDE, loss=lambda output, target: nn.functional.mse_loss(output, target) * float("nan"))
+    task = dataclasses.replace(
+        WIDE, loss=lambda output, target: nn.functional.mse_loss(output, target) * float("nan")
+    )
     cluster = training(way, CHOICES[choice], 2, task)
     result: Message = cluster.step(1)[-1]
     assert result.kind is Kind.FAILURE
-    assert {name for _, name in result.values()["culprits"]} == {name for name, _ in wide().named_parameters()}
+    assert {name for _, name in result.values()["culprits"]} == {
+        name for name, _ in wide().named_parameters()
+    }
     assert counters(cluster)["committed"] == 0
 
 
@@ -145,7 +169,9 @@ def test_the_norm_is_that_of_what_arrives(way: str) -> None:
     check(cluster, WIDE)
     if way == "allreduce":  # copies do not count
         plain = training("ps", TopK(0.1), 2, settings={"clip_norm": 0.01})
-        assert [result.values()["gradient_norm"] for result in trained(plain, 6)] == pytest.approx(norms)
+        assert [result.values()["gradient_norm"] for result in trained(plain, 6)] == pytest.approx(
+            norms
+        )
 
 
 # -- settings -------------------------------------------------------------------------------------
@@ -166,18 +192,32 @@ def test_the_norm_is_that_of_what_arrives(way: str) -> None:
             lambda: AllreduceStrategy(compression="zip"),
             "compression='zip': give one of None, 'topk', 'int8', 'powersgd'",
         ),
-        (lambda: ParameterServerStrategy(compression=TopK), "compression=<class .*TopK'>: give one of"),
+        (
+            lambda: ParameterServerStrategy(compression=TopK),
+            "compression=<class .*TopK'>: give one of",
+        ),
         (
             lambda: ParameterServerStrategy(compression="int8", wire_dtype=("fp16", "bf16")),
             "give wire_dtype='bf16', for",
         ),
-        (lambda: ParameterServerStrategy(wire_dtype="int8"), "wire_dtype='int8': give one of None, 'fp16', 'bf16'"),
-        (lambda: ParameterServerStrategy(wire_dtype=(TopK(), None)), "wire_dtype of pushes=TopK"),
-        (lambda: ParameterServerStrategy(wire_dtype=("fp16", "int8")), "wire_dtype of pulls='int8'"),
-        (lambda: LocalStrategy(wire_dtype="int8"), "wire_dtype='int8'"),
-        (lambda: ParameterServerStrategy(compression="int8", backup_workers=1), "nothing would be left"),
         (
-            lambda: ParameterServerStrategy(mode="async", compression=TopK(), correction="drop", staleness=1),
+            lambda: ParameterServerStrategy(wire_dtype="int8"),
+            "wire_dtype='int8': give one of None, 'fp16', 'bf16'",
+        ),
+        (lambda: ParameterServerStrategy(wire_dtype=(TopK(), None)), "wire_dtype of pushes=TopK"),
+        (
+            lambda: ParameterServerStrategy(wire_dtype=("fp16", "int8")),
+            "wire_dtype of pulls='int8'",
+        ),
+        (lambda: LocalStrategy(wire_dtype="int8"), "wire_dtype='int8'"),
+        (
+            lambda: ParameterServerStrategy(compression="int8", backup_workers=1),
+            "nothing would be left",
+        ),
+        (
+            lambda: ParameterServerStrategy(
+                mode="async", compression=TopK(), correction="drop", staleness=1
+            ),
             "nothing would be left",
         ),
     ],
@@ -218,7 +258,9 @@ def test_mnist_is_learned_as_well_as_without_compression() -> None:
     task = Task(net, sgd(momentum=0.5), digits.train, nn.functional.cross_entropy, batch_size=100)
 
     def accuracy(choice: Any) -> float:
-        cluster = InProcessCluster(task.creator(), num_workers=2, strategy=AllreduceStrategy(compression=choice))
+        cluster = InProcessCluster(
+            task.creator(), num_workers=2, strategy=AllreduceStrategy(compression=choice)
+        )
         trained(cluster, 900)
         module = net()
         module.load_state_dict(cluster.weights())

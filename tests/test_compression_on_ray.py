@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cl
 
 
 def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 2))
+    return nn.Sequential(
+        nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 2)
+    )
 
 
 TASK = Task(wide, sgd(momentum=0.9), samples(24, dtype=torch.float32))
@@ -27,7 +29,11 @@ TASK = Task(wide, sgd(momentum=0.9), samples(24, dtype=torch.float32))
 def left_out(path: Path) -> dict[str, torch.Tensor]:
     """By worker and parameter, from a checkpoint."""
     replicas = read(path).replicas
-    return {key.removeprefix("compression:"): value for key, value in replicas.items() if "/left/" in key}
+    return {
+        key.removeprefix("compression:"): value
+        for key, value in replicas.items()
+        if "/left/" in key
+    }
 
 
 @pytest.mark.parametrize("choice", [TopK(0.1), PowerSGD(2)], ids=["top-k", "PowerSGD"])
@@ -55,7 +61,9 @@ def test_a_run_is_saved_and_goes_on_to_the_bit(tmp_path: Path, choice: Any) -> N
         assert {key.split("/")[0] for key in found} == {"0", "1", "2"}
         for name in {key.partition("/")[2] for key in kept}:  # nothing of it is lost
             before, after = (
-                torch.stack([value for key, value in state.items() if key.partition("/")[2] == name]).mean(0)
+                torch.stack(
+                    [value for key, value in state.items() if key.partition("/")[2] == name]
+                ).mean(0)
                 for state in (kept, found)
             )
             assert torch.allclose(before, after, atol=1e-6)

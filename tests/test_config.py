@@ -60,7 +60,12 @@ def test_a_name_stands_for_a_strategy_with_its_defaults(name: str) -> None:
 
 def test_the_parameter_server_is_synchronous_unless_told_otherwise() -> None:
     assert ParameterServerStrategy() == ParameterServerStrategy(
-        mode="sync", staleness=None, correction=None, backup_workers=0, nonfinite="refuse", transport="wire"
+        mode="sync",
+        staleness=None,
+        correction=None,
+        backup_workers=0,
+        nonfinite="refuse",
+        transport="wire",
     )
     assert ParameterServerStrategy(backup_workers=1).name == "ps"
 
@@ -81,12 +86,16 @@ def test_ssp_has_a_lead_of_three_steps_unless_told_otherwise(settings: dict[str,
     ],
 )
 @pytest.mark.parametrize("value", ["", "Sync", "other", 0, True, ("sync",)])
-def test_choices_are_refused_with_those_there_are(field: str, values: tuple[Any, ...], value: Any) -> None:
+def test_choices_are_refused_with_those_there_are(
+    field: str, values: tuple[Any, ...], value: Any
+) -> None:
     message = refused(lambda: ParameterServerStrategy(**{field: value}))
     assert message == f"{field}={value!r}: give one of {', '.join(map(repr, values))}"
 
 
-@pytest.mark.parametrize(("field", "value"), [("staleness", 0), ("backup_workers", 0), ("staleness", np.int64(2))])
+@pytest.mark.parametrize(
+    ("field", "value"), [("staleness", 0), ("backup_workers", 0), ("staleness", np.int64(2))]
+)
 def test_none_at_all_may_be_given_where_it_makes_sense(field: str, value: Any) -> None:
     mode = "ssp" if field == "staleness" else "sync"
     assert getattr(ParameterServerStrategy(mode=mode, **{field: value}), field) == value
@@ -102,8 +111,14 @@ def test_bounds_and_backups_are_integers_from_zero(field: str, value: Any) -> No
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"mode": "async", "backup_workers": 1}, "backup_workers=1 with mode='async': they are for sync"),
-        ({"mode": "ssp", "backup_workers": 2}, "backup_workers=2 with mode='ssp': they are for sync"),
+        (
+            {"mode": "async", "backup_workers": 1},
+            "backup_workers=1 with mode='async': they are for sync",
+        ),
+        (
+            {"mode": "ssp", "backup_workers": 2},
+            "backup_workers=2 with mode='ssp': they are for sync",
+        ),
         ({"staleness": 3}, "with sync nothing is stale"),
         ({"staleness": 0}, "with sync nothing is stale"),
         ({"correction": "learning_rate"}, "with sync nothing is stale"),
@@ -111,7 +126,10 @@ def test_bounds_and_backups_are_integers_from_zero(field: str, value: Any) -> No
         ({"mode": "ssp", "correction": "drop"}, "ssp makes workers wait instead"),
         ({"mode": "async", "staleness": 2}, "staleness=2 and correction=None"),
         ({"mode": "async", "correction": "drop"}, "staleness=None and correction='drop'"),
-        ({"mode": "async", "staleness": 2, "correction": "learning_rate"}, "correction='learning_rate'"),
+        (
+            {"mode": "async", "staleness": 2, "correction": "learning_rate"},
+            "correction='learning_rate'",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -159,12 +177,16 @@ def test_counts_are_positive_integers(field: str, value: Any) -> None:
 RUN_CONFIGS = (RunConfig(), FailureConfig(), DeadlineConfig(), ResourceConfig())
 
 
-@pytest.mark.parametrize("settings", [*NAMED.values(), ParameterServerStrategy(num_servers=2), *RUN_CONFIGS])
+@pytest.mark.parametrize(
+    "settings", [*NAMED.values(), ParameterServerStrategy(num_servers=2), *RUN_CONFIGS]
+)
 def test_settings_are_frozen_values_by_keyword(settings: Any) -> None:
     for field in fields(settings):
         with pytest.raises(FrozenInstanceError):
             setattr(settings, field.name, 3)
-    again = type(settings)(**{field.name: getattr(settings, field.name) for field in fields(settings)})
+    again = type(settings)(
+        **{field.name: getattr(settings, field.name) for field in fields(settings)}
+    )
     assert again == settings
     assert hash(again) == hash(settings)
     with pytest.raises(TypeError):
@@ -210,20 +232,26 @@ def test_deadlines_are_positive_and_finite(field: str, value: Any) -> None:
 
 @pytest.mark.parametrize("value", [None, "yes", 2])
 def test_a_log_is_kept_or_not(value: Any) -> None:
-    assert f"keep_log={value!r}: give one of False, True" in refused(lambda: RunConfig(keep_log=value))
+    assert f"keep_log={value!r}: give one of False, True" in refused(
+        lambda: RunConfig(keep_log=value)
+    )
     assert RunConfig().keep_log is False
     assert RunConfig(keep_log=True).keep_log is True
 
 
 @pytest.mark.parametrize("value", [0, -2, 0.5, None, True])
 def test_workers_have_whole_cpus(value: Any) -> None:
-    assert f"cpus_per_worker={value!r}: give an integer" in refused(lambda: ResourceConfig(cpus_per_worker=value))
+    assert f"cpus_per_worker={value!r}: give an integer" in refused(
+        lambda: ResourceConfig(cpus_per_worker=value)
+    )
 
 
 def test_require_count_gives_the_count_back() -> None:
     assert require_count("steps", 3) == 3
     assert require_count("steps", 0, least=0) == 0
-    assert "steps=1: give an integer of at least 2" in refused(lambda: require_count("steps", 1, least=2))
+    assert "steps=1: give an integer of at least 2" in refused(
+        lambda: require_count("steps", 1, least=2)
+    )
 
 
 def test_no_other_module_reads_the_environment() -> None:
@@ -231,7 +259,9 @@ def test_no_other_module_reads_the_environment() -> None:
     readers = {
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
-        if re.search(r"\bos\.(environ|getenv)\b|from os import .*(environ|getenv)", path.read_text())
+        if re.search(
+            r"\bos\.(environ|getenv)\b|from os import .*(environ|getenv)", path.read_text()
+        )
     }
     assert readers == {"config/run.py"}
 
@@ -244,7 +274,9 @@ def drawn_tree() -> dict[str, set[str]]:
     tree: dict[str, set[str]] = {}
     above: list[str] = []
     for line in inspect.getdoc(errors).splitlines():  # type: ignore[union-attr]
-        found = re.match(r"(?P<indent>[│├└─ ]*)(?P<name>\w+)(?: \((?P<extra>\w+)\))?(?:\s{2,}|$)", line)
+        found = re.match(
+            r"(?P<indent>[│├└─ ]*)(?P<name>\w+)(?: \((?P<extra>\w+)\))?(?:\s{2,}|$)", line
+        )
         if not found:
             continue
         depth = len(found["indent"]) // 4
@@ -257,12 +289,18 @@ def drawn_tree() -> dict[str, set[str]]:
 
 def defined() -> dict[str, type[BaseException]]:
     classes = inspect.getmembers(errors, inspect.isclass)
-    return {name: cls for name, cls in classes if cls.__module__ == errors.__name__ and name not in CARRIERS}
+    return {
+        name: cls
+        for name, cls in classes
+        if cls.__module__ == errors.__name__ and name not in CARRIERS
+    }
 
 
 def test_the_tree_of_errors_is_the_one_drawn() -> None:
     drawn = drawn_tree()
-    assert drawn == {name: {base.__name__ for base in cls.__bases__} for name, cls in defined().items()}
+    assert drawn == {
+        name: {base.__name__ for base in cls.__bases__} for name, cls in defined().items()
+    }
     assert len(drawn) > 5
 
 
@@ -277,7 +315,10 @@ def test_every_error_is_a_steepest_error_and_says_when_it_is_raised(name: str) -
 
 def test_a_step_error_is_what_a_step_may_raise() -> None:
     causes = {"ModelError", "ModelRaisedError", "NonFiniteError", "DeadlineError", "PeerLostError"}
-    assert {name for name, cls in defined().items() if issubclass(cls, errors.StepError)} == {"StepError", *causes}
+    assert {name for name, cls in defined().items() if issubclass(cls, errors.StepError)} == {
+        "StepError",
+        *causes,
+    }
     assert issubclass(errors.ModelError, errors.ConfigurationError)
 
 

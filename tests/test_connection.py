@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from steepest.errors import DeadlineError, NonFiniteError, PeerLostError, ShutdownError, SteepestError
+from steepest.errors import (
+    DeadlineError,
+    NonFiniteError,
+    PeerLostError,
+    ShutdownError,
+    SteepestError,
+)
 from steepest.messages.message import Kind, Message
 from steepest.parameter_server import connection
 from tests.crowd import Crowd, User, like, values, zeros
@@ -60,12 +66,18 @@ class Setup:
         )  # fmt: skip
 
     def push(self, update: Any = None) -> int:
-        memory = self.crowd.arrays.bytes_of(like(zeros(), 1) if update is None else update, "update")
+        memory = self.crowd.arrays.bytes_of(
+            like(zeros(), 1) if update is None else update, "update"
+        )
         return self.connection.run(lambda: self.user.pusher.push(memory), "a push", memory.values())
 
     def push_async(self, update: Any = None) -> Future[int]:
-        memory = self.crowd.arrays.bytes_of(like(zeros(), 1) if update is None else update, "update")
-        return self.connection.push_async(lambda: self.user.pusher.push(memory), list(memory.values()))
+        memory = self.crowd.arrays.bytes_of(
+            like(zeros(), 1) if update is None else update, "update"
+        )
+        return self.connection.push_async(
+            lambda: self.user.pusher.push(memory), list(memory.values())
+        )
 
     def pull(self) -> tuple[int, Any]:
         wanted, pulled = self.crowd.arrays.request(None, None, None)
@@ -73,7 +85,9 @@ class Setup:
 
     def silence(self, kind: Kind | None = None) -> None:
         """From now on nothing of that kind, or nothing at all, arrives."""
-        self.crowd.network.filter = lambda message: [] if kind in (None, message.kind) else [message]
+        self.crowd.network.filter = lambda message: (
+            [] if kind in (None, message.kind) else [message]
+        )
 
 
 @pytest.fixture
@@ -96,7 +110,9 @@ def together(*work: Callable[[], Any]) -> list[Any]:
         return function()
 
     with ThreadPoolExecutor(len(work)) as pool:
-        return [future.result(SECONDS) for future in [pool.submit(begin, function) for function in work]]
+        return [
+            future.result(SECONDS) for future in [pool.submit(begin, function) for function in work]
+        ]
 
 
 def test_whoever_waits_moves_the_bytes_and_no_thread_is_begun(setup: Setup) -> None:
@@ -111,7 +127,9 @@ def test_whoever_waits_moves_the_bytes_and_no_thread_is_begun(setup: Setup) -> N
 def test_threads_that_share_a_connection_lose_nothing_and_see_whole_updates(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "_TURN_SECONDS", 2 * SECONDS)  # each is told by the others what they did for it
+    monkeypatch.setattr(
+        connection, "_TURN_SECONDS", 2 * SECONDS
+    )  # each is told by the others what they did for it
 
     def work() -> list[int]:
         made = []
@@ -130,7 +148,9 @@ def test_threads_that_share_a_connection_lose_nothing_and_see_whole_updates(
     assert setup.pull()[0] == 80
 
 
-def test_a_push_that_nobody_waits_for_is_committed_by_the_connections_own_thread(setup: Setup) -> None:
+def test_a_push_that_nobody_waits_for_is_committed_by_the_connections_own_thread(
+    setup: Setup,
+) -> None:
     futures = [setup.push_async() for _ in range(3)]
     assert [future.result(SECONDS) for future in futures] == [1, 2, 3]
     assert threading.get_ident() not in setup.router.threads
@@ -153,7 +173,9 @@ def test_only_so_many_pushes_are_in_flight(setup: Setup) -> None:
 
 def test_what_is_in_flight_is_owned_so_that_arrays_may_be_changed(setup: Setup) -> None:
     update = like(zeros(), 1)
-    addresses = {memory.ctypes.data for memory in setup.crowd.arrays.bytes_of(update, "it").values()}
+    addresses = {
+        memory.ctypes.data for memory in setup.crowd.arrays.bytes_of(update, "it").values()
+    }
     setup.push(update)
     assert setup.router.owned == []  # it was waited for
     setup.push_async(update)
@@ -175,7 +197,9 @@ def test_a_deadline_says_who_and_what_and_leaves_the_arrays_to_their_owner() -> 
     update = like(zeros(), 1)
     with pytest.raises(DeadlineError, match="a push"):
         setup.push(update)
-    addresses = {memory.ctypes.data for memory in setup.crowd.arrays.bytes_of(update, "it").values()}
+    addresses = {
+        memory.ctypes.data for memory in setup.crowd.arrays.bytes_of(update, "it").values()
+    }
     assert {memory.ctypes.data for memory in setup.router.owned} == addresses
     with pytest.raises(DeadlineError, match="pushes to be committed"):
         setup.connection.flush()
@@ -239,7 +263,9 @@ def test_a_callback_may_push_on_but_not_wait(setup: Setup) -> None:
     setup.connection.flush()
     while len(caught) < 12:
         setup.pull()  # the last callback runs in the other thread
-    assert all("a callback of a future may push_async, but not wait" in str(error) for error in caught)
+    assert all(
+        "a callback of a future may push_async, but not wait" in str(error) for error in caught
+    )
     assert setup.pull()[0] == 4
 
 
@@ -265,7 +291,12 @@ def test_closing_ends_whatever_waits_in_any_thread() -> None:
     counters = setup.user.client.counters
     asking = wait(lambda: setup.connection.run(counters, "the version"))
     together(wait(setup.pull), wait(setup.push), wait(setup.connection.flush), asking, close)
-    for late in (setup.pull, setup.push, setup.connection.flush, lambda: setup.push_async().result(0)):
+    for late in (
+        setup.pull,
+        setup.push,
+        setup.connection.flush,
+        lambda: setup.push_async().result(0),
+    ):
         with pytest.raises(ShutdownError):
             late()
     with pytest.raises(ShutdownError):
@@ -295,7 +326,9 @@ def test_a_server_that_is_gone_is_told_to_all_also_to_flush(setup: Setup) -> Non
     assert not setup.connection.lost()
     other.close()
     for wait in (setup.connection.flush, setup.pull, setup.push):
-        with pytest.raises(PeerLostError, match="server 1 of the parameter server is gone .*shut down or died"):
+        with pytest.raises(
+            PeerLostError, match="server 1 of the parameter server is gone .*shut down or died"
+        ):
             wait()
     for ask in (lambda: setup.user.client.counters(), lambda: setup.user.client.read("state")):
         with pytest.raises(PeerLostError, match="server 1 of the parameter server is gone"):
@@ -317,7 +350,9 @@ def test_a_loss_is_found_without_waiting(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, AssertionError])
-def test_what_breaks_off_in_the_middle_closes_the_connection(setup: Setup, interruption: Any) -> None:
+def test_what_breaks_off_in_the_middle_closes_the_connection(
+    setup: Setup, interruption: Any
+) -> None:
     futures = [setup.push_async().result(SECONDS) for _ in range(2)]
 
     def interrupt() -> None:

@@ -42,16 +42,25 @@ def older(path: Path) -> Path:
     """A checkpoint as earlier versions wrote it."""
     saved = files.read(path)
     assert {"begun", "updates"} <= saved.about.keys()
-    told = {key: value for key, value in saved.about.items() if key not in ("format", "begun", "updates")}
+    told = {
+        key: value
+        for key, value in saved.about.items()
+        if key not in ("format", "begun", "updates")
+    }
     files.write(path.parent / "older", replace(saved, about=told))
     return path.parent / "older"
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(stream(7), stream(5)), (Numbered, stream(6))], ids=["other blocks", "another source"]
+    ("before", "after"),
+    [(stream(7), stream(5)), (Numbered, stream(6))],
+    ids=["other blocks", "another source"],
 )
 def test_an_epoch_ends_in_the_order_in_which_it_was_begun(
-    tmp_path: Path, before: Callable[[], Any], after: Callable[[], Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with DistributedSGD(counting(before, 2 * BATCH), num_workers=2) as first:
         first.fit(epochs=1, progress=False)
@@ -96,7 +105,8 @@ LOCAL = LocalStrategy(sync_every=4)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "workers"), [("ps", 1), ("simple", 2), ("async", 1), (LocalStrategy(sync_every=2), 2)]
+    ("strategy", "workers"),
+    [("ps", 1), ("simple", 2), ("async", 1), (LocalStrategy(sync_every=2), 2)],
 )
 def test_the_schedule_goes_on_after_local_training(
     tmp_path: Path, strategy: str | StrategyConfig, workers: int

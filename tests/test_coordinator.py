@@ -25,7 +25,9 @@ CLIENT = Peer("client", 0)
 REQUESTS = WeakKeyDictionary[Coordinator, Iterator[int]]()  # the numbers of those to come
 
 
-def make(workers: int = 2, servers: int = 2, holding: set[int] | None = None, **settings: Any) -> Coordinator:
+def make(
+    workers: int = 2, servers: int = 2, holding: set[int] | None = None, **settings: Any
+) -> Coordinator:
     """A coordinator whose members have not joined."""
     return Coordinator(
         members=frozenset(range(workers)),
@@ -47,19 +49,37 @@ def started(workers: int = 2, servers: int = 2, steps: int = 1, **settings: Any)
     return coordinator
 
 
-def ask(coordinator: Coordinator, steps: int = 1, number: int | None = None, **meta: Any) -> Outgoing:
+def ask(
+    coordinator: Coordinator, steps: int = 1, number: int | None = None, **meta: Any
+) -> Outgoing:
     if number is None:
         number = next(REQUESTS.setdefault(coordinator, itertools.count(1)))
-    return coordinator.handle(CLIENT, Message(Kind.ASK, sequence=number, meta={"steps": steps, "stats": True, **meta}))
+    return coordinator.handle(
+        CLIENT, Message(Kind.ASK, sequence=number, meta={"steps": steps, "stats": True, **meta})
+    )
 
 
 def report(coordinator: Coordinator, worker: int, **fields: Any) -> Outgoing:
-    meta = {"samples": 4, "bytes_pushed": 100, "bytes_pulled": 50, "loss": 1.0, "metrics": {}, "timings": {}}
-    fields = {"generation": coordinator.generation, "version": coordinator.version, "total": 4.0, **fields}
+    meta = {
+        "samples": 4,
+        "bytes_pushed": 100,
+        "bytes_pulled": 50,
+        "loss": 1.0,
+        "metrics": {},
+        "timings": {},
+    }
+    fields = {
+        "generation": coordinator.generation,
+        "version": coordinator.version,
+        "total": 4.0,
+        **fields,
+    }
     return coordinator.handle(worker_peer(worker), Message(Kind.REPORT, meta=meta, **fields))
 
 
-def staged(coordinator: Coordinator, server: int, meta: dict[str, Any] | None = None, **fields: Any) -> Outgoing:
+def staged(
+    coordinator: Coordinator, server: int, meta: dict[str, Any] | None = None, **fields: Any
+) -> Outgoing:
     fields = {"generation": coordinator.generation, "version": coordinator.version, **fields}
     word = Message(Kind.VERSION_STAGED, meta=meta or {"squares": 1.0}, **fields)
     return coordinator.handle(server_peer(server), word)
@@ -90,7 +110,9 @@ def test_a_generation_begins_when_the_last_member_joins() -> None:
     out = coordinator.handle(worker_peer(0), Message(Kind.JOIN))
     begun = [(peer, m) for peer, m in out if m.kind is Kind.MEMBERS]
     assert [str(peer) for peer, _ in begun] == ["server 0", "server 1", "worker 0", "worker 1"]
-    assert all(Members.unpack(m) == Members(1, 0, [0, 1], reload=True, again=True) for _, m in begun)
+    assert all(
+        Members.unpack(m) == Members(1, 0, [0, 1], reload=True, again=True) for _, m in begun
+    )
 
 
 def test_who_is_no_member_may_not_join() -> None:
@@ -168,7 +190,9 @@ def test_repeated_reports_and_stagings_count_once() -> None:
     assert coordinator.version == 1
 
 
-@pytest.mark.parametrize("fields", [{"generation": 0}, {"generation": 2}, {"version": 1}, {"version": -1}])
+@pytest.mark.parametrize(
+    "fields", [{"generation": 0}, {"generation": 2}, {"version": 1}, {"version": -1}]
+)
 def test_words_of_another_generation_or_version_are_ignored(fields: dict[str, int]) -> None:
     coordinator = started(workers=1, servers=1, steps=5)
     assert report(coordinator, 0, **fields) == []
@@ -206,7 +230,9 @@ def test_a_model_that_raised_fails_the_step_and_the_next_can_be_taken() -> None:
     out = coordinator.handle(worker_peer(1), Message(Kind.FAILED, 1, meta=about))
     failure = only(out, Kind.FAILURE)
     assert failure.meta == {"reason": "raised", "worker": 1, "step": 0, **about}
-    assert [m.values()["reload"] for _, m in out if m.kind is Kind.MEMBERS] == [True] * 4, "it may have written to them"
+    assert [m.values()["reload"] for _, m in out if m.kind is Kind.MEMBERS] == [True] * 4, (
+        "it may have written to them"
+    )
     assert (coordinator.version, coordinator.limit, coordinator.generation) == (0, 0, 2)
     assert coordinator.handle(worker_peer(0), Message(Kind.FAILED, 1, meta=about)) == []
     assert [(m.version, m.generation) for _, m in ask(coordinator)] == [(1, 2), (1, 2)]
@@ -306,7 +332,9 @@ def test_who_has_not_joined_is_awaited_too() -> None:
 def test_a_read_lies_between_two_commits() -> None:
     coordinator = started(steps=2)
     complete(coordinator)
-    out = coordinator.handle(Peer("client", 3), Message(Kind.READ, sequence=8, meta={"what": "state"}))
+    out = coordinator.handle(
+        Peer("client", 3), Message(Kind.READ, sequence=8, meta={"what": "state"})
+    )
     assert kinds(out) == [("server 0", "SNAPSHOT"), ("server 1", "SNAPSHOT")]
     for _, message in out:
         assert (message.version, message.sequence) == (1, 8)
@@ -314,7 +342,9 @@ def test_a_read_lies_between_two_commits() -> None:
             "reader": ("client", 3),
             "what": "state",
         }
-        assert message.values()["state"]["history"]["committed"] == 1  # for another coordinator to go on from
+        assert (
+            message.values()["state"]["history"]["committed"] == 1
+        )  # for another coordinator to go on from
 
 
 def test_installing_sets_the_version_and_reloads_everybody() -> None:
@@ -368,7 +398,15 @@ def test_hyperparameters_travel_with_a_commit_only_where_they_changed() -> None:
 def test_counters_are_told_and_nonsense_refused() -> None:
     coordinator = started()
     complete(coordinator)
-    counters = {"sequence": 3, "version": 1, "generation": 1, "step": 1, "committed": 1, "skipped": 0, "dropped": 0}
+    counters = {
+        "sequence": 3,
+        "version": 1,
+        "generation": 1,
+        "step": 1,
+        "committed": 1,
+        "skipped": 0,
+        "dropped": 0,
+    }
     counters |= {"staleness": [(0, 2)], "following": 2, "returned": [], "paces": [], "slow": []}
     told = only(coordinator.handle(CLIENT, Message(Kind.READ_COUNTERS, sequence=3)), Kind.COUNTERS)
     assert vars(Counters.unpack(told)) == counters
@@ -378,12 +416,18 @@ def test_counters_are_told_and_nonsense_refused() -> None:
 
 def test_the_synchronous_rule_commits_all_or_none_in_the_order_of_workers() -> None:
     pushes = (Staged(2, 0, 5, 0), Staged(0, 0, 9, 0), Staged(1, 0, 1, 0))
-    assert CommitAll().decide(0, frozenset({0, 1, 2}), pushes).commit == (pushes[1], pushes[2], pushes[0])
+    assert CommitAll().decide(0, frozenset({0, 1, 2}), pushes).commit == (
+        pushes[1],
+        pushes[2],
+        pushes[0],
+    )
     assert CommitAll().decide(0, frozenset({0, 1, 2}), pushes[:2]) == ((), ())
 
 
 def test_a_summary_has_means_by_weight_and_sums() -> None:
-    def said(total: float, samples: int, loss: float, metrics: dict[str, float], compute: float) -> Report:
+    def said(
+        total: float, samples: int, loss: float, metrics: dict[str, float], compute: float
+    ) -> Report:
         timings = {"compute": compute}
         return Report(0, 0, 0, 0, total, samples, 10, 5, loss, metrics, timings)
 
@@ -409,7 +453,9 @@ def test_a_summary_has_means_by_weight_and_sums() -> None:
     assert math.isnan(summarize(reports[2:], [], True)["loss"])
 
 
-def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Script:
         """A coordinator of which the next step is committed with each message, and given up with GIVE_UP."""
 
@@ -418,7 +464,10 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monke
         def handle(self, source: Peer, message: Message) -> list[tuple[Peer, Message]]:
             self.version += 1
             kind = Kind.FAILURE if message.kind is Kind.GIVE_UP else Kind.RESULT
-            return [(server_peer(0), Message(Kind.COMMIT)), (CLIENT, Message(kind, version=self.version))]
+            return [
+                (server_peer(0), Message(Kind.COMMIT)),
+                (CLIENT, Message(kind, version=self.version)),
+            ]
 
         def tick(self, now: float) -> list[tuple[Peer, Message]]:
             return []
@@ -449,7 +498,16 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(monke
     role.tick(0.0)
     assert told == [1, 2, 3, 4, 5, 6]
     assert steps(1) == [1, 2, 3, 4, 5, 6]
-    assert steps(1, Kind.GIVE_UP) == [1, 2, 3, 4, 5, 6, 7, 8]  # bad news goes at once, after what was before it
+    assert steps(1, Kind.GIVE_UP) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]  # bad news goes at once, after what was before it
 
 
 def test_what_happened_before_the_first_tick_is_not_ages_ago() -> None:

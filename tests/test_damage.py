@@ -21,7 +21,10 @@ from steepest.tensors.safetensors_file import read_tensors
 from tests.reference import same_bits
 from tests.test_checkpoint import about, content, edit
 
-FILES = {kind: {"name": f"{kind}-3-0123abcd.safetensors", "sha256": "0" * 64, "dtypes": {}} for kind in KINDS}
+FILES = {
+    kind: {"name": f"{kind}-3-0123abcd.safetensors", "sha256": "0" * 64, "dtypes": {}}
+    for kind in KINDS
+}
 ABOUT = {
     **about(),
     "left": [[0, 1, 2]],
@@ -55,13 +58,21 @@ def test_no_bit_of_a_manifest_may_change() -> None:
 
 def test_no_byte_of_a_manifest_may_be_missing_or_added() -> None:
     for at in range(len(RAW)):
-        for raw in (RAW[:at], RAW[at + 1 :], RAW[:at] + RAW[at + 1 :], RAW[:at] + b" " + RAW[at:], RAW + RAW[:at]):
+        for raw in (
+            RAW[:at],
+            RAW[at + 1 :],
+            RAW[:at] + RAW[at + 1 :],
+            RAW[:at] + b" " + RAW[at:],
+            RAW + RAW[:at],
+        ):
             if raw != RAW:
                 with pytest.raises(CheckpointError):
                     decode_manifest(raw)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"a":' * 50_000])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"format": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"a":' * 50_000]
+)
 def test_deep_json_is_damage(text: str) -> None:
     for raw in (text.encode(), sealed(text)):
         with pytest.raises(CheckpointError):
@@ -69,7 +80,9 @@ def test_deep_json_is_damage(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ['"step": 2', '"format": 2', '"files": {}', '"sha256": ""', '"left": []'], ids=lambda key: key
+    "key",
+    ['"step": 2', '"format": 2', '"files": {}', '"sha256": ""', '"left": []'],
+    ids=lambda key: key,
 )
 def test_no_key_stands_there_twice(key: str) -> None:
     text = RAW.decode().replace("{", "{" + key + ",", 1)
@@ -89,7 +102,9 @@ def test_a_file_is_one_of_this_directory(name: Any) -> None:
 
 
 @pytest.mark.parametrize("other", [1, 3, 2.0, True, "2", None, [2], 10**400])
-def test_another_format_is_refused_and_the_one_that_is_read_named(tmp_path: Path, other: Any) -> None:
+def test_another_format_is_refused_and_the_one_that_is_read_named(
+    tmp_path: Path, other: Any
+) -> None:
     write(tmp_path, content())
     edit(tmp_path, lambda manifest: manifest.update(format=other))
     with pytest.raises(CheckpointError, match=r"format .*this one reads 2"):
@@ -104,13 +119,17 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
 def test_what_it_says_is_of_the_right_kind(key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=key):
         decode_manifest(encode_manifest(FILES, {**ABOUT, key: value}))
 
 
-def test_every_damage_is_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_damage_is_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     directory = CheckpointDirectory(tmp_path, 100)
     directory.put(content(1.0, 1))
     deep, name = b"[" * 100_000, {**FILES["weights"], "name": "a\0b"}
@@ -130,7 +149,9 @@ def test_every_damage_is_passed_over_with_a_warning(tmp_path: Path, caplog: pyte
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(manifests)
 
 
-WRITTEN = Checkpoint({"w": torch.arange(3.0), "z": torch.tensor([1j])}, {"w/m": torch.ones(3)}, {}, ABOUT)
+WRITTEN = Checkpoint(
+    {"w": torch.arange(3.0), "z": torch.tensor([1j])}, {"w/m": torch.ones(3)}, {}, ABOUT
+)
 
 
 def is_written(found: Checkpoint) -> bool:
@@ -138,9 +159,18 @@ def is_written(found: Checkpoint) -> bool:
     return found.about == WRITTEN.about and all(same_bits(mine, theirs) for mine, theirs in kinds)
 
 
-@given(st.sampled_from([MANIFEST, *KINDS]), st.integers(0, 2000), st.integers(0, 9), st.binary(max_size=9))
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_whatever_is_read_was_written(tmp_path: Path, kind: str, at: int, cut: int, put: bytes) -> None:
+@given(
+    st.sampled_from([MANIFEST, *KINDS]),
+    st.integers(0, 2000),
+    st.integers(0, 9),
+    st.binary(max_size=9),
+)
+@settings(
+    max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+def test_whatever_is_read_was_written(
+    tmp_path: Path, kind: str, at: int, cut: int, put: bytes
+) -> None:
     if not any(tmp_path.iterdir()):
         write(tmp_path, WRITTEN)
     (file,) = tmp_path.glob(f"{kind}*")
@@ -157,7 +187,9 @@ def test_whatever_is_read_was_written(tmp_path: Path, kind: str, at: int, cut: i
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -177,7 +209,9 @@ def headed(header: bytes, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-DTYPES = st.sampled_from(["F64", "F32", "C64", "BOOL", "U8", "F4", "F6_E2M3", "F8_E8M0", "I64", "?", ""])
+DTYPES = st.sampled_from(
+    ["F64", "F32", "C64", "BOOL", "U8", "F4", "F6_E2M3", "F8_E8M0", "I64", "?", ""]
+)
 PARTS = st.fixed_dictionaries(
     {
         "dtype": DTYPES | JSON,
@@ -185,25 +219,39 @@ PARTS = st.fixed_dictionaries(
         "data_offsets": st.tuples(st.integers(0, 16), st.integers(0, 16)) | JSON,
     }
 )
-HEADERS = st.dictionaries(st.sampled_from(["w", "__metadata__", "", "\0"]), PARTS | JSON, max_size=3)
+HEADERS = st.dictionaries(
+    st.sampled_from(["w", "__metadata__", "", "\0"]), PARTS | JSON, max_size=3
+)
 HEADER = HEADERS.map(json.dumps).map(str.encode)
 
 
 @given(
     HEADER.flatmap(lambda header: st.binary(max_size=24).map(lambda data: headed(header, data)))
     | st.binary(max_size=40),
-    st.dictionaries(st.sampled_from(["w", "", "x"]), st.sampled_from(["complex128", "float32", "no", "bits8", "nn"])),
+    st.dictionaries(
+        st.sampled_from(["w", "", "x"]),
+        st.sampled_from(["complex128", "float32", "no", "bits8", "nn"]),
+    ),
 )
 @example(headed(b"[" * 100_000, b""), {})
 @example(headed(b'{"w":{"dtype":"F4","shape":[2],"data_offsets":[0,1]}}', b"1"), {})
 @example((2**63).to_bytes(8, "little"), {})
-@example(headed(b'{"w":{"dtype":"F64","shape":[2],"data_offsets":[0,16]}}', b"1" * 16), {"w": "complex128"})
-@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_tensor_file_that_lies_is_refused(tmp_path: Path, raw: bytes, dtypes: dict[str, str]) -> None:
+@example(
+    headed(b'{"w":{"dtype":"F64","shape":[2],"data_offsets":[0,16]}}', b"1" * 16),
+    {"w": "complex128"},
+)
+@settings(
+    max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+def test_a_tensor_file_that_lies_is_refused(
+    tmp_path: Path, raw: bytes, dtypes: dict[str, str]
+) -> None:
     """With a checksum that is right."""
     (tmp_path / "file").write_bytes(raw)
     try:
-        found = read_tensors(tmp_path / "file", {"sha256": hashlib.sha256(raw).hexdigest(), "dtypes": dtypes})
+        found = read_tensors(
+            tmp_path / "file", {"sha256": hashlib.sha256(raw).hexdigest(), "dtypes": dtypes}
+        )
     except ValueError:
         return
     assert all(isinstance(value, torch.Tensor) for value in found.values())

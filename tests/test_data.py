@@ -110,13 +110,16 @@ def test_one_array_alone_and_tensors_beside_arrays() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [(np.zeros(3), np.zeros(4)), torch.zeros(0, 2), np.zeros(0), (torch.zeros(0), torch.zeros(2))]
+    "data",
+    [(np.zeros(3), np.zeros(4)), torch.zeros(0, 2), np.zeros(0), (torch.zeros(0), torch.zeros(2))],
 )
 def test_arrays_of_unequal_lengths_or_none_are_refused(data: Any) -> None:
     assert "data arrays have lengths" in refused(data)
 
 
-@pytest.mark.parametrize("data", [np.array(3.0), torch.tensor(3.0), (torch.zeros(3), torch.tensor(1.0))])
+@pytest.mark.parametrize(
+    "data", [np.array(3.0), torch.tensor(3.0), (torch.zeros(3), torch.tensor(1.0))]
+)
 def test_scalars_are_refused(data: Any) -> None:
     assert "a scalar has no samples" in refused(data)
 
@@ -207,11 +210,14 @@ def test_worker_processes_serve_endless_shares_without_touching_the_random_state
     opened = source.open(endless())
     assert [next(opened)["y"].tolist() for _ in range(4)] == [[0, 1], [1, 2], [2, 3], [3, 4]]
     opened.close()  # type: ignore[attr-defined]
-    assert torch.equal(torch.get_rng_state(), before), "a step's dropout must not depend on who opened a loader"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "a step's dropout must not depend on who opened a loader"
+    )
 
 
 @pytest.mark.parametrize(
-    "sampler", [SubsetRandomSampler([0, 1]), WeightedRandomSampler([0.5] * 6, 6), iter([1, 2]), [3, 4]]
+    "sampler",
+    [SubsetRandomSampler([0, 1]), WeightedRandomSampler([0.5] * 6, 6), iter([1, 2]), [3, 4]],
 )
 def test_a_loader_with_a_sampler_of_its_own_is_refused(sampler: Any) -> None:
     message = refused(DataLoader(Squares(), batch_size=2, sampler=sampler))
@@ -220,7 +226,9 @@ def test_a_loader_with_a_sampler_of_its_own_is_refused(sampler: Any) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_a_loader_with_a_batch_sampler_or_without_batches_is_refused(batch_size: int | None) -> None:
+def test_a_loader_with_a_batch_sampler_or_without_batches_is_refused(
+    batch_size: int | None,
+) -> None:
     batches = BatchSampler(SequentialSampler(Squares()), 2, drop_last=False)
     assert "BatchSampler" in refused(DataLoader(Squares(), batch_sampler=batches), batch_size)
     assert "batch_size=None" in refused(DataLoader(Squares(), batch_size=None), batch_size)

@@ -37,13 +37,17 @@ def spoil(view: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [ParameterServerStrategy(num_servers=1), AllreduceStrategy(sharded=False)], ids=lambda s: s.name
+    "strategy",
+    [ParameterServerStrategy(num_servers=1), AllreduceStrategy(sharded=False)],
+    ids=lambda s: s.name,
 )
 def test_a_worker_whose_own_code_fails_is_killed_and_replaced(
     strategy: StrategyConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_config = RunConfig(failure=FailureConfig(spares=0), deadlines=DeadlineConfig(step=60))
-    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config
+    ) as trainer:
         trainer.fit(steps=2, progress=False)
         before = trainer.foreach_worker(lambda view: view.pid)
         with pytest.raises(ModelRaisedError, match="Too many open files"):
@@ -54,7 +58,9 @@ def test_a_worker_whose_own_code_fails_is_killed_and_replaced(
         assert [old == new for old, new in zip(before, after, strict=True)] == [True, False]
         assert difference(trainer.weights(), TASK.train(2, 10)) < 1e-12
         assert trainer.stats().replaced == 1
-    (line,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "in fail" in text]
+    (line,) = [
+        text for text in map(logging.LogRecord.getMessage, caplog.records) if "in fail" in text
+    ]
     assert "worker 1 on " in line
     assert f"(pid {before[1]}): its router ended: OSError" in line
 
@@ -82,7 +88,9 @@ def failing(own: Peer, kind: Kind, at: int) -> Any:
     return create
 
 
-def test_a_server_whose_own_code_fails_is_killed_and_its_copy_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_whose_own_code_fails_is_killed_and_its_copy_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     strategy = ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64)
     create = failing(server_peer(1), Kind.COMMIT, 5)
     with DistributedSGD(create, num_workers=2, strategy=strategy) as trainer:
@@ -91,32 +99,44 @@ def test_a_server_whose_own_code_fails_is_killed_and_its_copy_goes_on(caplog: py
             assert trainer.fit(steps=12, progress=False).step == 12
         assert trainer._live().places[server_peer(1)].pid != place.pid
         assert difference(trainer.weights(), TASK.train(2, 12)) < 1e-12
-    (line,) = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "in fails" in text]
+    (line,) = [
+        text for text in map(logging.LogRecord.getMessage, caplog.records) if "in fails" in text
+    ]
     assert f"(pid {place.pid}): its router ended: MemoryError: no page is left" in line
 
 
 @pytest.mark.parametrize(
     "strategy",
-    [ParameterServerStrategy(num_servers=1), pytest.param(AllreduceStrategy(sharded=False), marks=pytest.mark.long)],
+    [
+        ParameterServerStrategy(num_servers=1),
+        pytest.param(AllreduceStrategy(sharded=False), marks=pytest.mark.long),
+    ],
     ids=lambda s: s.name,
 )
 def test_what_fails_again_without_progress_ends_the_job(
     strategy: StrategyConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     create = failing(worker_peer(1), Kind.GRANT, 3)
-    with DistributedSGD(create, num_workers=2, strategy=strategy) as trainer, caplog.at_level(logging.WARNING):
+    with (
+        DistributedSGD(create, num_workers=2, strategy=strategy) as trainer,
+        caplog.at_level(logging.WARNING),
+    ):
         with pytest.raises(
             PeerLostError, match=r"^worker 1 .*MemoryError: no page is left \(as the one before"
         ) as caught:
             trainer.fit(steps=3, progress=False)
         assert 'raise MemoryError("no page is left")' in str(caught.value.__cause__)
-        told = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "in fails" in text]
+        told = [
+            text for text in map(logging.LogRecord.getMessage, caplog.records) if "in fails" in text
+        ]
         assert len(told) == 2  # of the first, and of its successor
 
 
 def test_the_first_failure_that_nothing_cures_is_told_with_its_traceback() -> None:
     create = failing(worker_peer(0), Kind.GRANT, 3)
     with DistributedSGD(create, num_workers=1) as trainer:
-        with pytest.raises(PeerLostError, match=r"^worker 0 .*its router ended: MemoryError") as caught:
+        with pytest.raises(
+            PeerLostError, match=r"^worker 0 .*its router ended: MemoryError"
+        ) as caught:
             trainer.fit(steps=3, progress=False)
         assert 'raise MemoryError("no page is left")' in str(caught.value.__cause__)

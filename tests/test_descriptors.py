@@ -17,7 +17,14 @@ from steepest.engine.host_aggregator import HostAggregator
 from steepest.engine.topology import HostMap
 from steepest.messages.message import COORDINATOR, Kind, Message, server_peer, worker_peer
 from steepest.tensors import shared_memory
-from steepest.tensors.shared_memory import SHARED_FROM, Segment, allocate, forget_writes, make_writable, segment_of
+from steepest.tensors.shared_memory import (
+    SHARED_FROM,
+    Segment,
+    allocate,
+    forget_writes,
+    make_writable,
+    segment_of,
+)
 from steepest.testing import InProcessCluster, linear_model_creator
 from steepest.transport.channel import Channel
 from tests.limits import limited
@@ -71,7 +78,9 @@ def is_lent(message: Message, owner: torch.Tensor) -> bool:
     return torch.equal(message.payload, owner)
 
 
-def test_who_cannot_make_shared_memory_sends(ends: tuple[Channel, Channel], leaving: Node, client: Node) -> None:
+def test_who_cannot_make_shared_memory_sends(
+    ends: tuple[Channel, Channel], leaving: Node, client: Node
+) -> None:
     near = ends[0]
     with limited(0):
         own, fallen_back = torch.full((SHARED_FROM,), 3, dtype=torch.uint8), allocate(SHARED_FROM)
@@ -93,7 +102,15 @@ def test_who_cannot_map_what_is_lent_is_sent_it_in_order(
 ) -> None:
     near = ends[0]
     first, second = lendable(1), lendable(2, 4 * SHARED_FROM)
-    payloads = [None, first, second[:SHARED_FROM], None, second, torch.full((100,), 4, dtype=torch.uint8), first]
+    payloads = [
+        None,
+        first,
+        second[:SHARED_FROM],
+        None,
+        second,
+        torch.full((100,), 4, dtype=torch.uint8),
+        first,
+    ]
     for sequence, payload in enumerate(payloads):
         near.send(message_of(payload, sequence))
     with lack():
@@ -133,12 +150,21 @@ def test_an_owner_may_let_go_of_what_the_reader_wants_again(
     ends[0].send(message_of(lendable(6)))
     with limited(0):
         until(lambda: leaving.messages, client, leaving)
-    assert torch.equal(leaving.messages[0].payload, torch.full((SHARED_FROM,), 6, dtype=torch.uint8))
+    assert torch.equal(
+        leaving.messages[0].payload, torch.full((SHARED_FROM,), 6, dtype=torch.uint8)
+    )
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(st.sampled_from(["small", "lent", "own", "new"]), st.booleans(), st.booleans()), max_size=12))
-def test_messages_are_whole_and_in_order_whenever_descriptors_run_out(script: list[tuple[str, bool, bool]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["small", "lent", "own", "new"]), st.booleans(), st.booleans()),
+        max_size=12,
+    )
+)
+def test_messages_are_whole_and_in_order_whenever_descriptors_run_out(
+    script: list[tuple[str, bool, bool]],
+) -> None:
     """Each entry: what is sent next, whether descriptors have run out, whether the other end looks at once."""
     reader, sender = Node(COORDINATOR), Node(WORKER)
     reader.place = leave
@@ -184,13 +210,17 @@ def test_what_a_reader_wrote_is_forgotten_although_it_cannot_look_where(
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_vector_that_is_copied_when_it_is_sent_is_not_shown_to_be_shared(shown: bool) -> None:
     """Who used the copy as its own would see the weights of the beginning for ever."""
-    cluster = InProcessCluster(linear_model_creator(), num_workers=2, hosts=HostMap((0, 0), (0,), gathers=True))
+    cluster = InProcessCluster(
+        linear_model_creator(), num_workers=2, hosts=HostMap((0, 0), (0,), gathers=True)
+    )
     layout, sent = cluster.job.description.layout, []
     aggregator = HostAggregator(
         0, cluster.job.topology, layout.allocate(), lambda *what: sent.append(what), shown=shown
     )
     weights = Message(Kind.WEIGHTS, 1, chunk=0, meta={"reload": True})
-    weights.payload = aggregator.destination(weights, layout.chunk_view(layout.allocate(), 0).numel())
+    weights.payload = aggregator.destination(
+        weights, layout.chunk_view(layout.allocate(), 0).numel()
+    )
     aggregator.handle(server_peer(0), weights)
     kinds = [message.kind for target, message in sent if target == worker_peer(0)]
     assert kinds == [Kind.WEIGHTS_SHARED] * shown + [Kind.WEIGHTS]

@@ -60,7 +60,9 @@ def test_a_second_driver_is_refused_until_the_first_is_killed(tmp_path: Path, ho
     DirectoryLock(policy).release()
 
 
-def test_a_trainer_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(*_: Any) -> None:
         raise ZeroDivisionError
 
@@ -86,7 +88,9 @@ def test_without_locks_there_is_a_warning(
     assert f"{tmp_path} is on a file system without locks" in record.getMessage()
 
 
-def test_a_directory_that_cannot_be_used_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_used_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

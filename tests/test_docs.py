@@ -66,8 +66,12 @@ def blocks_of(page: str) -> list[str]:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(("number", "said"), [(0, "EvaluationResult(loss="), (1, "20.0 20.0")])
-def test_the_readmes_examples_run_as_they_stand(tmp_path: Path, address: str, number: int, said: str) -> None:
-    pytest.importorskip("sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'")
+def test_the_readmes_examples_run_as_they_stand(
+    tmp_path: Path, address: str, number: int, said: str
+) -> None:
+    pytest.importorskip(
+        "sklearn", reason="the example uses scikit-learn's digits: pip install 'steepest[demo]'"
+    )
     blocks = blocks_of("README.md")
     assert len(blocks) == 2
     assert len(blocks[number].splitlines()) <= 20
@@ -76,19 +80,27 @@ def test_the_readmes_examples_run_as_they_stand(tmp_path: Path, address: str, nu
 
 
 @pytest.mark.ray
-def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(tmp_path: Path, address: str) -> None:
+def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(
+    tmp_path: Path, address: str
+) -> None:
     (block,) = blocks_of("docs/collectives.md")
     assert len(block.splitlines()) < 60
     assert "after: 0.000" in run_block(block, tmp_path, address)
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("number", "said"), [(0, "epochs: 4 steps: 120 loss: 0.000"), (1, "rows: 400")])
-def test_the_examples_of_training_data_run_as_they_stand(tmp_path: Path, address: str, number: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "epochs: 4 steps: 120 loss: 0.000"), (1, "rows: 400")]
+)
+def test_the_examples_of_training_data_run_as_they_stand(
+    tmp_path: Path, address: str, number: int, said: str
+) -> None:
     assert said in run_block(blocks_of("docs/data.md")[number], tmp_path, address)
 
 
-def test_the_example_of_scripted_faults_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_scripted_faults_runs_as_it_stands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (block,) = blocks_of("docs/testing.md")
     exec(compile(block, "docs/testing.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out == "10 steps, 1 worker replaced\n"
@@ -131,7 +143,9 @@ def test_the_architecture_page_stays_short_and_names_every_module() -> None:
     rows = re.findall(r"^\| [-\d] \| `(\w+)` \|(.*)$", text, flags=re.MULTILINE)
     named = {package: set(re.findall(r"`(\w+)[`:]", row)) for package, row in rows}
     for package in pkgutil.iter_modules(steepest.__path__):
-        modules = {module.name for module in pkgutil.iter_modules([str(ROOT / "steepest" / package.name)])}
+        modules = {
+            module.name for module in pkgutil.iter_modules([str(ROOT / "steepest" / package.name)])
+        }
         assert modules <= named[package.name], (
             f"{package.name}: the table of packages lacks {modules - named[package.name]}"
         )
@@ -139,7 +153,9 @@ def test_the_architecture_page_stays_short_and_names_every_module() -> None:
 
 
 def test_a_gradient_takes_the_way_that_the_architecture_page_describes() -> None:
-    (section,) = re.findall(r"## The way of a gradient\n(.*?)\n## ", (ROOT / "ARCHITECTURE.md").read_text(), re.DOTALL)
+    (section,) = re.findall(
+        r"## The way of a gradient\n(.*?)\n## ", (ROOT / "ARCHITECTURE.md").read_text(), re.DOTALL
+    )
     listed = re.findall(r"^\d+\. `(steepest/[\w/.]+)`", section, flags=re.MULTILINE)
     assert len(listed) <= 10
     cluster = InProcessCluster(linear_model_creator(), num_workers=2)
@@ -150,7 +166,9 @@ def test_a_gradient_takes_the_way_that_the_architecture_page_describes() -> None
         path = Path(frame.f_code.co_filename)
         if event == "call" and path.is_relative_to(ROOT / "steepest"):
             name = str(path.relative_to(ROOT))
-            if name not in seen and (seen or (name == listed[0] and frame.f_code.co_name == "collect")):
+            if name not in seen and (
+                seen or (name == listed[0] and frame.f_code.co_name == "collect")
+            ):
                 seen.append(name)
 
     before = sys.getprofile()
@@ -159,7 +177,9 @@ def test_a_gradient_takes_the_way_that_the_architecture_page_describes() -> None
         cluster.step(1)
     finally:
         sys.setprofile(before)
-    sockets = {f"steepest/transport/{name}.py" for name in ("stream", "frames", "sockets")}  # this job has none
+    sockets = {
+        f"steepest/transport/{name}.py" for name in ("stream", "frames", "sockets")
+    }  # this job has none
     way = [name for name in listed if name not in sockets]
     assert [name for name in seen if name in way] == way
 

@@ -15,7 +15,8 @@ from tests.test_node_failures import Nodes
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(
-        os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
+        os.geteuid() != 0 or shutil.which("ip") is None,
+        reason="network namespaces need root and iproute2",
     ),
 ]
 
@@ -120,7 +121,9 @@ def nodes() -> Iterator[Nodes]:
     ("strategy", "workers", "left"),
     [("ParameterServerStrategy(num_servers=2)", 2, 2), ("'allreduce'", 3, 2)],
 )
-def test_what_runs_on_a_node_that_will_go_moves_away(nodes: Nodes, strategy: str, workers: int, left: int) -> None:
+def test_what_runs_on_a_node_that_will_go_moves_away(
+    nodes: Nodes, strategy: str, workers: int, left: int
+) -> None:
     """To another node where there is one; else the others go on without it. Nothing is lost with the node."""
     nodes.add(4)
     names = (nodes.names, [nodes.address(index) for index in range(len(nodes.names))])
@@ -130,7 +133,10 @@ def test_what_runs_on_a_node_that_will_go_moves_away(nodes: Nodes, strategy: str
         "left": left,
         "patience": 30.0 if left == workers else 3.0,
     }
-    about |= {"address": nodes.place.environment["RAY_ADDRESS"], "ray": str(Path(sys.executable).with_name("ray"))}
+    about |= {
+        "address": nodes.place.environment["RAY_ADDRESS"],
+        "ray": str(Path(sys.executable).with_name("ray")),
+    }
     program = nodes.place.script(PROGRAM.format(names=names, **about))
     output = nodes.place.run("ip", "netns", "exec", nodes.names[0], sys.executable, program)
     assert "all is well" in output
@@ -139,6 +145,11 @@ def test_what_runs_on_a_node_that_will_go_moves_away(nodes: Nodes, strategy: str
 def test_a_death_meanwhile_does_not_make_it_forgotten(nodes: Nodes) -> None:
     """The others go on without who died first, and leave the node afterwards."""
     nodes.add(6)
-    about = {"address": nodes.place.environment["RAY_ADDRESS"], "ray": str(Path(sys.executable).with_name("ray"))}
+    about = {
+        "address": nodes.place.environment["RAY_ADDRESS"],
+        "ray": str(Path(sys.executable).with_name("ray")),
+    }
     program = nodes.place.script(INTERRUPTED.format(**about))
-    assert "all is well" in nodes.place.run("ip", "netns", "exec", nodes.names[0], sys.executable, program)
+    assert "all is well" in nodes.place.run(
+        "ip", "netns", "exec", nodes.names[0], sys.executable, program
+    )

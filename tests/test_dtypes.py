@@ -28,7 +28,9 @@ INTEGERS = [
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FLOATS += [getattr(torch, name) for name in dir(torch) if name.startswith("float8_e")]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
-PACKED = [getattr(torch, name) for name in ("bits8", "bits16", "float4_e2m1fn_x2") if hasattr(torch, name)]
+PACKED = [
+    getattr(torch, name) for name in ("bits8", "bits16", "float4_e2m1fn_x2") if hasattr(torch, name)
+]
 ALL = [torch.bool, *INTEGERS, *FLOATS, *COMPLEX, *PACKED]
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 dtypes = pytest.mark.parametrize("dtype", ALL, ids=str)
@@ -37,7 +39,11 @@ dtypes = pytest.mark.parametrize("dtype", ALL, ids=str)
 def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Values that every dtype has, in a tensor of at least one element per byte."""
     count = int(torch.tensor(shape).prod()) * dtype.itemsize
-    return (torch.arange(count, dtype=torch.uint8) % 2).view(dtype).view(shape) if count else empty(dtype, *shape)
+    return (
+        (torch.arange(count, dtype=torch.uint8) % 2).view(dtype).view(shape)
+        if count
+        else empty(dtype, *shape)
+    )
 
 
 def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -69,7 +75,10 @@ def test_integers_are_at_their_greatest(dtype: torch.dtype) -> None:
         torch.tensor([0, 0, 3], dtype=dtype),
     ]
     assert same(merge_replicas(values, [1.0] * 3), torch.tensor([info.max, 2, 3], dtype=dtype))
-    assert same(merge_replicas([value[0] for value in values], [1.0] * 3), torch.tensor(info.max, dtype=dtype))
+    assert same(
+        merge_replicas([value[0] for value in values], [1.0] * 3),
+        torch.tensor(info.max, dtype=dtype),
+    )
 
 
 def test_a_bool_is_true_where_any_is() -> None:
@@ -80,7 +89,9 @@ def test_a_bool_is_true_where_any_is() -> None:
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
 def test_numbers_are_at_their_weighted_mean(dtype: torch.dtype) -> None:
     def tensor(*values: complex) -> torch.Tensor:
-        return torch.tensor(values if dtype.is_complex else [value.real for value in values]).to(dtype)
+        return torch.tensor(values if dtype.is_complex else [value.real for value in values]).to(
+            dtype
+        )
 
     assert same(merge_replicas([tensor(1, 4), tensor(5, 4)], [3.0, 1.0]), tensor(2, 4))
     assert same(merge_replicas([tensor(1, 4), tensor(5, 4)], [0.0, 0.0]), tensor(1, 4))
@@ -95,14 +106,19 @@ def test_complex_means_are_those_of_their_parts(values: list[complex]) -> None:
     tensors = [torch.tensor([value], dtype=torch.complex128) for value in values]
     found = merge_replicas(tensors, weights)
     for part in ("real", "imag"):
-        assert same(getattr(found, part), merge_replicas([getattr(value, part) for value in tensors], weights))
+        assert same(
+            getattr(found, part),
+            merge_replicas([getattr(value, part) for value in tensors], weights),
+        )
 
 
 def test_a_view_is_merged_as_what_it_shows() -> None:
     value = torch.tensor([1 + 2j, 3 - 1j])
     for view in (value.conj(), value.flip(0), torch.stack([value, value]).T):
         assert same(merge_replicas([view, view], [1.0, 1.0]), view.resolve_conj().contiguous())
-        assert same(pickle.loads(pickle.dumps(Tensors(a=view)))["a"], view.resolve_conj().contiguous())
+        assert same(
+            pickle.loads(pickle.dumps(Tensors(a=view)))["a"], view.resolve_conj().contiguous()
+        )
 
 
 @dtypes
@@ -117,23 +133,36 @@ def test_any_dtype_is_pickled(dtype: torch.dtype) -> None:
 
 @dtypes
 def test_any_dtype_is_stored(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {"a": some(dtype, 3, 2), "b": empty(dtype, 2, 0), "c": some(dtype, 1)[0], 'd"\n é': some(dtype, 5)}
+    tensors = {
+        "a": some(dtype, 3, 2),
+        "b": empty(dtype, 2, 0),
+        "c": some(dtype, 1)[0],
+        'd"\n é': some(dtype, 5),
+    }
     told = write_tensors(tmp_path / "file", tensors)
     found = read_tensors(tmp_path / "file", told)
     assert found.keys() == tensors.keys()
     assert all(same(found[name], tensors[name]) for name in tensors)
     if not told["dtypes"]:
-        assert all(same(value, tensors[name]) for name, value in load_file(tmp_path / "file").items())
+        assert all(
+            same(value, tensors[name]) for name, value in load_file(tmp_path / "file").items()
+        )
 
 
 def test_the_file_is_what_safetensors_writes(tmp_path: Path) -> None:
-    tensors = {str(dtype): some(dtype, 3) for dtype in ALL if not str(dtype).startswith(("torch.bits", "torch.float4"))}
+    tensors = {
+        str(dtype): some(dtype, 3)
+        for dtype in ALL
+        if not str(dtype).startswith(("torch.bits", "torch.float4"))
+    }
     tensors = {name: value for name, value in tensors.items() if value.dtype is not torch.complex32}
     told = write_tensors(tmp_path / "file", {"one": torch.ones(3), "ü": torch.zeros(())})
     assert told["dtypes"] == {}
     theirs = save({"one": torch.ones(3), "ü": torch.zeros(())})
     assert load_file(tmp_path / "file").keys() == {"one", "ü"}
-    assert (tmp_path / "file").stat().st_size - len(theirs) in range(-64, 65)  # but for how they write their header
+    assert (tmp_path / "file").stat().st_size - len(theirs) in range(
+        -64, 65
+    )  # but for how they write their header
     write_tensors(tmp_path / "all", tensors)
     assert load_file(tmp_path / "all").keys() == tensors.keys()
 
@@ -188,7 +217,9 @@ TASK = Task(Rotating, sgd(lr=0.01), samples(24, 4, 2, torch.float32))
 def test_a_job_keeps_them_through_everything(tmp_path: Path, workers: int) -> None:
     initial = Rotating().state_dict()
     constant = [name for name in initial if not name.startswith(("linear", "turns", "steps"))]
-    with DistributedSGD(TASK.creator(), workers, run_config=RunConfig(deadlines=DeadlineConfig(step=60))) as trainer:
+    with DistributedSGD(
+        TASK.creator(), workers, run_config=RunConfig(deadlines=DeadlineConfig(step=60))
+    ) as trainer:
         trainer.fit(steps=3, progress=False)
         assert trainer.evaluate(TASK.data).samples == 24
         trainer.save(tmp_path)
@@ -216,7 +247,9 @@ def test_a_job_keeps_them_through_everything(tmp_path: Path, workers: int) -> No
 def test_what_safetensors_knows_loads_into_the_plain_module(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     module.register_buffer("freqs", torch.polar(torch.ones(2), torch.ones(2)))
-    write_tensors(tmp_path / "file", {name: value.detach() for name, value in module.state_dict().items()})
+    write_tensors(
+        tmp_path / "file", {name: value.detach() for name, value in module.state_dict().items()}
+    )
     other = nn.Linear(2, 2)
     other.register_buffer("freqs", torch.zeros(2, dtype=torch.complex64))
     load_model(other, tmp_path / "file")

@@ -38,7 +38,9 @@ TASKS = {
     "nesterov": Task(optimizer=sgd(lr=0.05, momentum=0.9, nesterov=True)),
     "adam": Task(optimizer=lambda module: torch.optim.Adam(module.parameters(), lr=0.01)),
     "adamw-groups-schedule": Task(optimizer=two_groups, lr_scheduler=cosine),
-    "learning-rate-function": Task(optimizer=sgd(momentum=0.9), learning_rate=lambda step: 0.1 / (1 + step)),
+    "learning-rate-function": Task(
+        optimizer=sgd(momentum=0.9), learning_rate=lambda step: 0.1 / (1 + step)
+    ),
 }
 
 
@@ -52,15 +54,21 @@ def ps(servers: int, chunk_bytes: int | None = 64) -> ParameterServerStrategy:
     return ParameterServerStrategy(num_servers=servers, chunk_bytes=chunk_bytes)
 
 
-def run(task: Task, steps: int, workers: int = 1, devices: int = 1, **settings: Any) -> InProcessCluster:
-    cluster = InProcessCluster(task.creator(), num_workers=workers, devices_per_worker=devices, **settings)
+def run(
+    task: Task, steps: int, workers: int = 1, devices: int = 1, **settings: Any
+) -> InProcessCluster:
+    cluster = InProcessCluster(
+        task.creator(), num_workers=workers, devices_per_worker=devices, **settings
+    )
     results = cluster.step(steps)
     assert [result.version for result in results] == list(range(1, steps + 1))
     return cluster
 
 
 @grid(name=TASKS, workers=[1, 2, 3], servers=[1, 2, 3], devices=[1, 2])
-def test_parameter_server_equals_serial_training(name: str, workers: int, servers: int, devices: int) -> None:
+def test_parameter_server_equals_serial_training(
+    name: str, workers: int, servers: int, devices: int
+) -> None:
     cluster = run(TASKS[name], STEPS, workers, devices, strategy=ps(servers))
     assert set(cluster.job.owners) == set(range(servers))
     assert difference(cluster.weights(), serial(name, workers * devices)[STEPS]) < 1e-12
@@ -78,8 +86,12 @@ def test_simple_strategy_equals_serial_training(name: str, workers: int, devices
     assert difference(cluster.weights(), serial(name, workers * devices)[STEPS]) < 1e-12
 
 
-@pytest.mark.parametrize(("workers", "servers", "devices"), [(1, 1, 1), (1, 2, 2), (3, 3, 1), (3, 2, 2)])
-def test_float32_equals_serial_training_to_rounding_after_one_step(workers: int, servers: int, devices: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "servers", "devices"), [(1, 1, 1), (1, 2, 2), (3, 3, 1), (3, 2, 2)]
+)
+def test_float32_equals_serial_training_to_rounding_after_one_step(
+    workers: int, servers: int, devices: int
+) -> None:
     for optimizer in (
         sgd(momentum=0.9),
         lambda module: torch.optim.Adam(module.parameters(), lr=0.01, eps=1e-3),
@@ -90,7 +102,9 @@ def test_float32_equals_serial_training_to_rounding_after_one_step(workers: int,
 
 
 def test_one_worker_takes_the_steps_of_plain_torch_in_float32() -> None:
-    task = Task(lambda: perceptron(torch.float32), sgd(momentum=0.9), samples(13, dtype=torch.float32))
+    task = Task(
+        lambda: perceptron(torch.float32), sgd(momentum=0.9), samples(13, dtype=torch.float32)
+    )
     assert difference(run(task, LONG).weights(), task.train(1, LONG)) < 1e-5
 
 
@@ -130,21 +144,29 @@ def test_a_loss_may_weigh_its_batch(workers: int, devices: int) -> None:
 
 
 @pytest.mark.parametrize(("workers", "devices"), [(4, 1), (1, 4), (2, 2)])
-def test_a_batch_of_weight_zero_does_not_count_even_when_its_mean_is_nan(workers: int, devices: int) -> None:
+def test_a_batch_of_weight_zero_does_not_count_even_when_its_mean_is_nan(
+    workers: int, devices: int
+) -> None:
     task = Task(
         optimizer=sgd(momentum=0.9),
         data=weighted_samples([1.0, 0.0, 0.0, 2.0, 0.0, 3.0, 0.0, 0.0]),
         loss=weighted_mse,
         batch_size=1,
     )
-    cluster = InProcessCluster(task.creator(), num_workers=workers, devices_per_worker=devices, strategy=ps(2))
+    cluster = InProcessCluster(
+        task.creator(), num_workers=workers, devices_per_worker=devices, strategy=ps(2)
+    )
     results = cluster.step(20)
     assert all(result.values()["loss"] > 0 for result in results)
     assert difference(cluster.weights(), task.train(4, 20)) < 1e-12
 
 
 def test_a_step_of_weight_zero_is_committed_and_changes_nothing() -> None:
-    task = Task(optimizer=sgd(momentum=0.9, weight_decay=0.1), data=weighted_samples([0.0] * 8), loss=weighted_mse)
+    task = Task(
+        optimizer=sgd(momentum=0.9, weight_decay=0.1),
+        data=weighted_samples([0.0] * 8),
+        loss=weighted_mse,
+    )
     cluster = InProcessCluster(task.creator(), num_workers=2, devices_per_worker=2, strategy=ps(2))
     before = cluster.weights()
     assert [result.version for result in cluster.step(3)] == [1, 2, 3]
@@ -171,7 +193,9 @@ class Sometimes(nn.Module):
 
 
 def all_but_fixed(kind: Any, **settings: Any) -> Any:
-    return lambda module: kind([p for name, p in module.named_parameters() if name != "fixed"], **settings)
+    return lambda module: kind(
+        [p for name, p in module.named_parameters() if name != "fixed"], **settings
+    )
 
 
 @grid(
@@ -235,7 +259,9 @@ def product_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output * target).sum() / len(target)
 
 
-@pytest.mark.parametrize(("workers", "servers", "devices"), [(1, 1, 1), (2, 2, 1), (2, 3, 2), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("workers", "servers", "devices"), [(1, 1, 1), (2, 2, 1), (2, 3, 2), (1, 2, 4)]
+)
 def test_several_dtypes_in_one_model(workers: int, servers: int, devices: int) -> None:
     task = Task(
         lambda: Sum(torch.float64, torch.float32, torch.bfloat16),
@@ -248,7 +274,9 @@ def test_several_dtypes_in_one_model(workers: int, servers: int, devices: int) -
 
 
 @pytest.mark.parametrize(("workers", "servers", "devices"), [(1, 1, 1), (2, 2, 1), (2, 3, 2)])
-def test_an_optimizer_of_whole_matrices_gets_whole_matrices(workers: int, servers: int, devices: int) -> None:
+def test_an_optimizer_of_whole_matrices_gets_whole_matrices(
+    workers: int, servers: int, devices: int
+) -> None:
     task = Task(
         lambda: Sum(*[torch.float64] * 3),
         lambda module: torch.optim.Muon(module.parameters(), lr=0.1),
@@ -270,7 +298,9 @@ def test_one_tensor_over_many_chunks() -> None:
 
 
 def test_metrics_and_loss_are_means_over_the_samples_of_all_replicas() -> None:
-    task = Task(perceptron, sgd(lr=0.0), metrics={"first": lambda output, target: target[:, 0].mean()})
+    task = Task(
+        perceptron, sgd(lr=0.0), metrics={"first": lambda output, target: target[:, 0].mean()}
+    )
     cluster = InProcessCluster(task.creator(), num_workers=3, devices_per_worker=2, strategy=ps(2))
     x, y = task.data
     module = perceptron()
@@ -279,7 +309,9 @@ def test_metrics_and_loss_are_means_over_the_samples_of_all_replicas() -> None:
     for step, result in enumerate(cluster.step(4)):
         share = torch.from_numpy(plan.share(step, 0, 1))
         assert result.values()["samples"] == len(share)
-        assert result.values()["metrics"]["first"] == pytest.approx(float(y[share, 0].mean()), abs=1e-12)
+        assert result.values()["metrics"]["first"] == pytest.approx(
+            float(y[share, 0].mean()), abs=1e-12
+        )
         expected = nn.functional.mse_loss(module(x[share]), y[share])
         assert result.values()["loss"] == pytest.approx(float(expected.detach()), abs=1e-12)
 
@@ -311,7 +343,9 @@ def batch_norm() -> nn.Module:
 
 def states(cluster: InProcessCluster) -> list[dict[str, torch.Tensor]]:
     futures = [
-        worker.at_version(0, cluster.coordinator.version, lambda replicas: [m.state() for m in replicas.models])
+        worker.at_version(
+            0, cluster.coordinator.version, lambda replicas: [m.state() for m in replicas.models]
+        )
         for worker in cluster.workers
     ]
     return [state for future in futures for state in cluster.wait(future, "the buffers")]
@@ -323,7 +357,9 @@ def test_buffers_are_averaged_over_replicas_by_weight() -> None:
     found = states(cluster)
     merged = mean_states(found, [3.0, 3.0, 3.0, 1.0])
     for name in ("1.running_mean", "1.running_var"):
-        expected = (3 * found[0][name] + 3 * found[1][name] + 3 * found[2][name] + found[3][name]) / 10
+        expected = (
+            3 * found[0][name] + 3 * found[1][name] + 3 * found[2][name] + found[3][name]
+        ) / 10
         assert not torch.equal(found[0][name], found[3][name])
         assert torch.allclose(merged[name], expected, rtol=1e-14)
     assert merged["1.num_batches_tracked"] == 3
@@ -345,7 +381,9 @@ def test_warming_up_changes_neither_weights_nor_buffers() -> None:
     for worker in cluster.workers:
         cluster.wait(worker.at_version(0, 0, lambda replicas: replicas.warmup()), "the warm-up")
     assert all(
-        torch.equal(value, a[name]) for a, b in zip(before, states(cluster), strict=True) for name, value in b.items()
+        torch.equal(value, a[name])
+        for a, b in zip(before, states(cluster), strict=True)
+        for name, value in b.items()
     )
     cluster.step(5)
     assert same_bits(cluster.weights(), run(task, 5, 2, strategy=ps(2)).weights())

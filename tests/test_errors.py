@@ -141,7 +141,9 @@ def test_a_model_creator_that_cannot_travel_is_refused() -> None:
 
 
 def test_more_workers_than_the_cluster_can_place() -> None:
-    with pytest.raises(ResourcesError, match=r"9 workers never fit: asked \{CPU: 9\}.*has is \{CPU: 8"):
+    with pytest.raises(
+        ResourcesError, match=r"9 workers never fit: asked \{CPU: 9\}.*has is \{CPU: 8"
+    ):
         DistributedSGD(linear_model_creator(), num_workers=9)
 
 
@@ -157,11 +159,15 @@ def test_a_model_creator_that_raises() -> None:
 
 
 def test_a_model_creator_that_returns_no_model() -> None:
-    with pytest.raises(ModelError, match=r"model_creator\(0, 0\) returned Linear: return a steepest model"):
+    with pytest.raises(
+        ModelError, match=r"model_creator\(0, 0\) returned Linear: return a steepest model"
+    ):
         DistributedSGD(lambda worker_index, device_index: nn.Linear(1, 1))  # type: ignore[arg-type, return-value]
 
 
-@pytest.mark.parametrize(("workers", "devices", "other"), [(2, 1, "worker 1"), (1, 2, "worker 0 device 1")])
+@pytest.mark.parametrize(
+    ("workers", "devices", "other"), [(2, 1, "worker 1"), (1, 2, "worker 0 device 1")]
+)
 def test_replicas_that_disagree(workers: int, devices: int, other: str) -> None:
     def create(worker_index: int, device_index: int) -> TorchModel:
         return TorchModel(
@@ -172,7 +178,9 @@ def test_replicas_that_disagree(workers: int, devices: int, other: str) -> None:
             optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
         )
 
-    with pytest.raises(ModelError, match=rf"'weight' has shape \(2, 3\), the other has \(2, 4\) \({other}\)"):
+    with pytest.raises(
+        ModelError, match=rf"'weight' has shape \(2, 3\), the other has \(2, 4\) \({other}\)"
+    ):
         DistributedSGD(create, workers, devices)
 
 
@@ -192,7 +200,9 @@ def test_a_model_that_raises_in_a_step(shared: DistributedSGD) -> None:
     shared.fit(steps=3, progress=False)
     before, at = shared.weights(), shared.stats().step
     set_fault(shared, 1, "raise")
-    with pytest.raises(ModelRaisedError, match=rf"worker 1 on .*step {at + 1}: ArithmeticError: the user's") as caught:
+    with pytest.raises(
+        ModelRaisedError, match=rf"worker 1 on .*step {at + 1}: ArithmeticError: the user's"
+    ) as caught:
         shared.fit(steps=5, progress=False)
     assert 'raise ArithmeticError("the user\'s own complaint")' in str(caught.value.__cause__)
     assert same_bits(shared.weights(), before)
@@ -204,7 +214,9 @@ def test_a_model_that_raises_in_a_step(shared: DistributedSGD) -> None:
 def test_a_gradient_that_is_not_finite(shared: DistributedSGD) -> None:
     before, at = shared.weights(), shared.stats().step
     set_fault(shared, 0, "nan")
-    with pytest.raises(NonFiniteError, match=rf"step {at + 1}: the gradient of 'bias' of worker 0 holds NaN"):
+    with pytest.raises(
+        NonFiniteError, match=rf"step {at + 1}: the gradient of 'bias' of worker 0 holds NaN"
+    ):
         shared.step()
     assert same_bits(shared.weights(), before)
     set_fault(shared, 0, "")
@@ -223,19 +235,27 @@ def test_a_function_that_raises_on_the_workers(shared: DistributedSGD) -> None:
     assert shared.step().step == at + 1
 
 
-@pytest.mark.parametrize("shared", [PS], ids=["ps"], indirect=True)  # under simple no process listens
+@pytest.mark.parametrize(
+    "shared", [PS], ids=["ps"], indirect=True
+)  # under simple no process listens
 def test_strangers_at_the_door_are_refused_and_counted(shared: DistributedSGD) -> None:
     import ray
 
     server = shared._live().actors[Peer("server", 0)]
 
     def door(process: Any) -> tuple[str, int]:
-        listener = next(sock for sock in process._transport._listeners if sock.family == socket.AF_INET)
+        listener = next(
+            sock for sock in process._transport._listeners if sock.family == socket.AF_INET
+        )
         return listener.getsockname()
 
     address = ray.get(server.__ray_call__.remote(door))
     before = shared.stats()
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100, b"steepest/1\n" + b"\xff" * 100):
+    for garbage in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(range(256)) * 100,
+        b"steepest/1\n" + b"\xff" * 100,
+    ):
         with socket.create_connection(address, timeout=10) as stranger:
             stranger.sendall(garbage)
             try:
@@ -253,11 +273,16 @@ def test_strangers_at_the_door_are_refused_and_counted(shared: DistributedSGD) -
 @pytest.mark.parametrize("strategy", ["ps", "simple"])
 def test_a_worker_that_is_killed(strategy: str) -> None:
     sgd = DistributedSGD(
-        creator(), num_workers=2, strategy=strategy, run_config=RunConfig(failure=FailureConfig(max_failures=0))
+        creator(),
+        num_workers=2,
+        strategy=strategy,
+        run_config=RunConfig(failure=FailureConfig(max_failures=0)),
     )
     pids = sgd.foreach_worker(lambda view: view.pid)
     kill = At(5, lambda: os.kill(pids[1], signal.SIGKILL))
-    with pytest.raises(PeerLostError, match=rf"worker 1 on .* \(node [0-9a-f]+, pid {pids[1]}\) died: ") as caught:
+    with pytest.raises(
+        PeerLostError, match=rf"worker 1 on .* \(node [0-9a-f]+, pid {pids[1]}\) died: "
+    ) as caught:
         sgd.fit(steps=1_000_000, callbacks=[kill], progress=False)
     assert "\n    computing Faulty" in str(caught.value)
     with pytest.raises(StepError, match="worker 1"):
@@ -292,7 +317,9 @@ def test_a_process_with_a_server_that_is_killed(
         for attempt in (sgd.weights, sgd.step, sgd.stats):
             with pytest.raises(PeerLostError, match=rf"{victim} on .*pid {pid}\) died"):
                 attempt()
-        monkeypatch.setattr(sgd._live(), "raise_if_dead", lambda *_: None)  # as long as Ray has not noticed
+        monkeypatch.setattr(
+            sgd._live(), "raise_if_dead", lambda *_: None
+        )  # as long as Ray has not noticed
         with pytest.raises(PeerLostError, match=rf"^{victim} on .*pid {pid}\) died: .* is gone"):
             sgd.weights()
         monkeypatch.undo()
@@ -300,7 +327,9 @@ def test_a_process_with_a_server_that_is_killed(
             said = f"{sgd.evaluate(samples(4)).samples} samples"
         except PeerLostError as error:
             said = str(error)
-        alive = victim.role == "server"  # workers that hold all of the last commit can still evaluate it
+        alive = (
+            victim.role == "server"
+        )  # workers that hold all of the last commit can still evaluate it
         assert re.match(rf"{victim} on |4 samples" if alive else rf"{victim} on ", said)
 
 
@@ -311,7 +340,9 @@ def test_a_worker_that_hangs() -> None:
         sgd.step()
         before = sgd.weights()
         set_fault(sgd, 1, "hang")
-        with pytest.raises(DeadlineError, match=r"step 2 was not committed within 2 s: still waiting for worker 1;"):
+        with pytest.raises(
+            DeadlineError, match=r"step 2 was not committed within 2 s: still waiting for worker 1;"
+        ):
             sgd.step()
         assert same_bits(sgd.weights(), before)
         with pytest.raises(DeadlineError, match="worker 1"):
@@ -329,14 +360,20 @@ def test_a_worker_that_does_not_arrive() -> None:
             threading.Event().wait(60)
         return make(worker_index, device_index)
 
-    with pytest.raises(DeadlineError, match=r"^worker 1 of 2 processes did not build the model within 5 s"):
-        DistributedSGD(create, num_workers=2, run_config=RunConfig(deadlines=DeadlineConfig(start=1.0)))
+    with pytest.raises(
+        DeadlineError, match=r"^worker 1 of 2 processes did not build the model within 5 s"
+    ):
+        DistributedSGD(
+            create, num_workers=2, run_config=RunConfig(deadlines=DeadlineConfig(start=1.0))
+        )
 
 
 def test_a_schedule_that_ends_too_early() -> None:
     rates = [0.1, 0.1]
     with DistributedSGD(linear_model_creator(learning_rate=lambda step: rates[step])) as sgd:
-        with pytest.raises(ModelRaisedError, match=r"schedule raised in step 3: IndexError.*") as caught:
+        with pytest.raises(
+            ModelRaisedError, match=r"schedule raised in step 3: IndexError.*"
+        ) as caught:
             sgd.fit(steps=5, progress=False)
         assert "rates[step]" in str(caught.value.__cause__)
         assert sgd.stats().step == 2

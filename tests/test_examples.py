@@ -49,7 +49,9 @@ def check_report(printed: str, source: str, iterations: int, last: float) -> int
     seen = re.findall(r"^iteration +(\d+): test accuracy ([\d.]+)%$", printed, flags=re.MULTILINE)
     assert [int(iteration) for iteration, _ in seen] == [*range(10, iterations, 10), iterations]
     assert float(seen[-1][1]) == pytest.approx(100 * last, abs=0.051)
-    stale = re.search(r"^staleness, in updates: p50 (\d+), p95 (\d+), max (\d+)$", printed, flags=re.MULTILINE)
+    stale = re.search(
+        r"^staleness, in updates: p50 (\d+), p95 (\d+), max (\d+)$", printed, flags=re.MULTILINE
+    )
     assert stale is not None
     p50, p95, greatest = map(int, stale.groups())
     assert p50 <= p95 <= greatest
@@ -62,7 +64,11 @@ def check_report(printed: str, source: str, iterations: int, last: float) -> int
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("mode", "updates", "stalest"), [("sync", 100, 0), ("async", 200, 199)])
 def test_mnist_is_learned(
-    examples: dict[str, Any], capsys: pytest.CaptureFixture[str], mode: str, updates: int, stalest: int
+    examples: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+    updates: int,
+    stalest: int,
 ) -> None:
     accuracy = examples["mnist_parameter_server"].main(["--mode", mode, "--iterations", "100"])
     assert accuracy > 0.65  # sync 75%, async 83%
@@ -76,7 +82,9 @@ def test_mnist_is_learned(
 def test_small_digits_stand_in_for_mnist(
     examples: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install 'steepest[demo]'")
+    pytest.importorskip(
+        "sklearn", reason="the digits are scikit-learn's: pip install 'steepest[demo]'"
+    )
     monkeypatch.delenv("STEEPEST_DATA", raising=False)
     accuracy = examples["mnist_parameter_server"].main(["--mode", "ssp", "--iterations", "95"])
     assert accuracy > 0.75  # it reaches 89%
@@ -87,8 +95,12 @@ def test_small_digits_stand_in_for_mnist(
 # -- its data ------------------------------------------------------------------------------------------
 
 
-def test_small_digits_have_mnists_form(examples: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install 'steepest[demo]'")
+def test_small_digits_have_mnists_form(
+    examples: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(
+        "sklearn", reason="the digits are scikit-learn's: pip install 'steepest[demo]'"
+    )
     monkeypatch.delenv("STEEPEST_DATA", raising=False)
     digits = examples["data"].load_mnist()
     for (x, y), count in ((digits.train, 1437), (digits.test, 360)):
@@ -109,7 +121,9 @@ def test_mnist_is_downloaded_once_and_checked(
     data.load_mnist(folder)
     monkeypatch.setattr(data, "URL", tmp_path.as_uri() + "/nothing/")
     digits = data.load_mnist(folder)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{name}.gz" for name in data.MD5)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        f"{name}.gz" for name in data.MD5
+    )
     assert (digits.train[0].shape, digits.test[1].shape) == ((60000, 1, 28, 28), (10000,))
     assert (digits.train[0].dtype, digits.test[1].dtype) == (np.float32, np.int64)
     assert abs(digits.train[0].mean()) < 1e-3
@@ -131,15 +145,25 @@ def test_mnist_is_downloaded_once_and_checked(
 def test_every_update_of_every_task_is_added_once(
     examples: dict[str, Any], capsys: pytest.CaptureFixture[str], form: list[str]
 ) -> None:
-    final = examples["sharded_parameter_server"].main(["--megabytes", "8", "--workers", "4", "--rounds", "5", *form])
+    final = examples["sharded_parameter_server"].main(
+        ["--megabytes", "8", "--workers", "4", "--rounds", "5", *form]
+    )
     assert final == 20.0
     printed = capsys.readouterr().out
     shown = [
         [float(number) for number in numbers.split()]
-        for numbers in re.findall(r"^ *[\d.]+ s  first parameters: \[(.*)\]$", printed, flags=re.MULTILINE)
+        for numbers in re.findall(
+            r"^ *[\d.]+ s  first parameters: \[(.*)\]$", printed, flags=re.MULTILINE
+        )
     ]
-    assert all(len(set(numbers)) == 1 and len(numbers) == 4 for numbers in shown)  # never half an update
+    assert all(
+        len(set(numbers)) == 1 and len(numbers) == 4 for numbers in shown
+    )  # never half an update
     assert shown == sorted(shown)
     assert shown[-1] == [20.0] * 4
     assert "every parameter is 20, as it should be" in printed
-    assert re.search(r"^20 updates of 8 MB in [\d.]+ s with the start of the tasks; the longest", printed, re.MULTILINE)
+    assert re.search(
+        r"^20 updates of 8 MB in [\d.]+ s with the start of the tasks; the longest",
+        printed,
+        re.MULTILINE,
+    )

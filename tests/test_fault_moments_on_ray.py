@@ -13,7 +13,13 @@ import ray
 import torch
 from torch import nn
 
-from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, ParameterServerStrategy, RunConfig
+from steepest import (
+    AllreduceStrategy,
+    DistributedSGD,
+    FailureConfig,
+    ParameterServerStrategy,
+    RunConfig,
+)
 from steepest.testing import Fault, InProcessCluster, Moment, with_faults
 from tests.reference import Task, Weights, same_bits, samples
 
@@ -49,13 +55,21 @@ class Groups:
 
     def __call__(self, module: Any) -> torch.optim.Optimizer:
         groups = [{"params": [module.count], "lr": float(self.parts), "momentum": 0.0}]
-        return torch.optim.SGD([*groups, {"params": module.net.parameters()}], lr=0.01, momentum=0.9)
+        return torch.optim.SGD(
+            [*groups, {"params": module.net.parameters()}], lr=0.01, momentum=0.9
+        )
 
 
 def task(strategy: Any) -> Task:
     together = getattr(strategy, "mode", "sync") == "sync"
     x, y = samples(SAMPLES)
-    return Task(Counting, Groups(BATCH * (WORKERS if together else 1)), (x, torch.arange(SAMPLES), y), loss, BATCH)
+    return Task(
+        Counting,
+        Groups(BATCH * (WORKERS if together else 1)),
+        (x, torch.arange(SAMPLES), y),
+        loss,
+        BATCH,
+    )
 
 
 @cache
@@ -81,19 +95,25 @@ def survives(strategy: Any, fault: Fault, about: str, lives: Path, **failure: An
     """Trains although that happens, and looks whether each sample was trained as often as it should have been."""
     creator = with_faults(task(strategy).creator(), [fault], lives)
     run_config = RunConfig(failure=FailureConfig(spares=1, **failure))
-    with DistributedSGD(creator, num_workers=WORKERS, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        creator, num_workers=WORKERS, strategy=strategy, run_config=run_config
+    ) as trainer:
         settle(trainer)
         trainer.fit(steps=STEPS - trainer.stats().step, progress=False)
         for _ in range(100):
             if trainer.stats().replaced:
                 break
-            trainer.fit(steps=EPOCH, progress=False)  # asynchronous ones do not wait for the successor
+            trainer.fit(
+                steps=EPOCH, progress=False
+            )  # asynchronous ones do not wait for the successor
         stats, weights = trainer.stats(), trainer.weights()
         assert stats.replaced == 1
     file = lives / f"{fault.role}-{fault.index}-life-0"
     assert re.fullmatch(rf"{fault} at {fault.at}(: {about})?\n", file.read_text())
     assert stats.step % EPOCH == 0
-    assert torch.equal(weights["count"], torch.full((SAMPLES,), stats.step // EPOCH, dtype=torch.float64))
+    assert torch.equal(
+        weights["count"], torch.full((SAMPLES,), stats.step // EPOCH, dtype=torch.float64)
+    )
     if getattr(strategy, "mode", "sync") == "sync":
         assert same_bits(weights, straight(strategy, stats.step))
 
@@ -117,16 +137,28 @@ def test_a_worker_dies_with_some_of_its_new_weights(mode: str, tmp_path: Path) -
     survives(served(mode), Fault.kill("worker", 1, step=DIES, at="pull"), PULLED, tmp_path)
 
 
-@pytest.mark.parametrize(("at", "server"), [("push", 1), ("apply", 0), ("apply", 1), ("pull", 0)])  # coordinator: 0
-def test_a_server_dies_in_the_middle_of_an_update_and_a_copy_has_it(at: Moment, server: int, tmp_path: Path) -> None:
-    survives(served(replication=2), Fault.kill("server", server, step=DIES, at=at), SERVED[at], tmp_path)
+@pytest.mark.parametrize(
+    ("at", "server"), [("push", 1), ("apply", 0), ("apply", 1), ("pull", 0)]
+)  # coordinator: 0
+def test_a_server_dies_in_the_middle_of_an_update_and_a_copy_has_it(
+    at: Moment, server: int, tmp_path: Path
+) -> None:
+    survives(
+        served(replication=2), Fault.kill("server", server, step=DIES, at=at), SERVED[at], tmp_path
+    )
 
 
 @pytest.mark.parametrize(("at", "server"), [("apply", 0), ("pull", 1)])
 def test_a_server_dies_in_the_middle_of_an_update_and_all_go_back_to_a_snapshot(
     at: Moment, server: int, tmp_path: Path
 ) -> None:
-    survives(served(), Fault.kill("server", server, step=DIES, at=at), SERVED[at], tmp_path, snapshot_every=3)
+    survives(
+        served(),
+        Fault.kill("server", server, step=DIES, at=at),
+        SERVED[at],
+        tmp_path,
+        snapshot_every=3,
+    )
 
 
 def test_a_server_of_an_asynchronous_run_dies_with_half_an_update_made(tmp_path: Path) -> None:
@@ -137,7 +169,12 @@ def test_a_server_of_an_asynchronous_run_dies_with_half_an_update_made(tmp_path:
 @pytest.mark.parametrize("at", ["backward", "pull"])
 def test_a_member_of_an_allreduce_dies_in_its_step(at: Moment, tmp_path: Path) -> None:
     strategy = AllreduceStrategy(replication=2, chunk_bytes=64)
-    survives(strategy, Fault.kill("worker", 1, step=DIES, at=at), PULLED if at == "pull" else "", tmp_path)
+    survives(
+        strategy,
+        Fault.kill("worker", 1, step=DIES, at=at),
+        PULLED if at == "pull" else "",
+        tmp_path,
+    )
 
 
 def test_a_member_of_an_allreduce_dies_with_half_of_its_slice_updated(tmp_path: Path) -> None:

@@ -15,7 +15,18 @@ from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 from steepest.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.testing import Fault, InProcessCluster, InProcessTransport, Moment, with_faults
 from tests.drawn import seeds
-from tests.modes import EACH, MODES, check, counters, credit_kind, make, mode, shares, staged_kind, trained
+from tests.modes import (
+    EACH,
+    MODES,
+    check,
+    counters,
+    credit_kind,
+    make,
+    mode,
+    shares,
+    staged_kind,
+    trained,
+)
 from tests.reference import Task, Weights, same_bits, samples, sgd
 
 TASK = Task(optimizer=sgd(momentum=0.9), data=samples(23))
@@ -98,11 +109,15 @@ PUSHES = {"forward": "none", "backward": "none", "push": "some", "report": "all"
 @pytest.mark.parametrize("at", [*COMPUTING, "pull"])
 @pytest.mark.parametrize("worker", [0, 2])
 @pytest.mark.parametrize("name", BOTH)
-def test_a_worker_dies_at_its_moment_and_its_successor_does_not(name: str, worker: int, at: Moment) -> None:
+def test_a_worker_dies_at_its_moment_and_its_successor_does_not(
+    name: str, worker: int, at: Moment
+) -> None:
     cluster = make(name, TASK, replaces=True, faults=[Fault.kill("worker", worker, step=3, at=at)])
     said = sent(cluster, worker)
     trained(cluster, STEPS)
-    assert [(message.values()["worker"], message.values()["life"]) for message in cluster.left] == [(worker, 0)]
+    assert [(message.values()["worker"], message.values()["life"]) for message in cluster.left] == [
+        (worker, 0)
+    ]
     whole = said[0, 2, Kind.PUSH]
     assert whole > 2
     pushes = said[0, 3, Kind.PUSH]
@@ -135,7 +150,10 @@ def test_a_fault_of_a_later_life_waits_for_it(name: str) -> None:
 @pytest.mark.parametrize("name", EACH)
 def test_a_successor_takes_part_though_a_step_was_given_up_before_it_came(name: str) -> None:
     cluster = make(
-        name, TASK, faults=[Fault.kill("worker", 1, step=2), Fault.raises("worker", 2, step=3)], replaces=True
+        name,
+        TASK,
+        faults=[Fault.kill("worker", 1, step=2), Fault.raises("worker", 2, step=3)],
+        replaces=True,
     )
     cluster.on_left = lambda worker: None
     assert failure(cluster)["reason"] == "raised"
@@ -149,7 +167,15 @@ def test_a_successor_takes_part_though_a_step_was_given_up_before_it_came(name: 
 @pytest.mark.parametrize("at", ["forward", "report"])
 def test_micro_batches_and_devices_make_one_step(at: Moment) -> None:
     task = Task(optimizer=sgd(momentum=0.9), data=samples(120))
-    cluster = make("sync", task, 2, 2, accumulate=2, replaces=True, faults=[Fault.kill("worker", 1, step=2, at=at)])
+    cluster = make(
+        "sync",
+        task,
+        2,
+        2,
+        accumulate=2,
+        replaces=True,
+        faults=[Fault.kill("worker", 1, step=2, at=at)],
+    )
     said = sent(cluster, 1)
     trained(cluster, 4)
     assert said[0, 2, Kind.PUSH] == (said[0, 1, Kind.PUSH] if at == "report" else 0)
@@ -166,7 +192,9 @@ def test_who_hangs_is_silent_until_healed_and_goes_on_where_it_was(name: str, at
     about = failure(cluster)
     assert (about["reason"], about["awaited"]) == ("deadline", ["worker 1"])
     pushes = said[0, 3, Kind.PUSH]
-    assert PUSHES[at] == ("none" if not pushes else "all" if pushes == said[0, 2, Kind.PUSH] else "some")
+    assert PUSHES[at] == (
+        "none" if not pushes else "all" if pushes == said[0, 2, Kind.PUSH] else "some"
+    )
     assert said[0, 3, Kind.REPORT] == (at == "pull")
     failure(cluster)
     assert not said[0, 4, Kind.PUSH]
@@ -179,7 +207,10 @@ def test_who_hangs_is_silent_until_healed_and_goes_on_where_it_was(name: str, at
 
 @pytest.mark.parametrize("name", [*BOTH, "allreduce"])
 def test_who_hangs_for_some_rounds_is_waited_for(name: str) -> None:
-    faults = [Fault.hang("worker", 1, step=3, at="push", rounds=500), Fault.hang("worker", 2, step=5, rounds=500)]
+    faults = [
+        Fault.hang("worker", 1, step=3, at="push", rounds=500),
+        Fault.hang("worker", 2, step=5, rounds=500),
+    ]
     cluster = make(name, TASK, faults=faults)
     trained(cluster, STEPS)
     if name != "async":
@@ -191,7 +222,11 @@ def test_who_hangs_for_some_rounds_is_waited_for(name: str) -> None:
 @pytest.mark.parametrize("name", BOTH)
 def test_who_hangs_can_be_declared_lost_and_what_it_had_to_say_is_lost_with_it(name: str) -> None:
     cluster = make(
-        name, TASK, replaces=True, step_timeout=100.0, faults=[Fault.hang("worker", 1, step=3, at="backward")]
+        name,
+        TASK,
+        replaces=True,
+        step_timeout=100.0,
+        faults=[Fault.hang("worker", 1, step=3, at="backward")],
     )
     said = sent(cluster, 1)
     assert failure(cluster)["reason"] == "deadline"
@@ -218,7 +253,9 @@ def test_who_is_slow_sets_the_pace_of_a_synchronous_run_for_as_long_as_it_is() -
 
 
 def test_who_is_slow_hardly_disturbs_an_asynchronous_run() -> None:
-    cluster = make("async", TASK, faults=[Fault.slow("worker", 1, step=2, factor=40)], step_timeout=1e9)
+    cluster = make(
+        "async", TASK, faults=[Fault.slow("worker", 1, step=2, factor=40)], step_timeout=1e9
+    )
     trained(cluster, 20)
     by = Counter(push.worker for commit in cluster.log().commits for push in commit.pushes)
     assert 2 < by[1] < by[0] / 3
@@ -238,7 +275,10 @@ def test_a_server_that_dies_is_named(name: str, at: Moment) -> None:
 
 @pytest.mark.parametrize("name", BOTH)
 def test_a_server_that_hangs_or_is_slow_is_waited_for(name: str) -> None:
-    faults = [Fault.hang("server", 1, step=3, rounds=300), Fault.slow("server", 0, step=4, factor=7, steps=2)]
+    faults = [
+        Fault.hang("server", 1, step=3, rounds=300),
+        Fault.slow("server", 0, step=4, factor=7, steps=2),
+    ]
     cluster = make(name, TASK, faults=faults)
     trained(cluster, STEPS)
     assert cluster.network.rounds > 300
@@ -261,7 +301,9 @@ def test_messages_come_twice_and_count_once(name: str, kind: Kind | None) -> Non
 
 @pytest.mark.parametrize("name", BOTH)
 def test_only_so_many_messages_to_one_peer_come_twice(name: str) -> None:
-    cluster = make(name, TASK, faults=[Fault.duplicate("worker", 1, step=3, peer=("server", 1), count=2)])
+    cluster = make(
+        name, TASK, faults=[Fault.duplicate("worker", 1, step=3, peer=("server", 1), count=2)]
+    )
     seen = Counter[tuple[int, Any]]()
 
     def note(message: Message) -> list[Message]:
@@ -287,9 +329,13 @@ def test_only_so_many_messages_to_one_peer_come_twice(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", BOTH)
-def test_messages_are_late_and_those_behind_them_wait(name: str, role: str, index: int, kind: Kind | str) -> None:
+def test_messages_are_late_and_those_behind_them_wait(
+    name: str, role: str, index: int, kind: Kind | str
+) -> None:
     said = kind if isinstance(kind, Kind) else staged_kind(name)
-    cluster = make(name, TASK, faults=[Fault.delay(role, index, step=3, kind=said, rounds=400, count=1)])
+    cluster = make(
+        name, TASK, faults=[Fault.delay(role, index, step=3, kind=said, rounds=400, count=1)]
+    )
     trained(cluster, 50 if name == "async" else STEPS)
     if name == "sync":
         assert cluster.network.rounds > 400
@@ -301,8 +347,16 @@ def test_messages_are_late_and_those_behind_them_wait(name: str, role: str, inde
 
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.REPORT])
 @pytest.mark.parametrize("name", BOTH)
-def test_what_is_dropped_takes_all_behind_it_along_until_the_channel_closes(name: str, kind: Kind) -> None:
-    cluster = make(name, TASK, replaces=True, step_timeout=100.0, faults=[Fault.drop("worker", 1, step=3, kind=kind)])
+def test_what_is_dropped_takes_all_behind_it_along_until_the_channel_closes(
+    name: str, kind: Kind
+) -> None:
+    cluster = make(
+        name,
+        TASK,
+        replaces=True,
+        step_timeout=100.0,
+        faults=[Fault.drop("worker", 1, step=3, kind=kind)],
+    )
     assert failure(cluster)["reason"] == "deadline"
     cluster.heal()  # heals no loss
     assert failure(cluster)["reason"] == "deadline"
@@ -313,8 +367,12 @@ def test_what_is_dropped_takes_all_behind_it_along_until_the_channel_closes(name
 
 @pytest.mark.parametrize("peer", [("server", 0), ("server", 1), None])
 @pytest.mark.parametrize("name", [*BOTH, "replicated"])
-def test_a_link_that_is_cut_for_some_rounds_loses_nothing(name: str, peer: tuple[str, int] | None) -> None:
-    cluster = make(name, TASK, faults=[Fault.cut("worker", 2, peer, step=3, at="backward", rounds=500)])
+def test_a_link_that_is_cut_for_some_rounds_loses_nothing(
+    name: str, peer: tuple[str, int] | None
+) -> None:
+    cluster = make(
+        name, TASK, faults=[Fault.cut("worker", 2, peer, step=3, at="backward", rounds=500)]
+    )
     trained(cluster, STEPS)
     if name != "async":  # in which the others go on meanwhile
         assert cluster.network.rounds >= 500
@@ -338,7 +396,9 @@ def test_what_waits_on_a_link_that_is_cut_is_lost_when_it_closes() -> None:
     client = cluster.client
     client.ask(STEPS, True)
     with pytest.raises(DeadlineError, match="nothing moves any more"):
-        cluster.network.run_until(lambda: cluster.coordinator.version > 3, "a step without worker 1")
+        cluster.network.run_until(
+            lambda: cluster.coordinator.version > 3, "a step without worker 1"
+        )
     assert cluster.network.waiting
     cluster.kill(1)
     cluster.network.run_until(lambda: not cluster.network.waiting, "it to be lost")
@@ -353,8 +413,14 @@ def test_what_waits_on_a_link_that_is_cut_is_lost_when_it_closes() -> None:
     [
         (lambda: Fault.kill("driver", 0, step=1), "role='driver'.*worker, server"),
         (lambda: Fault.raises("server", 0, step=1), "role='server'"),
-        (lambda: Fault.raises("worker", 0, step=1, at="pull"), "at='pull'.*forward, backward, push, report"),
-        (lambda: Fault.kill("server", 0, step=1, at="backward"), "at='backward'.*push, apply, pull"),
+        (
+            lambda: Fault.raises("worker", 0, step=1, at="pull"),
+            "at='pull'.*forward, backward, push, report",
+        ),
+        (
+            lambda: Fault.kill("server", 0, step=1, at="backward"),
+            "at='backward'.*push, apply, pull",
+        ),
         (lambda: Fault.hang("worker", 0, step=1, at="apply"), "at='apply'.*report, pull"),
         (lambda: Fault.hang("worker", -1, step=1), "index=-1"),
         (lambda: Fault.hang("worker", 1, step=-1), "step=-1"),
@@ -372,7 +438,11 @@ def test_what_makes_no_sense_is_refused(make_fault: Any, about: str) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault.kill("worker", 3, step=1), Fault.cut("worker", 0, ("server", 2), step=1), Fault.kill("server", 2, step=0)],
+    [
+        Fault.kill("worker", 3, step=1),
+        Fault.cut("worker", 0, ("server", 2), step=1),
+        Fault.kill("server", 2, step=0),
+    ],
 )
 def test_a_fault_of_nobody_is_refused(fault: Fault) -> None:
     with pytest.raises(ConfigurationError, match="there is no (worker 3|server 2)"):
@@ -408,7 +478,15 @@ def schedule(rng: random.Random, name: str) -> Faults:
             Fault.delay(role, index, step=step, kind=kind, rounds=rounds, count=3, life=life),
             Fault.slow("worker", worker, step=step, factor=rng.choice([2, 30]), steps=2, life=life),
             Fault.hang("worker", worker, step=step, at=at, rounds=rounds, life=life),
-            Fault.cut("worker", worker, rng.choice([None, ("server", 0)]), step=step, at=at, rounds=rounds, life=life),
+            Fault.cut(
+                "worker",
+                worker,
+                rng.choice([None, ("server", 0)]),
+                step=step,
+                at=at,
+                rounds=rounds,
+                life=life,
+            ),
             Fault.raises("worker", worker, step=step, at=rng.choice(COMPUTING), life=life or 0),
         ]
         if name not in ("allreduce", "replicated"):  # in which nobody is replaced
@@ -444,9 +522,14 @@ def test_whatever_happens_the_log_explains_the_weights(name: str, seed: int) -> 
 
 def test_lives_are_counted_by_files(tmp_path: Path) -> None:
     lives = tmp_path / "lives"
-    faults = [Fault.raises("worker", 1, step=2), Fault.raises("worker", 1, step=1, at="push", life=1)]
+    faults = [
+        Fault.raises("worker", 1, step=2),
+        Fault.raises("worker", 1, step=1, at="push", life=1),
+    ]
     for life, step in enumerate([2, 1]):
-        cluster = InProcessCluster(with_faults(TASK.creator(), faults, lives), num_workers=3, strategy=mode("sync"))
+        cluster = InProcessCluster(
+            with_faults(TASK.creator(), faults, lives), num_workers=3, strategy=mode("sync")
+        )
         about = failure(cluster)
         assert (about["worker"], about["step"]) == (1, step)
         trained(cluster, STEPS - step)
@@ -460,7 +543,9 @@ def test_a_slow_process_sleeps_in_proportion_to_what_it_computes(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(time, "perf_counter", iter(range(10**6)).__next__)  # whatever is looked at takes a second
+    monkeypatch.setattr(
+        time, "perf_counter", iter(range(10**6)).__next__
+    )  # whatever is looked at takes a second
     faults = [Fault.slow("worker", 0, step=1, factor=5, steps=2)]
     cluster = InProcessCluster(with_faults(TASK.creator(), faults, tmp_path), num_workers=2)
     trained(cluster, 1)

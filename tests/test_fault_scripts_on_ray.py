@@ -29,11 +29,17 @@ def straight(steps: int) -> Weights:
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_a_model_raises_in_its_step_and_training_goes_on(strategy: str, tmp_path: Path) -> None:
     faults = [Fault.raises("worker", 1, step=3, at="backward"), Fault.raises("worker", 0, step=8)]
-    with DistributedSGD(with_faults(TASK.creator(), faults, tmp_path), num_workers=2, strategy=strategy) as trainer:
+    with DistributedSGD(
+        with_faults(TASK.creator(), faults, tmp_path), num_workers=2, strategy=strategy
+    ) as trainer:
         trainer.warmup()  # is no step
-        with pytest.raises(ModelRaisedError, match="worker 1.* in step 4: RuntimeError: scripted: .* at backward"):
+        with pytest.raises(
+            ModelRaisedError, match="worker 1.* in step 4: RuntimeError: scripted: .* at backward"
+        ):
             trainer.fit(steps=20, progress=False)
-        with pytest.raises(ModelRaisedError, match="worker 0.*scripted: raise of worker 0 in step 8 at forward"):
+        with pytest.raises(
+            ModelRaisedError, match="worker 0.*scripted: raise of worker 0 in step 8 at forward"
+        ):
             trainer.fit(steps=17, progress=False)
         done = trainer.stats().step
         trainer.fit(steps=20 - done, progress=False)
@@ -49,12 +55,16 @@ def test_workers_die_each_in_its_step_and_life(tmp_path: Path) -> None:
         assert trainer.stats().replaced == 3
         assert difference(trainer.weights(), straight(20)) < 1e-12
     lives = {path.name for path in tmp_path.iterdir()}
-    assert lives == {f"worker-{worker}-life-{life}" for worker in (0, 1) for life in range(2 + worker)}
+    assert lives == {
+        f"worker-{worker}-life-{life}" for worker in (0, 1) for life in range(2 + worker)
+    }
 
 
 def test_who_dies_in_every_life_is_given_up(tmp_path: Path) -> None:
     creator = with_faults(TASK.creator(), [Fault.kill("worker", 1, step=0, life=None)], tmp_path)
-    with DistributedSGD(creator, num_workers=2, run_config=RunConfig(failure=FailureConfig(max_failures=1))) as trainer:
+    with DistributedSGD(
+        creator, num_workers=2, run_config=RunConfig(failure=FailureConfig(max_failures=1))
+    ) as trainer:
         with pytest.raises(PeerLostError, match="died"):
             trainer.fit(steps=3, progress=False)
         assert len(list(tmp_path.glob("worker-1-*"))) == 2
@@ -70,7 +80,9 @@ def test_who_hangs_is_found_and_replaced(tmp_path: Path) -> None:
 
 def test_who_hangs_where_nobody_is_replaced_goes_on_when_it_is_told_to(tmp_path: Path) -> None:
     creator = with_faults(TASK.creator(), [Fault.hang("worker", 1, step=3, at="push")], tmp_path)
-    run_config = RunConfig(failure=FailureConfig(max_failures=0), deadlines=DeadlineConfig(step=2.0))
+    run_config = RunConfig(
+        failure=FailureConfig(max_failures=0), deadlines=DeadlineConfig(step=2.0)
+    )
     with DistributedSGD(creator, num_workers=2, run_config=run_config) as trainer:
         pid = trainer.foreach_worker(lambda view: view.pid)[1]
         # the system may stop it some instructions later, when it has pushed what was left

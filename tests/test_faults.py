@@ -91,7 +91,9 @@ def raising(gradient: torch.Tensor) -> torch.Tensor:
     raise ValueError("no luck today")
 
 
-def once_at(cluster: InProcessCluster, version: int, do: Trouble, trouble: dict[int, Trouble], worker: int) -> None:
+def once_at(
+    cluster: InProcessCluster, version: int, do: Trouble, trouble: dict[int, Trouble], worker: int
+) -> None:
     """Trouble for one worker in one step."""
 
     def wait(gradient: torch.Tensor) -> torch.Tensor:
@@ -119,7 +121,9 @@ def test_a_model_that_raises_fails_the_step_and_nothing_of_it_is_applied(worker:
 
 @some
 @given(shuffle=SEEDS, worker=st.integers(0, 2), version=st.integers(0, 6))
-def test_a_step_taken_again_is_the_same_step_in_any_order_of_messages(shuffle: int, worker: int, version: int) -> None:
+def test_a_step_taken_again_is_the_same_step_in_any_order_of_messages(
+    shuffle: int, worker: int, version: int
+) -> None:
     trouble: dict[int, Trouble] = {}
     cluster = make(trouble, shuffle=shuffle)
     once_at(cluster, version, raising, trouble, worker)
@@ -134,7 +138,9 @@ def test_steps_taken_back_at_any_moment_can_be_taken_again(shuffle: int, events:
     cluster = make(shuffle=shuffle)
     cluster.client.ask(8, True)
     network = cluster.network
-    network.run_until(lambda: network.delivered >= events or cluster.coordinator.version == 8, "some messages")
+    network.run_until(
+        lambda: network.delivered >= events or cluster.coordinator.version == 8, "some messages"
+    )
     position = cluster.wait(cluster.client.revoke(), "the coordinator")
     assert at(cluster, position.version)
     while not cluster.client.outcomes.empty():
@@ -157,7 +163,9 @@ def test_a_gradient_that_is_not_finite_is_named_and_not_applied(factor: float) -
     assert at(cluster, 3)
     after = cluster.snapshot("state").records
     assert len(before) > 4
-    for (_, a, x), (_, b, y) in zip(sorted(before, key=place), sorted(after, key=place), strict=True):
+    for (_, a, x), (_, b, y) in zip(
+        sorted(before, key=place), sorted(after, key=place), strict=True
+    ):
         assert (a["name"], a["key"]) == (b["name"], b["key"])
         assert torch.equal(x, y)
     cluster.step(5)
@@ -222,7 +230,10 @@ def test_a_result_that_comes_after_the_word_of_a_loss_is_not_that_of_the_next_st
     client.lost(server_peer(0), "killed")
     assert isinstance(client.outcomes.get(), PeerLostError)  # what was asked for ends with it
     about = {"step": 3, "samples": 6}
-    client.handle(COORDINATOR, Message(Kind.RESULT, generation=client.position.generation, version=3, meta=about))
+    client.handle(
+        COORDINATOR,
+        Message(Kind.RESULT, generation=client.position.generation, version=3, meta=about),
+    )
     client.ask(1, True)
     assert isinstance(client.outcomes.get(), PeerLostError)
     assert client.outcomes.empty()
@@ -253,7 +264,9 @@ def test_a_lost_server_is_named_and_nothing_waits_for_it(server: int) -> None:
     cluster = make()
     cluster.step(3)
     pending = cluster.client.read("weights")
-    cluster.network.filter = lambda message: [] if message.source == server_peer(server) else [message]
+    cluster.network.filter = lambda message: (
+        [] if message.source == server_peer(server) else [message]
+    )
     cluster.disconnect(server_peer(server))
     with pytest.raises(PeerLostError, match=f"server {server} is gone"):
         cluster.wait(pending, "a snapshot")
@@ -263,7 +276,8 @@ def test_a_lost_server_is_named_and_nothing_waits_for_it(server: int) -> None:
         with pytest.raises(PeerLostError, match=f"server {server} is gone"):
             ask()
     cluster.network.run_until(
-        lambda: cluster.coordinator.gone.keys() == {server_peer(server)}, "the coordinator to see it"
+        lambda: cluster.coordinator.gone.keys() == {server_peer(server)},
+        "the coordinator to see it",
     )
     assert cluster.coordinator.version == 3
 
@@ -300,13 +314,17 @@ def test_a_snapshot_shows_one_version_over_all_servers(shuffle: int, pauses: lis
     network = cluster.network
     for pause in pauses:
         until = network.delivered + pause
-        network.run_until(lambda until=until: network.delivered >= until or cluster.coordinator.version == 8, "it")
+        network.run_until(
+            lambda until=until: network.delivered >= until or cluster.coordinator.version == 8, "it"
+        )
         reads.append(cluster.client.read("weights"))
     layout = cluster.job.description.layout
     versions = []
     for read in reads:
         snapshot = cluster.wait(read, "a snapshot")
-        named = {e.name: layout.entry_view(snapshot.weights, i) for i, e in enumerate(layout.entries)}
+        named = {
+            e.name: layout.entry_view(snapshot.weights, i) for i, e in enumerate(layout.entries)
+        }
         assert same_bits(named, KNOWN[snapshot.version])
         versions.append(snapshot.version)
     assert versions == sorted(versions)
@@ -320,22 +338,30 @@ def test_weights_and_optimizer_put_back_continue_as_if_nothing_had_happened(shuf
     copies = [record[2].clone() for record in saved.records]
     cluster.step(2)
     for again in (cluster, make(shuffle=shuffle + 1)):
-        position = again.wait(again.client.install(3, saved.weights, saved.records), "the installation")
+        position = again.wait(
+            again.client.install(3, saved.weights, saved.records), "the installation"
+        )
         assert position.version == 3
         assert at(again, 3)
         assert again.step(5)[-1].version == 8
         assert at(again, 8)
-    assert all(torch.equal(record[2], copy) for record, copy in zip(saved.records, copies, strict=True))
+    assert all(
+        torch.equal(record[2], copy) for record, copy in zip(saved.records, copies, strict=True)
+    )
 
 
 def test_weights_alone_may_be_put_and_the_optimizer_goes_on() -> None:
     cluster = make()
     cluster.step(3)
     snapshot = cluster.snapshot("state")
-    cluster.wait(cluster.client.install(3, torch.zeros_like(snapshot.weights), None), "the installation")
+    cluster.wait(
+        cluster.client.install(3, torch.zeros_like(snapshot.weights), None), "the installation"
+    )
     assert all(not value.any() for value in cluster.weights().values())
     after = cluster.snapshot("state").records
-    for (*_, x), (*_, y) in zip(sorted(snapshot.records, key=place), sorted(after, key=place), strict=True):
+    for (*_, x), (*_, y) in zip(
+        sorted(snapshot.records, key=place), sorted(after, key=place), strict=True
+    ):
         assert torch.equal(x, y)
     cluster.wait(cluster.client.install(3, snapshot.weights, []), "the installation")
     assert not cluster.snapshot("state").records
@@ -350,8 +376,13 @@ def test_what_is_put_shares_no_memory_with_what_was_given() -> None:
     router = cluster.network.router()
     router.sender = lambda source: lambda target, message: sent.append(message)  # type: ignore[method-assign]
     host_client(router, cluster.job, 1).install(1, saved.weights, saved.records)
-    given = {saved.weights.untyped_storage().data_ptr(), *(r[2].untyped_storage().data_ptr() for r in saved.records)}
-    assert not given & {m.payload.untyped_storage().data_ptr() for m in sent if m.payload is not None}
+    given = {
+        saved.weights.untyped_storage().data_ptr(),
+        *(r[2].untyped_storage().data_ptr() for r in saved.records),
+    }
+    assert not given & {
+        m.payload.untyped_storage().data_ptr() for m in sent if m.payload is not None
+    }
 
 
 def test_a_client_that_leaves_is_no_loss_for_the_job() -> None:
@@ -367,5 +398,7 @@ def test_an_install_without_all_members_is_refused_at_once() -> None:
     before = cluster.snapshot()
     cluster.disconnect(worker_peer(1))
     with pytest.raises(PeerLostError, match="nothing was installed: worker 1 is gone"):
-        cluster.wait(cluster.client.install(1, torch.zeros_like(before.weights), None), "an install")
+        cluster.wait(
+            cluster.client.install(1, torch.zeros_like(before.weights), None), "an install"
+        )
     assert torch.equal(cluster.snapshot().weights, before.weights)

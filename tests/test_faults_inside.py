@@ -66,7 +66,9 @@ def test_a_process_kills_itself_once_at_its_moment(
     assert kills == [signal.SIGKILL]
     (line,) = (tmp_path / f"{role}-1-life-0").read_text().splitlines()
     assert re.fullmatch(rf"kill of {role} 1 in step 6 at {at}: {SAID[role, at]}", line)
-    assert same_bits(replay(cluster.log(), TASK.creator()), cluster.weights())  # nothing was changed by watching
+    assert same_bits(
+        replay(cluster.log(), TASK.creator()), cluster.weights()
+    )  # nothing was changed by watching
 
 
 def test_who_is_to_stop_does(tmp_path: Path, kills: list[int]) -> None:
@@ -74,7 +76,9 @@ def test_who_is_to_stop_does(tmp_path: Path, kills: list[int]) -> None:
     assert kills == [signal.SIGSTOP]
 
 
-def test_a_server_that_gets_its_role_again_in_one_process_is_in_the_same_life(tmp_path: Path, kills: list[int]) -> None:
+def test_a_server_that_gets_its_role_again_in_one_process_is_in_the_same_life(
+    tmp_path: Path, kills: list[int]
+) -> None:
     faults = [Fault.kill("server", 1, step=1), Fault.kill("server", 1, step=1, life=1)]
     creator = with_faults(TASK.creator(), faults, tmp_path)
     for _ in range(2):
@@ -119,7 +123,9 @@ def updates(server: Server, job: Job) -> list[int]:
         flats.append(flat)
 
     def of(held: ServerChunk) -> int:
-        same = [torch.equal(layout.chunk_view(flat, held.chunk.index), held.weights) for flat in flats]
+        same = [
+            torch.equal(layout.chunk_view(flat, held.chunk.index), held.weights) for flat in flats
+        ]
         assert same.count(True) == 1
         return same.index(True)
 

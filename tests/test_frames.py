@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from steepest.errors import MessageTooLargeError, ProtocolError
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.transport import frames
-from steepest.transport.frames import HEADER, MAGIC, MAX_META, MAX_PAYLOAD, PROTOCOL, ROLES, FrameReader, encode
+from steepest.transport.frames import (
+    HEADER,
+    MAGIC,
+    MAX_META,
+    MAX_PAYLOAD,
+    PROTOCOL,
+    ROLES,
+    FrameReader,
+    encode,
+)
 from tests.drawn import examples
 
 
@@ -136,7 +145,9 @@ def test_an_empty_payload_arrives_as_none():
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 peers = st.builds(Peer, st.sampled_from(ROLES), st.integers(-(2**31), 2**31 - 1))
@@ -151,7 +162,8 @@ sent_messages = st.builds(
     weight=st.floats(),
     total=st.floats(),
     meta=st.none() | st.dictionaries(st.text(max_size=5), json_values, max_size=4),
-    payload=st.none() | st.builds(pattern, st.integers(0, 300) | st.integers(0, 200_000), st.integers(0, 250)),
+    payload=st.none()
+    | st.builds(pattern, st.integers(0, 300) | st.integers(0, 200_000), st.integers(0, 250)),
     source=peers,
     target=peers,
 )
@@ -177,14 +189,21 @@ def test_messages_survive_every_cut_and_payloads_land_in_the_sinks_memory(sent, 
 
 
 def test_one_byte_at_a_time_is_enough():
-    sent = [message_of(size=5, meta={"a": 1}), message_of(Kind.GRANT), message_of(Kind.COUNTERS, meta={})]
+    sent = [
+        message_of(size=5, meta={"a": 1}),
+        message_of(Kind.GRANT),
+        message_of(Kind.COUNTERS, meta={}),
+    ]
     arrived, end = receive([bytes([byte]) for byte in bytes_of(*sent)])
     assert isinstance(end, EOFError)
     assert_same(arrived, sent)
 
 
 def test_json_larger_than_the_read_ahead_arrives():
-    sent = [message_of(meta={"log": "x" * 1_000_000}, size=9), message_of(meta={"a": "y" * 200_000})]
+    sent = [
+        message_of(meta={"log": "x" * 1_000_000}, size=9),
+        message_of(meta={"a": "y" * 200_000}),
+    ]
     arrived, _ = receive(cut(bytes_of(*sent), [10, 70_000, 400_000]))
     assert_same(arrived, sent)
 
@@ -199,7 +218,11 @@ def test_read_returns_what_is_complete_while_the_stream_stays_open():
 @pytest.mark.parametrize("size", [1, 500, 65_536, 300_000, 1_000_000])
 @pytest.mark.parametrize("points", [[], [HEADER.size], [HEADER.size + 1, 3000]])
 def test_a_refused_payload_is_discarded_and_only_that(size, points):
-    sent = [message_of(size=size, chunk=0), message_of(size=200, chunk=1), message_of(size=size, chunk=2)]
+    sent = [
+        message_of(size=size, chunk=0),
+        message_of(size=200, chunk=1),
+        message_of(size=size, chunk=2),
+    ]
 
     def sink(message: Message, size: int) -> torch.Tensor | None:
         return fresh(message, size) if message.chunk == 1 else None
@@ -267,15 +290,21 @@ def test_json_that_is_damaged_deep_or_no_object_is_refused(text):
 
 
 def test_json_beyond_the_limit_is_refused_by_its_sender():
-    with pytest.raises(MessageTooLargeError, match=f"PUSH .* {MAX_META + 8} bytes .* at most {MAX_META} fit"):
+    with pytest.raises(
+        MessageTooLargeError, match=f"PUSH .* {MAX_META + 8} bytes .* at most {MAX_META} fit"
+    ):
         encode(message_of(meta={"a": "x" * MAX_META}))
-    largest = message_of(meta={"a": "x" * (MAX_META - len(json.dumps({"a": ""}, separators=(",", ":"))))})
+    largest = message_of(
+        meta={"a": "x" * (MAX_META - len(json.dumps({"a": ""}, separators=(",", ":"))))}
+    )
     (arrived,), _ = receive([bytes_of(largest)])
     assert arrived.meta == largest.meta
 
 
 @pytest.mark.parametrize(
-    "bad", [header(magic=b"GE"), header(meta_size=2) + b"[]", header()[:-1]], ids=["magic", "JSON", "cut"]
+    "bad",
+    [header(magic=b"GE"), header(meta_size=2) + b"[]", header()[:-1]],
+    ids=["magic", "JSON", "cut"],
 )
 def test_messages_before_a_damaged_frame_arrive_however_the_stream_is_cut(bad):
     good = message_of(size=10)
@@ -286,7 +315,9 @@ def test_messages_before_a_damaged_frame_arrive_however_the_stream_is_cut(bad):
 
 
 def test_messages_before_a_reset_connection_arrive():
-    stream = Stream([bytes_of(message_of(chunk=5, size=1 << 17))])  # its end fills a buffer: there may be more
+    stream = Stream(
+        [bytes_of(message_of(chunk=5, size=1 << 17))]
+    )  # its end fills a buffer: there may be more
 
     def receive_into(buffer: memoryview) -> int:
         if not stream.pieces:
@@ -332,7 +363,10 @@ def test_a_payload_that_is_announced_only_takes_no_memory(sink):
 
 
 @examples(200)
-@given(data=st.binary(max_size=400), lead=st.sampled_from([b"", MAGIC, header()[:5], header(meta_size=9)]))
+@given(
+    data=st.binary(max_size=400),
+    lead=st.sampled_from([b"", MAGIC, header()[:5], header(meta_size=9)]),
+)
 def test_random_bytes_are_refused_at_little_cost(data, lead):
     assert peak_of([lead + data], judged) < 8 << 20
 
@@ -340,7 +374,9 @@ def test_random_bytes_are_refused_at_little_cost(data, lead):
 @examples(300)
 @given(flips=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 7)), min_size=1, max_size=4))
 def test_flipped_bits_never_raise_anything_else_nor_cost_much(flips):
-    stream = bytearray(bytes_of(message_of(size=51, meta={"a": [0.5, "x"]}), message_of(), message_of(size=30)))
+    stream = bytearray(
+        bytes_of(message_of(size=51, meta={"a": [0.5, "x"]}), message_of(), message_of(size=30))
+    )
     for position, bit in flips:
         stream[position % len(stream)] ^= 1 << bit
     assert peak_of([bytes(stream)], judged) < 8 << 20

@@ -22,7 +22,9 @@ from tests.modes import Moody, check, make, settle, trainable, trained
 from tests.reference import Task, difference, perceptron, same_bits, samples, sgd
 
 FLOAT64 = Task(optimizer=sgd(momentum=0.9))
-FLOAT32 = Task(lambda: perceptron(torch.float32), sgd(momentum=0.9), samples(13, dtype=torch.float32))
+FLOAT32 = Task(
+    lambda: perceptron(torch.float32), sgd(momentum=0.9), samples(13, dtype=torch.float32)
+)
 #: workers' hosts, servers' hosts
 PLACES = {
     "one host": ((0, 0), (0,)),
@@ -55,7 +57,9 @@ def test_training_equals_serial_training_and_its_replay(places: str, devices: in
 
 @EVERYWHERE
 @seeds(1)
-def test_messages_that_overtake_each_other_and_come_twice_change_nothing(places: str, seed: int) -> None:
+def test_messages_that_overtake_each_other_and_come_twice_change_nothing(
+    places: str, seed: int
+) -> None:
     cluster = hosted(places, shuffle=seed)
     cluster.network.filter = twice
     trained(cluster, 12)
@@ -85,7 +89,11 @@ def test_a_host_sends_its_gradient_and_is_sent_the_weights_once() -> None:
         assert message.source is not None
         assert message.target is not None
         here, there = places.host_of(message.source), places.host_of(message.target)
-        if message.kind in (Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS) and None not in (here, there) and here != there:
+        if (
+            message.kind in (Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS)
+            and None not in (here, there)
+            and here != there
+        ):
             assert message.payload is not None
             size[message.source.role, message.target.role] += message.payload.nbytes
         return [message]
@@ -94,8 +102,14 @@ def test_a_host_sends_its_gradient_and_is_sent_the_weights_once() -> None:
     cluster.network.filter = look
     trained(cluster, 5)
     layout = cluster.job.description.layout
-    bytes_of = [sum(layout.chunks[c].nbytes for c, o in enumerate(cluster.job.owners) if o == s) for s in (0, 1)]
-    assert size == {("aggregator", "server"): 5 * sum(bytes_of), ("server", "aggregator"): 5 * sum(bytes_of)}
+    bytes_of = [
+        sum(layout.chunks[c].nbytes for c, o in enumerate(cluster.job.owners) if o == s)
+        for s in (0, 1)
+    ]
+    assert size == {
+        ("aggregator", "server"): 5 * sum(bytes_of),
+        ("server", "aggregator"): 5 * sum(bytes_of),
+    }
 
 
 @EVERYWHERE
@@ -103,7 +117,9 @@ def test_workers_with_a_relay_compute_on_the_vector_that_its_server_updates(plac
     cluster = hosted(places)
     trained(cluster, 2)
     for aggregator, workers in cluster.job.places.aggregators.items():
-        vectors = {id(replicas_of(cluster.workers[worker]).weights.untyped_storage()) for worker in workers}
+        vectors = {
+            id(replicas_of(cluster.workers[worker]).weights.untyped_storage()) for worker in workers
+        }
         addresses = {replicas_of(cluster.workers[worker]).weights.data_ptr() for worker in workers}
         assert len(addresses) == 1, vectors
         held = trainable(cluster.servers[aggregator])[0]
@@ -115,7 +131,9 @@ def test_workers_with_a_relay_compute_on_the_vector_that_its_server_updates(plac
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1)])
-def test_members_of_an_allreduce_stay_with_the_vectors_that_their_servers_update(hosts: tuple[int, ...]) -> None:
+def test_members_of_an_allreduce_stay_with_the_vectors_that_their_servers_update(
+    hosts: tuple[int, ...],
+) -> None:
     """Between processes a aggregator's vector is not theirs to write to: what comes later would be forgotten."""
     cluster = make("allreduce", FLOAT64, len(hosts), hosts=HostMap(hosts, hosts, gathers=True))
     assert cluster.job.places.aggregators
@@ -143,7 +161,9 @@ def test_a_snapshot_does_not_change_with_the_steps_that_follow(places: str) -> N
 def test_new_weights_reach_every_worker(places: str) -> None:
     cluster = hosted(places)
     trained(cluster, 3)
-    wanted = torch.full((cluster.job.description.layout.nbytes // 8,), 0.25, dtype=torch.float64).view(torch.uint8)
+    wanted = torch.full(
+        (cluster.job.description.layout.nbytes // 8,), 0.25, dtype=torch.float64
+    ).view(torch.uint8)
     cluster.wait(cluster.client.install(3, wanted, None), "new weights")
     settle(cluster)
     for worker in cluster.workers:
@@ -157,7 +177,9 @@ def test_nan_is_refused_with_the_name_of_who_made_it(places: str, culprit: int) 
     bad = [False]
 
     def module(worker: int) -> nn.Module:
-        return Moody(lambda gradient: gradient * float("nan") if bad[0] and worker == culprit else gradient)
+        return Moody(
+            lambda gradient: gradient * float("nan") if bad[0] and worker == culprit else gradient
+        )
 
     made: list[int] = []
 
@@ -211,7 +233,9 @@ def test_parameters_without_gradients_and_empty_shares_pass_through_a_relay() ->
             return self.used(x)
 
     task = Task(Forked, sgd(momentum=0.9, weight_decay=0.1), samples(13))
-    cluster = hosted("two and two", task)  # 13 samples: the last step of an epoch has some for one worker only
+    cluster = hosted(
+        "two and two", task
+    )  # 13 samples: the last step of an epoch has some for one worker only
     trained(cluster, 14)
     check(cluster, task)
     expected = task.train(4, 14)
@@ -224,7 +248,9 @@ def test_a_relay_refuses_what_is_not_of_its_host() -> None:
     cluster = hosted("two and one")
     layout = cluster.job.description.layout
     sent: list[tuple[Peer, Message]] = []
-    aggregator = HostAggregator(0, cluster.job.topology, layout.allocate(), lambda *what: sent.append(what))
+    aggregator = HostAggregator(
+        0, cluster.job.topology, layout.allocate(), lambda *what: sent.append(what)
+    )
     with pytest.raises(ProtocolError, match="not of the host"):
         aggregator.handle(worker_peer(2), Message(Kind.PUSH, chunk=0, weight=1.0))
     with pytest.raises(ProtocolError, match="no such size"):
@@ -233,7 +259,9 @@ def test_a_relay_refuses_what_is_not_of_its_host() -> None:
         aggregator.destination(Message(Kind.STATE, chunk=0), 8)
     assert not sent
     trained(cluster, 1)
-    pushes = Message(Kind.HOST_PUSH, cluster.coordinator.generation, version=1, chunk=cluster.job.owners.index(0))
+    pushes = Message(
+        Kind.HOST_PUSH, cluster.coordinator.generation, version=1, chunk=cluster.job.owners.index(0)
+    )
     pushes.meta = {"pushes": [[2, 0, 1]]}
     with pytest.raises(ProtocolError, match="serves"):
         cluster.servers[0].handle(aggregator_peer(0), pushes)
@@ -244,9 +272,8 @@ def test_hosts_say_who_has_a_relay() -> None:
     assert hosts.aggregators == {1: (0, 1)}
     assert [hosts.aggregator_of(worker) for worker in range(5)] == [1, 1, None, None, None]
     assert [hosts.reader_of(worker) for worker in (0, 2)] == [aggregator_peer(1), worker_peer(2)]
-    assert [hosts.host_of(peer) for peer in (worker_peer(3), server_peer(2), aggregator_peer(1), Peer("client", 0))] == [
-        2, 0, 0, None,
-    ]  # fmt: skip
+    peers = (worker_peer(3), server_peer(2), aggregator_peer(1), Peer("client", 0))
+    assert [hosts.host_of(peer) for peer in peers] == [2, 0, 0, None]
     assert not dataclasses.replace(hosts, gathers=False).aggregators
     apart = HostMap.apart(2, 2)
     assert not any(apart.beside(worker, server) for worker in range(2) for server in range(2))

@@ -103,7 +103,9 @@ def test_training_goes_on_and_what_is_due_later_is_kept(
     with found.at_end():
         for step in (20, 30, 40):
             reach(job, found, disk, step)
-        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        told = [
+            record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+        ]
         assert ["step 30" in told[0], "step 40" in told[1], len(told)] == [True, True, 2]
         assert all(f"{tmp_path}/000002-step-20/weights" in line for line in told)
         disk.error = error
@@ -117,19 +119,28 @@ def test_training_goes_on_and_what_is_due_later_is_kept(
     found.close(None)
 
 
-def test_the_end_does_not_wait_for_ever_and_says_what_is_not_kept(tmp_path: Path, disk: Disk) -> None:
+def test_the_end_does_not_wait_for_ever_and_says_what_is_not_kept(
+    tmp_path: Path, disk: Disk
+) -> None:
     job = Job()
     found = keeping(tmp_path, disk, job)
     disk.hang()
     reach(job, found, disk, 10)
     job.step = 15
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=rf"writing {tmp_path}/000001-step-10/weights"), found.at_end():
+        with (
+            pytest.raises(CheckpointError, match=rf"writing {tmp_path}/000001-step-10/weights"),
+            found.at_end(),
+        ):
             pass
     with pytest.raises(CheckpointError, match="write_timeout=600"):
         found.close(None)
-    assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
-    with pytest.raises(CheckpointError, match="keeps its own there"):  # what hangs may yet write there
+    assert all(
+        thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()
+    )
+    with pytest.raises(
+        CheckpointError, match="keeps its own there"
+    ):  # what hangs may yet write there
         DirectoryLock(Checkpoints(tmp_path))
     disk.works.set()
     assert disk.over.acquire(timeout=60)
@@ -140,7 +151,9 @@ def test_the_end_does_not_wait_for_ever_and_says_what_is_not_kept(tmp_path: Path
     DirectoryLock(Checkpoints(tmp_path)).release()
 
 
-def test_with_another_error_the_end_is_quiet(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_another_error_the_end_is_quiet(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
     job = Job()
     found = keeping(tmp_path, disk, job)
     disk.hang()
@@ -151,7 +164,9 @@ def test_with_another_error_the_end_is_quiet(tmp_path: Path, disk: Disk, caplog:
     assert "000001-step-10/weights" in caplog.text
 
 
-def test_a_disk_that_is_slow_is_waited_for(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_slow_is_waited_for(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job, original = Job(), files.write
 
     def slow(path: Path, saved: Checkpoint, progress: Any) -> None:

@@ -36,8 +36,8 @@ def test_names_and_modules_are_there_when_they_are_asked_for() -> None:
         "import steepest\n"
         "from steepest import collectives, TorchModel\n"
         "assert steepest.errors.SteepestError and steepest.collectives is collectives\n"
-        "assert steepest.TorchModel is TorchModel and steepest.TorchModel.__module__ == 'steepest.models.torch'\n"
-        "assert set(steepest.__all__) < set(dir(steepest))"
+        "assert steepest.TorchModel is TorchModel and steepest.TorchModel.__module__ == "
+        "'steepest.models.torch'\nassert set(steepest.__all__) < set(dir(steepest))"
     )
 
 
@@ -62,7 +62,11 @@ def test_type_checkers_see_the_names_that_python_sees() -> None:
 
 def initial() -> dict[str, Any]:
     """Some arrays, of which one is lent in shared memory and others share a chunk."""
-    return {"large": np.zeros((300, 500)), "one": np.zeros(3, "f4"), "another": np.zeros((2, 2), "f4")}
+    return {
+        "large": np.zeros((300, 500)),
+        "one": np.zeros(3, "f4"),
+        "another": np.zeros((2, 2), "f4"),
+    }
 
 
 CLIENT = """
@@ -151,7 +155,13 @@ def test_a_task_that_uses_a_parameter_server_with_numpy_arrays_never_imports_tor
     import ray
     import torch
 
-    descend = (lambda parameters: torch.optim.SGD(parameters, lr=1.0, maximize=True)) if optimizer else None
-    fresh = {"env_vars": {"STEEPEST_TEST": secrets.token_hex(8)}}  # a process that has run nothing else
+    descend = (
+        (lambda parameters: torch.optim.SGD(parameters, lr=1.0, maximize=True))
+        if optimizer
+        else None
+    )
+    fresh = {
+        "env_vars": {"STEEPEST_TEST": secrets.token_hex(8)}
+    }  # a process that has run nothing else
     with steepest.ParameterServer(initial(), optimizer=descend, transport=transport) as server:
         assert ray.get(ray.remote(use).options(runtime_env=fresh).remote(server)) == (3, False)

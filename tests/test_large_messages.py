@@ -37,7 +37,9 @@ def entries(workers: int, groups: int, count: int) -> list[list[Any]]:
     return [[v + 1, pushes[v], [rates[v]] * groups, 1.0, False, 1.0] for v in range(count)]
 
 
-@pytest.mark.parametrize(("workers", "groups"), [(8, 1), (96, 1), (8, 150), (MANY, MANY), (MANY, 30_000)])
+@pytest.mark.parametrize(
+    ("workers", "groups"), [(8, 1), (96, 1), (8, 150), (MANY, MANY), (MANY, 30_000)]
+)
 def test_every_page_of_the_log_fits_into_a_message(workers: int, groups: int) -> None:
     kept, added = History(keep_log=True), entries(workers, groups, 20 if groups > 150 else 2000)
     for entry in added:
@@ -75,9 +77,13 @@ def test_a_log_of_many_pages_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def many_groups() -> OptimizerSpec:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(MANY)]
-    optimizer = torch.optim.AdamW([{"params": [p], "lr": 0.1 / (i + 3)} for i, p in enumerate(parameters)])
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "lr": 0.1 / (i + 3)} for i, p in enumerate(parameters)]
+    )
     names = {id(p): f"layer.{i}.weight" for i, p in enumerate(parameters)}
-    return OptimizerSpec.read(optimizer, names, lr_scheduler=lambda o: OneCycleLR(o, max_lr=0.1, total_steps=100))
+    return OptimizerSpec.read(
+        optimizer, names, lr_scheduler=lambda o: OneCycleLR(o, max_lr=0.1, total_steps=100)
+    )
 
 
 def large(rule: CommitRule, servers: int) -> Coordinator:
@@ -114,33 +120,59 @@ def report(worker: int, generation: int, sequence: int, version: int) -> Message
         "loss": 0.1234567890123456,
         "metrics": {"m": 0.1},
     }
-    return Message(Kind.REPORT, generation, 0, sequence, version, total=8.0, meta={**meta, "timings": {"compute": 0.1}})
+    return Message(
+        Kind.REPORT,
+        generation,
+        0,
+        sequence,
+        version,
+        total=8.0,
+        meta={**meta, "timings": {"compute": 0.1}},
+    )
 
 
 @pytest.mark.parametrize("rule", [CommitAll(), CommitEach()], ids=["together", "each"])
-def test_with_a_thousand_workers_and_groups_no_decision_outgrows_a_message(rule: CommitRule) -> None:
+def test_with_a_thousand_workers_and_groups_no_decision_outgrows_a_message(
+    rule: CommitRule,
+) -> None:
     coordinator, seen = large(rule, 2), Counter[str]()
     for worker in range(MANY):
         largest(coordinator.handle(worker_peer(worker), Message(Kind.JOIN)), seen)
-    largest(coordinator.handle(CLIENT, Message(Kind.ASK, sequence=1, meta={"steps": 2, "stats": True})), seen)
+    largest(
+        coordinator.handle(CLIENT, Message(Kind.ASK, sequence=1, meta={"steps": 2, "stats": True})),
+        seen,
+    )
     generation, together = coordinator.generation, rule.together
     for version in range(2):
         for worker in range(MANY if together else 60):
             source = worker_peer(worker)
-            largest(coordinator.handle(source, report(worker, generation, version + 1, coordinator.version)), seen)
+            largest(
+                coordinator.handle(
+                    source, report(worker, generation, version + 1, coordinator.version)
+                ),
+                seen,
+            )
             for server in () if together else range(2):
                 staged = Message(Kind.PUSH_STAGED, generation, 0, version + 1, coordinator.version)
                 staged.meta = {"worker": worker}
                 largest(coordinator.handle(server_peer(server), staged), seen)
         for server in range(2) if together else ():
-            staged = Message(Kind.VERSION_STAGED, generation, version=coordinator.version, meta={"squares": 0.1})
+            staged = Message(
+                Kind.VERSION_STAGED, generation, version=coordinator.version, meta={"squares": 0.1}
+            )
             largest(coordinator.handle(server_peer(server), staged), seen)
     assert coordinator.version >= 2
-    largest(coordinator.handle(CLIENT, Message(Kind.READ, sequence=2, meta={"what": "state"})), seen)
+    largest(
+        coordinator.handle(CLIENT, Message(Kind.READ, sequence=2, meta={"what": "state"})), seen
+    )
     largest(coordinator.handle(CLIENT, Message(Kind.READ_COUNTERS, sequence=3)), seen)
     largest(coordinator.lost(worker_peer(3), "killed"), seen)
     assert {"COMMIT", "MEMBERS", "SNAPSHOT", "COUNTERS", "WORKER_LOST"} <= seen.keys()
-    assert ("GRANT" in seen, "LEASE" in seen, "RESULT" in seen) == (together, not together, together)
+    assert ("GRANT" in seen, "LEASE" in seen, "RESULT" in seen) == (
+        together,
+        not together,
+        together,
+    )
     assert max(seen.values()) < MAX_META / 2, seen
 
 
@@ -157,7 +189,13 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_nan_everywhere_names_some_of_it(name: str) -> None:
-    task = Task(Named, sgd(), samples(8, dtype=torch.float32), lambda output, target: output.mean(), batch_size=1)
+    task = Task(
+        Named,
+        sgd(),
+        samples(8, dtype=torch.float32),
+        lambda output, target: output.mean(),
+        batch_size=1,
+    )
     cluster = make(name, task, workers=4)
     told: list[int] = []
 
@@ -173,13 +211,19 @@ def test_nan_everywhere_names_some_of_it(name: str) -> None:
     assert max(told) < 20_000
 
 
-def test_hyperparameters_that_do_not_fit_into_a_commit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hyperparameters_that_do_not_fit_into_a_commit_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3000)]
     optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.1)
     names = {id(p): str(i) for i, p in enumerate(parameters)}
     monkeypatch.setattr("steepest.optim.spec.MOST_BYTES", 30_000)
-    with pytest.raises(ConfigurationError, match=r"of 3000 parameter groups, at most 30000 fit into a commit"):
-        OptimizerSpec.read(optimizer, names, learning_rate=None, lr_scheduler=lambda o: OneCycleLR(o, 0.1, 100))
+    with pytest.raises(
+        ConfigurationError, match=r"of 3000 parameter groups, at most 30000 fit into a commit"
+    ):
+        OptimizerSpec.read(
+            optimizer, names, learning_rate=None, lr_scheduler=lambda o: OneCycleLR(o, 0.1, 100)
+        )
 
 
 # -- what does not fit ------------------------------------------------------------------------------
@@ -193,9 +237,14 @@ def measuring(count: int, length: int) -> Any:
 
 @pytest.mark.parametrize(
     ("count", "length", "reason"),
-    [(10_001, 1, r"it has 10001 metrics, at most 10000 fit"), (50, 100_000, rf"REPORT .* at most {MAX_META} fit")],
+    [
+        (10_001, 1, r"it has 10001 metrics, at most 10000 fit"),
+        (50, 100_000, rf"REPORT .* at most {MAX_META} fit"),
+    ],
 )
-def test_metrics_that_do_not_fit_fail_the_step_of_their_worker(count: int, length: int, reason: str) -> None:
+def test_metrics_that_do_not_fit_fail_the_step_of_their_worker(
+    count: int, length: int, reason: str
+) -> None:
     cluster = InProcessCluster(measuring(count, length), num_workers=2)
     for _ in range(2):
         (failure,) = cluster.step(1)
@@ -228,7 +277,10 @@ def test_what_does_not_fit_is_not_taken_for_a_message_that_makes_no_sense() -> N
     network.connect(near, (CLIENT,), far, (COORDINATOR,))
     far.host(COORDINATOR, Talker(far.sender(COORDINATOR)))
     near.sender(CLIENT)(COORDINATOR, Message(Kind.ASK, meta={"steps": 1}))
-    with pytest.raises(MessageTooLargeError, match=rf"RESULT for client 0 carries \d+ bytes .* at most {MAX_META} fit"):
+    with pytest.raises(
+        MessageTooLargeError,
+        match=rf"RESULT for client 0 carries \d+ bytes .* at most {MAX_META} fit",
+    ):
         network.run_until(lambda: False, "the answer")
     assert far.refused == 0
 
@@ -236,4 +288,6 @@ def test_what_does_not_fit_is_not_taken_for_a_message_that_makes_no_sense() -> N
 def test_who_asks_for_too_much_is_told() -> None:
     cluster = InProcessCluster(Task(optimizer=sgd()).creator(), num_workers=2)
     with pytest.raises(MessageTooLargeError, match="INSTALL for coordinator"):
-        cluster.wait(cluster.client.install(0, None, None, {"history": "x" * MAX_META}), "the installation")
+        cluster.wait(
+            cluster.client.install(0, None, None, {"history": "x" * MAX_META}), "the installation"
+        )

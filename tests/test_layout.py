@@ -23,12 +23,16 @@ PAGE = mmap.PAGESIZE
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 kinds = st.tuples(shapes, st.sampled_from(FLOATS), st.booleans())
 parameter_lists = st.lists(kinds, max_size=12).map(
-    lambda drawn: [(f"p{i}", shape, dtype, trainable) for i, (shape, dtype, trainable) in enumerate(drawn)]
+    lambda drawn: [
+        (f"p{i}", shape, dtype, trainable) for i, (shape, dtype, trainable) in enumerate(drawn)
+    ]
 )
 chunk_sizes = st.sampled_from((None, 1, 8, 24, 64, 100, 256, 300, 1000, 4096))
 
 
-def floats(*sizes: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> list[Parameter]:
+def floats(
+    *sizes: int, dtype: torch.dtype = torch.float32, trainable: bool = True
+) -> list[Parameter]:
     return [(f"p{i}", (size,), dtype, trainable) for i, size in enumerate(sizes)]
 
 
@@ -55,10 +59,14 @@ def test_every_element_lies_in_exactly_one_slice(
 
 
 @given(parameter_lists, chunk_sizes, st.booleans())
-def test_entries_keep_names_shapes_and_kinds(parameters: list[Parameter], chunk_bytes: int | None, split: bool) -> None:
+def test_entries_keep_names_shapes_and_kinds(
+    parameters: list[Parameter], chunk_bytes: int | None, split: bool
+) -> None:
     layout = ParameterLayout.plan(parameters, split_tensors=split, chunk_bytes=chunk_bytes)
     found = {entry.name: (entry.shape, entry.dtype, entry.trainable) for entry in layout.entries}
-    assert found == {name: (shape, dtype, trainable) for name, shape, dtype, trainable in parameters}
+    assert found == {
+        name: (shape, dtype, trainable) for name, shape, dtype, trainable in parameters
+    }
     assert layout.index == {entry.name: i for i, entry in enumerate(layout.entries)}
     for entry in layout.entries:
         assert entry.numel == math.prod(entry.shape)
@@ -79,7 +87,9 @@ def test_chunks_are_contiguous_ordered_and_of_one_kind(
         for piece in chunk.slices:
             entry = layout.entries[piece.entry]
             assert kind_of(entry) == kind_of(chunk)
-            assert entry.offset + piece.start * entry.dtype.itemsize == position, "a gap or an overlap"
+            assert entry.offset + piece.start * entry.dtype.itemsize == position, (
+                "a gap or an overlap"
+            )
             position = entry.offset + piece.stop * entry.dtype.itemsize
         assert position == chunk.stop
         first_of_kind = index == 0 or kind_of(layout.chunks[index - 1]) != kind_of(chunk)
@@ -90,7 +100,9 @@ def test_chunks_are_contiguous_ordered_and_of_one_kind(
 
 
 @given(st.lists(st.integers(0, 2000), max_size=3), st.sampled_from(FLOATS), st.integers(1, 1500))
-def test_split_chunks_are_at_most_of_the_size_asked_for(sizes: list[int], dtype: torch.dtype, most: int) -> None:
+def test_split_chunks_are_at_most_of_the_size_asked_for(
+    sizes: list[int], dtype: torch.dtype, most: int
+) -> None:
     layout = ParameterLayout.plan(floats(*sizes, dtype=dtype), chunk_bytes=most)
     assert all(size <= max(most, dtype.itemsize) for size in bytes_of(layout))
 
@@ -103,7 +115,9 @@ def test_no_chunk_exceeds_the_maximum_by_alignment(excess: int) -> None:
 
 
 @given(parameter_lists, chunk_sizes)
-def test_chunks_of_one_kind_are_about_equally_large(parameters: list[Parameter], chunk_bytes: int | None) -> None:
+def test_chunks_of_one_kind_are_about_equally_large(
+    parameters: list[Parameter], chunk_bytes: int | None
+) -> None:
     layout = ParameterLayout.plan(parameters, chunk_bytes=chunk_bytes)
     for kind in {kind_of(chunk) for chunk in layout.chunks}:
         sizes = [chunk.nbytes for chunk in layout.chunks if kind_of(chunk) == kind]
@@ -111,7 +125,9 @@ def test_chunks_of_one_kind_are_about_equally_large(parameters: list[Parameter],
 
 
 @given(parameter_lists, chunk_sizes, st.booleans())
-def test_backward_order_trainable_first(parameters: list[Parameter], chunk_bytes: int | None, split: bool) -> None:
+def test_backward_order_trainable_first(
+    parameters: list[Parameter], chunk_bytes: int | None, split: bool
+) -> None:
     layout = ParameterLayout.plan(parameters, split_tensors=split, chunk_bytes=chunk_bytes)
     flags = [entry.trainable for entry in layout.entries]
     assert flags == sorted(flags, reverse=True)
@@ -128,13 +144,17 @@ def test_chunks_of_lists_the_chunks_of_each_entry(
 ) -> None:
     layout = ParameterLayout.plan(parameters, split_tensors=split, chunk_bytes=chunk_bytes)
     for index, (entry, chunks) in enumerate(zip(layout.entries, layout.chunks_of, strict=True)):
-        held = [chunk.index for chunk in layout.chunks if any(s.entry == index for s in chunk.slices)]
+        held = [
+            chunk.index for chunk in layout.chunks if any(s.entry == index for s in chunk.slices)
+        ]
         assert list(chunks) == held
         assert bool(chunks) == bool(entry.numel)
 
 
 @given(parameter_lists, chunk_sizes, st.booleans())
-def test_views_alias_the_buffer(parameters: list[Parameter], chunk_bytes: int | None, split: bool) -> None:
+def test_views_alias_the_buffer(
+    parameters: list[Parameter], chunk_bytes: int | None, split: bool
+) -> None:
     layout = ParameterLayout.plan(parameters, split_tensors=split, chunk_bytes=chunk_bytes)
     buffer = layout.allocate()
     assert buffer.dtype is torch.uint8
@@ -157,7 +177,9 @@ def test_views_alias_the_buffer(parameters: list[Parameter], chunk_bytes: int | 
 
 
 @given(parameter_lists, chunk_sizes)
-def test_whole_tensor_mode_cuts_at_borders_only(parameters: list[Parameter], chunk_bytes: int | None) -> None:
+def test_whole_tensor_mode_cuts_at_borders_only(
+    parameters: list[Parameter], chunk_bytes: int | None
+) -> None:
     layout = ParameterLayout.plan(parameters, split_tensors=False, chunk_bytes=chunk_bytes)
     for chunk in layout.chunks:
         for piece in chunk.slices:
@@ -170,7 +192,9 @@ def test_whole_tensor_mode_cuts_at_borders_only(parameters: list[Parameter], chu
 
 
 @given(parameter_lists, st.sampled_from((8, 64, 300)), st.integers(1, 7), st.booleans())
-def test_deal_is_balanced_by_bytes(parameters: list[Parameter], chunk_bytes: int, servers: int, split: bool) -> None:
+def test_deal_is_balanced_by_bytes(
+    parameters: list[Parameter], chunk_bytes: int, servers: int, split: bool
+) -> None:
     layout = ParameterLayout.plan(parameters, split_tensors=split, chunk_bytes=chunk_bytes)
     owners = layout.assign_servers(servers)
     assert len(owners) == len(layout.chunks)
@@ -201,7 +225,10 @@ def test_a_small_model_is_one_chunk_of_each_kind(parameters: list[Parameter], sp
 def test_servers_hold_equally_much(megabytes: int, servers: int) -> None:
     layout = ParameterLayout.plan(floats(megabytes * 250_000 + 7))
     owners = layout.assign_servers(servers)
-    held = [sum(c.nbytes for c in layout.chunks if owners[c.index] == server) for server in range(servers)]
+    held = [
+        sum(c.nbytes for c in layout.chunks if owners[c.index] == server)
+        for server in range(servers)
+    ]
     assert max(held) - min(held) <= len(layout.chunks) * PAGE
 
 
@@ -213,7 +240,9 @@ def test_servers_hold_equally_much(megabytes: int, servers: int) -> None:
         ([1_000_000] * 12 + [7], torch.float64),
     ],
 )
-def test_chunks_of_a_model_of_100_megabytes_are_of_1_to_4(sizes: list[int], dtype: torch.dtype) -> None:
+def test_chunks_of_a_model_of_100_megabytes_are_of_1_to_4(
+    sizes: list[int], dtype: torch.dtype
+) -> None:
     layout = ParameterLayout.plan(floats(*sizes, dtype=dtype))
     assert all(MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES for size in bytes_of(layout))
 
@@ -227,21 +256,32 @@ def test_chunks_of_larger_models_stay_within_bounds(megabytes: int) -> None:
 def test_a_huge_tensor_is_split_unless_tensors_stay_whole() -> None:
     parameters = floats(3, 50_000_000, 3)
     split = ParameterLayout.plan(parameters)
-    assert len(split.chunks_of[split.index["p1"]]) == len(split.chunks) >= 200_000_000 // MAX_CHUNK_BYTES
+    assert (
+        len(split.chunks_of[split.index["p1"]])
+        == len(split.chunks)
+        >= 200_000_000 // MAX_CHUNK_BYTES
+    )
     whole = ParameterLayout.plan(parameters, split_tensors=False)
     assert len(whole.chunks_of[whole.index["p1"]]) == 1
 
 
 def test_nothing_at_all_is_no_chunk() -> None:
     layout = ParameterLayout.plan([])
-    assert (layout.entries, layout.chunks, layout.nbytes, layout.assign_servers(2)) == ((), (), 0, ())
+    assert (layout.entries, layout.chunks, layout.nbytes, layout.assign_servers(2)) == (
+        (),
+        (),
+        0,
+        (),
+    )
     empty = ParameterLayout.plan(floats(0, 0))
     assert (len(empty.entries), empty.chunks, empty.chunks_of) == (2, (), ((), ()))
     assert empty.entry_view(empty.allocate(), 1).shape == (0,)
 
 
 def test_frozen_integers_are_carried_along() -> None:
-    layout = ParameterLayout.plan([*floats(5), ("codes", (3,), torch.int8, False), ("mask", (2,), torch.bool, False)])
+    layout = ParameterLayout.plan(
+        [*floats(5), ("codes", (3,), torch.int8, False), ("mask", (2,), torch.bool, False)]
+    )
     buffer = layout.allocate()
     codes = layout.entry_view(buffer, layout.index["codes"])
     codes.copy_(torch.tensor([1, -2, 3]))
@@ -287,7 +327,9 @@ def test_difference_says_what_differs(other: list[Parameter], words: str | None)
 
 def test_difference_in_number_and_in_chunks() -> None:
     mine = ParameterLayout.plan(floats(40, 60))
-    assert mine.difference(ParameterLayout.plan(floats(40, 60)[1:])) == "2 parameters, the other has 1"
+    assert (
+        mine.difference(ParameterLayout.plan(floats(40, 60)[1:])) == "2 parameters, the other has 1"
+    )
     recut = ParameterLayout.plan(floats(40, 60), chunk_bytes=64)
     assert mine.difference(recut) == "the same parameters cut into other chunks"
 
@@ -299,7 +341,12 @@ def test_parameters_are_read_and_written_by_name_or_alias_all_or_none() -> None:
     layout.write(flat, {"c": torch.ones(2), "b": torch.arange(3)})
     assert set(layout.named(flat)) == {"a", "b"}
     assert layout.named(flat)["a"].tolist() == [1, 1]
-    for wrong in ({"a": torch.zeros(2), "x": torch.zeros(1)}, {"a": torch.zeros(2), "b": torch.zeros(2)}):
-        with pytest.raises(ConfigurationError, match=r"no parameter is named 'x'|'b' has shape \(2,\)"):
+    for wrong in (
+        {"a": torch.zeros(2), "x": torch.zeros(1)},
+        {"a": torch.zeros(2), "b": torch.zeros(2)},
+    ):
+        with pytest.raises(
+            ConfigurationError, match=r"no parameter is named 'x'|'b' has shape \(2,\)"
+        ):
             layout.write(flat, wrong)
         assert layout.named(flat)["a"].tolist() == [1, 1]

@@ -23,11 +23,17 @@ class Life:
     """One of the jobs that train the same weights one after the other.
 
     Attributes:
-        seen: how often each (epoch, place in its permutation) was committed, in this life and those before.
+        seen: how often each (epoch, place in its permutation) was committed, in this life and those
+            before.
     """
 
     def __init__(
-        self, name: str, workers: int, seed: int | None = None, before: Life | None = None, servers: int = 2
+        self,
+        name: str,
+        workers: int,
+        seed: int | None = None,
+        before: Life | None = None,
+        servers: int = 2,
     ) -> None:
         self.cluster = make(name, TASK, workers, servers=servers, shuffle=seed, replaces=True)
         self.seen: Counter[tuple[int, int]] = Counter()
@@ -84,7 +90,9 @@ class Life:
     def check(self) -> None:
         """Each sample of each epoch that was begun is committed once, or still to come."""
         rest = self.remaining
-        expected = Counter({(epoch, i): 1 for epoch in range(rest.epoch + 1) for i in range(SAMPLES)})
+        expected = Counter(
+            {(epoch, i): 1 for epoch in range(rest.epoch + 1) for i in range(SAMPLES)}
+        )
         for epoch, begin, end in (*rest.left, (rest.epoch, rest.offset, SAMPLES)):
             expected.subtract((epoch, int(i)) for i in self.plan.permutation(epoch)[begin:end])
         assert self.seen == +expected
@@ -95,7 +103,12 @@ def deaths(cluster: InProcessCluster, rng: random.Random) -> None:
 
     def die(message: Message) -> list[Message]:
         source, kinds = message.source, (Kind.PUSH, Kind.REPORT)
-        if source is None or source.role != "worker" or message.kind not in kinds or rng.random() > 0.01:
+        if (
+            source is None
+            or source.role != "worker"
+            or message.kind not in kinds
+            or rng.random() > 0.01
+        ):
             return [message]
         cluster.kill(source.index)
         return []
@@ -152,12 +165,16 @@ def test_shares_of_those_that_die_come_back(name: str, first: int) -> None:
         life = Life("sync", 2, None, life)
         life.train(7)
         life.check()
-    assert (True in found) == (name == "backup")  # where none is taken beyond the step, none is left over
+    assert (True in found) == (
+        name == "backup"
+    )  # where none is taken beyond the step, none is left over
 
 
 @pytest.mark.parametrize("name", ["async", "ssp-2"])
 @seeds(3, "shuffle")
-def test_a_step_that_was_given_up_half_way_is_neither_repeated_nor_forgotten(name: str, shuffle: int) -> None:
+def test_a_step_that_was_given_up_half_way_is_neither_repeated_nor_forgotten(
+    name: str, shuffle: int
+) -> None:
     life = Life(name, 3, shuffle)
     life.train(2)
 
@@ -202,7 +219,9 @@ def test_a_plan_of_its_own_is_what_workers_follow() -> None:
     rest = Remaining(1, 8, ((0, 2, 3), (0, 20, 23), (1, 1, 2)))
     plan = SamplePlan(SAMPLES, 4, 0, 0, rest.epoch, rest.offset, left=rest.left)
     for worker in life.cluster.workers:
-        life.cluster.wait(worker.at_version(1, 0, lambda replicas: replicas.use_plan(plan, 0)), "the plan")
+        life.cluster.wait(
+            worker.at_version(1, 0, lambda replicas: replicas.use_plan(plan, 0)), "the plan"
+        )
     told = [result.values()["samples"] for result in trained(life.cluster, 5)]
     assert told == [4, 4, 4, 4, 4]
     order = plan.permutation(1)

@@ -30,7 +30,9 @@ def make(task: Task) -> nn.Module:
     return task.module()
 
 
-def by_hand(task: Task, workers: int, rounds: int, outer: LocalStrategy, devices: int = 1) -> Weights:
+def by_hand(
+    task: Task, workers: int, rounds: int, outer: LocalStrategy, devices: int = 1
+) -> Weights:
     """The same in plain torch, one worker after the other."""
     shared = make(task)
     shared_optimizer = torch.optim.SGD(
@@ -50,7 +52,8 @@ def by_hand(task: Task, workers: int, rounds: int, outer: LocalStrategy, devices
             seen = 0
             for update in range(every):
                 index = [
-                    plan.share(step, (worker * devices + device) * every + update, parts) for device in range(devices)
+                    plan.share(step, (worker * devices + device) * every + update, parts)
+                    for device in range(devices)
                 ]
                 count = sum(map(len, index))
                 if not count:
@@ -61,7 +64,9 @@ def by_hand(task: Task, workers: int, rounds: int, outer: LocalStrategy, devices
                         x, y = (column[torch.from_numpy(part.copy())] for column in task.data)
                         (task.loss(module(x), y) * (len(part) / count)).backward()
                 if outer.clip_norm is not None:
-                    norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), outer.clip_norm)))
+                    norms.append(
+                        float(nn.utils.clip_grad_norm_(module.parameters(), outer.clip_norm))
+                    )
                 optimizer.step()
                 seen += count
             total += seen
@@ -74,19 +79,25 @@ def by_hand(task: Task, workers: int, rounds: int, outer: LocalStrategy, devices
     return {name: p.detach().clone() for name, p in shared.named_parameters()}
 
 
-def run(task: Task, workers: int, rounds: int, strategy: LocalStrategy, **options: Any) -> InProcessCluster:
+def run(
+    task: Task, workers: int, rounds: int, strategy: LocalStrategy, **options: Any
+) -> InProcessCluster:
     cluster = InProcessCluster(task.creator(), num_workers=workers, strategy=strategy, **options)
     assert [result.kind for result in cluster.step(rounds)] == [Kind.RESULT] * rounds
     return cluster
 
 
 @grid(optimizer=OPTIMIZERS, size=[(1, 1), (2, 1), (3, 2)], servers=[None, 2])
-def test_equals_the_same_by_hand(optimizer: str, size: tuple[int, int], servers: int | None) -> None:
+def test_equals_the_same_by_hand(
+    optimizer: str, size: tuple[int, int], servers: int | None
+) -> None:
     workers, devices = size
     task = Task(optimizer=OPTIMIZERS[optimizer], data=samples(50), batch_size=2)
     for config in (
         LocalStrategy(sync_every=3, num_servers=servers, chunk_bytes=48),
-        LocalStrategy(sync_every=4, outer_lr=0.7, outer_momentum=0.9, nesterov=True, num_servers=servers),
+        LocalStrategy(
+            sync_every=4, outer_lr=0.7, outer_momentum=0.9, nesterov=True, num_servers=servers
+        ),
     ):
         found = run(task, workers, 12, config, devices_per_worker=devices).weights()
         assert difference(found, by_hand(task, workers, 12, config, devices)) < 1e-12
@@ -96,7 +107,10 @@ def test_equals_the_same_by_hand(optimizer: str, size: tuple[int, int], servers:
 def test_each_batchs_gradient_is_clipped_by_itself(workers: int) -> None:
     task = Task(optimizer=sgd(momentum=0.9), data=samples(50), batch_size=2)
     config = LocalStrategy(sync_every=3, clip_norm=0.6, chunk_bytes=48)
-    assert difference(run(task, workers, 12, config).weights(), by_hand(task, workers, 12, config)) < 1e-12
+    assert (
+        difference(run(task, workers, 12, config).weights(), by_hand(task, workers, 12, config))
+        < 1e-12
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
@@ -133,7 +147,10 @@ def test_two_runs_and_a_replay_have_the_same_bits(hosts: HostMap | None, seed: i
     assert same_bits(replay(first.log(), task.creator()), first.weights())
     base = first.snapshot().weights
     for worker in first.workers:
-        held = first.wait(worker.at_version(0, 10, lambda replicas: replicas.weights.clone()), "a worker's weights")
+        held = first.wait(
+            worker.at_version(0, 10, lambda replicas: replicas.weights.clone()),
+            "a worker's weights",
+        )
         assert torch.equal(held, base)
 
 
@@ -182,8 +199,12 @@ def test_uneven_ends_of_epochs_and_more_workers_than_samples() -> None:
 
 def test_less_is_sent() -> None:
     task = Task(optimizer=sgd(), data=samples(64), batch_size=2)
-    often = InProcessCluster(task.creator(), num_workers=2, strategy=ParameterServerStrategy()).step(8)
-    rarely = InProcessCluster(task.creator(), num_workers=2, strategy=LocalStrategy(num_servers=1)).step(1)
+    often = InProcessCluster(
+        task.creator(), num_workers=2, strategy=ParameterServerStrategy()
+    ).step(8)
+    rarely = InProcessCluster(
+        task.creator(), num_workers=2, strategy=LocalStrategy(num_servers=1)
+    ).step(1)
     sent = sum(result.values()["bytes_pushed"] for result in often)
     assert rarely[0].values()["bytes_pushed"] * 8 == sent
     assert rarely[0].values()["samples"] == sum(result.values()["samples"] for result in often)

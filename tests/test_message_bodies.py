@@ -16,7 +16,10 @@ from tests.fuzzing import carried
 PUSHES = (PushId(0, 0, 7), PushId(2, 1, 9))
 READERS = [[0, 0], [2, 5]]
 CULPRITS = [[1, "weight"], [-1, "bias"]]
-STATE = {"ledger": [7, 3], "history": {"committed": 3, "skipped": 1, "dropped": 0, "staleness": [[0, 6]]}}
+STATE = {
+    "ledger": [7, 3],
+    "history": {"committed": 3, "skipped": 1, "dropped": 0, "staleness": [[0, 6]]},
+}
 TENSOR = (4, 1, "weight", "exp_avg", 0, 8, False, "float32", [8])
 SAID: list[Body] = [
     gradients.Push(1, 2, 3, 4, 1, 0.5, 8.0, [2]),
@@ -28,7 +31,18 @@ SAID: list[Body] = [
     gradients.Report(1, 2, 3, 4, 8.0, 16, 100, 200, 0.25, {"error": 1.5}, {"compute": 0.5}),
     gradients.Report(1, 2, 3, 4, 8.0, 16, 100, 200),
     gradients.Commit(
-        1, 4, 0.5, PUSHES, READERS, [{"lr": 0.1}, {}], True, 0.5, [4, []], word=3, state=STATE, schedule={}
+        1,
+        4,
+        0.5,
+        PUSHES,
+        READERS,
+        [{"lr": 0.1}, {}],
+        True,
+        0.5,
+        [4, []],
+        word=3,
+        state=STATE,
+        schedule={},
     ),
     gradients.Commit(1, 4, 1.0, (), []),
     gradients.Discard(1, 4, PUSHES, READERS),
@@ -118,5 +132,7 @@ def test_a_body_stays_as_it_is() -> None:
 def test_a_field_is_named_as_it_is_called_although_it_lies_in_a_header() -> None:
     message = membership.Grant(1, -1).pack()
     message.source, message.target = Peer("coordinator", 0), Peer("worker", 0)
-    with pytest.raises(ProtocolError, match="GRANT from coordinator with limit=-1: give an integer"):
+    with pytest.raises(
+        ProtocolError, match="GRANT from coordinator with limit=-1: give an integer"
+    ):
         Admission().check(message)

@@ -44,7 +44,15 @@ Filter = Callable[[Message], Sequence[Message]]
 #: what a job that trains with servers sends in these tests, whatever its mode
 EVERYWHERE = {
     *(Kind.PUSH, Kind.REPORT, Kind.COMMIT, Kind.WEIGHTS, Kind.JOIN, Kind.MEMBERS, Kind.FAILED),
-    *(Kind.ASK, Kind.RESULT, Kind.FAILURE, Kind.REVOKE, Kind.REVOKED, Kind.READ_COUNTERS, Kind.COUNTERS),
+    *(
+        Kind.ASK,
+        Kind.RESULT,
+        Kind.FAILURE,
+        Kind.REVOKE,
+        Kind.REVOKED,
+        Kind.READ_COUNTERS,
+        Kind.COUNTERS,
+    ),
     *(Kind.READ_LOG, Kind.LOG_PAGE, Kind.READ, Kind.SNAPSHOT, Kind.STATE, Kind.SNAPSHOT_END),
     *(Kind.PUT, Kind.PUT_RECEIVED, Kind.INSTALL, Kind.INSTALLED),
 }
@@ -77,7 +85,9 @@ def undisturbed() -> Weights:
     return cluster.weights()
 
 
-def live(name: str, shuffle: int, disturb: Filter | None = None, delay: Any = None) -> InProcessCluster:
+def live(
+    name: str, shuffle: int, disturb: Filter | None = None, delay: Any = None
+) -> InProcessCluster:
     """A job that trains, has a step fail on the way, and ends where it would have ended without; all checked.
 
     Steps are asked for in several goes; a worker joins once more.
@@ -110,21 +120,28 @@ def live(name: str, shuffle: int, disturb: Filter | None = None, delay: Any = No
     snapshot = cluster.snapshot("state")
     places = [(about["name"], about["key"], about["start"]) for _, about, _ in snapshot.records]
     assert len(places) == len(set(places)) > 4
-    assert all(torch.equal(held, snapshot.weights) for held in worker_weights(cluster, snapshot.version))
+    assert all(
+        torch.equal(held, snapshot.weights) for held in worker_weights(cluster, snapshot.version)
+    )
     for scale in (2, 3):
         weights = snapshot.weights.view(torch.float64) * scale
-        cluster.wait(cluster.client.install(snapshot.version, weights.view(torch.uint8), None), "an install")
+        cluster.wait(
+            cluster.client.install(snapshot.version, weights.view(torch.uint8), None), "an install"
+        )
         assert torch.equal(cluster.snapshot().weights.view(torch.float64), weights)
     trained(cluster, 1)
     settle(cluster)
-    assert cluster.client.position == Position(cluster.coordinator.generation, cluster.coordinator.version)
+    assert cluster.client.position == Position(
+        cluster.coordinator.generation, cluster.coordinator.version
+    )
     return cluster
 
 
 def revoked(cluster: InProcessCluster) -> list[Message]:
     """Takes back what is granted still, as a driver does after a failure; what was heard of meanwhile.
 
-    A backup worker may fail after the step was committed for which it was asked; that is heard of during the next one.
+    A backup worker may fail after the step was committed for which it was asked; that is heard of
+    during the next one.
     """
     cluster.wait(cluster.client.revoke(), "the coordinator")
     found = []
@@ -172,11 +189,15 @@ KINDS = {
     "sync": sorted(EVERYWHERE | {staged_kind("sync"), credit_kind("sync")}),
     "copies": [Kind.LOGGED],  # where chunks have copies
     "backup": sorted(EVERYWHERE | {staged_kind("backup"), credit_kind("backup"), Kind.DISCARD}),
-    "async-drop": sorted(EVERYWHERE | {staged_kind("async-drop"), credit_kind("async-drop"), Kind.DISCARD}),
+    "async-drop": sorted(
+        EVERYWHERE | {staged_kind("async-drop"), credit_kind("async-drop"), Kind.DISCARD}
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds])
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds]
+)
 @seeds(1)
 def test_each_kind_of_message_may_come_twice(name: str, kind: Kind, seed: int) -> None:
     twice = Twice(kind)
@@ -275,9 +296,13 @@ REPEATABLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), [*REPEATABLE, ("backup", Kind.DISCARD), ("async-drop", Kind.DISCARD)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*REPEATABLE, ("backup", Kind.DISCARD), ("async-drop", Kind.DISCARD)]
+)
 @seeds(1)
-def test_messages_of_earlier_steps_and_generations_are_not_taken_again(name: str, kind: Kind, seed: int) -> None:
+def test_messages_of_earlier_steps_and_generations_are_not_taken_again(
+    name: str, kind: Kind, seed: int
+) -> None:
     again = Again({kind}, seed)
     live(name, seed, again)
     assert again.count
@@ -379,7 +404,9 @@ class Stranger:
 
     def say(self, kind: Kind, target: Peer, **fields: Any) -> None:
         generation = self._cluster.coordinator.generation
-        self.send(target, Message(kind, generation, version=self._cluster.coordinator.version, **fields))
+        self.send(
+            target, Message(kind, generation, version=self._cluster.coordinator.version, **fields)
+        )
 
     def destination(self, message: Message, size: int) -> None: ...
 
@@ -430,7 +457,9 @@ def test_who_is_no_member_is_refused_and_counted(name: str, kind: Kind) -> None:
 
     cluster.network.filter = interfere
     trained(cluster, 3)
-    cluster.network.run_until(lambda: refused(cluster.server_routers) == said > 1, "all to be refused")
+    cluster.network.run_until(
+        lambda: refused(cluster.server_routers) == said > 1, "all to be refused"
+    )
     check(cluster, trainee)
     assert 7 not in {push.worker for commit in cluster.log().commits for push in commit.pushes}
     if name == "sync":
@@ -452,15 +481,23 @@ def test_pushes_of_a_foreign_generation_are_refused_and_counted(name: str, gener
         nonlocal sent
         if message.kind is Kind.PUSH:
             sent += 1
-            return [replace(message, generation=generation, sequence=message.sequence + 100), message]
+            return [
+                replace(message, generation=generation, sequence=message.sequence + 100),
+                message,
+            ]
         if message.kind in (Kind.REPORT, staged_kind(name)):
-            return [replace(message, generation=generation, sequence=message.sequence + 100), message]
+            return [
+                replace(message, generation=generation, sequence=message.sequence + 100),
+                message,
+            ]
         return [message]
 
     cluster.network.filter = forge
     trained(cluster, 3)
     network = cluster.network
-    network.run_until(lambda: sum(server.refused for server in cluster.servers) >= sent > 0, "all to be refused")
+    network.run_until(
+        lambda: sum(server.refused for server in cluster.servers) >= sent > 0, "all to be refused"
+    )
     assert sum(server.refused for server in cluster.servers) == sent
     trained(cluster, 1)
     check(cluster, trainee)

@@ -29,11 +29,18 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 def network() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)
+    ).double()
 
 
 def torch_model(module: nn.Module | None = None, **options: Any) -> TorchModel:
-    settings = {"loss": F.cross_entropy, "data": (X, Y), "batch_size": 4, "optimizer": sgd} | options
+    settings = {
+        "loss": F.cross_entropy,
+        "data": (X, Y),
+        "batch_size": 4,
+        "optimizer": sgd,
+    } | options
     return TorchModel(module or network(), **settings)
 
 
@@ -57,7 +64,9 @@ class DictModel(TorchModel):
 CONTRACT: dict[str, Callable[[], Any]] = {
     "constructor": lambda: torch_model(metrics={"accuracy": accuracy}),
     "subclass": lambda: DictModel(network(), data=Records(), batch_size=4, optimizer=sgd),
-    "numpy": lambda: NumpyLogisticRegression((X.numpy(), Y.numpy()), classes=2, batch_size=4, l2=0.1),
+    "numpy": lambda: NumpyLogisticRegression(
+        (X.numpy(), Y.numpy()), classes=2, batch_size=4, l2=0.1
+    ),
 }
 
 
@@ -87,7 +96,9 @@ class Bound:
                 self.calls.append((index, weight, present))
             self.seen[index] = self.layout.entry_view(self.gradients, index).clone()
 
-        return self.model.compute_gradients(self.batch() if batch is None else batch, ready, metrics)
+        return self.model.compute_gradients(
+            self.batch() if batch is None else batch, ready, metrics
+        )
 
     def gradient(self, name: str) -> torch.Tensor:
         return self.layout.entry_view(self.gradients, self.layout.index[name]).clone()
@@ -114,7 +125,9 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def test_it_is_a_model(bound: Bound) -> None:
     assert isinstance(bound.model, Model)
     assert (bound.model.batch_size, bound.model.data.size) == (4, 12)
-    assert bound.model.optimizer_spec.trainable() == {e.name for e in bound.layout.entries if e.trainable}
+    assert bound.model.optimizer_spec.trainable() == {
+        e.name for e in bound.layout.entries if e.trainable
+    }
     assert not isinstance(network(), Model)
 
 
@@ -126,12 +139,17 @@ def test_gradients_equal_finite_differences(bound: Bound) -> None:
     bound.compute(batch)
     for index, entry in enumerate(bound.layout.entries):
         values = bound.layout.entry_view(bound.weights, index).flatten()
-        for i, gradient in enumerate(bound.layout.entry_view(bound.gradients, index).flatten().tolist()):
+        for i, gradient in enumerate(
+            bound.layout.entry_view(bound.gradients, index).flatten().tolist()
+        ):
             losses = []
             for offset in (step, -2 * step, step):
                 values[i] += offset
                 losses.append(bound.model.evaluate(batch).loss)
-            assert gradient == pytest.approx((losses[0] - losses[1]) / (2 * step), abs=1e-8), (entry.name, i)
+            assert gradient == pytest.approx((losses[0] - losses[1]) / (2 * step), abs=1e-8), (
+                entry.name,
+                i,
+            )
 
 
 def test_ready_is_called_once_for_each_entry_when_its_gradient_is_written(bound: Bound) -> None:
@@ -176,7 +194,9 @@ def test_evaluation_sources_give_batches_of_the_same_kind(bound: Bound) -> None:
     data = Records() if isinstance(bound.model, DictModel) else (X, Y)
     source = bound.model.source(data, 6)
     assert source.size == 12
-    assert bound.model.evaluate(next(source.open([np.arange(6)]))) == bound.model.evaluate(bound.batch(*range(6)))
+    assert bound.model.evaluate(next(source.open([np.arange(6)]))) == bound.model.evaluate(
+        bound.batch(*range(6))
+    )
 
 
 def test_state_can_be_set_again(bound: Bound) -> None:

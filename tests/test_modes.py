@@ -57,7 +57,14 @@ TASKS = {
     "adam-dropout": Task(dropout, adam),
     "schedule": Task(optimizer=sgd(momentum=0.9, weight_decay=0.01), lr_scheduler=cosine),
 }
-SIZES = [(1, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1), (3, 1, 1), (3, 2, 2)]  # workers, devices, servers
+SIZES = [
+    (1, 1, 1),
+    (1, 2, 2),
+    (2, 1, 2),
+    (2, 2, 1),
+    (3, 1, 1),
+    (3, 2, 2),
+]  # workers, devices, servers
 
 
 @grid(lambda name, task, size: name != "backup" or size[0] > 1, name=MODES, task=TASKS, size=SIZES)
@@ -73,7 +80,9 @@ def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(
 
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
-def test_a_replay_tells_another_order_of_updates_from_the_one_that_was(name: str, seed: int) -> None:
+def test_a_replay_tells_another_order_of_updates_from_the_one_that_was(
+    name: str, seed: int
+) -> None:
     task = Task(optimizer=sgd(momentum=0.9), data=samples(36))
     cluster = make(name, task, shuffle=seed)
     trained(cluster, 3)
@@ -86,14 +95,20 @@ def test_a_replay_tells_another_order_of_updates_from_the_one_that_was(name: str
     swaps = [
         (*log.commits[:at], of(one, other), of(other, one), *log.commits[at + 2 :])
         for at, (one, other) in enumerate(pairwise(log.commits))
-        if all(push.pulled < one.version for push in other.pushes)  # else it could not have come first
+        if all(
+            push.pulled < one.version for push in other.pushes
+        )  # else it could not have come first
     ]
-    assert bool(swaps) == (name in EACH), "in the others each gradient is of the version before its own"
+    assert bool(swaps) == (name in EACH), (
+        "in the others each gradient is of the version before its own"
+    )
     assert not any(same_bits(replayed(swapped), cluster.weights()) for swapped in swaps)
     *others, last = log.commits
     first, *rest = last.pushes
     elsewhere = replace(last, pushes=(first._replace(share=others[0].pushes[0].share), *rest))
-    assert not same_bits(replayed((*others, elsewhere)), cluster.weights()), "a gradient of other samples"
+    assert not same_bits(replayed((*others, elsewhere)), cluster.weights()), (
+        "a gradient of other samples"
+    )
     assert not same_bits(replayed(log.commits[:-1]), cluster.weights())
     with pytest.raises(ConfigurationError, match="begins at version 1"):
         replayed(log.commits[1:])
@@ -107,7 +122,9 @@ def of(place: Commit, pushes: Commit) -> Commit:
 # -- the same by plain torch ----------------------------------------------------------------------
 
 
-def serial(task: Task, log: CommitLog, plan: Any, shares_per_step: int, versions_per_step: int) -> Weights:
+def serial(
+    task: Task, log: CommitLog, plan: Any, shares_per_step: int, versions_per_step: int
+) -> Weights:
     """The log carried out with plain torch: the mean of the gradients at the pulled weights, one optimizer step."""
     torch.manual_seed(log.seed)
     module = task.module()
@@ -134,7 +151,9 @@ def serial(task: Task, log: CommitLog, plan: Any, shares_per_step: int, versions
         late = commit.version - 1 - min(push.pulled for push in commit.pushes)
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] /= max(1, late) if getattr(log.strategy, "correction", None) == "learning_rate" else 1
+            group["lr"] /= (
+                max(1, late) if getattr(log.strategy, "correction", None) == "learning_rate" else 1
+            )
         if total:
             optimizer.step()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -148,7 +167,9 @@ def serial(task: Task, log: CommitLog, plan: Any, shares_per_step: int, versions
 @pytest.mark.parametrize("task", ["momentum", "schedule"])
 @pytest.mark.parametrize("name", MODES)
 @seeds(2)
-def test_plain_torch_that_follows_the_log_gets_the_same_weights(name: str, task: str, seed: int) -> None:
+def test_plain_torch_that_follows_the_log_gets_the_same_weights(
+    name: str, task: str, seed: int
+) -> None:
     cluster = make(name, TASKS[task], 3, 1, 2, shuffle=seed)
     late = 0
     for _ in range(1 if name not in EACH else 8):  # by chance all may be up to date for some steps
@@ -160,7 +181,9 @@ def test_plain_torch_that_follows_the_log_gets_the_same_weights(name: str, task:
     assert difference(cluster.weights(), expected) < 1e-12
     assert (late > 0) == (name in EACH)
     if name == "async-rate":
-        assert [commit.rate for commit in log.commits] == [1 / max(1, *commit.staleness) for commit in log.commits]
+        assert [commit.rate for commit in log.commits] == [
+            1 / max(1, *commit.staleness) for commit in log.commits
+        ]
         assert min(commit.rate for commit in log.commits) < 1
     else:
         assert {commit.rate for commit in log.commits} == {1.0}
@@ -193,14 +216,18 @@ def test_a_step_with_backup_workers_is_an_update_of_the_first_gradients(seed: in
 
 @grid(name=[*EACH, "sync"], workers=[1, 2, 3], devices=[1, 2])
 @seeds(1)
-def test_every_share_of_an_epoch_is_in_one_committed_gradient(name: str, workers: int, devices: int, seed: int) -> None:
+def test_every_share_of_an_epoch_is_in_one_committed_gradient(
+    name: str, workers: int, devices: int, seed: int
+) -> None:
     task = TASKS["momentum"]
     cluster = make(name, task, workers, devices, shuffle=seed)
     plan = cluster.job.plan()
     assert plan is not None
     for epoch in (1, 2):
         trained(cluster, plan.steps_per_epoch)
-        assert sorted(shares(check(cluster, task))) == list(range(epoch * plan.steps_per_epoch * workers))
+        assert sorted(shares(check(cluster, task))) == list(
+            range(epoch * plan.steps_per_epoch * workers)
+        )
 
 
 @pytest.mark.parametrize("name", [*EACH, "sync"])
@@ -238,7 +265,8 @@ def test_steps_taken_back_at_any_moment_go_on_where_they_stopped(name: str, seed
     network, client, coordinator = cluster.network, cluster.client, cluster.coordinator
     client.ask(8, True)
     network.run_until(
-        lambda: network.delivered >= events or 0 < coordinator.limit == coordinator.version, "some messages"
+        lambda: network.delivered >= events or 0 < coordinator.limit == coordinator.version,
+        "some messages",
     )
     position = cluster.wait(client.revoke(), "the coordinator")
     while not client.outcomes.empty():
@@ -253,7 +281,10 @@ def test_steps_taken_back_at_any_moment_go_on_where_they_stopped(name: str, seed
     committed = shares(check(cluster, task))
     if name != "backup":
         assert sorted(committed) == list(range(len(committed)))
-    assert all(torch.equal(held, cluster.snapshot().weights) for held in worker_weights(cluster, coordinator.version))
+    assert all(
+        torch.equal(held, cluster.snapshot().weights)
+        for held in worker_weights(cluster, coordinator.version)
+    )
 
 
 @pytest.mark.parametrize("name", ["sync", "async"])
@@ -300,9 +331,13 @@ def test_with_backup_workers_what_was_dropped_comes_later_and_nothing_twice(seed
 @seeds(2)
 def test_log_results_and_counters_agree_about_staleness(name: str, seed: int) -> None:
     cluster = make(name, shuffle=seed)
-    results = [StepResult.from_message(r.values()["step"], r.values(), None) for r in trained(cluster, 8)]
+    results = [
+        StepResult.from_message(r.values()["step"], r.values(), None) for r in trained(cluster, 8)
+    ]
     assert [result.step for result in results] == list(range(1, 9))
-    log = check(cluster, Task(optimizer=sgd(momentum=0.9)))  # which compares the log with the counters
+    log = check(
+        cluster, Task(optimizer=sgd(momentum=0.9))
+    )  # which compares the log with the counters
     logged = [late for commit in log.commits for late in commit.staleness]
     assert list(chain.from_iterable(result.staleness for result in results)) == logged
     if name == "async-drop":
@@ -310,7 +345,9 @@ def test_log_results_and_counters_agree_about_staleness(name: str, seed: int) ->
         assert counters(cluster)["dropped"] > 0
     elif name.startswith("ssp"):
         lead = cluster.job.config.lead  # type: ignore[union-attr]
-        assert max(logged) <= 2 * (2 * lead + 1)  # of each other worker, no more pushes than it may be apart
+        assert max(logged) <= 2 * (
+            2 * lead + 1
+        )  # of each other worker, no more pushes than it may be apart
     elif name in ("sync", "backup"):
         assert set(logged) == {0}
 
@@ -373,7 +410,9 @@ def poisoned(name: str, nonfinite: str, **options: Any) -> tuple[InProcessCluste
 
         def spoil(self, gradient: torch.Tensor) -> torch.Tensor:
             calls[self.worker] += 1
-            return gradient * float("nan") if (self.worker, calls[self.worker]) == (1, 2) else gradient
+            return (
+                gradient * float("nan") if (self.worker, calls[self.worker]) == (1, 2) else gradient
+            )
 
     task = Task(Sick, sgd(momentum=0.9), samples(36))
 
@@ -383,7 +422,9 @@ def poisoned(name: str, nonfinite: str, **options: Any) -> tuple[InProcessCluste
         return model
 
     strategy = mode(name, nonfinite=nonfinite)
-    return InProcessCluster(create, num_workers=3, strategy=strategy, keep_log=True, **options), task
+    return InProcessCluster(
+        create, num_workers=3, strategy=strategy, keep_log=True, **options
+    ), task
 
 
 def gradients_of(worker: int, cluster: InProcessCluster) -> int:
@@ -391,12 +432,16 @@ def gradients_of(worker: int, cluster: InProcessCluster) -> int:
     return sum(push.worker == worker for commit in cluster.log().commits for push in commit.pushes)
 
 
-SURE = [name for name in MODES if name not in ("backup", "async-drop")]  # whose pushes are all committed
+SURE = [
+    name for name in MODES if name not in ("backup", "async-drop")
+]  # whose pushes are all committed
 
 
 @pytest.mark.parametrize("name", SURE)
 @seeds(2)
-def test_nan_that_is_refused_names_worker_and_tensor_and_changes_nothing(name: str, seed: int) -> None:
+def test_nan_that_is_refused_names_worker_and_tensor_and_changes_nothing(
+    name: str, seed: int
+) -> None:
     cluster, task = poisoned(name, "refuse", shuffle=seed)
     about = cluster.step(500)[-1].values()  # which worker 1 may hardly take part in
     assert about["reason"] == "nonfinite"
@@ -430,10 +475,15 @@ def test_nan_that_is_skipped_is_a_version_in_which_nothing_changes(name: str, se
     assert all(bool(value.isfinite().all()) for value in cluster.weights().values())
     assert same_bits(replay(log, task.creator()), cluster.weights())
     parts = [CommitLog(log.commits[:n], log.strategy, 3, 1, 0) for n in range(len(log.commits) + 1)]
-    passed = [replay(part, task.creator()) for part in parts[skipped.version - 1 : skipped.version + 2]]
+    passed = [
+        replay(part, task.creator()) for part in parts[skipped.version - 1 : skipped.version + 2]
+    ]
     assert same_bits(passed[0], passed[1])
     assert not same_bits(passed[1], passed[2])
-    assert all(same_bits(replay(parts[version], task.creator()), found) for version, found in weights.items())
+    assert all(
+        same_bits(replay(parts[version], task.creator()), found)
+        for version, found in weights.items()
+    )
 
 
 @pytest.mark.parametrize("name", SURE)

@@ -49,7 +49,10 @@ def test_a_run_is_replayed_to_the_same_bits(strategy: ParameterServerStrategy) -
 
 
 def test_asynchronous_training_with_one_worker_is_serial() -> None:
-    with DistributedSGD(CREATOR, strategy="async") as asynchronous, DistributedSGD(CREATOR, strategy="ps") as serial:
+    with (
+        DistributedSGD(CREATOR, strategy="async") as asynchronous,
+        DistributedSGD(CREATOR, strategy="ps") as serial,
+    ):
         for trainer in (asynchronous, serial):
             trainer.fit(steps=15, progress=False)
         assert same_bits(asynchronous.weights(), serial.weights())

@@ -26,8 +26,12 @@ BOTH = pytest.mark.parametrize(
 WORKERS = pytest.mark.parametrize("workers", [2, 3])
 
 
-def train(task: Task, strategy: ParameterServerStrategy | AllreduceStrategy, workers: int) -> InProcessCluster:
-    cluster = InProcessCluster(task.creator(), num_workers=workers, strategy=strategy, keep_log=True)
+def train(
+    task: Task, strategy: ParameterServerStrategy | AllreduceStrategy, workers: int
+) -> InProcessCluster:
+    cluster = InProcessCluster(
+        task.creator(), num_workers=workers, strategy=strategy, keep_log=True
+    )
     trained(cluster, STEPS)
     check(cluster, task)
     return cluster
@@ -64,7 +68,9 @@ def test_uneven_inputs_at_the_end_of_an_epoch(
     assert difference(cluster.weights(), trace[-1]) < 1e-12
 
 
-def by_replica(task: Task, cluster: InProcessCluster) -> tuple[Weights, list[dict[str, torch.Tensor]]]:
+def by_replica(
+    task: Task, cluster: InProcessCluster
+) -> tuple[Weights, list[dict[str, torch.Tensor]]]:
     """Serial training with a module for each worker, which has normalised its own share; their buffers."""
     workers, plan = len(cluster.workers), cluster.job.plan()
     assert plan is not None
@@ -82,7 +88,9 @@ def by_replica(task: Task, cluster: InProcessCluster) -> tuple[Weights, list[dic
             x, y = (column[index] for column in task.data)
             loss = task.loss(module(x), y) * (len(index) / whole)
             own = list(module.parameters())
-            for parameter, gradient in zip(modules[0].parameters(), torch.autograd.grad(loss, own), strict=True):
+            for parameter, gradient in zip(
+                modules[0].parameters(), torch.autograd.grad(loss, own), strict=True
+            ):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         optimizer.step()
     return snapshot(modules[0]), [dict(module.named_buffers()) for module in modules]
@@ -100,7 +108,10 @@ def test_buffers_are_each_replicas_own_until_they_are_averaged(
     found = states(cluster)
     for mine, expected in zip(found, buffers, strict=True):
         assert mine.keys() == expected.keys()
-        assert all(torch.allclose(mine[name], value, rtol=1e-12, atol=1e-14) for name, value in expected.items())
+        assert all(
+            torch.allclose(mine[name], value, rtol=1e-12, atol=1e-14)
+            for name, value in expected.items()
+        )
     merged = mean_states(found, [1.0] * workers)
     for name in ("1.running_mean", "1.running_var"):
         assert not torch.equal(found[0][name], found[1][name])
@@ -111,8 +122,12 @@ def test_buffers_are_each_replicas_own_until_they_are_averaged(
 
 @BOTH
 @WORKERS
-def test_unused_and_frozen_parameters(strategy: ParameterServerStrategy | AllreduceStrategy, workers: int) -> None:
-    task = Task(Sometimes, all_but_fixed(torch.optim.AdamW, lr=0.01, weight_decay=0.1), batch_size=1)
+def test_unused_and_frozen_parameters(
+    strategy: ParameterServerStrategy | AllreduceStrategy, workers: int
+) -> None:
+    task = Task(
+        Sometimes, all_but_fixed(torch.optim.AdamW, lr=0.01, weight_decay=0.1), batch_size=1
+    )
     weights = train(task, strategy, workers).weights()
     trace = task.trace(workers, STEPS)
     assert difference(weights, trace[-1]) < 1e-12
@@ -141,10 +156,14 @@ def compiled() -> nn.Module:
 @BOTH
 @WORKERS
 @pytest.mark.parametrize(
-    "module", [compiled, lambda: Saving(perceptron)], ids=["torch.compile", "activation checkpointing"]
+    "module",
+    [compiled, lambda: Saving(perceptron)],
+    ids=["torch.compile", "activation checkpointing"],
 )
 def test_modules_that_run_in_other_ways(
-    strategy: ParameterServerStrategy | AllreduceStrategy, workers: int, module: Callable[[], nn.Module]
+    strategy: ParameterServerStrategy | AllreduceStrategy,
+    workers: int,
+    module: Callable[[], nn.Module],
 ) -> None:
     task = Task(module, sgd(momentum=0.9))
     cluster = train(task, strategy, workers)

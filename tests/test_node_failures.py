@@ -1,6 +1,7 @@
 """Nodes that die, that nobody can reach for a while, that come late: network namespaces, each with a raylet of its own.
 
-Their links end in one more namespace, at a bridge, or at a switch in user space that delays frames and loses some.
+Their links end in one more namespace, at a bridge, or at a switch in user space that delays frames
+and loses some.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tests.test_ray_places import SECONDS, Place
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(
-        os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
+        os.geteuid() != 0 or shutil.which("ip") is None,
+        reason="network namespaces need root and iproute2",
     ),
 ]
 PORT = 6391
@@ -68,7 +70,20 @@ class Nodes:
         self.names.append(name)
         ip("netns", "add", name)
         ip("-n", name, "link", "set", "lo", "up")
-        ip("link", "add", "spn", "netns", name, "type", "veth", "peer", "name", f"port{index}", "netns", self.switch)
+        ip(
+            "link",
+            "add",
+            "spn",
+            "netns",
+            name,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            f"port{index}",
+            "netns",
+            self.switch,
+        )
         ip("-n", name, "addr", "add", f"{self.address(index)}/24", "dev", "spn")
         ip("-n", name, "link", "set", "spn", "up")
         ip("-n", self.switch, "link", "set", f"port{index}", "master", "bridge", "up")
@@ -81,15 +96,22 @@ class Nodes:
             f"--num-cpus={1 if index else self.first}",
         ]
         # its files to itself: nodes that start together would give their sockets the same names
-        common += [f"--node-ip-address={self.address(index)}", f"--temp-dir={self.place.directory}/{index}"]
-        process = self.place.start("ip", "netns", "exec", name, sys.executable, *RAY, "start", *own, *common)
+        common += [
+            f"--node-ip-address={self.address(index)}",
+            f"--temp-dir={self.place.directory}/{index}",
+        ]
+        process = self.place.start(
+            "ip", "netns", "exec", name, sys.executable, *RAY, "start", *own, *common
+        )
         self.started.append(process)
         return process
 
     def impatient(self) -> None:
         """Ray gives up nodes that are silent for some seconds, instead of half a minute; to be said before `add`."""
         about = {"initial_delay": 1000, "period": 500, "timeout": 2000}
-        self.place.environment |= {f"RAY_health_check_{name}_ms": str(value) for name, value in about.items()}
+        self.place.environment |= {
+            f"RAY_health_check_{name}_ms": str(value) for name, value in about.items()
+        }
         self.place.environment["RAY_health_check_failure_threshold"] = "3"
 
     def delay(self, milliseconds: int, loss: int) -> None:
@@ -97,9 +119,21 @@ class Nodes:
         ports = [f"port{index}" for index in range(len(self.names))]
         for port in ports:
             ip("-n", self.switch, "link", "set", port, "nomaster")
-        command = ["ip", "netns", "exec", self.switch, sys.executable, SWITCH, str(milliseconds), str(loss), *ports]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            self.switch,
+            sys.executable,
+            SWITCH,
+            str(milliseconds),
+            str(loss),
+            *ports,
+        ]
         pipe = subprocess.PIPE
-        self.slow = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=self.place.environment, text=True)
+        self.slow = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, env=self.place.environment, text=True
+        )
         self.started.append(self.slow)
         until(self.slow.stdout, "forwarding")
 
@@ -112,7 +146,9 @@ class Nodes:
         return int(found[1]), int(found[2])
 
     def pids(self, name: str) -> list[int]:
-        inside = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, timeout=20)
+        inside = subprocess.run(
+            ["ip", "netns", "pids", name], check=False, capture_output=True, timeout=20
+        )
         return [int(pid) for pid in inside.stdout.split()]
 
     def close(self) -> None:
@@ -121,7 +157,9 @@ class Nodes:
             for pid in self.pids(name):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=20)
+            subprocess.run(
+                ["ip", "netns", "delete", name], check=False, capture_output=True, timeout=20
+            )
         for process in self.started:
             if process.returncode is None:
                 process.communicate(timeout=20)
@@ -221,10 +259,16 @@ def run(nodes: Nodes, **about: object) -> None:
     [
         ("self.kill()", "ParameterServerStrategy(num_servers=1)", 1),
         ("self.cut()", "ParameterServerStrategy(num_servers=1)", 1),
-        ("self.kill()", "ParameterServerStrategy(replication=2)", 2),  # and the server beside the worker
+        (
+            "self.kill()",
+            "ParameterServerStrategy(replication=2)",
+            2,
+        ),  # and the server beside the worker
     ],
 )
-def test_a_node_dies_and_another_takes_its_place(nodes: Nodes, strategy: str, disaster: str, replaced: int) -> None:
+def test_a_node_dies_and_another_takes_its_place(
+    nodes: Nodes, strategy: str, disaster: str, replaced: int
+) -> None:
     """Without copies it is one that has no server. A link that was cut is whole again while others go on."""
     nodes.impatient()
     nodes.add(4)
@@ -235,7 +279,8 @@ def test_a_node_dies_and_another_takes_its_place(nodes: Nodes, strategy: str, di
 def test_a_link_is_cut_for_a_while(nodes: Nodes) -> None:
     """Shorter than the heartbeat, and nobody is replaced; longer, and the successor comes to the same node.
 
-    Then Ray has not given the node up, and the dead worker is still there when the link is whole again.
+    Then Ray has not given the node up, and the dead worker is still there when the link is whole
+    again.
     """
     nodes.add(3)
     common = {"strategy": "ParameterServerStrategy(num_servers=1)", "moves": False}
@@ -297,7 +342,9 @@ def test_a_node_joins_and_the_job_grows(nodes: Nodes) -> None:
     nodes.first = 1
     nodes.add(2)
     program = nodes.place.script(GROWING)
-    with nodes.place.start("ip", "netns", "exec", nodes.names[0], sys.executable, program) as process:
+    with nodes.place.start(
+        "ip", "netns", "exec", nodes.names[0], sys.executable, program
+    ) as process:
         until(process.stdout, "training\n")
         nodes.add()
         output, _ = process.communicate(timeout=SECONDS)

@@ -20,7 +20,8 @@ from tests.test_ray_places import SECONDS, Place
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(
-        os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
+        os.geteuid() != 0 or shutil.which("ip") is None,
+        reason="network namespaces need root and iproute2",
     ),
 ]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -51,17 +52,37 @@ def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
         for space in spaces:
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
-        ip("link", "add", "spa", "netns", spaces[0], "type", "veth", "peer", "name", "spb", "netns", spaces[1])
+        ip(
+            "link",
+            "add",
+            "spa",
+            "netns",
+            spaces[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "spb",
+            "netns",
+            spaces[1],
+        )
         for space, device, address in zip(spaces, ("spa", "spb"), ADDRESSES, strict=True):
             ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
             ip("-n", space, "link", "set", device, "up")
         place.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.mark * 2}
         common = ["--num-cpus=2", "--block", "--disable-usage-stats"]
-        head = [f"--node-ip-address={ADDRESSES[0]}", "--head", f"--port={PORT}", "--include-dashboard=false"]
+        head = [
+            f"--node-ip-address={ADDRESSES[0]}",
+            "--head",
+            f"--port={PORT}",
+            "--include-dashboard=false",
+        ]
         other = [f"--node-ip-address={ADDRESSES[1]}", f"--address={ADDRESSES[0]}:{PORT}"]
         started = []
         for space, arguments in zip(spaces, (head, other), strict=True):
-            process = place.start("ip", "netns", "exec", space, sys.executable, *RAY, "start", *arguments, *common)
+            process = place.start(
+                "ip", "netns", "exec", space, sys.executable, *RAY, "start", *arguments, *common
+            )
             started.append(process)
             until(process.stdout, "runtime started")
         place.environment["RAY_ADDRESS"] = f"{ADDRESSES[0]}:{PORT}"
@@ -72,11 +93,17 @@ def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
     finally:
         place.kill()
         for space in spaces:
-            inside = subprocess.run(["ip", "netns", "pids", space], check=False, capture_output=True, timeout=20)
-            for pid in inside.stdout.split():  # Ray's agents hide their mark, and outlive a killed raylet
+            inside = subprocess.run(
+                ["ip", "netns", "pids", space], check=False, capture_output=True, timeout=20
+            )
+            for (
+                pid
+            ) in inside.stdout.split():  # Ray's agents hide their mark, and outlive a killed raylet
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True, timeout=20)
+            subprocess.run(
+                ["ip", "netns", "delete", space], check=False, capture_output=True, timeout=20
+            )
         shutil.rmtree(place.directory, ignore_errors=True)
 
 

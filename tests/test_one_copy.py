@@ -39,7 +39,9 @@ def lent(ends: tuple[Any, Any], server: Node, client: Node) -> tuple[torch.Tenso
     return memory, server.messages[0].payload
 
 
-def test_what_a_reader_writes_is_its_own_until_it_is_forgotten(lent: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_what_a_reader_writes_is_its_own_until_it_is_forgotten(
+    lent: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     memory, view = lent
     memory.fill_(1)
     assert make_writable(view)
@@ -102,7 +104,9 @@ def create(worker_index: int, device_index: int) -> TorchModel:
 
 @pytest.mark.ray
 @pytest.mark.parametrize("servers", [1, 2])
-def test_workers_of_a_node_compute_on_one_copy_and_users_may_write_to_it(ray_cluster: None, servers: int) -> None:
+def test_workers_of_a_node_compute_on_one_copy_and_users_may_write_to_it(
+    ray_cluster: None, servers: int
+) -> None:
     strategy = ParameterServerStrategy(num_servers=servers)
 
     def look(view: Any) -> tuple[int, list[bool]]:
@@ -131,7 +135,9 @@ def test_what_a_step_that_failed_has_written_is_forgotten(ray_cluster: None) -> 
 
     def put_weights(view: Any) -> None:
         module = view.models[0].module
-        module.register_forward_pre_hook(lambda *_: setattr(module, "steps", getattr(module, "steps", 0) + 1))
+        module.register_forward_pre_hook(
+            lambda *_: setattr(module, "steps", getattr(module, "steps", 0) + 1)
+        )
 
         def fail_once(*_: Any) -> None:
             if module.steps == 2 and view.index == 0:
@@ -144,7 +150,9 @@ def test_what_a_step_that_failed_has_written_is_forgotten(ray_cluster: None) -> 
     def first(view: Any) -> float:
         return float(view.models[0].module.first.weight.mean())
 
-    with DistributedSGD(create, num_workers=2, strategy=ParameterServerStrategy(num_servers=1)) as sgd:
+    with DistributedSGD(
+        create, num_workers=2, strategy=ParameterServerStrategy(num_servers=1)
+    ) as sgd:
         for _ in range(4):
             sgd.step()
         sgd.foreach_worker(put_weights)
@@ -196,7 +204,9 @@ def stamped(worker_index: int, device_index: int) -> TorchModel:
 @pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])
 def test_no_worker_sees_torn_weights(ray_cluster: None, workers: int, servers: int) -> None:
     """10 MB whose elements all equal the version; every forward pass looks at each of them as it begins early."""
-    with DistributedSGD(stamped, num_workers=workers, strategy=ParameterServerStrategy(num_servers=servers)) as sgd:
+    with DistributedSGD(
+        stamped, num_workers=workers, strategy=ParameterServerStrategy(num_servers=servers)
+    ) as sgd:
         sgd.fit(steps=60, progress=False)
         assert all(bool((weight == 60).all()) for weight in sgd.weights().values())
         gates = sgd.foreach_worker(lambda view: view.models[0]._gates.usable)

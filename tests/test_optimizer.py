@@ -50,10 +50,15 @@ def parameters_of(
     shapes: dict[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for name, s in shapes.items()}
+    return {
+        name: torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype))
+        for name, s in shapes.items()
+    }
 
 
-def read(optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter], **options: Any) -> OptimizerSpec:
+def read(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter], **options: Any
+) -> OptimizerSpec:
     return OptimizerSpec.read(optimizer, {id(p): name for name, p in parameters.items()}, **options)
 
 
@@ -86,7 +91,9 @@ def test_a_tiny_learning_rate_hides_no_difference(name: str, split: bool, rate: 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_optimizers_that_cannot_run_on_servers_are_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name} cannot be rebuilt or stepped on a server"):
+    with pytest.raises(
+        ConfigurationError, match=f"{name} cannot be rebuilt or stepped on a server"
+    ):
         spec_of(getattr(torch.optim, name))
 
 
@@ -106,7 +113,9 @@ def test_what_is_not_an_optimizer_is_refused() -> None:
 
 def test_a_parameter_of_another_module_is_refused() -> None:
     mine, foreign = parameters_of(), torch.nn.Parameter(torch.zeros(2, 9))
-    with pytest.raises(ConfigurationError, match=r"tensor of shape \(2, 9\) that is not a parameter of the module"):
+    with pytest.raises(
+        ConfigurationError, match=r"tensor of shape \(2, 9\) that is not a parameter of the module"
+    ):
         read(torch.optim.SGD([*mine.values(), foreign], lr=0.1), mine)
 
 
@@ -128,7 +137,11 @@ def test_groups_are_kept_by_name() -> None:
     spec = read(optimizer, parameters)
     (first, first_hyper), (second, second_hyper) = spec.groups
     assert (first, second) == (("head.weight", "scale"), ("body.weight",))
-    assert (first_hyper["lr"], first_hyper["weight_decay"], first_hyper["momentum"]) == (0.5, 0, 0.9)
+    assert (first_hyper["lr"], first_hyper["weight_decay"], first_hyper["momentum"]) == (
+        0.5,
+        0,
+        0.9,
+    )
     assert (second_hyper["lr"], second_hyper["weight_decay"]) == (0.1, 0.1)
     assert spec.trainable() == {"head.weight", "scale", "body.weight"}
     assert spec.name == "SGD"
@@ -161,12 +174,16 @@ def test_reading_leaves_optimizer_parameters_and_random_state_alone() -> None:
 # -- building -------------------------------------------------------------------------------------
 
 
-def train_both(make: Factory, dtype: torch.dtype, **plan: Any) -> tuple[dict[str, torch.Tensor], ...]:
+def train_both(
+    make: Factory, dtype: torch.dtype, **plan: Any
+) -> tuple[dict[str, torch.Tensor], ...]:
     """Six steps by torch on whole tensors, and by optimizers built over chunks."""
     parameters = parameters_of(plan.pop("shapes", SHAPES), dtype)
     optimizer = make(parameters.values())
     spec = read(optimizer, parameters)
-    layout = ParameterLayout.plan([(n, tuple(p.shape), dtype, True) for n, p in parameters.items()], **plan)
+    layout = ParameterLayout.plan(
+        [(n, tuple(p.shape), dtype, True) for n, p in parameters.items()], **plan
+    )
     buffer, gradients = layout.allocate(), layout.allocate()
     for index, entry in enumerate(layout.entries):
         layout.entry_view(buffer, index).copy_(parameters[entry.name].detach())
@@ -202,13 +219,17 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2}
 def test_split_over_chunks_equals_torch_on_whole_tensors(name: str, dtype: torch.dtype) -> None:
     whole, split = train_both(ELEMENTWISE[name], dtype, chunk_bytes=40)
     for key, value in whole.items():
-        torch.testing.assert_close(split[key], value, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+        torch.testing.assert_close(
+            split[key], value, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype]
+        )
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_tensor_optimizers_equal_torch_too(name: str) -> None:
     shapes = {"a": (5, 7), "b": (3, 4), "c": (2, 2)}
-    whole, split = train_both(WHOLE[name], torch.float32, chunk_bytes=40, split_tensors=False, shapes=shapes)
+    whole, split = train_both(
+        WHOLE[name], torch.float32, chunk_bytes=40, split_tensors=False, shapes=shapes
+    )
     for key, value in whole.items():
         torch.testing.assert_close(split[key], value, rtol=1e-5, atol=1e-5)
 
@@ -216,15 +237,21 @@ def test_whole_tensor_optimizers_equal_torch_too(name: str) -> None:
 def test_groups_keep_their_hyperparameters_over_chunks() -> None:
     def make(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         first, *rest = parameters
-        return torch.optim.AdamW([{"params": [first], "lr": 0.5, "betas": (0.5, 0.5)}, {"params": rest}], lr=0.01)
+        return torch.optim.AdamW(
+            [{"params": [first], "lr": 0.5, "betas": (0.5, 0.5)}, {"params": rest}], lr=0.01
+        )
 
     whole, split = train_both(make, torch.float64, chunk_bytes=40)
     for key, value in whole.items():
         torch.testing.assert_close(split[key], value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("choice", "fused"), [({}, True), ({"fused": False}, False), ({"foreach": True}, False)])
-def test_fused_where_torch_has_it_and_the_user_does_not_object(choice: dict[str, bool], fused: bool) -> None:
+@pytest.mark.parametrize(
+    ("choice", "fused"), [({}, True), ({"fused": False}, False), ({"foreach": True}, False)]
+)
+def test_fused_where_torch_has_it_and_the_user_does_not_object(
+    choice: dict[str, bool], fused: bool
+) -> None:
     parameters = parameters_of()
     spec = read(torch.optim.Adam(parameters.values(), **choice), parameters)  # type: ignore[arg-type]
     built, _ = spec.build(list(parameters.items()))
@@ -233,7 +260,9 @@ def test_fused_where_torch_has_it_and_the_user_does_not_object(choice: dict[str,
 
 def test_a_chunk_without_members_of_a_group_leaves_the_group_out() -> None:
     parameters = parameters_of()
-    groups: list[dict[str, Any]] = [{"params": [p], "lr": 0.1 * i} for i, p in enumerate(parameters.values())]
+    groups: list[dict[str, Any]] = [
+        {"params": [p], "lr": 0.1 * i} for i, p in enumerate(parameters.values())
+    ]
     spec = read(torch.optim.SGD(groups, lr=1.0), parameters)
     built, indices = spec.build([(name, parameters[name]) for name in ("scale", "body.bias")])
     assert indices == [1, 2]
@@ -251,19 +280,30 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: 0.9**step),
     "warm-up from 0": lambda o: schedules.LambdaLR(o, lambda step: min(1.0, step / 5)),
     "SequentialLR": lambda o: schedules.SequentialLR(
-        o, [schedules.LinearLR(o, 0.1, total_iters=4), schedules.ExponentialLR(o, 0.9)], milestones=[4]
+        o,
+        [schedules.LinearLR(o, 0.1, total_iters=4), schedules.ExponentialLR(o, 0.9)],
+        milestones=[4],
     ),
 }
 
 
-def loop(make: Factory, scheduler: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[list[dict[str, Any]]]:
+def loop(
+    make: Factory, scheduler: Callable[[torch.optim.Optimizer], Any], steps: int
+) -> list[list[dict[str, Any]]]:
     """The hyperparameters of each step in the loop that everybody writes."""
     parameter = torch.nn.Parameter(torch.zeros(2, 2))
-    optimizer = make([{"params": [parameter], "lr": 0.2}, {"params": [torch.nn.Parameter(torch.zeros(1, 1))]}])
+    optimizer = make(
+        [{"params": [parameter], "lr": 0.2}, {"params": [torch.nn.Parameter(torch.zeros(1, 1))]}]
+    )
     stepper = scheduler(optimizer)
     found = []
     for _ in range(steps):
-        found.append([{k: copy.copy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
+        found.append(
+            [
+                {k: copy.copy(v) for k, v in g.items() if k != "params"}
+                for g in optimizer.param_groups
+            ]
+        )
         optimizer.step()
         stepper.step()
     return found
@@ -295,7 +335,11 @@ def test_one_cycle_ships_momentum_too() -> None:
 def test_a_group_without_members_does_not_disturb_the_schedule() -> None:
     parameters = parameters_of({"a": (2, 2)})
     groups: list[dict[str, Any]] = [{"params": [], "lr": 0.3}, {"params": [parameters["a"]]}]
-    spec = read(torch.optim.SGD(groups, lr=0.1), parameters, lr_scheduler=lambda o: schedules.ExponentialLR(o, 0.5))
+    spec = read(
+        torch.optim.SGD(groups, lr=0.1),
+        parameters,
+        lr_scheduler=lambda o: schedules.ExponentialLR(o, 0.5),
+    )
     assert [group["lr"] for group in Schedule(spec).at(1)] == [0.15, 0.05]
 
 
@@ -305,7 +349,9 @@ def test_without_a_schedule_nothing_changes() -> None:
 
 @pytest.mark.parametrize("number", [float, int, np.float32, np.float64])
 def test_a_learning_rate_is_a_function_of_the_step(number: Callable[[int], float]) -> None:
-    schedule = Schedule(spec_of(ELEMENTWISE["momentum"], learning_rate=lambda step: number(step + 1)))
+    schedule = Schedule(
+        spec_of(ELEMENTWISE["momentum"], learning_rate=lambda step: number(step + 1))
+    )
     assert [schedule.at(step) for step in (3, 0)] == [[{"lr": 4.0}], [{"lr": 1.0}]]
     assert isinstance(schedule.at(1)[0]["lr"], float)
 
@@ -319,10 +365,14 @@ def test_a_learning_rate_that_is_no_number_is_refused(value: Any) -> None:
 def test_schedules_that_cannot_run_are_refused_at_once() -> None:
     with pytest.raises(ConfigurationError, match="ReduceLROnPlateau needs more than the step"):
         spec_of(ELEMENTWISE["sgd"], lr_scheduler=schedules.ReduceLROnPlateau)
-    with pytest.raises(ConfigurationError, match="returned float: return a torch.optim.lr_scheduler"):
+    with pytest.raises(
+        ConfigurationError, match="returned float: return a torch.optim.lr_scheduler"
+    ):
         spec_of(ELEMENTWISE["sgd"], lr_scheduler=lambda o: 0.1)
     with pytest.raises(ConfigurationError, match="both lr_scheduler= and learning_rate="):
-        spec_of(ELEMENTWISE["sgd"], lr_scheduler=SCHEDULERS["StepLR"], learning_rate=lambda step: 0.1)
+        spec_of(
+            ELEMENTWISE["sgd"], lr_scheduler=SCHEDULERS["StepLR"], learning_rate=lambda step: 0.1
+        )
 
 
 def test_state_flags_name_the_switches_that_change_what_is_kept() -> None:
@@ -354,9 +404,23 @@ assert "torch._dynamo" in sys.modules, "torch has become lazier: steepest.optim.
 
 
 def test_torchs_optimizers_run_without_its_compiler() -> None:
-    names = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adafactor"]
+    names = [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "NAdam",
+        "RAdam",
+        "Adafactor",
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_COMPILER, *names], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", WITHOUT_COMPILER, *names],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 

@@ -28,7 +28,8 @@ from tests.reference import Task, same_bits
 WORKERS = (1, 2, 3)
 SAMPLES, STEPS = 12, 4
 
-#: whether memory is read where it lies, and on how many hosts workers and servers are; None: each on one of its own
+#: whether memory is read where it lies, and on how many hosts workers and servers are; None: each
+#: on one of its own
 WAYS: dict[str, tuple[bool, int | None]] = {
     "sent": (False, None),
     "lent": (True, None),
@@ -53,7 +54,9 @@ OTHERS: dict[str, StrategyConfig] = {
 
 
 def trained(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
+    return torch.optim.SGD(
+        [p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.5
+    )
 
 
 def task_of(module: Callable[[], nn.Module], workers: int = 1, tokens: bool = False) -> Task:
@@ -66,13 +69,23 @@ def task_of(module: Callable[[], nn.Module], workers: int = 1, tokens: bool = Fa
     return Task(module, trained, data, batch_size=SAMPLES // workers)
 
 
-def cluster_of(task: Task, workers: int, config: StrategyConfig, way: str, **settings: Any) -> InProcessCluster:
+def cluster_of(
+    task: Task, workers: int, config: StrategyConfig, way: str, **settings: Any
+) -> InProcessCluster:
     lend, hosts = WAYS[way]
-    servers = workers if isinstance(config, (AllreduceStrategy, LocalStrategy)) else config_servers(config)
+    servers = (
+        workers
+        if isinstance(config, (AllreduceStrategy, LocalStrategy))
+        else config_servers(config)
+    )
     where = None
     if hosts is not None:
         gathers = not isinstance(config, (AllreduceStrategy, LocalStrategy)) or hosts > 1
-        where = HostMap(tuple(i % hosts for i in range(workers)), tuple(i % hosts for i in range(servers)), gathers)
+        where = HostMap(
+            tuple(i % hosts for i in range(workers)),
+            tuple(i % hosts for i in range(servers)),
+            gathers,
+        )
     return InProcessCluster(
         task.creator(), num_workers=workers, strategy=config, lend=lend, hosts=where, **settings
     )  # fmt: skip
@@ -104,7 +117,9 @@ def pairs() -> list[tuple[str, str, int]]:
     return combined
 
 
-def check(stateful: tuple[str, dict[str, torch.Tensor]], strategy: str, way: str, workers: int) -> None:
+def check(
+    stateful: tuple[str, dict[str, torch.Tensor]], strategy: str, way: str, workers: int
+) -> None:
     name, wanted = stateful
     cluster = cluster_of(task_of(STATEFUL[name], workers), workers, EXACT[strategy], way)
     results = cluster.step(STEPS)
@@ -136,8 +151,12 @@ def test_every_way_gives_what_one_process_gives_in_full(
 
 @pytest.mark.parametrize("strategy", OTHERS)
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("name", ["momentum, in place", "momentum, storage", "spectral norm", "batch norm"])
-def test_with_other_updates_too_the_way_is_of_no_account(name: str, strategy: str, workers: int) -> None:
+@pytest.mark.parametrize(
+    "name", ["momentum, in place", "momentum, storage", "spectral norm", "batch norm"]
+)
+def test_with_other_updates_too_the_way_is_of_no_account(
+    name: str, strategy: str, workers: int
+) -> None:
     found = []
     for way in WAYS:
         cluster = cluster_of(task_of(STATEFUL[name], workers), workers, OTHERS[strategy], way)
@@ -186,10 +205,14 @@ def test_of_several_copies_the_mean_counts_and_each_replica_keeps_its_own() -> N
             return self.layer(x)
 
     data = tuple(torch.randn(14, n, dtype=torch.float64) for n in (3, 4))
-    task = replace(task_of(Counting), data=data, batch_size=4)  # of 14 samples some replicas see four, others three
+    task = replace(
+        task_of(Counting), data=data, batch_size=4
+    )  # of 14 samples some replicas see four, others three
     cluster = cluster_of(task, 2, EXACT["ps"], "lent", devices_per_worker=2)
     cluster.step(6)
-    states = [state["seen"].item() for worker in cluster.workers for state in worker._replicas.states()]
+    states = [
+        state["seen"].item() for worker in cluster.workers for state in worker._replicas.states()
+    ]
     assert sum(states) == 6 * 14
     assert len(set(states)) > 1
     assert cluster.state_dict()["seen"].item() == 21
@@ -201,7 +224,9 @@ def test_what_only_some_replicas_have_changed_counts_as_installed_on_the_others(
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(3, 4).double()
-            self.mark = nn.Parameter(torch.full((2,), 3.0, dtype=torch.float64), requires_grad=False)
+            self.mark = nn.Parameter(
+                torch.full((2,), 3.0, dtype=torch.float64), requires_grad=False
+            )
             self.writes = False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -264,7 +289,10 @@ def test_writing_to_trained_parameters_is_refused(name: str, strategy: str, work
     failure = cluster.step(2)[0]
     assert failure.kind.name == "FAILURE"
     told = failure.values()
-    assert f"ModelError: the model has written to its trainable parameter {parameter!r}" in told["error"]
+    assert (
+        f"ModelError: the model has written to its trainable parameter {parameter!r}"
+        in told["error"]
+    )
     assert same_bits(cluster.state_dict(), before), "nothing of the step is applied"
     for model in models:
         model.module.writes = False
@@ -284,7 +312,11 @@ def test_writing_to_trained_parameters_is_refused(name: str, strategy: str, work
 @pytest.mark.parametrize("steps", [2, 3, 6])
 def test_it_is_refused_whenever_it_begins(name: str, strategy: str, steps: int) -> None:
     module, parameter = WRITERS[name]
-    config = {"ps": EXACT["ps, two servers"], "allreduce": AllreduceStrategy(), "async": OTHERS["ssp"]}[strategy]
+    config = {
+        "ps": EXACT["ps, two servers"],
+        "allreduce": AllreduceStrategy(),
+        "async": OTHERS["ssp"],
+    }[strategy]
     cluster = cluster_of(task_of(module, 2, tokens=name == "max norm"), 2, config, "sent")
     cluster.step(steps)
     before = cluster.weights()
@@ -336,7 +368,9 @@ def test_what_was_written_to_many_weights_is_sent_again(how: str, strategy: str)
     assert same_bits(cluster.weights(), before)
     for worker in cluster.workers:
         held = worker.at_version(
-            failure.generation, failure.version, lambda replicas: replicas.layout.named(replicas.weights)
+            failure.generation,
+            failure.version,
+            lambda replicas: replicas.layout.named(replicas.weights),
         )
         assert same_bits(cluster.wait(held, "weights"), before)
     for module in modules:

@@ -90,11 +90,15 @@ def test_a_momentum_encoder_trains_as_in_one_process(ray_cluster: None, tmp_path
         assert same_bits({"key.bias": sgd.weights()["key.bias"]}, {"key.bias": before["key.bias"]})
         sgd.set_weights({"key.bias": torch.ones(WIDE)})
         assert sgd.foreach_worker(keys) == [1.0, 1.0]
-        assert same_bits({"key.weight": sgd.weights()["key.weight"]}, {"key.weight": before["key.weight"]})
+        assert same_bits(
+            {"key.weight": sgd.weights()["key.weight"]}, {"key.weight": before["key.weight"]}
+        )
         sgd.set_strategy("allreduce")
         assert sgd.foreach_worker(keys) == [1.0, 1.0]
         sgd.load_state_dict(before)
-        assert same_bits(sgd.state_dict(), before), "frozen parameters that the model writes to are loaded too"
+        assert same_bits(sgd.state_dict(), before), (
+            "frozen parameters that the model writes to are loaded too"
+        )
         assert sgd.foreach_worker(keys) == [pytest.approx(float(before["key.bias"].mean()))] * 2
         sgd.restore(tmp_path)
         assert same_bits(sgd.state_dict(), before)
@@ -105,7 +109,9 @@ def test_a_momentum_encoder_trains_as_in_one_process(ray_cluster: None, tmp_path
         assert same_bits(sgd.state_dict(), before), "at another number of workers too"
         sgd.resize(num_workers=2)
         assert same_bits(sgd.state_dict(), before)
-        assert sgd.evaluate((torch.ones(4, 3, dtype=torch.float64),) * 2).loss == pytest.approx(loss, abs=1e-12)
+        assert sgd.evaluate((torch.ones(4, 3, dtype=torch.float64),) * 2).loss == pytest.approx(
+            loss, abs=1e-12
+        )
         sgd.fit(steps=2, progress=False)
         for name, value in plain(6).items():
             torch.testing.assert_close(sgd.state_dict()[name], value, rtol=0, atol=1e-12)
@@ -120,7 +126,9 @@ class Wide(Writer):
         self.first, self.last = nn.Linear(3, WIDE).double(), nn.Linear(WIDE, 4).double()
 
 
-@pytest.mark.parametrize("how", ["data", *(pytest.param(how, marks=pytest.mark.long) for how in ("clamp", "storage"))])
+@pytest.mark.parametrize(
+    "how", ["data", *(pytest.param(how, marks=pytest.mark.long) for how in ("clamp", "storage"))]
+)
 def test_writing_to_shared_weights_is_refused_at_any_step(ray_cluster: None, how: str) -> None:
     def write(view: Any) -> None:
         view.models[0].module.writes = view.index == 1
@@ -133,12 +141,16 @@ def test_writing_to_shared_weights_is_refused_at_any_step(ray_cluster: None, how
         sgd.fit(steps=6, progress=False)
         before = sgd.weights()
         sgd.foreach_worker(write)
-        with pytest.raises(ModelError, match=r"worker 1 on .*, step 7: .*trainable parameter 'last.weight'"):
+        with pytest.raises(
+            ModelError, match=r"worker 1 on .*, step 7: .*trainable parameter 'last.weight'"
+        ):
             sgd.step()
         assert same_bits(sgd.weights(), before)
         sgd.foreach_worker(stop)
         sgd.fit(steps=2, progress=False)
         found = sgd.weights()
-    fine = InProcessCluster(creator(lambda: Wide(how)), num_workers=2, strategy=strategy, lend=False)
+    fine = InProcessCluster(
+        creator(lambda: Wide(how)), num_workers=2, strategy=strategy, lend=False
+    )
     fine.step(8)
     assert same_bits(found, fine.weights())

@@ -39,7 +39,11 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["wire", "ray"])
 
 
 def initial() -> dict[str, Any]:
-    return {"w": np.zeros((SIZE // 3, 3)), "t": torch.zeros(7), "stop": torch.zeros(1, dtype=torch.int64)}
+    return {
+        "w": np.zeros((SIZE // 3, 3)),
+        "t": torch.zeros(7),
+        "stop": torch.zeros(1, dtype=torch.int64),
+    }
 
 
 def ones() -> dict[str, Any]:
@@ -48,7 +52,12 @@ def ones() -> dict[str, Any]:
 
 def value(pulled: dict[str, Any]) -> float:
     """The number that all elements are, but for those of "stop"."""
-    found = {float(pulled["w"].min()), float(pulled["w"].max()), float(pulled["t"].min()), float(pulled["t"].max())}
+    found = {
+        float(pulled["w"].min()),
+        float(pulled["w"].max()),
+        float(pulled["t"].min()),
+        float(pulled["t"].max()),
+    }
     assert len(found) == 1, f"half an update: {found}"
     return found.pop()
 
@@ -60,7 +69,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def pids(server: ParameterServer) -> list[int]:
-    return [place.pid for place in ray.get([actor.place.remote() for actor in server._access.servers])]
+    return [
+        place.pid for place in ray.get([actor.place.remote() for actor in server._access.servers])
+    ]
 
 
 def ends(pid: int) -> bool:
@@ -127,7 +138,9 @@ class Holder:
 @pytest.fixture(scope="module", params=["wire", "ray"])
 def shared(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[ParameterServer]:
     """A server that many tests push ones to."""
-    with ParameterServer(initial(), 2, transport=request.param, timeout=SECONDS, max_in_flight=3) as server:
+    with ParameterServer(
+        initial(), 2, transport=request.param, timeout=SECONDS, max_in_flight=3
+    ) as server:
         yield server
 
 
@@ -144,7 +157,9 @@ class TestContract:
         assert value(shared.push_pull(ones())) == before + 2
         assert shared.num_servers == 2
 
-    def test_parts_are_pulled_by_name_and_range_and_into_given_arrays(self, shared: ParameterServer) -> None:
+    def test_parts_are_pulled_by_name_and_range_and_into_given_arrays(
+        self, shared: ParameterServer
+    ) -> None:
         whole = shared.pull()
         assert torch.equal(shared.pull("t"), whole["t"])
         assert shared.pull(["t"]).keys() == {"t"}
@@ -155,7 +170,9 @@ class TestContract:
         assert value(out) == value(whole)
         assert value(shared.push_pull(ones(), out=out)) == value(whole) + 1 == value(out)
 
-    def test_tasks_that_add_ones_lose_none_and_others_see_them_grow(self, shared: ParameterServer) -> None:
+    def test_tasks_that_add_ones_lose_none_and_others_see_them_grow(
+        self, shared: ParameterServer
+    ) -> None:
         before = value(shared.pull())
         running = [add_until_stopped.remote(shared) for _ in range(3)]
         seen = [before]
@@ -172,7 +189,9 @@ class TestContract:
         assert ray.get(look.remote([shared])) == (repr(shared), before)
         assert ray.get(holder.pull.remote()) == before
 
-    def test_several_pushes_are_in_flight_and_their_arrays_may_be_changed(self, shared: ParameterServer) -> None:
+    def test_several_pushes_are_in_flight_and_their_arrays_may_be_changed(
+        self, shared: ParameterServer
+    ) -> None:
         before = value(shared.pull())
         update = ones()
         futures = []
@@ -187,12 +206,16 @@ class TestContract:
         assert versions == list(range(versions[0], versions[0] + 8))
         assert value(shared.pull()) == before + 8
 
-    def test_pushes_in_flight_outlive_the_task_that_made_them(self, shared: ParameterServer) -> None:
+    def test_pushes_in_flight_outlive_the_task_that_made_them(
+        self, shared: ParameterServer
+    ) -> None:
         before = value(shared.pull())
         ray.get([add.remote(shared, 6, False) for _ in range(3)])
         until(lambda: value(shared.pull()) == before + 18)
 
-    def test_pushes_in_flight_outlive_the_actor_that_made_them(self, shared: ParameterServer) -> None:
+    def test_pushes_in_flight_outlive_the_actor_that_made_them(
+        self, shared: ParameterServer
+    ) -> None:
         before = value(shared.pull())
         leaving = Holder.remote(shared).add_and_exit.remote(5)
         with pytest.raises(ray.exceptions.RayActorError):
@@ -214,11 +237,17 @@ class TestContract:
         shared.flush()
         assert value(shared.pull()) == before + 40
 
-    def test_what_does_not_fit_or_is_not_finite_is_refused_and_nothing_changes(self, shared: ParameterServer) -> None:
+    def test_what_does_not_fit_or_is_not_finite_is_refused_and_nothing_changes(
+        self, shared: ParameterServer
+    ) -> None:
         before = value(shared.pull())
         spoiled = ones()
         spoiled["t"][3] = float("nan")
-        for push in (shared.push, shared.push_pull, lambda update: shared.push_async(update).result(SECONDS)):
+        for push in (
+            shared.push,
+            shared.push_pull,
+            lambda update: shared.push_async(update).result(SECONDS),
+        ):
             with pytest.raises(ConfigurationError, match=r"'w' has shape \(3,\)"):
                 push({"w": np.ones(3)})
             with pytest.raises(ConfigurationError, match=r"'t' is float64, not float32"):
@@ -245,19 +274,29 @@ class TestContract:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            ({"arrays": {"w": torch.zeros(3)}}, r"state holds \['w'\], this server \['stop', 't', 'w'\]"),
+            (
+                {"arrays": {"w": torch.zeros(3)}},
+                r"state holds \['w'\], this server \['stop', 't', 'w'\]",
+            ),
             ({"update": "SGD"}, "state is of updates by 'SGD', this server's are by 'add'"),
-            ({"optimizer": [[0, {"name": "w", "start": 0, "stop": 9}, torch.zeros(9)]]}, "does not have"),
+            (
+                {"optimizer": [[0, {"name": "w", "start": 0, "stop": 9}, torch.zeros(9)]]},
+                "does not have",
+            ),
         ],
     )
-    def test_state_of_something_else_is_refused(self, shared: ParameterServer, change: Any, says: str) -> None:
+    def test_state_of_something_else_is_refused(
+        self, shared: ParameterServer, change: Any, says: str
+    ) -> None:
         before, state = shared.version, shared.state_dict()
         with pytest.raises(ConfigurationError, match=says):
             shared.load_state_dict({**state, **change})
         with pytest.raises(ConfigurationError, match="'w' has shape"):
             shared.load_state_dict({**state, "arrays": {**state["arrays"], "w": torch.zeros(3)}})
         with pytest.raises(ConfigurationError, match="'t' is float64"):
-            shared.load_state_dict({**state, "arrays": {**state["arrays"], "t": torch.zeros(7, dtype=torch.float64)}})
+            shared.load_state_dict(
+                {**state, "arrays": {**state["arrays"], "t": torch.zeros(7, dtype=torch.float64)}}
+            )
         with pytest.raises(ConfigurationError, match="give what state_dict"):
             shared.load_state_dict({"arrays": state["arrays"]})
         assert shared.version == before
@@ -266,7 +305,13 @@ class TestContract:
         assert repr(shared) == f"ParameterServer(3 arrays, {SIZE + 8} elements, num_servers=2)"
         token = shared._access.token
         again = pickle.loads(pickle.dumps(shared))
-        for shown in (repr(shared), repr(again), repr(shared._access), str(vars(again)), repr(vars(shared))):
+        for shown in (
+            repr(shared),
+            repr(again),
+            repr(shared._access),
+            str(vars(again)),
+            repr(vars(shared)),
+        ):
             assert repr(token) not in shown
             assert token.hex() not in shown
         assert value(again.pull()) == value(shared.pull())
@@ -302,7 +347,9 @@ def test_arrays_to_push_from_are_read_in_place_and_used_again(transport: str) ->
 def test_an_optimizer_on_the_servers_equals_torch(transport: str) -> None:
     start = torch.linspace(-1, 1, SIZE)
     gradients = [torch.sin(start * number) for number in range(1, 4)]
-    with ParameterServer(start, 1, optimizer=lambda p: torch.optim.Adam(p, lr=0.1), transport=transport) as server:
+    with ParameterServer(
+        start, 1, optimizer=lambda p: torch.optim.Adam(p, lr=0.1), transport=transport
+    ) as server:
         parameter = torch.nn.Parameter(start.clone())
         optimizer = torch.optim.Adam([parameter], lr=0.1)
         for gradient in gradients:
@@ -325,14 +372,22 @@ def test_after_a_shutdown_nobody_waits_in_vain(transport: str) -> None:
         running = pids(server)
         copy = pickle.loads(pickle.dumps(server))
     server.shutdown()
-    for call in (server.pull, lambda: server.push(ones()), lambda: server.version, server.flush, server.state_dict):
+    for call in (
+        server.pull,
+        lambda: server.push(ones()),
+        lambda: server.version,
+        server.flush,
+        server.state_dict,
+    ):
         with pytest.raises(ShutdownError, match="shut down"):
             call()
     with pytest.raises(ShutdownError):
         server.push_async(ones())
     assert repr(server).startswith("ParameterServer(3 arrays")
     assert all(map(ends, running))
-    with pytest.raises(PeerLostError, match="parameter server of 1 servers: cannot .*it was shut down or died"):
+    with pytest.raises(
+        PeerLostError, match="parameter server of 1 servers: cannot .*it was shut down or died"
+    ):
         copy.pull()
     for _ in range(3):  # in processes that were connected, and in others
         with pytest.raises(PeerLostError, match="it was shut down or died"):
@@ -345,8 +400,16 @@ def test_a_server_that_is_killed_is_named_at_once(transport: str) -> None:
         server.push(ones())
         os.kill(pids(server)[1], signal.SIGKILL)
         begun = time.monotonic()
-        for call in (server.pull, lambda: server.push(ones()), lambda: server.version, server.flush):
-            with pytest.raises(PeerLostError, match=r"server 1 of the parameter server is gone .* shut down or died"):
+        for call in (
+            server.pull,
+            lambda: server.push(ones()),
+            lambda: server.version,
+            server.flush,
+        ):
+            with pytest.raises(
+                PeerLostError,
+                match=r"server 1 of the parameter server is gone .* shut down or died",
+            ):
                 call()
         with pytest.raises(PeerLostError, match="server 1"):
             server.push_async(ones()).result(SECONDS)
@@ -364,7 +427,9 @@ def test_a_server_that_is_stopped_ends_in_a_deadline_and_goes_on_later(transport
         (pid,) = pids(server)
         os.kill(pid, signal.SIGSTOP)
         try:
-            with pytest.raises(DeadlineError, match="parameter server of 1 servers: waited 2 s in vain for a pull"):
+            with pytest.raises(
+                DeadlineError, match="parameter server of 1 servers: waited 2 s in vain for a pull"
+            ):
                 server.pull()
             update = np.ones(size)
             with pytest.raises(DeadlineError, match="in vain for a push to be committed"):
@@ -420,7 +485,9 @@ def test_connections_to_servers_that_are_gone_are_closed_when_another_is_opened(
 
 def test_servers_that_do_not_start_in_time_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_START_SECONDS", 0.001)
-    with pytest.raises(DeadlineError, match="waited 0.001 s in vain for the servers to start: raise timeout="):
+    with pytest.raises(
+        DeadlineError, match="waited 0.001 s in vain for the servers to start: raise timeout="
+    ):
         ParameterServer(initial(), 1, timeout=0.001)
 
 
@@ -431,7 +498,10 @@ def test_servers_that_do_not_start_in_time_are_given_up(monkeypatch: pytest.Monk
         ({"num_servers": 0}, "num_servers=0: give an integer of at least 1"),
         ({"num_servers": 1.5}, "num_servers=1.5"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore': give one of 'refuse', 'skip', 'pass'"),
-        ({"transport": "mpi"}, "transport='mpi': give one of 'wire', 'shared', 'unix', 'tcp', 'ray'"),
+        (
+            {"transport": "mpi"},
+            "transport='mpi': give one of 'wire', 'shared', 'unix', 'tcp', 'ray'",
+        ),
         ({"timeout": 0}, "timeout=0: give a positive number of seconds"),
         ({"timeout": float("inf")}, "timeout=inf"),
         ({"max_in_flight": 0}, "max_in_flight=0"),

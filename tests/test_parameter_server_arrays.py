@@ -27,20 +27,29 @@ MANNERS = ("plain", "transposed", "strided", "backwards", "frozen")
 
 
 def plan(initial: Any, chunk_bytes: int | None = None, optimizer: Any = None) -> Arrays:
-    return Arrays.plan(initial, None if optimizer is None else read_optimizer(optimizer, initial), chunk_bytes)
+    return Arrays.plan(
+        initial, None if optimizer is None else read_optimizer(optimizer, initial), chunk_bytes
+    )
 
 
 def bits(array: Any) -> bytes:
     """What an array holds, in the order of its elements."""
     if isinstance(array, torch.Tensor):
-        array = (array.detach().view(torch.int16) if array.dtype == torch.bfloat16 else array.detach()).numpy()
+        array = (
+            array.detach().view(torch.int16) if array.dtype == torch.bfloat16 else array.detach()
+        ).numpy()
     return array.tobytes()
 
 
 def same(a: Any, b: Any) -> bool:
     """Whether two arrays are of one kind, shape and dtype, and hold the same bits."""
     kind = torch.Tensor if isinstance(a, torch.Tensor) else np.ndarray
-    return isinstance(b, kind) and tuple(a.shape) == tuple(b.shape) and a.dtype == b.dtype and bits(a) == bits(b)
+    return (
+        isinstance(b, kind)
+        and tuple(a.shape) == tuple(b.shape)
+        and a.dtype == b.dtype
+        and bits(a) == bits(b)
+    )
 
 
 def make(name: str, shape: Sequence[int], manner: str, numpy: bool, seed: int = 0) -> Any:
@@ -94,7 +103,9 @@ def named(value: Any) -> dict[str, Any]:
 
 
 shapes = st.lists(st.integers(0, 5), max_size=3)
-members = st.tuples(st.sampled_from(sorted(DTYPES)), shapes, st.sampled_from(MANNERS), st.booleans())
+members = st.tuples(
+    st.sampled_from(sorted(DTYPES)), shapes, st.sampled_from(MANNERS), st.booleans()
+)
 
 
 @st.composite
@@ -132,7 +143,9 @@ def test_arrays_sent_by_chunks_come_back_as_they_were(tree: Any, chunk_bytes: in
 
 @many
 @given(trees(), sizes)
-def test_chunks_are_as_small_as_asked_and_hold_every_element_once(tree: Any, chunk_bytes: int | None) -> None:
+def test_chunks_are_as_small_as_asked_and_hold_every_element_once(
+    tree: Any, chunk_bytes: int | None
+) -> None:
     arrays = plan(tree, chunk_bytes)
     held = dict.fromkeys(named(tree), 0)
     for chunk in arrays.layout.chunks:
@@ -144,7 +157,9 @@ def test_chunks_are_as_small_as_asked_and_hold_every_element_once(tree: Any, chu
 
 @many
 @given(trees(), sizes, st.data())
-def test_a_range_is_just_those_elements_and_needs_only_their_chunks(tree: Any, size: int | None, data: Any) -> None:
+def test_a_range_is_just_those_elements_and_needs_only_their_chunks(
+    tree: Any, size: int | None, data: Any
+) -> None:
     arrays = plan(tree, size)
     filled = {name: array for name, array in named(tree).items() if int(np.prod(array.shape))}
     name = data.draw(st.sampled_from(sorted(filled)))
@@ -155,9 +170,15 @@ def test_a_range_is_just_those_elements_and_needs_only_their_chunks(tree: Any, s
     needed = arrays.chunks_for(wanted)
     for chunk in arrays.layout.chunks:
         parts = [p for p in chunk.slices if arrays.layout.entries[p.entry].name == name]
-        assert (chunk.index in needed) == any(part.start < end and begin < part.stop for part in parts)
+        assert (chunk.index in needed) == any(
+            part.start < end and begin < part.stop for part in parts
+        )
     chunks = stored(arrays, arrays.bytes_of(tree, "it"))
-    receive(arrays, [chunk if i in needed else np.full_like(chunk, 7) for i, chunk in enumerate(chunks)], wanted)
+    receive(
+        arrays,
+        [chunk if i in needed else np.full_like(chunk, 7) for i, chunk in enumerate(chunks)],
+        wanted,
+    )
     assert same(filled[name].reshape(-1)[begin:end], pulled)
 
 
@@ -189,7 +210,11 @@ def test_what_is_pulled_into_given_arrays_lies_in_them(tree: Any, chunk_bytes: i
         like = torch.zeros if isinstance(array, torch.Tensor) else np.zeros
         return like(shape, dtype=array.dtype)
 
-    out = {name: fresh(array) for name, array in tree.items()} if isinstance(tree, dict) else fresh(tree)
+    out = (
+        {name: fresh(array) for name, array in tree.items()}
+        if isinstance(tree, dict)
+        else fresh(tree)
+    )
     wanted, pulled = arrays.request(None, None, out)
     assert pulled is out
     receive(arrays, stored(arrays, arrays.bytes_of(tree, "it")), wanted)
@@ -209,7 +234,9 @@ def test_a_chunk_within_one_array_is_sent_from_its_memory_and_received_in_it() -
         assert payload is not None
         assert payload.ctypes.data == addresses[name] + chunk.slices[0].start * chunk.dtype.itemsize
     wanted, _ = arrays.request(None, None, None)
-    assert receive(arrays, stored(arrays, memory), wanted) == {chunk.index for chunk in arrays.layout.chunks}
+    assert receive(arrays, stored(arrays, memory), wanted) == {
+        chunk.index for chunk in arrays.layout.chunks
+    }
 
 
 def test_a_chunk_of_several_arrays_or_of_part_of_what_is_wanted_is_received_elsewhere() -> None:
@@ -258,7 +285,10 @@ def test_a_parameter_that_needs_a_gradient_is_sent_and_received_like_any_tensor(
 
 def test_numpy_arrays_come_back_as_numpy_and_tensors_as_tensors_whatever_is_pushed() -> None:
     arrays = plan({"n": np.zeros(3), "t": torch.zeros(3)})
-    chunks = stored(arrays, arrays.bytes_of({"n": torch.ones(3, dtype=torch.float64), "t": np.ones(3, "f4")}, "it"))
+    chunks = stored(
+        arrays,
+        arrays.bytes_of({"n": torch.ones(3, dtype=torch.float64), "t": np.ones(3, "f4")}, "it"),
+    )
     wanted, pulled = arrays.request(None, None, None)
     receive(arrays, chunks, wanted)
     assert same(pulled["n"], np.ones(3))
@@ -267,7 +297,12 @@ def test_numpy_arrays_come_back_as_numpy_and_tensors_as_tensors_whatever_is_push
 
 # -- refused -----------------------------------------------------------------------------------------
 
-KNOWN = {"a": np.zeros((2, 3)), "b": torch.zeros(4), "c": np.zeros(2, dtype=np.int32), "none": np.zeros((0, 2))}
+KNOWN = {
+    "a": np.zeros((2, 3)),
+    "b": torch.zeros(4),
+    "c": np.zeros(2, dtype=np.int32),
+    "none": np.zeros((0, 2)),
+}
 ARRAYS = plan(KNOWN)
 ONE = plan(np.zeros((2, 3)))
 
@@ -305,7 +340,9 @@ def numpy_of(dtype: Any) -> Callable[[], Any]:
         (lambda: {"w": torch.zeros(3, 3).to_sparse()}, "'w' is torch.sparse_coo"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_shared_is_refused_and_named(make_initial: Callable[[], Any], says: str) -> None:
+def test_what_cannot_be_shared_is_refused_and_named(
+    make_initial: Callable[[], Any], says: str
+) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         plan(make_initial())
 
@@ -313,7 +350,11 @@ def test_what_cannot_be_shared_is_refused_and_named(make_initial: Callable[[], A
 @pytest.mark.parametrize(
     ("arrays", "update", "says"),
     [
-        (ARRAYS, {"a": np.zeros((2, 3)), "z": np.zeros(3)}, "it has 'z', which this server does not: it has 'b',"),
+        (
+            ARRAYS,
+            {"a": np.zeros((2, 3)), "z": np.zeros(3)},
+            "it has 'z', which this server does not: it has 'b',",
+        ),
         (ARRAYS, {"a": np.zeros((3, 2))}, "it: 'a' has shape (3, 2), not (2, 3)"),
         (ARRAYS, {"a": np.zeros(6)}, "it: 'a' has shape (6,), not (2, 3)"),
         (ARRAYS, {"none": np.zeros((2, 0))}, "'none' has shape (2, 0), not (0, 2)"),
@@ -324,7 +365,11 @@ def test_what_cannot_be_shared_is_refused_and_named(make_initial: Callable[[], A
         (ARRAYS, {"b": torch.zeros(4).to_sparse()}, "'b' is torch.sparse_coo"),
         (ARRAYS, {"a": [[0.0] * 3] * 2}, "it['a'] is a list"),
         (ARRAYS, {7: np.zeros((2, 3))}, "it has a key 7"),
-        (ARRAYS, np.zeros((2, 3)), "it is one array, initial was a dict: give a dict with some or all of its names"),
+        (
+            ARRAYS,
+            np.zeros((2, 3)),
+            "it is one array, initial was a dict: give a dict with some or all of its names",
+        ),
         (ONE, {"a": np.zeros((2, 3))}, "it is a dict, initial was one array"),
         (ONE, np.zeros((1, 2, 3)), "it: the array has shape (1, 2, 3), not (2, 3)"),
         (ONE, [0.0], "it is a list"),
@@ -352,7 +397,9 @@ def test_an_update_that_does_not_fit_is_refused(arrays: Arrays, update: Any, say
         (ONE, None, (0, 99), "range (0, 99): the array has elements 0 to 6"),
     ],
 )
-def test_a_request_for_what_is_not_there_is_refused(arrays: Arrays, names: Any, span: Any, says: str) -> None:
+def test_a_request_for_what_is_not_there_is_refused(
+    arrays: Arrays, names: Any, span: Any, says: str
+) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         arrays.request(names, span, None)
 
@@ -370,11 +417,26 @@ def frozen(array: Any) -> Any:
     ("arrays", "names", "out", "says"),
     [
         (ARRAYS, ["a"], {"a": np.zeros((3, 2)).T}, "out: 'a' must be contiguous and writable"),
-        (ARRAYS, ["a"], {"a": frozen(np.zeros((2, 3)))}, "out: 'a' must be contiguous and writable"),
+        (
+            ARRAYS,
+            ["a"],
+            {"a": frozen(np.zeros((2, 3)))},
+            "out: 'a' must be contiguous and writable",
+        ),
         (ARRAYS, ["b"], {"b": torch.zeros(8)[::2]}, "out: 'b' must be contiguous and writable"),
-        (ARRAYS, ["b"], {"b": torch.zeros(1).expand(4)}, "out: 'b' must be contiguous and writable"),
+        (
+            ARRAYS,
+            ["b"],
+            {"b": torch.zeros(1).expand(4)},
+            "out: 'b' must be contiguous and writable",
+        ),
         (ARRAYS, ["a"], {"b": torch.zeros(4)}, "out= must hold just the arrays that are pulled"),
-        (ARRAYS, ["a"], {"a": np.zeros((2, 3)), "b": torch.zeros(4)}, "out= must hold just the arrays"),
+        (
+            ARRAYS,
+            ["a"],
+            {"a": np.zeros((2, 3)), "b": torch.zeros(4)},
+            "out= must hold just the arrays",
+        ),
         (ARRAYS, None, {"a": np.zeros((2, 3))}, "out= must hold just the arrays that are pulled"),
         (ARRAYS, ["a"], {"a": np.zeros((2, 3), "f4")}, "out: 'a' is float32, not float64"),
         (ARRAYS, ["a"], {"z": np.zeros(3)}, "out has 'z'"),
@@ -384,7 +446,9 @@ def frozen(array: Any) -> Any:
         (ONE, None, frozen(np.zeros((2, 3))), "out: the array must be contiguous and writable"),
     ],
 )
-def test_memory_that_cannot_be_received_into_is_refused(arrays: Arrays, names: Any, out: Any, says: str) -> None:
+def test_memory_that_cannot_be_received_into_is_refused(
+    arrays: Arrays, names: Any, out: Any, says: str
+) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         arrays.request(names, None, out)
 
@@ -400,11 +464,19 @@ def test_a_range_takes_no_out() -> None:
 @pytest.mark.parametrize(
     ("initial", "optimizer", "says"),
     [
-        ({"w": np.zeros(3), "n": np.zeros(3, dtype=np.int64)}, lambda p: torch.optim.SGD(p), "'n' is int64"),
+        (
+            {"w": np.zeros(3), "n": np.zeros(3, dtype=np.int64)},
+            lambda p: torch.optim.SGD(p),
+            "'n' is int64",
+        ),
         (np.zeros(3), lambda p: None, "returned NoneType"),
         (np.zeros(3), lambda p: torch.optim.LBFGS(p), "LBFGS"),
         ({"v": np.zeros(3), "w": np.zeros(3)}, lambda p: torch.optim.SGD(p[:1]), "leaves out 'w'"),
-        (np.zeros(3), lambda p: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]), "is not a parameter"),
+        (
+            np.zeros(3),
+            lambda p: torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]),
+            "is not a parameter",
+        ),
         (np.zeros(3), torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]), "optimizer= is a SGD"),
         (np.zeros(3), "sgd", "optimizer= is a str: give a function"),
     ],
@@ -421,7 +493,9 @@ def test_an_optimizer_sees_the_parameters_in_the_order_of_their_names_in_the_dic
         seen.extend(tuple(parameter.shape) for parameter in parameters)
         return torch.optim.SGD(parameters, lr=0.1)
 
-    spec = read_optimizer(make_optimizer, {"z": np.zeros(3), "a": np.zeros((2, 2)), "m": torch.zeros(())})
+    spec = read_optimizer(
+        make_optimizer, {"z": np.zeros(3), "a": np.zeros((2, 2)), "m": torch.zeros(())}
+    )
     assert seen == [(3,), (2, 2), ()]
     assert spec.groups[0][0] == ("z", "a", "m")
 

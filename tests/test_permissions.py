@@ -16,7 +16,15 @@ from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, S
 from steepest.engine.server import Server
 from steepest.engine.topology import HostMap
 from steepest.errors import ProtocolError
-from steepest.messages.message import COORDINATOR, Kind, Message, Peer, member_peer, server_peer, worker_peer
+from steepest.messages.message import (
+    COORDINATOR,
+    Kind,
+    Message,
+    Peer,
+    member_peer,
+    server_peer,
+    worker_peer,
+)
 from steepest.messages.permissions import OPEN, TRAINING, Admission
 from steepest.testing import Fault, InProcessCluster
 from steepest.transport.frames import ROLES
@@ -48,7 +56,16 @@ def test_a_parameter_servers_users_can_neither_end_steps_nor_begin_generations()
     assert not {(kind, source) for kind, source, _ in OPEN} & {
         (kind, source)
         for kind in (
-            *(Kind.ASK, Kind.REVOKE, Kind.STOP, Kind.FAILED, Kind.JOIN, Kind.GRANT, Kind.LEASE, Kind.GIVE_UP),
+            *(
+                Kind.ASK,
+                Kind.REVOKE,
+                Kind.STOP,
+                Kind.FAILED,
+                Kind.JOIN,
+                Kind.GRANT,
+                Kind.LEASE,
+                Kind.GIVE_UP,
+            ),
             *(Kind.USER_LEFT, Kind.LOGGED),
         )
         for source in ("worker", "client")
@@ -61,7 +78,9 @@ def test_what_is_not_in_the_table_is_refused(table: Any) -> None:
     for kind, source, target in itertools.product(Kind, ROLES, ROLES):
         message = Message(kind, source=Peer(source, 0), target=Peer(target, 0))
         if (kind, source, target) not in table:
-            with pytest.raises(ProtocolError, match=f"a {source} may not send {kind.name} to a {target}"):
+            with pytest.raises(
+                ProtocolError, match=f"a {source} may not send {kind.name} to a {target}"
+            ):
                 admission.check(message)
 
 
@@ -77,8 +96,12 @@ def test_what_is_not_in_the_table_is_refused(table: Any) -> None:
         ("weight", float("nan"), Kind.COMMIT, COORDINATOR, server_peer(0)),
     ],
 )
-def test_what_is_wrong_in_a_header_is_named(field: str, value: Any, kind: Kind, source: Peer, target: Peer) -> None:
-    message = Message(kind, chunk=0, meta={"pushes": [], "readers": []}, source=source, target=target)
+def test_what_is_wrong_in_a_header_is_named(
+    field: str, value: Any, kind: Kind, source: Peer, target: Peer
+) -> None:
+    message = Message(
+        kind, chunk=0, meta={"pushes": [], "readers": []}, source=source, target=target
+    )
     admission = Admission()
     admission._limits = admission._limits._replace(chunks=4)
     admission.check(message)
@@ -96,7 +119,12 @@ REPORT = {
     "metrics": {"a": 1.0},
     "timings": {"compute": 0.1},
 }
-COMMIT = {"pushes": [[0, 0, 1]], "readers": [[0, 0]], "hyper": [{"lr": 0.1, "betas": (0.9, 0.99)}], "clip": 0.5}
+COMMIT = {
+    "pushes": [[0, 0, 1]],
+    "readers": [[0, 0]],
+    "hyper": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+    "clip": 0.5,
+}
 WRONG = {
     Kind.REPORT: [
         *(("samples", value) for value in (None, -1, 1.0, True, "1", 2**80, float("nan"))),
@@ -116,10 +144,14 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "field", "value"), [(kind, *case) for kind, cases in WRONG.items() for case in cases])
+@pytest.mark.parametrize(
+    ("kind", "field", "value"), [(kind, *case) for kind, cases in WRONG.items() for case in cases]
+)
 def test_what_is_wrong_in_the_json_is_named(kind: Kind, field: str, value: Any) -> None:
     valid, source, target = (
-        (REPORT, worker_peer(0), COORDINATOR) if kind is Kind.REPORT else (COMMIT, COORDINATOR, server_peer(0))
+        (REPORT, worker_peer(0), COORDINATOR)
+        if kind is Kind.REPORT
+        else (COMMIT, COORDINATOR, server_peer(0))
     )
     cluster = make("sync")
     admission = cluster.server_routers[0].admission
@@ -174,7 +206,10 @@ def use_all(cluster: InProcessCluster, routers: Sequence[Router]) -> None:
     snapshot = cluster.snapshot("state")
     cluster.snapshot("standing")
     state = dict(snapshot.state)
-    cluster.wait(cluster.client.install(snapshot.version, snapshot.weights, snapshot.records, state), "an install")
+    cluster.wait(
+        cluster.client.install(snapshot.version, snapshot.weights, snapshot.records, state),
+        "an install",
+    )
     trained(cluster, 1)
     cluster.log()
     cluster.client.ask(5, False)
@@ -193,7 +228,9 @@ STRATEGIES: dict[str, StrategyConfig] = {
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_nothing_that_a_strategy_says_is_refused(name: str, workers: int, said: list[Message]) -> None:
+def test_nothing_that_a_strategy_says_is_refused(
+    name: str, workers: int, said: list[Message]
+) -> None:
     task = Task(
         optimizer=lambda module: torch.optim.Adam(module.parameters(), amsgrad=True),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
@@ -201,7 +238,9 @@ def test_nothing_that_a_strategy_says_is_refused(name: str, workers: int, said: 
     )
     if name == "backup" and workers == 1:
         workers = 2
-    cluster = InProcessCluster(task.creator(), num_workers=workers, strategy=STRATEGIES[name], keep_log=True)
+    cluster = InProcessCluster(
+        task.creator(), num_workers=workers, strategy=STRATEGIES[name], keep_log=True
+    )
     use_all(cluster, [*cluster.server_routers, *cluster.worker_routers, cluster.client_router])
     check_names(said, TRAINING)
 
@@ -210,11 +249,16 @@ def test_nothing_that_relays_say_is_refused(said: list[Message]) -> None:
     cluster = make("sync", hosts=HostMap((0, 0, 1), (0, 1), gathers=True))
     use_all(cluster, [*cluster.server_routers, *cluster.worker_routers, cluster.client_router])
     check_names(said, TRAINING)
-    assert {message.source.role for message in said if message.source is not None} >= {"aggregator", "client"}
+    assert {message.source.role for message in said if message.source is not None} >= {
+        "aggregator",
+        "client",
+    }
 
 
 @pytest.mark.parametrize("name", ["sync", "copies", "async", "backup", "ssp-0"])
-def test_nothing_that_is_said_when_things_go_wrong_is_refused(name: str, said: list[Message]) -> None:
+def test_nothing_that_is_said_when_things_go_wrong_is_refused(
+    name: str, said: list[Message]
+) -> None:
     faults = [
         Fault.raises("worker", 1, step=1),
         Fault.kill("worker", 0, step=3),
@@ -229,7 +273,9 @@ def test_nothing_that_is_said_when_things_go_wrong_is_refused(name: str, said: l
     cluster.step(1)
     cluster.network.remove(cluster.server_routers[1])
     cluster.client.ask(1, True)
-    cluster.network.run_until(lambda: not cluster.client.outcomes.empty(), "the word that a server is gone")
+    cluster.network.run_until(
+        lambda: not cluster.client.outcomes.empty(), "the word that a server is gone"
+    )
     assert {Kind.FAILED, Kind.WORKER_LOST, Kind.JOIN} <= {message.kind for message in said}
     check_names(said, TRAINING)
     assert sum(router.refused for router in [*cluster.server_routers, *cluster.worker_routers]) == 0
@@ -243,7 +289,9 @@ def use(crowd: Crowd) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [None, lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9)])
-def test_nothing_that_a_parameter_servers_users_say_is_refused(optimizer: Any, said: list[Message]) -> None:
+def test_nothing_that_a_parameter_servers_users_say_is_refused(
+    optimizer: Any, said: list[Message]
+) -> None:
     crowd = Crowd({"a": torch.zeros(5, 3), "b": torch.zeros(7)}, optimizer=optimizer)
     use(crowd)
     refusal = crowd.users[0].push(like(crowd.initial, float("nan")))
@@ -285,7 +333,9 @@ def test_a_user_cannot_decide_for_all(kind: Kind, role: str) -> None:
         "what": "state",
     }
     for server, target in enumerate((server_peer(0), server_peer(1), COORDINATOR)):
-        user.links[server % 2].send(Message(kind, version=99, meta=dict(meta), source=source, target=target))
+        user.links[server % 2].send(
+            Message(kind, version=99, meta=dict(meta), source=source, target=target)
+        )
     crowd.settle()
     assert refusals(crowd) == 3
     assert crowd.value() == before
@@ -293,7 +343,9 @@ def test_a_user_cannot_decide_for_all(kind: Kind, role: str) -> None:
     assert crowd.value() == before + 1
 
 
-@pytest.mark.parametrize("claimed", [COORDINATOR, server_peer(0), server_peer(1), server_peer(9), worker_peer(100)])
+@pytest.mark.parametrize(
+    "claimed", [COORDINATOR, server_peer(0), server_peer(1), server_peer(9), worker_peer(100)]
+)
 def test_nobody_takes_the_place_of_one_who_is_connected(claimed: Peer) -> None:
     crowd = Crowd()
     use(crowd)
@@ -301,7 +353,14 @@ def test_nobody_takes_the_place_of_one_who_is_connected(claimed: Peer) -> None:
     router = crowd.network.router()
     for near, server in zip(crowd.routers, crowd.servers, strict=True):
         link = crowd.network.connect(router, (worker_peer(555), claimed), near, tuple(near._roles))
-        link.send(Message(Kind.COMMIT, version=server.version + 1, source=claimed, target=next(iter(near._roles))))
+        link.send(
+            Message(
+                Kind.COMMIT,
+                version=server.version + 1,
+                source=claimed,
+                target=next(iter(near._roles)),
+            )
+        )
         link.close()
     crowd.settle()
     assert refusals(crowd) >= len(crowd.servers) - (claimed == server_peer(1))
@@ -338,7 +397,12 @@ def push(server: Server, worker: int, **fields: Any) -> Message:
     chunk = next(index for index, held in server.chunks.items() if held.chunk.trainable)
     size = server.chunks[chunk].chunk.nbytes
     return Message(
-        Kind.PUSH, chunk=chunk, weight=1.0, total=1.0, payload=torch.zeros(size, dtype=torch.uint8), **fields
+        Kind.PUSH,
+        chunk=chunk,
+        weight=1.0,
+        total=1.0,
+        payload=torch.zeros(size, dtype=torch.uint8),
+        **fields,
     )
 
 
@@ -348,7 +412,9 @@ def test_early_pushes_are_bounded_and_the_job_goes_on() -> None:
     server, refused = server_of(cluster), 0
     for generation in range(2, 1000):
         try:
-            server.handle(worker_peer(1), push(server, 1, generation=generation, sequence=generation))
+            server.handle(
+                worker_peer(1), push(server, 1, generation=generation, sequence=generation)
+            )
         except ProtocolError as error:
             assert re.search("oldest push, of chunk .* dropped", str(error))  # noqa: PT017
             refused += 1
@@ -390,7 +456,10 @@ def test_states_that_are_put_and_not_installed_are_bounded() -> None:
     crowd = Crowd({"a": torch.zeros(8)}, servers=1)
     server, client = crowd.servers[0], Peer("client", 100)
     put = lambda sequence: Message(  # noqa: E731
-        Kind.PUT, sequence=sequence, chunk=0, payload=torch.zeros(server.chunks[0].chunk.nbytes, dtype=torch.uint8)
+        Kind.PUT,
+        sequence=sequence,
+        chunk=0,
+        payload=torch.zeros(server.chunks[0].chunk.nbytes, dtype=torch.uint8),
     )
     for sequence in range(1, 17):
         server.handle(client, put(sequence))
@@ -422,9 +491,15 @@ def test_a_commit_that_cannot_be_applied_changes_nothing(name: str, wrong: dict[
     cluster = make(name, Task(optimizer=sgd()))
     trained(cluster, 1)
     server = server_of(cluster)
-    before = (server.generation, server.version, {i: held.weights.clone() for i, held in server.chunks.items()})
+    before = (
+        server.generation,
+        server.version,
+        {i: held.weights.clone() for i, held in server.chunks.items()},
+    )
     meta = {"pushes": [], "readers": []}
-    word = Message(Kind.COMMIT, server.generation, version=server.version + 1, weight=1.0, meta=meta)
+    word = Message(
+        Kind.COMMIT, server.generation, version=server.version + 1, weight=1.0, meta=meta
+    )
     for name_, value in wrong.items():
         setattr(word, name_, value)
     with pytest.raises(ProtocolError, match="COMMIT"):
@@ -438,7 +513,9 @@ def test_a_worker_reports_one_push_for_one_lease() -> None:
     cluster = make("async", Task(optimizer=sgd()))
     trained(cluster, 2)
     coordinator, meta = cluster.coordinator, {"samples": 1, "bytes_pushed": 1, "bytes_pulled": 1}
-    word = Message(Kind.REPORT, coordinator.generation, sequence=500, version=coordinator.version, meta=meta)
+    word = Message(
+        Kind.REPORT, coordinator.generation, sequence=500, version=coordinator.version, meta=meta
+    )
     with pytest.raises(ProtocolError, match="no lease"):
         coordinator.handle(worker_peer(1), word)
     word.version += 1
@@ -454,7 +531,11 @@ def state_of(crowd: Crowd, key: str, value: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("value", [torch.ones(1), torch.ones(3), torch.ones(8).half()])
 def test_optimizer_state_of_another_size_is_refused_as_it_comes(value: torch.Tensor) -> None:
-    crowd = Crowd({"a": torch.zeros(8)}, servers=1, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0, momentum=0.5))
+    crowd = Crowd(
+        {"a": torch.zeros(8)},
+        servers=1,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0, momentum=0.5),
+    )
     crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
     future = state_of(crowd, "momentum_buffer", value)
     crowd.settle()
@@ -464,7 +545,9 @@ def test_optimizer_state_of_another_size_is_refused_as_it_comes(value: torch.Ten
 
 
 def test_optimizer_state_with_which_no_step_can_be_taken_is_not_installed() -> None:
-    crowd = Crowd({"a": torch.zeros(8)}, servers=1, optimizer=lambda ps: torch.optim.RMSprop(ps, lr=1.0))
+    crowd = Crowd(
+        {"a": torch.zeros(8)}, servers=1, optimizer=lambda ps: torch.optim.RMSprop(ps, lr=1.0)
+    )
     crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
     before = crowd.pull()[1]
     crowd.wait(state_of(crowd, "square_avg", torch.ones(8)))
@@ -481,7 +564,9 @@ def test_a_gradient_of_an_absurd_weight_is_one_that_is_not_finite() -> None:
     for index in [i for i, held in server.chunks.items() if held.chunk.trainable]:
         message = push(server, 1, generation=server.generation, sequence=9)
         message.chunk, message.weight, message.total = index, 1e100, 1e-300
-        message.payload = torch.ones(server.chunks[index].chunk.nbytes // 8, dtype=torch.float64).view(torch.uint8)
+        message.payload = torch.ones(
+            server.chunks[index].chunk.nbytes // 8, dtype=torch.float64
+        ).view(torch.uint8)
         cluster.network.run_until(lambda: server.generation > 0, "the first generation")
         message.generation = server.generation
         server.handle(worker_peer(1), message)

@@ -18,7 +18,9 @@ from tests.modes import MODES, check, counters, make, trained
 from tests.reference import Task, difference, perceptron, samples, sgd
 
 WIRES = pytest.mark.parametrize("wire", ["fp16", "bf16"])
-FLOAT32 = Task(lambda: perceptron(torch.float32), sgd(momentum=0.9), samples(13, dtype=torch.float32))
+FLOAT32 = Task(
+    lambda: perceptron(torch.float32), sgd(momentum=0.9), samples(13, dtype=torch.float32)
+)
 
 
 class Scaled(nn.Module):
@@ -40,11 +42,14 @@ def test_rounding_is_torchs_own(wire: str) -> None:
     out = torch.empty(2000, dtype=torch.uint8)
     assert narrow(values.view(torch.uint8), dtype, out)
     assert torch.equal(out.view(dtype), values.to(dtype))
-    assert torch.equal(rounded(values.view(torch.uint8), dtype).view(torch.float32), values.to(dtype).float())
+    assert torch.equal(
+        rounded(values.view(torch.uint8), dtype).view(torch.float32), values.to(dtype).float()
+    )
 
 
 @pytest.mark.parametrize(
-    ("value", "fits"), [(65504.0, True), (65505.0, False), (-7e4, False), (float("inf"), False), (float("nan"), True)]
+    ("value", "fits"),
+    [(65504.0, True), (65505.0, False), (-7e4, False), (float("inf"), False), (float("nan"), True)],
 )
 def test_what_does_not_fit_into_fp16_is_known(value: float, fits: bool) -> None:
     values = torch.tensor([1.0, value]).view(torch.uint8)
@@ -54,7 +59,9 @@ def test_what_does_not_fit_into_fp16_is_known(value: float, fits: bool) -> None:
     assert fits or torch.equal(rounded(values, torch.float16), values)
 
 
-def reference(task: Task, workers: int, steps: int, push: torch.dtype | None, pull: torch.dtype | None) -> dict:
+def reference(
+    task: Task, workers: int, steps: int, push: torch.dtype | None, pull: torch.dtype | None
+) -> dict:
     """Serial training on float32 weights, with each worker's gradient and the weights it sees rounded."""
     torch.manual_seed(0)
     master, copy = task.module(), task.module()
@@ -87,11 +94,15 @@ def test_synchronous_training_equals_serial_training_that_rounds_in_the_same_pla
     chosen = {"both": wire, "pushes": (wire, None), "pulls": (None, wire)}[which]
     dtype = WIRE_DTYPES[wire]
     cluster = make("sync", FLOAT32, workers, settings={"wire_dtype": chosen})
-    steps = 5  # later ones drift apart: a sum in another order may fall on the other side of a rounding
+    steps = (
+        5  # later ones drift apart: a sum in another order may fall on the other side of a rounding
+    )
     trained(cluster, steps)
     push, pull = (dtype if which != "pulls" else None), (dtype if which != "pushes" else None)
     assert difference(cluster.weights(), reference(FLOAT32, workers, steps, push, pull)) < 1e-5
-    assert difference(cluster.weights(), FLOAT32.train(workers, steps)) > 2e-5, "nothing was rounded"
+    assert difference(cluster.weights(), FLOAT32.train(workers, steps)) > 2e-5, (
+        "nothing was rounded"
+    )
 
 
 @WIRES
@@ -120,7 +131,9 @@ def test_one_worker_and_other_dtypes_are_not_rounded() -> None:
 
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_gradients_and_weights_that_do_not_fit_into_fp16_travel_as_they_are(name: str) -> None:
-    task = Task(lambda: Scaled(3e4), lambda m: torch.optim.SGD(m.parameters(), lr=1e-4), FLOAT32.data)
+    task = Task(
+        lambda: Scaled(3e4), lambda m: torch.optim.SGD(m.parameters(), lr=1e-4), FLOAT32.data
+    )
     cluster = make(name, task, 2, settings={"wire_dtype": "fp16"})
     results = trained(cluster, 3)
     check(cluster, task)

@@ -138,7 +138,9 @@ class Uses(TorchFunctionMode):
         return result
 
 
-def passes(module: nn.Module, compute: Callable[[], Any], count: int = 4) -> tuple[Gates, list[list[int | None]], int]:
+def passes(
+    module: nn.Module, compute: Callable[[], Any], count: int = 4
+) -> tuple[Gates, list[list[int | None]], int]:
     """Forward passes through gates; what each waited for, and how many uses were checked."""
     entries = {parameter: index for index, parameter in enumerate(module.parameters())}
     gates = Gates(module, entries)
@@ -148,7 +150,9 @@ def passes(module: nn.Module, compute: Callable[[], Any], count: int = 4) -> tup
         arrived: set[int] = set()
         waits: list[int | None] = []
 
-        def arrive(entry: int | None, arrived: set[int] = arrived, waits: list[int | None] = waits) -> None:
+        def arrive(
+            entry: int | None, arrived: set[int] = arrived, waits: list[int | None] = waits
+        ) -> None:
             waits.append(entry)
             arrived.update(entries.values() if entry is None else [entry])
 
@@ -161,7 +165,14 @@ def passes(module: nn.Module, compute: Callable[[], Any], count: int = 4) -> tup
 
 @pytest.mark.parametrize(
     "make_module",
-    [lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), Raw, Asks, Recurrent, attention, tied],
+    [
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+        Raw,
+        Asks,
+        Recurrent,
+        attention,
+        tied,
+    ],
     ids=["perceptron", "raw", "asks", "lstm", "attention", "tied"],
 )
 def test_nothing_is_used_before_it_has_come(make_module: Callable[[], nn.Module]) -> None:
@@ -254,14 +265,17 @@ def began(monkeypatch: pytest.MonkeyPatch) -> Began:
 
 TASK = Task(optimizer=sgd(momentum=0.9))
 HOSTS = pytest.mark.parametrize(
-    "hosts", [None, HostMap((0, 0, 0), (0, 0), gathers=True), HostMap((0, 1, 1), (0, 1), gathers=True)]
+    "hosts",
+    [None, HostMap((0, 0, 0), (0, 0), gathers=True), HostMap((0, 1, 1), (0, 1), gathers=True)],
 )
 
 
 @HOSTS
 @pytest.mark.parametrize("devices", [1, 2])
 @seeds(1)
-def test_steps_begin_early_and_change_nothing(began: Began, hosts: HostMap | None, devices: int, seed: int) -> None:
+def test_steps_begin_early_and_change_nothing(
+    began: Began, hosts: HostMap | None, devices: int, seed: int
+) -> None:
     cluster = make("sync", TASK, 3, devices, hosts=hosts, shuffle=seed)
     trained(cluster, 20)
     assert began.waits > 10
@@ -289,7 +303,9 @@ def test_the_same_bits_as_when_steps_begin_late(
 
 @HOSTS
 @seeds(1)
-def test_a_failure_while_somebody_waits_for_weights(began: Began, hosts: HostMap | None, seed: int) -> None:
+def test_a_failure_while_somebody_waits_for_weights(
+    began: Began, hosts: HostMap | None, seed: int
+) -> None:
     """Whoever has the last weights raises, in the middle of others' waiting for them: all go on together."""
     calls = [0]
 
@@ -299,7 +315,9 @@ def test_a_failure_while_somebody_waits_for_weights(began: Began, hosts: HostMap
             raise RuntimeError("moody")
         return gradient
 
-    cluster = make("sync", Task(lambda: Moody(mood), sgd(momentum=0.9)), 3, hosts=hosts, shuffle=seed)
+    cluster = make(
+        "sync", Task(lambda: Moody(mood), sgd(momentum=0.9)), 3, hosts=hosts, shuffle=seed
+    )
     taken = 0
     for _ in range(25):
         taken += cluster.step(1)[-1].kind is Kind.RESULT
@@ -314,7 +332,11 @@ def waiting_cluster(held: list[Message]) -> InProcessCluster:
     trained(cluster, 4)
 
     def hold(message: Message) -> list[Message]:
-        if message.kind is Kind.WEIGHTS and message.target == Peer("worker", 0) and message.chunk != first:
+        if (
+            message.kind is Kind.WEIGHTS
+            and message.target == Peer("worker", 0)
+            and message.chunk != first
+        ):
             held.append(message)
             return []
         return [message]
@@ -402,7 +424,9 @@ def test_messages_keep_their_order_when_a_role_waits_in_the_middle_of_one() -> N
     assert got == [0, 1, 2, -1, 3, 4]
 
 
-def test_what_a_process_has_to_say_leaves_before_its_worker_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_has_to_say_leaves_before_its_worker_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Or the others would wait for as long: new weights of small models and votes are sent together, in the end."""
     cluster = make("allreduce", TASK, 2)
     unsent: set[int] = set()
@@ -421,8 +445,12 @@ def test_what_a_process_has_to_say_leaves_before_its_worker_computes(monkeypatch
         return run
 
     cluster.network.filter = sent
-    for index, (worker, router) in enumerate(zip(cluster.workers, cluster.worker_routers, strict=True)):
+    for index, (worker, router) in enumerate(
+        zip(cluster.workers, cluster.worker_routers, strict=True)
+    ):
         monkeypatch.setattr(router.transport, "pump", functools.partial(unsent.discard, index))
-        monkeypatch.setattr(replicas_of(worker), "compute", watched(index, replicas_of(worker).compute))
+        monkeypatch.setattr(
+            replicas_of(worker), "compute", watched(index, replicas_of(worker).compute)
+        )
     cluster.step(3)
     assert computed == [False] * 6

@@ -47,7 +47,9 @@ def push_ones(crowd: Crowd, times: int, seed: int = 0) -> list[Future[int]]:
             pulls.append(user.pull())
         for _ in range(chance.randrange(4)):
             crowd.turn()
-    crowd.network.run_until(lambda: all(f.done() for f in pushes + [f for f, _ in pulls]), "pushes and pulls")
+    crowd.network.run_until(
+        lambda: all(f.done() for f in pushes + [f for f, _ in pulls]), "pushes and pulls"
+    )
     for future, pulled in pulls:
         assert values(pulled) == {future.result()}
     return pushes
@@ -67,7 +69,9 @@ def check_ones(crowd: Crowd, pushes: Sequence[Future[int]], user: int = 0) -> No
 @pytest.mark.parametrize("kind", INITIAL)
 @some
 @given(size=crowds, shuffle=SEEDS)
-def test_ones_that_users_push_add_up_to_their_number(kind: str, size: tuple[int, int], shuffle: int) -> None:
+def test_ones_that_users_push_add_up_to_their_number(
+    kind: str, size: tuple[int, int], shuffle: int
+) -> None:
     crowd = Crowd(INITIAL[kind](), *size, shuffle=shuffle)
     check_ones(crowd, push_ones(crowd, 4, shuffle))
 
@@ -91,7 +95,9 @@ def test_pushes_that_are_replayed_count_once(size: tuple[int, int], shuffle: int
 
 @some
 @given(size=crowds, shuffle=SEEDS)
-def test_messages_may_be_late_and_chunks_come_in_any_order(size: tuple[int, int], shuffle: int) -> None:
+def test_messages_may_be_late_and_chunks_come_in_any_order(
+    size: tuple[int, int], shuffle: int
+) -> None:
     crowd = Crowd(None, *size, shuffle=shuffle)
     crowd.network.filter = Reordered(crowd, shuffle)
     crowd.network.latency = late(shuffle)
@@ -140,7 +146,9 @@ def test_a_push_that_is_done_is_seen_by_every_later_pull_of_anybody(shuffle: int
 
 @some
 @given(shuffle=SEEDS, adding=st.lists(st.integers(1, 9), min_size=4, max_size=12))
-def test_push_and_pull_at_once_shows_just_the_version_of_the_push(shuffle: int, adding: list[int]) -> None:
+def test_push_and_pull_at_once_shows_just_the_version_of_the_push(
+    shuffle: int, adding: list[int]
+) -> None:
     crowd = Crowd(None, 3, 3, shuffle=shuffle)
     added = {}
     for number, value in enumerate(adding):
@@ -189,7 +197,9 @@ def test_a_partial_pull_moves_only_the_chunks_that_are_needed() -> None:
             chunk.index
             for chunk in layout.chunks
             for piece in chunk.slices
-            if layout.entries[piece.entry].name in chosen and piece.start < end and begin < piece.stop
+            if layout.entries[piece.entry].name in chosen
+            and piece.start < end
+            and begin < piece.stop
         }
         assert sorted(moved) == [(index, layout.chunks[index].nbytes) for index in sorted(needed)]
 
@@ -198,10 +208,15 @@ def test_a_partial_pull_moves_only_the_chunks_that_are_needed() -> None:
 
 
 @some
-@given(shuffle=SEEDS, chosen=st.lists(st.sets(st.sampled_from(list(zeros()))), min_size=1, max_size=8))
+@given(
+    shuffle=SEEDS, chosen=st.lists(st.sets(st.sampled_from(list(zeros()))), min_size=1, max_size=8)
+)
 def test_what_a_push_leaves_out_stays_as_it_is(shuffle: int, chosen: list[set[str]]) -> None:
     crowd = Crowd(shuffle=shuffle)
-    pushes = [crowd.users[i % 2].push(like({n: zeros()[n] for n in names}, 1)) for i, names in enumerate(chosen)]
+    pushes = [
+        crowd.users[i % 2].push(like({n: zeros()[n] for n in names}, 1))
+        for i, names in enumerate(chosen)
+    ]
     crowd.network.run_until(lambda: all(f.done() for f in pushes), "pushes")
     version, pulled = crowd.pull()
     assert version == len(chosen)  # an empty one too makes a version
@@ -222,16 +237,23 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @some
 @given(shuffle=SEEDS)
-def test_an_optimizer_on_servers_equals_torch_in_the_order_of_versions(name: str, partial: bool, shuffle: int) -> None:
+def test_an_optimizer_on_servers_equals_torch_in_the_order_of_versions(
+    name: str, partial: bool, shuffle: int
+) -> None:
     chance = random.Random(shuffle)
     generator = torch.Generator().manual_seed(shuffle % 1000)
     shapes = {"a": (5, 3), "b": (7,), "c": (4, 4)}
-    initial = {n: torch.randn(shape, generator=generator, dtype=torch.float64) for n, shape in shapes.items()}
+    initial = {
+        n: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for n, shape in shapes.items()
+    }
     crowd = Crowd(initial, 3, 3, shuffle=shuffle, optimizer=OPTIMIZERS[name])
     gradients = []
     for _ in range(9):
         names = [n for n in shapes if not partial or chance.random() < 0.6]
-        gradients.append({n: torch.randn(shapes[n], generator=generator, dtype=torch.float64) for n in names})
+        gradients.append(
+            {n: torch.randn(shapes[n], generator=generator, dtype=torch.float64) for n in names}
+        )
     pushes = [crowd.users[number % 3].push(gradient) for number, gradient in enumerate(gradients)]
     crowd.network.run_until(lambda: all(f.done() for f in pushes), "pushes")
     parameters = {n: torch.nn.Parameter(value.clone()) for n, value in initial.items()}
@@ -258,7 +280,9 @@ def spoiled(where: str, value: float) -> Any:
 @pytest.mark.parametrize("where", ["a", "b"])
 @some
 @given(shuffle=SEEDS)
-def test_an_update_that_is_not_finite_is_refused_and_named(where: str, value: float, shuffle: int) -> None:
+def test_an_update_that_is_not_finite_is_refused_and_named(
+    where: str, value: float, shuffle: int
+) -> None:
     crowd = Crowd(shuffle=shuffle)
     ones = like(zeros(), 1)
     user, other = crowd.users
@@ -298,19 +322,26 @@ def test_a_refused_update_leaves_arrays_and_optimizer_as_they_were(optimizer: An
     user = crowd.users[0]
     crowd.wait(user.push({"a": np.ones(20), "b": np.ones(9)}))
     before = crowd.state()
-    refused = [user.push({"a": np.ones(20), "b": np.full(9, np.nan)}), user.push({"a": np.full(20, np.inf)})]
+    refused = [
+        user.push({"a": np.ones(20), "b": np.full(9, np.nan)}),
+        user.push({"a": np.full(20, np.inf)}),
+    ]
     crowd.network.run_until(lambda: all(f.done() for f in refused), "pushes")
     assert all(isinstance(f.exception(), NonFiniteError) for f in refused)
     after = crowd.state()
     assert before.version == after.version == 1
     assert torch.equal(before.weights, after.weights)
     assert len(before.records) == len(after.records) == (0 if optimizer is None else 5)
-    assert all(torch.equal(b, a) for (*_, b), (*_, a) in zip(before.records, after.records, strict=True))
+    assert all(
+        torch.equal(b, a) for (*_, b), (*_, a) in zip(before.records, after.records, strict=True)
+    )
 
 
 @some
 @given(shuffle=SEEDS)
-def test_an_update_that_is_not_finite_may_be_skipped_and_makes_a_version_that_changes_nothing(shuffle: int) -> None:
+def test_an_update_that_is_not_finite_may_be_skipped_and_makes_a_version_that_changes_nothing(
+    shuffle: int,
+) -> None:
     crowd = Crowd(shuffle=shuffle, nonfinite="skip")
     good = [user.push(like(zeros(), 1)) for user in crowd.users for _ in range(3)]
     future, pulled = crowd.users[1].push_pull(spoiled("a", np.nan))
@@ -338,7 +369,9 @@ def test_an_update_that_is_not_finite_may_be_passed_on() -> None:
 
 @some
 @given(size=crowds, shuffle=SEEDS)
-def test_what_a_user_had_sent_when_it_died_is_committed(size: tuple[int, int], shuffle: int) -> None:
+def test_what_a_user_had_sent_when_it_died_is_committed(
+    size: tuple[int, int], shuffle: int
+) -> None:
     crowd = Crowd(None, size[0], 1, shuffle=shuffle)
     watcher = crowd.join()
     for _ in range(size[1]):
@@ -356,7 +389,9 @@ def test_what_a_user_had_sent_when_it_died_is_committed(size: tuple[int, int], s
 def test_a_push_that_reached_one_server_only_is_not_applied_and_its_memory_is_freed() -> None:
     crowd = Crowd()
     user, other = crowd.users
-    crowd.network.filter = lambda m: [] if m.kind is Kind.PUSH and m.target == ("server", 1) else [m]
+    crowd.network.filter = lambda m: (
+        [] if m.kind is Kind.PUSH and m.target == ("server", 1) else [m]
+    )
     user.push(like(zeros(), 1))
     crowd.settle()
     assert not crowd.idle()  # the other servers hold it
@@ -378,7 +413,10 @@ class Cut:
     def __call__(self, message: Message) -> list[Message]:
         assert message.source is not None
         assert message.target is not None
-        channel = (message.source.index, message.target.index)  # the coordinator lives with server 0
+        channel = (
+            message.source.index,
+            message.target.index,
+        )  # the coordinator lives with server 0
         left = self._limits.get(channel)
         if left is None or message.source.role != "worker":
             return [message]
@@ -389,7 +427,9 @@ class Cut:
 @runs(100)
 @given(
     shuffle=SEEDS,
-    limits=st.fixed_dictionaries({(FIRST + u, s): st.integers(0, 12) for u in range(2) for s in range(3)}),
+    limits=st.fixed_dictionaries(
+        {(FIRST + u, s): st.integers(0, 12) for u in range(2) for s in range(3)}
+    ),
     slow=st.booleans(),
     turns=st.integers(0, 30),
 )
@@ -438,7 +478,9 @@ def test_a_payload_that_was_cut_off_keeps_no_memory() -> None:
     server = crowd.servers[1]
     (held,) = server.chunks.values()
     for sequence in range(1, 20):  # the memory was asked for, but no message came of it
-        server.destination(Message(Kind.PUSH, sequence=sequence, chunk=held.chunk.index), held.chunk.nbytes)
+        server.destination(
+            Message(Kind.PUSH, sequence=sequence, chunk=held.chunk.index), held.chunk.nbytes
+        )
     check_ones(crowd, push_ones(crowd, 3))
     assert buffers_of(server) <= 6
 
@@ -448,7 +490,11 @@ def test_the_loss_of_a_server_fails_what_waits_and_what_comes(server: int) -> No
     crowd = Crowd()
     user = crowd.users[0]
     crowd.wait(user.push(like(zeros(), 1)))
-    waiting: list[Future[Any]] = [user.client.counters(), user.push(like(zeros(), 1)), user.pull()[0]]
+    waiting: list[Future[Any]] = [
+        user.client.counters(),
+        user.push(like(zeros(), 1)),
+        user.pull()[0],
+    ]
     user.links[server].other.close()
     crowd.network.run_until(lambda: all(f.done() for f in waiting), "the loss")
     waiting += [user.push(like(zeros(), 1)), user.pull()[0]]
@@ -463,7 +509,11 @@ def test_the_loss_of_a_server_fails_what_waits_and_what_comes(server: int) -> No
 
 def test_nothing_waits_once_it_is_closed() -> None:
     user = Crowd().users[0]
-    waiting: list[Future[Any]] = [user.push(like(zeros(), 1)), user.pull()[0], user.push_pull(like(zeros(), 1))[0]]
+    waiting: list[Future[Any]] = [
+        user.push(like(zeros(), 1)),
+        user.pull()[0],
+        user.push_pull(like(zeros(), 1))[0],
+    ]
     user.pusher.close("it is shut down")
     for future in [*waiting, user.push(like(zeros(), 1)), user.pull()[0]]:
         with pytest.raises(ShutdownError, match="it is shut down"):

@@ -16,7 +16,17 @@ from steepest.errors import DeadlineError, PeerLostError, ProtocolError, Shutdow
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.transport.channel import Channel, Event
 from steepest.transport.frames import encode
-from steepest.transport.ray_calls import CALL_HEAD, END, HELLO, NOTHING, SAY, Answer, Callee, CallTransport, unpack
+from steepest.transport.ray_calls import (
+    CALL_HEAD,
+    END,
+    HELLO,
+    NOTHING,
+    SAY,
+    Answer,
+    Callee,
+    CallTransport,
+    unpack,
+)
 from tests.drawn import seeds
 
 ME, OTHER = worker_peer(0), server_peer(0)
@@ -163,9 +173,15 @@ def test_much_leaves_in_the_middle_of_a_turn(monkeypatch: pytest.MonkeyPatch) ->
     weights = torch.zeros(1 << 20, dtype=torch.uint8)
     for version, worker in ((1, 0), (1, 1), (2, 0)):
         for kind in (Kind.WEIGHTS, Kind.STATE):
-            channel.send(Message(kind, version=version, payload=weights, source=ME, target=worker_peer(worker)))
+            channel.send(
+                Message(
+                    kind, version=version, payload=weights, source=ME, target=worker_peer(worker)
+                )
+            )
         weights += 1
-    assert [int(data[0]) for data in stored] == [1, 0, 0, 1, 2, 2], "weights for several workers are stored once"
+    assert [int(data[0]) for data in stored] == [1, 0, 0, 1, 2, 2], (
+        "weights for several workers are stored once"
+    )
 
 
 def test_a_completed_call_ends_poll() -> None:
@@ -230,7 +246,9 @@ def test_who_does_not_answer_is_not_connected() -> None:
 
     class Dead(Silent):
         def remote(self, *arguments: Any) -> FakeCall:
-            super().remote(*arguments).result.set_exception(ray.exceptions.RayActorError(error_msg="gone"))
+            super().remote(*arguments).result.set_exception(
+                ray.exceptions.RayActorError(error_msg="gone")
+            )
             return self.calls[-1]
 
     transport, silent = CallTransport(sink, (ME,)), Silent()
@@ -265,7 +283,9 @@ def test_calls_are_taken_in_order_and_only_the_newest_is_held() -> None:
     assert numbers(caller.poll(0)) == [8, 9]
 
 
-def test_a_long_turn_says_what_it_has_and_that_more_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_turn_says_what_it_has_and_that_more_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     actor, caller, callee = FakeRay(), CallTransport(sink, (ME,)), CallTransport(sink, (OTHER,))
     actor.connected(caller, pause=3600)
     back = greeted(callee, actor.key)
@@ -457,7 +477,10 @@ class TestOverRay:
 
         actor = ray.remote(Talker).options(num_cpus=0, max_concurrency=8).remote()
         another = Another.remote()
-        refs = [ray.remote(talk).options(num_cpus=0).remote(actor, 1, 100), another.talk.remote(actor, 2, 100)]
+        refs = [
+            ray.remote(talk).options(num_cpus=0).remote(actor, 1, 100),
+            another.talk.remote(actor, 2, 100),
+        ]
         assert talk(actor, 0, 100) == list(range(100))
         assert ray.get(refs, timeout=SECONDS) == [list(range(100))] * 2
         ray.kill(actor)

@@ -60,7 +60,9 @@ class Place:
     """Runs programs whose processes, and all that they start, carry a mark; Ray keeps its files to itself."""
 
     def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="sp-", dir="/tmp"))  # sockets want a short path
+        self.directory = Path(
+            tempfile.mkdtemp(prefix="sp-", dir="/tmp")
+        )  # sockets want a short path
         self.mark = secrets.token_hex(8)
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         self.environment |= {"HOME": str(self.directory), "RAY_TMPDIR": str(self.directory)}
@@ -102,7 +104,12 @@ class Place:
             if directory.name.isdigit():
                 with contextlib.suppress(OSError):
                     if f"{MARK}={self.mark}".encode() in (directory / "environ").read_bytes():
-                        command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                        command = (
+                            (directory / "cmdline")
+                            .read_bytes()
+                            .replace(b"\0", b" ")
+                            .decode(errors="replace")
+                        )
                         found[int(directory.name)] = command[:200]
         return found
 
@@ -195,7 +202,16 @@ def test_inside_a_tune_trial(place: Place) -> None:
 
 
 def test_on_a_running_cluster_named_by_ray_address(place: Place) -> None:
-    head = (sys.executable, *RAY, "start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block")
+    head = (
+        sys.executable,
+        *RAY,
+        "start",
+        "--head",
+        "--port=0",
+        "--num-cpus=2",
+        "--include-dashboard=false",
+        "--block",
+    )
     with place.start(*head) as cluster:
         try:
             assert cluster.stdout is not None
@@ -223,7 +239,9 @@ def test_on_a_running_cluster_named_by_ray_address(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("managed", "strategy"), [(True, "ps"), (False, "simple")], ids=["with, ps", "without with, simple"]
+    ("managed", "strategy"),
+    [(True, "ps"), (False, "simple")],
+    ids=["with, ps", "without with, simple"],
 )
 def test_ctrl_c_ends_everything(place: Place, managed: bool, strategy: str) -> None:
     program = place.script(
@@ -257,7 +275,9 @@ def test_ctrl_c_ends_everything(place: Place, managed: bool, strategy: str) -> N
                 if line == "training\n":
                     break
             assert process.poll() is None, "".join(printed)
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to everybody in the group
+            os.killpg(
+                process.pid, signal.SIGINT
+            )  # as a terminal does it: to everybody in the group
             output, _ = process.communicate(timeout=SECONDS)
         finally:
             if process.poll() is None:
@@ -267,7 +287,13 @@ def test_ctrl_c_ends_everything(place: Place, managed: bool, strategy: str) -> N
 
 
 def test_the_doctor(place: Place) -> None:
-    output = place.run(sys.executable, "-c", f"{FORK}from steepest.cli.main import main; main()", "doctor")
-    assert re.search(r"^  ps +\d workers: one step, loss [0-9.]+: works$", output, flags=re.MULTILINE)
-    assert re.search(r"^  simple +\d workers: one step, loss [0-9.]+: works$", output, flags=re.MULTILINE)
+    output = place.run(
+        sys.executable, "-c", f"{FORK}from steepest.cli.main import main; main()", "doctor"
+    )
+    assert re.search(
+        r"^  ps +\d workers: one step, loss [0-9.]+: works$", output, flags=re.MULTILINE
+    )
+    assert re.search(
+        r"^  simple +\d workers: one step, loss [0-9.]+: works$", output, flags=re.MULTILINE
+    )
     assert output.endswith("all is well\n")

@@ -14,7 +14,15 @@ import pytest
 import ray
 
 import steepest
-from steepest import Callback, DistributedSGD, Event, FailureConfig, ParameterServer, ParameterServerStrategy, RunConfig
+from steepest import (
+    Callback,
+    DistributedSGD,
+    Event,
+    FailureConfig,
+    ParameterServer,
+    ParameterServerStrategy,
+    RunConfig,
+)
 from steepest.cluster import ray_private
 from steepest.errors import ConfigurationError
 from steepest.messages.message import Peer
@@ -37,7 +45,11 @@ def test_what_ray_has_no_more_is_named_with_its_version(monkeypatch: pytest.Monk
     ray_private.check()
     monkeypatch.delattr("ray._private.worker._global_node")
     wanted = rf"Ray {re.escape(ray.__version__)} has no ray\._private\.worker\._global_node, .* tested with, 2\.60"
-    for ask in (ray_private.check, ray_private.started_here, lambda: DistributedSGD(TASK.creator())):
+    for ask in (
+        ray_private.check,
+        ray_private.started_here,
+        lambda: DistributedSGD(TASK.creator()),
+    ):
         with pytest.raises(ConfigurationError, match=wanted):
             ask()
 
@@ -54,7 +66,9 @@ def test_the_tested_version_is_the_one_that_is_required() -> None:
 def title(pid: int) -> tuple[str, str]:
     """What `ps` and `top` show of a process."""
     process = Path(f"/proc/{pid}")
-    return (process / "cmdline").read_bytes().rstrip(b"\0").decode(), (process / "comm").read_text().rstrip()
+    return (process / "cmdline").read_bytes().rstrip(b"\0").decode(), (
+        process / "comm"
+    ).read_text().rstrip()
 
 
 def named(role: str, index: int) -> tuple[str, str]:
@@ -65,16 +79,24 @@ def named(role: str, index: int) -> tuple[str, str]:
 @pytest.mark.usefixtures("ray_cluster")
 class TestNames:
     def test_processes_have_names(self) -> None:
-        with DistributedSGD(TASK.creator(), num_workers=2, strategy=ParameterServerStrategy(num_servers=1)) as trainer:
+        with DistributedSGD(
+            TASK.creator(), num_workers=2, strategy=ParameterServerStrategy(num_servers=1)
+        ) as trainer:
             trainer.fit(steps=3, progress=False)
             places = trainer._live().places
             assert len(places) == 3
             for peer, place in places.items():
                 assert title(place.pid) == named(peer.role, peer.index)
                 for log in place.logs:
-                    assert f":actor_name:steepest {peer}\n" in Path(log).read_text(), "which Ray shows before each line"
-            seen = trainer.foreach_worker(lambda view: Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode())
-            assert seen == ["ray::steepest worker 0", "ray::steepest worker 1"], "also during a call"
+                    assert f":actor_name:steepest {peer}\n" in Path(log).read_text(), (
+                        "which Ray shows before each line"
+                    )
+            seen = trainer.foreach_worker(
+                lambda view: Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode()
+            )
+            assert seen == ["ray::steepest worker 0", "ray::steepest worker 1"], (
+                "also during a call"
+            )
 
     def test_a_worker_that_gets_another_number_is_renamed(self) -> None:
         class Look(Callback):
@@ -102,5 +124,8 @@ class TestNames:
     def test_the_servers_of_a_parameter_server_have_names(self) -> None:
         with ParameterServer(np.zeros(10), num_servers=2) as server:
             server.push(np.ones(10))
-            pids = [process.pid for process in ray.get([actor.place.remote() for actor in server._access.servers])]
+            pids = [
+                process.pid
+                for process in ray.get([actor.place.remote() for actor in server._access.servers])
+            ]
             assert [title(pid) for pid in pids] == [named("server", 0), named("server", 1)]

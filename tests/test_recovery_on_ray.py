@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from steepest import AllreduceStrategy, DistributedSGD, FailureConfig, ParameterServerStrategy, RunConfig
+from steepest import (
+    AllreduceStrategy,
+    DistributedSGD,
+    FailureConfig,
+    ParameterServerStrategy,
+    RunConfig,
+)
 from steepest.errors import PeerLostError
 from steepest.messages.message import server_peer
 from tests.reference import Task, difference, samples, sgd
@@ -27,20 +33,29 @@ def server_pid(trainer: DistributedSGD, index: int) -> int:
 
 
 @pytest.mark.parametrize("server", [0, 1])  # the coordinator lives beside the first
-def test_a_server_that_dies_is_replaced_and_nothing_is_lost(server: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_dies_is_replaced_and_nothing_is_lost(
+    server: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with DistributedSGD(TASK.creator(), num_workers=2, strategy=TWICE) as trainer:
         trainer.fit(steps=10, progress=False)
         before = pids(trainer)
         with caplog.at_level(logging.WARNING, "steepest"):
-            last = trainer.fit(steps=30, callbacks=[Kill(20, [server_pid(trainer, server)])], progress=False)
+            last = trainer.fit(
+                steps=30, callbacks=[Kill(20, [server_pid(trainer, server)])], progress=False
+            )
         assert last.step == 40
-        (line,) = [record.getMessage() for record in caplog.records if "took over" in record.getMessage()]
+        (line,) = [
+            record.getMessage() for record in caplog.records if "took over" in record.getMessage()
+        ]
         assert f"server {server}" in line
         os.kill(server_pid(trainer, 1 - server), signal.SIGKILL)  # between two steps
         assert trainer.fit(steps=10, progress=False).step == 50
         assert difference(trainer.weights(), TASK.train(2, 50)) < 1e-12
         assert trainer.stats().replaced == 2
-        assert [event.kind for event in trainer.stats().events] == ["left", "resized"] * 2  # nobody waited
+        assert [event.kind for event in trainer.stats().events] == [
+            "left",
+            "resized",
+        ] * 2  # nobody waited
         assert (trainer.num_servers, trainer.strategy) == (2, TWICE)
         assert trainer.stats().step == 50
         assert pids(trainer) == before
@@ -51,13 +66,17 @@ def test_a_server_that_dies_is_replaced_and_nothing_is_lost(server: int, caplog:
 )
 def test_a_member_of_an_allreduce_dies_and_another_takes_its_place(strategy: Any) -> None:
     run_config = RunConfig(failure=FailureConfig(patience=math.inf))
-    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=3, strategy=strategy, run_config=run_config
+    ) as trainer:
         trainer.fit(steps=5, progress=False)
         before = pids(trainer)
         trainer.fit(steps=20, callbacks=[Kill(12, [before[1]])], progress=False)
         after = pids(trainer)
         assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, True]
-        trainer.fit(steps=10, callbacks=[Kill(28, [after[0]])], progress=False)  # where the coordinator lives
+        trainer.fit(
+            steps=10, callbacks=[Kill(28, [after[0]])], progress=False
+        )  # where the coordinator lives
         assert difference(trainer.weights(), TASK.train(3, 35)) < 1e-12
 
 
@@ -79,14 +98,20 @@ def test_without_copies_it_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
-def test_without_copies_all_go_on_from_the_last_snapshot(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_copies_all_go_on_from_the_last_snapshot(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     run_config = RunConfig(failure=FailureConfig(snapshot_every=10))
-    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config
+    ) as trainer:
         trainer.fit(steps=5, progress=False)
         victim = server_pid(trainer, 0) if strategy == "ps" else pids(trainer)[1]
         with caplog.at_level(logging.WARNING, "steepest"):
             assert trainer.fit(steps=60, callbacks=[Kill(40, [victim])], progress=False).step == 65
-        (line,) = [record.getMessage() for record in caplog.records if "took over" in record.getMessage()]
+        (line,) = [
+            record.getMessage() for record in caplog.records if "took over" in record.getMessage()
+        ]
         assert "made again" in line or "no update and no sample is lost" in line
         assert difference(trainer.weights(), TASK.train(2, 65)) < 1e-12
         assert trainer.stats().step == 65
@@ -95,7 +120,9 @@ def test_without_copies_all_go_on_from_the_last_snapshot(strategy: str, caplog: 
 @pytest.mark.parametrize("server", [0, 1])
 def test_a_server_that_is_silent_is_replaced(server: int) -> None:
     run_config = RunConfig(failure=FailureConfig(heartbeat=1.0))
-    with DistributedSGD(TASK.creator(), num_workers=2, strategy=TWICE, run_config=run_config) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=2, strategy=TWICE, run_config=run_config
+    ) as trainer:
         trainer.fit(steps=10, progress=False)
         os.kill(server_pid(trainer, server), signal.SIGSTOP)
         trainer.fit(steps=10, progress=False)

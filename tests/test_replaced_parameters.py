@@ -30,7 +30,9 @@ class Replacing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for name in ("weight", "bias"):
             own, new = getattr(self.key, name), getattr(self.query, name)
-            setattr(self.key, name, nn.Parameter((own * 0.5 + new * 0.5).detach(), requires_grad=False))
+            setattr(
+                self.key, name, nn.Parameter((own * 0.5 + new * 0.5).detach(), requires_grad=False)
+            )
         if self.trained:
             self.query.bias = nn.Parameter(self.query.bias.detach() * 0.5)
         with torch.no_grad():
@@ -60,7 +62,9 @@ def test_frozen_parameters_are_those_that_the_module_has_now(strategy: StrategyC
         assert cluster.step()[-1].kind.name == "RESULT"
         found = cluster.state_dict()
         for name, value in query.items():
-            torch.testing.assert_close(found[f"key.{name}"], wanted[f"key.{name}"] * 0.5 + value * 0.5)
+            torch.testing.assert_close(
+                found[f"key.{name}"], wanted[f"key.{name}"] * 0.5 + value * 0.5
+            )
         wanted = found
 
 

@@ -24,13 +24,17 @@ DEATHS = st.tuples(st.integers(0, 2), st.sampled_from([Kind.PUSH, Kind.REPORT]),
 
 def wide() -> nn.Module:
     """Large enough for all three to be smaller than float32."""
-    return nn.Sequential(nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 2))
+    return nn.Sequential(
+        nn.Linear(3, 24), nn.Tanh(), nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 2)
+    )
 
 
 WIDE = Task(wide, sgd(momentum=0.9), samples(23, dtype=torch.float32))
 
 
-def doomed(name: str, choice: Compression, deaths: list[tuple[int, Kind, int]], shuffle: int) -> InProcessCluster:
+def doomed(
+    name: str, choice: Compression, deaths: list[tuple[int, Kind, int]], shuffle: int
+) -> InProcessCluster:
     """A compressed job in which workers die as they send their n-th message of a kind, one after the other."""
     packed = {"compression": choice, "chunk_bytes": 1 << 20}
     cluster = make(name, WIDE, settings=packed, replaces=True, shuffle=shuffle)
@@ -41,7 +45,9 @@ def doomed(name: str, choice: Compression, deaths: list[tuple[int, Kind, int]], 
         if message.source is not None and message.source.role == "worker" and left:
             counted[message.source.index, message.kind] += 1
             worker, kind, n = left[0]
-            if (message.source.index, message.kind) == (worker, kind) and counted[worker, kind] >= n:
+            if (message.source.index, message.kind) == (worker, kind) and counted[
+                worker, kind
+            ] >= n:
                 left.pop(0)
                 counted.clear()
                 cluster.kill(worker)
@@ -78,7 +84,9 @@ class Sum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rate = nn.Parameter(torch.ones(()))
-        self.register_buffer("values", torch.rand(1_000_003, generator=torch.Generator().manual_seed(1)) - 0.4)
+        self.register_buffer(
+            "values", torch.rand(1_000_003, generator=torch.Generator().manual_seed(1)) - 0.4
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.rate * torch.dot(self.values, self.values)).expand(len(x), 1)
@@ -98,7 +106,9 @@ def test_a_replay_computes_with_as_many_threads_as_the_run_and_gives_the_callers
         torch.set_num_threads(3 - count)
         assert same_bits(replay(cluster.log(), SUM.creator()), weights[count])
         assert torch.get_num_threads() == 3 - count
-    assert not same_bits(weights[1], weights[2]), "this model does not tell how many threads computed"
+    assert not same_bits(weights[1], weights[2]), (
+        "this model does not tell how many threads computed"
+    )
 
 
 @pytest.mark.usefixtures("threads")
@@ -123,7 +133,9 @@ def broken(worker: int, device: int) -> nn.Module:
 def test_the_log_of_processes_tells_their_threads() -> None:
     torch.set_num_threads(1)
     with DistributedSGD(
-        SUM.creator(), num_workers=1, run_config=RunConfig(resources=ResourceConfig(cpus_per_worker=2), keep_log=True)
+        SUM.creator(),
+        num_workers=1,
+        run_config=RunConfig(resources=ResourceConfig(cpus_per_worker=2), keep_log=True),
     ) as trainer:
         trainer.fit(steps=3, progress=False)
         log, weights = trainer.log(), trainer.weights()

@@ -35,7 +35,9 @@ class Seen(nn.Module):
 
 
 def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
+    return torch.optim.SGD(
+        [p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.5
+    )
 
 
 MODELS = {**STATEFUL, "seen": Seen}
@@ -77,8 +79,12 @@ def test_what_the_log_does_not_tell_of_frozen_parameters_is_refused() -> None:
     replay(before, creator("seen"))
 
 
-@pytest.mark.parametrize(("name", "refused"), [("seen", True), ("momentum, copy", True), ("batch norm", False)])
-def test_a_successor_that_began_with_a_mean_of_frozen_parameters_is_refused(name: str, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "refused"), [("seen", True), ("momentum, copy", True), ("batch norm", False)]
+)
+def test_a_successor_that_began_with_a_mean_of_frozen_parameters_is_refused(
+    name: str, refused: bool
+) -> None:
     cluster = cluster_of(name, (Fault.kill("worker", 1, step=2, at="push"),))
     cluster.step(5)
     assert cluster.unmet == []
@@ -92,4 +98,6 @@ def test_a_successor_that_began_with_a_mean_of_frozen_parameters_is_refused(name
 def test_a_mean_of_the_same_values_has_their_bits() -> None:
     value = torch.rand(1000, dtype=torch.float64)
     for count in (2, 3, 7):
-        assert torch.equal(merge_replicas([value.clone() for _ in range(count)], [1.0] * count), value)
+        assert torch.equal(
+            merge_replicas([value.clone() for _ in range(count)], [1.0] * count), value
+        )

@@ -19,7 +19,9 @@ from tests.modes import MODES, check, make, salvaged_weights, settle, trained
 from tests.reference import Task, same_bits, samples, sgd
 
 TASK = Task(optimizer=sgd(momentum=0.9), data=samples(23))
-WAYS = [name for name in MODES if name not in ("copies", "replicated")]  # where all hold everything anyway
+WAYS = [
+    name for name in MODES if name not in ("copies", "replicated")
+]  # where all hold everything anyway
 TWICE = {"replication": 2}
 
 
@@ -61,7 +63,8 @@ def test_every_server_has_its_part_and_copies_lie_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "what"), [({"replication": 0}, "replication"), ({"replication": 2, "num_servers": 1}, "num_servers")]
+    ("given", "what"),
+    [({"replication": 0}, "replication"), ({"replication": 2, "num_servers": 1}, "num_servers")],
 )
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], what: str) -> None:
     with pytest.raises(ConfigurationError, match=what):
@@ -70,15 +73,22 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], what: str) -> Non
 
 def test_there_are_as_many_servers_as_copies() -> None:
     assert (
-        InProcessCluster(TASK.creator(), num_workers=2, strategy=ParameterServerStrategy(replication=2)).job.replication
+        InProcessCluster(
+            TASK.creator(), num_workers=2, strategy=ParameterServerStrategy(replication=2)
+        ).job.replication
         == 2
     )
     assert (
-        InProcessCluster(TASK.creator(), num_workers=1, strategy=ParameterServerStrategy(replication=2)).job.replication
+        InProcessCluster(
+            TASK.creator(), num_workers=1, strategy=ParameterServerStrategy(replication=2)
+        ).job.replication
         == 1
     )
     assert (
-        InProcessCluster(TASK.creator(), num_workers=2, strategy=AllreduceStrategy(replication=3)).job.replication == 2
+        InProcessCluster(
+            TASK.creator(), num_workers=2, strategy=AllreduceStrategy(replication=3)
+        ).job.replication
+        == 2
     )
 
 
@@ -94,7 +104,9 @@ def salvaged(cluster: InProcessCluster, survivors: list[int]) -> RecoveredState 
 
 @pytest.mark.parametrize("name", WAYS)
 @seeds(4)
-def test_whenever_a_server_dies_survivors_know_every_update_that_was_told(name: str, seed: int) -> None:
+def test_whenever_a_server_dies_survivors_know_every_update_that_was_told(
+    name: str, seed: int
+) -> None:
     """It may be the coordinator's; links are of all speeds, so that servers have heard of different commits."""
     rng = random.Random(seed)
     servers = rng.choice([2, 3])
@@ -103,7 +115,9 @@ def test_whenever_a_server_dies_survivors_know_every_update_that_was_told(name: 
     dead, rounds = rng.randrange(servers), rng.randrange(400)
     begun = cluster.network.rounds
     cluster.client.ask(30, True)
-    cluster.network.run_until(lambda: cluster.network.rounds - begun >= rounds, "the moment of its death")
+    cluster.network.run_until(
+        lambda: cluster.network.rounds - begun >= rounds, "the moment of its death"
+    )
     log = log_of(cluster.coordinator)
     while not cluster.client.outcomes.empty():
         cluster.client.outcomes.get()

@@ -11,7 +11,9 @@ from tests.modes import make, trained
 from tests.reference import Task, same_bits, sgd
 
 
-@pytest.mark.parametrize("left_out", [("metrics",), ("timings",), ("loss",), ("metrics", "timings", "loss")])
+@pytest.mark.parametrize(
+    "left_out", [("metrics",), ("timings",), ("loss",), ("metrics", "timings", "loss")]
+)
 @pytest.mark.parametrize("name", ["sync", "replicated", "backup"])
 def test_a_report_that_says_less_is_a_report(name: str, left_out: Sequence[str]) -> None:
     task = Task(optimizer=sgd())

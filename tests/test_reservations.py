@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from steepest import Callback, Checkpoints, DeadlineConfig, DistributedSGD, ParameterServer, RunConfig
+from steepest import (
+    Callback,
+    Checkpoints,
+    DeadlineConfig,
+    DistributedSGD,
+    ParameterServer,
+    RunConfig,
+)
 from steepest.cluster.fit_loop import check_callbacks
 from steepest.cluster.placement import check_possible
 from steepest.errors import ConfigurationError, ResourcesError
@@ -32,7 +39,12 @@ def node(cpus: float, gpus: float = 0.0, alive: bool = True) -> dict[str, Any]:
         (1, CPU, [node(0)], "1 workers never fit"),
         (1, CPU, [], "1 workers never fit"),
         (1, {"CPU": 1.0, "GPU": 1.0}, [node(8)], "with gpu=False"),
-        (3, {"CPU": 1.0, "GPU": 2.0}, [node(8, 4)], r"asked {CPU: 3, GPU: 6}.*{CPU: 8, GPU: 4}, 2 workers' worth"),
+        (
+            3,
+            {"CPU": 1.0, "GPU": 2.0},
+            [node(8, 4)],
+            r"asked {CPU: 3, GPU: 6}.*{CPU: 8, GPU: 4}, 2 workers' worth",
+        ),
         (1, {"CPU": 4.0}, [node(2), node(2)], "each worker's on one node"),
         (2, CPU, [node(1), node(8, alive=False)], "is {CPU: 1}"),
     ],
@@ -108,7 +120,9 @@ def test_the_trainers_arguments_are_checked_before_anything_starts(wrong: dict[s
     ],
     ids=lambda wrong: next(iter(wrong)),
 )  # fmt: skip
-def test_the_parameter_servers_arguments_are_checked_before_anything_starts(wrong: dict[str, Any]) -> None:
+def test_the_parameter_servers_arguments_are_checked_before_anything_starts(
+    wrong: dict[str, Any],
+) -> None:
     import ray
 
     connected = ray.is_initialized()
@@ -143,11 +157,17 @@ def test_a_trainer_that_is_dropped_gives_its_room_to_the_next(
         pass
     else:
         pytest.fail("the callback's error is raised")
-    with pytest.raises(ResourcesError) as caught:  # the old one is there until the name is bound to the new one
+    with pytest.raises(
+        ResourcesError
+    ) as caught:  # the old one is there until the name is bound to the new one
         trainer = DistributedSGD(
-            linear_model_creator(), num_workers=8, run_config=RunConfig(deadlines=DeadlineConfig(start=1.0))
+            linear_model_creator(),
+            num_workers=8,
+            run_config=RunConfig(deadlines=DeadlineConfig(start=1.0)),
         )
-    assert 'this process holds a trainer with strategy="ps" (CPU: 8): call shutdown()' in str(caught.value)
+    assert 'this process holds a trainer with strategy="ps" (CPU: 8): call shutdown()' in str(
+        caught.value
+    )
     assert "in a notebook before the name is bound to the next one" in str(caught.value)
     del caught
     trainer.step()  # it is as it was
@@ -159,15 +179,23 @@ def test_a_trainer_that_is_dropped_gives_its_room_to_the_next(
         assert alive() is None, "a cycle or a thread keeps it"
     finally:
         gc.enable()
-    with DistributedSGD(linear_model_creator(), num_workers=8, strategy="allreduce", run_config=quick) as trainer:
+    with DistributedSGD(
+        linear_model_creator(), num_workers=8, strategy="allreduce", run_config=quick
+    ) as trainer:
         trainer.step()
-    told = [record for record in caplog.records if "was dropped without shutdown()" in record.getMessage()]
+    told = [
+        record
+        for record in caplog.records
+        if "was dropped without shutdown()" in record.getMessage()
+    ]
     assert [record.levelno for record in told] == [logging.WARNING]
     assert "with DistributedSGD(...) as sgd:" in told[0].getMessage()
 
 
 @pytest.mark.ray
-def test_one_that_is_shut_down_says_nothing(quick: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_is_shut_down_says_nothing(
+    quick: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = DistributedSGD(linear_model_creator(), run_config=quick)
     trainer.shutdown()
     del trainer

@@ -56,7 +56,9 @@ def pids(trainer: DistributedSGD) -> list[int]:
     return trainer.foreach_worker(lambda view: view.pid)
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", ParameterServerStrategy(num_servers=2, chunk_bytes=64)])
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", ParameterServerStrategy(num_servers=2, chunk_bytes=64)]
+)
 def test_between_two_steps_it_is_as_if_it_had_always_been_so(strategy: Any) -> None:
     sizes = [(2, 7), (3, 6), (1, 5), (2, 4)]
     with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy) as trainer:
@@ -104,7 +106,9 @@ def test_while_training_is_under_way(strategy: str) -> None:
     """It goes on until the new worker is up; every sample of each epoch is in exactly one step."""
     task = Task(optimizer=sgd(lr=0.01), data=samples(600), batch_size=1)
     run_config = RunConfig(keep_log=True)
-    with DistributedSGD(task.creator(), num_workers=1, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        task.creator(), num_workers=1, strategy=strategy, run_config=run_config
+    ) as trainer:
         grown = threading.Event()
 
         def grow(trainer: DistributedSGD) -> None:
@@ -154,12 +158,18 @@ def test_within_bounds_it_uses_what_the_cluster_has(ray_cluster: None) -> None:
     """Two of eight CPUs are free, then one more; then a worker dies, whose place is taken by another."""
     taken = [ray.util.placement_group([{"CPU": 1.0}]) for _ in range(6)]
     ray.get([group.ready() for group in taken])
-    task = Task(optimizer=sgd(lr=0.01), data=samples(20_000), batch_size=1)  # in one epoch, whose last step is smaller
-    while ray.available_resources().get("CPU", 0.0) != 2.0:  # until earlier jobs have given theirs back
+    task = Task(
+        optimizer=sgd(lr=0.01), data=samples(20_000), batch_size=1
+    )  # in one epoch, whose last step is smaller
+    while (
+        ray.available_resources().get("CPU", 0.0) != 2.0
+    ):  # until earlier jobs have given theirs back
         ray.wait([taken[0].ready()], timeout=1.0)
     try:
         with DistributedSGD(
-            task.creator(), num_workers=(1, 3), run_config=RunConfig(deadlines=DeadlineConfig(start=8.0))
+            task.creator(),
+            num_workers=(1, 3),
+            run_config=RunConfig(deadlines=DeadlineConfig(start=8.0)),
         ) as trainer:
             assert trainer.num_workers == 2
             first = pids(trainer)
@@ -183,11 +193,15 @@ def test_without_a_successor_it_goes_on_with_fewer(monkeypatch: pytest.MonkeyPat
     run_config = RunConfig(deadlines=DeadlineConfig(start=5.0))
     with DistributedSGD(task.creator(), num_workers=3, run_config=run_config) as trainer:
         cluster = trainer._live()
-        trainer._training.range = WorkerRange(cluster, 1, 3, trainer._state)  # it began with all three
+        trainer._training.range = WorkerRange(
+            cluster, 1, 3, trainer._state
+        )  # it began with all three
         trainer.fit(steps=20, progress=False)
         first = pids(trainer)
         nowhere = ray.remote(Process).options(num_cpus=1000)
-        monkeypatch.setattr(cluster, "start_worker", lambda index: nowhere.remote("nowhere", b"", 1))
+        monkeypatch.setattr(
+            cluster, "start_worker", lambda index: nowhere.remote("nowhere", b"", 1)
+        )
         os.kill(first[1], signal.SIGKILL)
         trainer.fit(steps=40, progress=False)
         assert trainer.num_workers == 2

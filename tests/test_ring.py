@@ -22,7 +22,15 @@ from tests.members import GROUPS, group_of, pattern, together, torch_groups, wir
 
 SIZES = range(1, 9)
 LENGTHS = [0, 1, 5, 8, 1003]
-SUMMED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32]
+SUMMED = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+]
 SUMMED += [torch.int64, torch.bool, torch.complex64, torch.complex128]
 TORCH_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 TORCH_OPS["product"] = dist.ReduceOp.PRODUCT
@@ -38,7 +46,10 @@ def torchs(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
     made = [tensor.clone() for tensor in tensors]
     options = dist.AllreduceOptions()
     options.reduceOp = TORCH_OPS[op]
-    works = [group.allreduce([tensor], options) for group, tensor in zip(_groups(len(made)), made, strict=True)]
+    works = [
+        group.allreduce([tensor], options)
+        for group, tensor in zip(_groups(len(made)), made, strict=True)
+    ]
     for work in works:
         work.wait()
     return made[0]
@@ -83,14 +94,21 @@ def test_equals_torchs_all_reduce(size: int, dtype: torch.dtype) -> None:
                 if op != "product":  # products of as many factors are rounded, in whichever order
                     assert torch.equal(result, wanted)
                 assert torch.equal(result, found[0])
-        assert all(torch.equal(tensor, before) for tensor, before in zip(tensors, kept, strict=True))
+        assert all(
+            torch.equal(tensor, before) for tensor, before in zip(tensors, kept, strict=True)
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_over_every_collective(make_group: Any, size: int) -> None:
     """Several pieces of full size, in a shape."""
-    tensors = [torch.randn(3, 200_001, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
-    found = together(make_group(size), lambda member: ring_allreduce(tensors[member.rank], member, "mean"))
+    tensors = [
+        torch.randn(3, 200_001, generator=torch.Generator().manual_seed(rank))
+        for rank in range(size)
+    ]
+    found = together(
+        make_group(size), lambda member: ring_allreduce(tensors[member.rank], member, "mean")
+    )
     torch.testing.assert_close(found[0], sum(tensors[1:], tensors[0]) / size)
     assert found[0].shape == (3, 200_001)
     assert all(torch.equal(result, found[0]) for result in found)
@@ -103,7 +121,9 @@ def test_no_byte_too_many_is_sent(size: int, length: int) -> None:
     """Each member sends all slices twice, but for two: 2 (size - 1) / size where slices are even."""
     members = InProcessCollective.group(size)
     together(members, lambda member: ring_allreduce(torch.ones(length), member))
-    lengths = [end - begin for begin, end in (even_share(length, rank, size) for rank in range(size))]
+    lengths = [
+        end - begin for begin, end in (even_share(length, rank, size) for rank in range(size))
+    ]
     for member in members:
         spared = lengths[(member.rank + 1) % size] + lengths[(member.rank + 2) % size]
         assert member.bytes_sent == (4 * (2 * length - spared) if size > 1 else 0)
@@ -121,24 +141,38 @@ def test_the_wire_counts_the_same_bytes() -> None:
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_half_precision_halves_the_bytes_and_agrees_to_the_bit(size: int, name: str, dtype: torch.dtype) -> None:
-    tensors = [torch.randn(6400, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+def test_half_precision_halves_the_bytes_and_agrees_to_the_bit(
+    size: int, name: str, dtype: torch.dtype
+) -> None:
+    tensors = [
+        torch.randn(6400, generator=torch.Generator().manual_seed(rank)) for rank in range(size)
+    ]
     members = InProcessCollective.group(size)
-    found = together(members, lambda member: ring_allreduce(tensors[member.rank], member, wire_dtype=name))
+    found = together(
+        members, lambda member: ring_allreduce(tensors[member.rank], member, wire_dtype=name)
+    )
     exact = sum(tensors[1:], tensors[0])
     assert all(torch.equal(result, found[0]) for result in found)
     torch.testing.assert_close(found[0], exact, rtol=0, atol=size * 8 * torch.finfo(dtype).eps)
     if size > 1:
         assert torch.equal(found[0].to(dtype).float(), found[0])  # the finished sum was rounded
-        pieces = 2 * (size - 1) * sum(-(-(e - b) // 64) for b, e in (even_share(6400, r, size) for r in range(size)))
-        assert sum(member.bytes_sent for member in members) == 2 * 2 * (size - 1) * 6400 + 4 * pieces
+        pieces = (
+            2
+            * (size - 1)
+            * sum(-(-(e - b) // 64) for b, e in (even_share(6400, r, size) for r in range(size)))
+        )
+        assert (
+            sum(member.bytes_sent for member in members) == 2 * 2 * (size - 1) * 6400 + 4 * pieces
+        )
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_does_not_fit_into_half_precision_is_scaled(size: int, name: str) -> None:
     values = torch.tensor([65504.0, 1e5, -3e30, 2.0**20, 0.0, float("inf"), float("nan"), 4e9])
-    found = together(InProcessCollective.group(size), lambda m: ring_allreduce(values, m, wire_dtype=name))
+    found = together(
+        InProcessCollective.group(size), lambda m: ring_allreduce(values, m, wire_dtype=name)
+    )
     for result in found:
         torch.testing.assert_close(result[:5], values[:5] * size, rtol=1e-2, atol=3e30 / 2**24)
         assert torch.equal(result.isinf(), values.isinf())
@@ -147,7 +181,9 @@ def test_what_does_not_fit_into_half_precision_is_scaled(size: int, name: str) -
 
 def test_other_dtypes_travel_as_they_are_whatever_the_wire_dtype() -> None:
     tensor = torch.full((3,), 1e300, dtype=torch.float64)
-    found = together(InProcessCollective.group(2), lambda m: ring_allreduce(tensor, m, "mean", wire_dtype="fp16"))
+    found = together(
+        InProcessCollective.group(2), lambda m: ring_allreduce(tensor, m, "mean", wire_dtype="fp16")
+    )
     assert torch.equal(found[1], tensor)
 
 
@@ -161,7 +197,9 @@ def test_other_dtypes_travel_as_they_are_whatever_the_wire_dtype() -> None:
         (torch.ones(2, device="meta"), {}, "on the CPU"),
     ],
 )
-def test_what_cannot_be_reduced_is_refused(tensor: torch.Tensor, options: dict[str, str], said: str) -> None:
+def test_what_cannot_be_reduced_is_refused(
+    tensor: torch.Tensor, options: dict[str, str], said: str
+) -> None:
     with pytest.raises(ConfigurationError, match=said):
         ring_allreduce(tensor, InProcessCollective.group(2)[0], **options)
 

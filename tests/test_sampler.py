@@ -27,7 +27,9 @@ def whole_step(plan: SamplePlan, step: int, replicas: int = 1) -> list[int]:
 
 
 @given(sizes, batches, replica_counts, seeds)
-def test_an_epoch_visits_each_sample_exactly_once(samples: int, batch: int, replicas: int, seed: int) -> None:
+def test_an_epoch_visits_each_sample_exactly_once(
+    samples: int, batch: int, replicas: int, seed: int
+) -> None:
     plan = SamplePlan(samples, batch, seed)
     step = 0
     for epoch in range(3):
@@ -41,7 +43,9 @@ def test_an_epoch_visits_each_sample_exactly_once(samples: int, batch: int, repl
 
 
 @given(sizes, batches, replica_counts, st.integers(0, 200))
-def test_shares_of_a_step_differ_by_at_most_one(samples: int, batch: int, replicas: int, step: int) -> None:
+def test_shares_of_a_step_differ_by_at_most_one(
+    samples: int, batch: int, replicas: int, step: int
+) -> None:
     plan = SamplePlan(samples, batch, seed=1)
     lengths = [len(plan.share(step, replica, replicas)) for replica in range(replicas)]
     assert max(lengths) - min(lengths) <= 1
@@ -82,7 +86,9 @@ def test_a_restart_continues_exactly(samples: int, batch: int, seed: int, step: 
 
 
 @given(sizes, batches, seeds, st.integers(0, 50))
-def test_a_restart_at_the_very_end_of_an_epoch_begins_the_next(samples: int, batch: int, seed: int, step: int) -> None:
+def test_a_restart_at_the_very_end_of_an_epoch_begins_the_next(
+    samples: int, batch: int, seed: int, step: int
+) -> None:
     plan = SamplePlan(samples, batch, seed)
     last = plan.epoch_end(step) - 1
     again = SamplePlan(samples, batch, seed, last + 1, plan.position(last).epoch, samples)
@@ -109,7 +115,9 @@ def test_a_restart_with_another_batch_still_visits_each_sample_once(
 def going_on(
     samples: int, batch: int, seed: int, step: int, rest: Remaining, blocks: Blocks | None = None
 ) -> SamplePlan:
-    return SamplePlan(samples, batch, seed, step, rest.epoch, rest.offset, blocks, rest.left, rest.begun)
+    return SamplePlan(
+        samples, batch, seed, step, rest.epoch, rest.offset, blocks, rest.left, rest.begun
+    )
 
 
 def still_to_come(rest: Remaining, samples: int) -> dict[int, list[int]]:
@@ -126,10 +134,14 @@ def test_whatever_is_leased_returned_and_restarted_each_sample_comes_once_per_ep
 ) -> None:
     rest, step = Remaining(), data.draw(st.integers(0, 3))
     seen: Counter[tuple[int, int]] = Counter()
-    for _ in range(data.draw(st.integers(1, 4))):  # lives of the job, each of another size, with data cut anew
+    for _ in range(
+        data.draw(st.integers(1, 4))
+    ):  # lives of the job, each of another size, with data cut anew
         shares, own, size = (data.draw(st.integers(1, 4)) for _ in range(3))
         parts = shares * own
-        blocks = data.draw(st.sampled_from([None, 1, 4, 100, (samples - samples // 3, samples // 3)]))
+        blocks = data.draw(
+            st.sampled_from([None, 1, 4, 100, (samples - samples // 3, samples // 3)])
+        )
         plan = going_on(samples, parts * size, seed, step, rest, blocks)
         ledger, busy, committed = Ledger(step * shares), [], 0
         for event in data.draw(st.lists(st.integers(0, 5), max_size=25)):
@@ -142,20 +154,27 @@ def test_whatever_is_leased_returned_and_restarted_each_sample_comes_once_per_ep
                 continue
             committed += 1
             at, first = lease // shares, lease % shares * own
-            mine = [int(i) for part in range(first, first + own) for i in plan.share(at, part, parts)]
+            mine = [
+                int(i) for part in range(first, first + own) for i in plan.share(at, part, parts)
+            ]
             seen.update((plan.position(at).epoch, i) for i in mine)
         for lease in busy:
             ledger.give_back(lease)
         rest = plan.remaining(ledger.following, ledger.returned, shares, parts)
         step += committed // shares
-        expected = Counter({(epoch, i): 1 for epoch in range(rest.epoch + 1) for i in range(samples)})
+        expected = Counter(
+            {(epoch, i): 1 for epoch in range(rest.epoch + 1) for i in range(samples)}
+        )
         for epoch, places in still_to_come(rest, samples).items():
             expected.subtract((epoch, int(i)) for i in plan.permutation(epoch)[places])
         assert seen == +expected
         assert 0 <= rest.offset <= samples
         assert list(rest.left) == sorted(rest.left)
         assert all(part[0] <= rest.epoch and part[1] < part[2] for part in rest.left)
-        assert {epoch for epoch, _ in rest.begun} <= {rest.epoch, *(epoch for epoch, _, _ in rest.left)}
+        assert {epoch for epoch, _ in rest.begun} <= {
+            rest.epoch,
+            *(epoch for epoch, _, _ in rest.left),
+        }
 
 
 lefts = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 59), st.integers(1, 9)), max_size=6)
@@ -166,7 +185,11 @@ def test_what_is_left_over_is_dealt_out_first_and_never_two_epochs_in_a_step(
     batch: int, replicas: int, seed: int, drawn: list[tuple[int, int, int]], offset: int
 ) -> None:
     samples = 60
-    kept = {(e, i) for e, begin, n in drawn for i in range(begin, min(begin + n, offset if e == 2 else samples))}
+    kept = {
+        (e, i)
+        for e, begin, n in drawn
+        for i in range(begin, min(begin + n, offset if e == 2 else samples))
+    }
     left = tuple(sorted((e, i, i + 1) for e, i in kept))
     plan = SamplePlan(samples, batch, seed, 7, 2, offset, left=left)
     step = 7
@@ -185,14 +208,26 @@ def test_what_is_left_over_is_dealt_out_first_and_never_two_epochs_in_a_step(
         assert plan.end_of(epoch) == step
 
 
-@given(sizes, batches, replica_counts, seeds, st.integers(0, 30), st.integers(0, 30), st.integers(0, 100))
+@given(
+    sizes,
+    batches,
+    replica_counts,
+    seeds,
+    st.integers(0, 30),
+    st.integers(0, 30),
+    st.integers(0, 100),
+)
 def test_steps_of_leftovers_go_on_exactly_after_a_restart(
     samples: int, batch: int, shares: int, seed: int, first: int, second: int, gap: int
 ) -> None:
     size = batch * shares
     start = SamplePlan(samples, size, seed)
-    plan = going_on(samples, size, seed, 3, start.remaining(first + 1, [gap % (first + 1)], shares, shares))
-    again = going_on(samples, size, seed, second + 3, plan.remaining((second + 3) * shares, [], shares, shares))
+    plan = going_on(
+        samples, size, seed, 3, start.remaining(first + 1, [gap % (first + 1)], shares, shares)
+    )
+    again = going_on(
+        samples, size, seed, second + 3, plan.remaining((second + 3) * shares, [], shares, shares)
+    )
     for step in range(second + 3, second + 12):
         assert whole_step(again, step, shares) == whole_step(plan, step, shares)
 
@@ -213,7 +248,9 @@ def test_where_epochs_ended_is_remembered_over_changes_of_the_batch() -> None:
     other = going_on(10, 2, 0, 7, plan.remaining(7, [], 1, 1))
     assert epoch_ends(other, ends, 9) == [3, 6]
     assert epoch_ends(other, ends, 10) == [3, 6, 10]
-    early = going_on(10, 4, 0, 2, plan.remaining(4, [2], 1, 1))  # the last step of epoch 0 is still to come
+    early = going_on(
+        10, 4, 0, 2, plan.remaining(4, [2], 1, 1)
+    )  # the last step of epoch 0 is still to come
     assert early.position(2) == SamplePlan(10, 4, 0).position(2)
     assert epoch_ends(early, [], 2) == []
     assert epoch_ends(early, [], 3) == [3]
@@ -244,7 +281,10 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
 
 
 def test_the_same_seed_gives_the_same_permutation_on_every_machine() -> None:
-    assert SamplePlan(8, 3, seed=1).permutation(2).tolist() == SamplePlan(8, 5, seed=1).permutation(2).tolist()
+    assert (
+        SamplePlan(8, 3, seed=1).permutation(2).tolist()
+        == SamplePlan(8, 5, seed=1).permutation(2).tolist()
+    )
     assert SamplePlan(8, 3, seed=0).permutation(0).tolist() == [2, 4, 3, 6, 5, 0, 1, 7]
 
 
@@ -281,7 +321,10 @@ def test_a_replicas_stream_of_shares_skips_empty_ones(
     replica = data.draw(st.integers(0, replicas - 1)) if batch >= replicas <= samples else 0
     plan = SamplePlan(samples, batch, seed=1)
     streamed = [share.tolist() for share in islice(plan.shares(2, replica, replicas), 5)]
-    asked = [plan.share(step, replica, replicas).tolist() for step in range(2, 2 + 5 * plan.steps_per_epoch + 5)]
+    asked = [
+        plan.share(step, replica, replicas).tolist()
+        for step in range(2, 2 + 5 * plan.steps_per_epoch + 5)
+    ]
     assert all(streamed)
     assert streamed == [share for share in asked if share][:5]
 
@@ -300,7 +343,12 @@ def test_even_shares_are_contiguous_and_even(count: int, parts: int) -> None:
 
 
 def test_step_seeds_are_distinct_and_fit_in_63_bits() -> None:
-    found = {step_seed(seed, step, replica) for seed in (0, 1, 2**40) for step in range(200) for replica in range(20)}
+    found = {
+        step_seed(seed, step, replica)
+        for seed in (0, 1, 2**40)
+        for step in range(200)
+        for replica in range(20)
+    }
     assert len(found) == 3 * 200 * 20
     assert all(0 <= seed < 2**63 for seed in found)
     assert step_seed(1, 2, 3) != step_seed(1, 3, 2) != step_seed(2, 1, 3)

@@ -49,10 +49,16 @@ def sequential(o: Optimizer) -> Any:
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "LambdaLR": lambda o: schedules.LambdaLR(o, [lambda step: 0.97**step, lambda step: 1 / (1 + step)]),
-    "LambdaLR-numpy": lambda o: schedules.LambdaLR(o, lambda step: np.float32(0.5) ** np.float32(step % 3)),
+    "LambdaLR": lambda o: schedules.LambdaLR(
+        o, [lambda step: 0.97**step, lambda step: 1 / (1 + step)]
+    ),
+    "LambdaLR-numpy": lambda o: schedules.LambdaLR(
+        o, lambda step: np.float32(0.5) ** np.float32(step % 3)
+    ),
     "LambdaLR-object": lambda o: schedules.LambdaLR(o, Warmup()),
-    "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(o, lambda step: 0.97 + 0.001 * (step % 7)),
+    "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(
+        o, lambda step: 0.97 + 0.001 * (step % 7)
+    ),
     "StepLR": lambda o: schedules.StepLR(o, 3, gamma=0.7),
     "MultiStepLR": lambda o: schedules.MultiStepLR(o, [3, 9, 9, 21], gamma=0.3),
     "MultiStepLR-numpy": lambda o: schedules.MultiStepLR(o, np.array([3, 9, 9, 21]), gamma=0.3),  # type: ignore[arg-type]
@@ -62,11 +68,19 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "PolynomialLR": lambda o: schedules.PolynomialLR(o, total_iters=31, power=1.7),
     "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, 8, eta_min=1e-4),
     "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 4, T_mult=2),
-    "OneCycleLR": lambda o: schedules.OneCycleLR(o, max_lr=[0.5, 0.1], total_steps=60, three_phase=True),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(
+        o, max_lr=[0.5, 0.1], total_steps=60, three_phase=True
+    ),
     "CyclicLR": lambda o: schedules.CyclicLR(o, 0.01, 0.1, step_size_up=3, mode="triangular2"),
-    "CyclicLR-function": lambda o: schedules.CyclicLR(o, 0.01, 0.1, step_size_up=3, scale_fn=lambda x: 1 / (1 + x)),
+    "CyclicLR-function": lambda o: schedules.CyclicLR(
+        o, 0.01, 0.1, step_size_up=3, scale_fn=lambda x: 1 / (1 + x)
+    ),
     "ChainedScheduler": lambda o: schedules.ChainedScheduler(
-        [schedules.LinearLR(o, 0.5, total_iters=9), sequential(o), schedules.CyclicLR(o, 0.01, 0.1, step_size_up=3)]
+        [
+            schedules.LinearLR(o, 0.5, total_iters=9),
+            sequential(o),
+            schedules.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+        ]
     ),
     "SequentialLR": sequential,
 }
@@ -87,13 +101,18 @@ def spec_of(kind: str, scheduler: Callable[[Optimizer], Any]) -> OptimizerSpec:
 
 def loop(kind: str, spec: OptimizerSpec, steps: int) -> list[str]:
     """The hyperparameters of each step in the loop that everybody writes."""
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1, 1))], **hyper} for _, hyper in spec.groups]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1, 1))], **hyper} for _, hyper in spec.groups
+    ]
     optimizer = OPTIMIZERS[kind](groups)
     assert spec.lr_scheduler is not None
     scheduler = spec.lr_scheduler(optimizer)
     found = []
     for _ in range(steps):
-        now = [{key: group[key] for key in base} for (_, base), group in zip(spec.groups, optimizer.param_groups)]  # noqa: B905
+        now = [
+            {key: group[key] for key in base}
+            for (_, base), group in zip(spec.groups, optimizer.param_groups, strict=False)
+        ]
         found.append(plainly(now))
         optimizer.step()
         scheduler.step()
@@ -102,11 +121,18 @@ def loop(kind: str, spec: OptimizerSpec, steps: int) -> list[str]:
 
 def plainly(groups: list[dict[str, Any]]) -> str:
     """Every bit of them, as text."""
-    return repr([{k: v.item() if isinstance(v, np.generic) else v for k, v in group.items()} for group in groups])
+    return repr(
+        [
+            {k: v.item() if isinstance(v, np.generic) else v for k, v in group.items()}
+            for group in groups
+        ]
+    )
 
 
 def whole(spec: OptimizerSpec, schedule: Schedule, step: int) -> str:
-    return plainly([base | changed for (_, base), changed in zip(spec.groups, schedule.at(step), strict=True)])
+    return plainly(
+        [base | changed for (_, base), changed in zip(spec.groups, schedule.at(step), strict=True)]
+    )
 
 
 def test_every_scheduler_of_torch_that_depends_on_the_step_alone_is_here() -> None:
@@ -118,7 +144,9 @@ def test_every_scheduler_of_torch_that_depends_on_the_step_alone_is_here() -> No
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @settings(max_examples=10, deadline=None)
 @given(splits=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 2)), min_size=1, max_size=4))
-def test_going_on_from_a_state_is_going_on(kind: str, name: str, splits: list[tuple[int, int]]) -> None:
+def test_going_on_from_a_state_is_going_on(
+    kind: str, name: str, splits: list[tuple[int, int]]
+) -> None:
     spec = spec_of(kind, SCHEDULERS[name])
     assert spec.schedule_id, "this state is not carried"
     expected = loop(kind, spec, 40)
@@ -161,7 +189,9 @@ def calls() -> Iterator[Callable[[], int]]:
 
 
 def test_a_state_of_another_schedule_is_not_taken() -> None:
-    spec, other = (spec_of("sgd", lambda o, g=g: schedules.StepLR(o, 3, gamma=g)) for g in (0.5, 0.7))
+    spec, other = (
+        spec_of("sgd", lambda o, g=g: schedules.StepLR(o, 3, gamma=g)) for g in (0.5, 0.7)
+    )
     before = Schedule(other)
     before.at(9)
     schedule = Schedule(spec)
@@ -169,7 +199,9 @@ def test_a_state_of_another_schedule_is_not_taken() -> None:
     assert whole(spec, schedule, 10) == loop("sgd", spec, 11)[10]
 
 
-@pytest.mark.parametrize("damage", [{"groups": {"pickle": "x"}}, {"step": -3}, {"step": "9"}, {"scheduler": 3}])
+@pytest.mark.parametrize(
+    "damage", [{"groups": {"pickle": "x"}}, {"step": -3}, {"step": "9"}, {"scheduler": 3}]
+)
 def test_a_damaged_state_is_computed_anew(damage: dict[str, Any]) -> None:
     spec = spec_of("sgd", SCHEDULERS["StepLR"])
     before = Schedule(spec)
@@ -208,7 +240,9 @@ class Opaque(schedules.ExponentialLR):
 
 
 @pytest.mark.parametrize("scheduler", [Forgetful, Opaque])
-def test_what_cannot_be_carried_is_computed_from_its_beginning(scheduler: Callable[[Optimizer], Any]) -> None:
+def test_what_cannot_be_carried_is_computed_from_its_beginning(
+    scheduler: Callable[[Optimizer], Any],
+) -> None:
     spec = spec_of("sgd", scheduler)
     assert not spec.schedule_id
     schedule = Schedule(spec)
@@ -218,7 +252,15 @@ def test_what_cannot_be_carried_is_computed_from_its_beginning(scheduler: Callab
 
 @pytest.mark.parametrize(
     "value",
-    [(1, [2.5, None, True]), {3: (0.1,), "a": {}}, Counter({3: 2}), math.inf, -math.inf, np.float32(0.1), np.int64(7)],
+    [
+        (1, [2.5, None, True]),
+        {3: (0.1,), "a": {}},
+        Counter({3: 2}),
+        math.inf,
+        -math.inf,
+        np.float32(0.1),
+        np.int64(7),
+    ],
 )
 def test_values_come_back_from_json_as_they_were(value: Any) -> None:
     found = from_json(json.loads(json.dumps(to_json(value))))
@@ -231,7 +273,9 @@ def test_what_has_no_json_is_refused(value: Any) -> None:
         to_json(value)
 
 
-@pytest.mark.parametrize("text", [{}, {"a": 1, "b": 2}, {"pickle": "x"}, {"numpy": ["object_", 1]}, {"dict": 3}])
+@pytest.mark.parametrize(
+    "text", [{}, {"a": 1, "b": 2}, {"pickle": "x"}, {"numpy": ["object_", 1]}, {"dict": 3}]
+)
 def test_what_is_no_json_of_a_value_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="no JSON of a value"):
         from_json(text)
@@ -241,7 +285,9 @@ def test_what_is_no_json_of_a_value_is_refused(text: Any) -> None:
 
 
 def grouped(module: torch.nn.Module) -> Optimizer:
-    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(module.parameters())])
+    return torch.optim.SGD(
+        [{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(module.parameters())]
+    )
 
 
 def task_of(scheduler: Callable[[Optimizer], Any]) -> Task:
@@ -254,8 +300,13 @@ def rates(cluster: InProcessCluster) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["sync", "async", "allreduce"])
 @settings(max_examples=5, deadline=None)
-@given(split=st.integers(1, 25), scheduler=st.sampled_from(sorted(set(SCHEDULERS) - {"OneCycleLR", "LambdaLR"})))
-def test_another_coordinator_goes_on_with_the_same_hyperparameters(name: str, split: int, scheduler: str) -> None:
+@given(
+    split=st.integers(1, 25),
+    scheduler=st.sampled_from(sorted(set(SCHEDULERS) - {"OneCycleLR", "LambdaLR"})),
+)
+def test_another_coordinator_goes_on_with_the_same_hyperparameters(
+    name: str, split: int, scheduler: str
+) -> None:
     task = task_of(SCHEDULERS[scheduler])
     straight = make(name, task)
     trained(straight, split + 5)
@@ -263,7 +314,10 @@ def test_another_coordinator_goes_on_with_the_same_hyperparameters(name: str, sp
     trained(before, split)
     found = before.snapshot("state")
     assert found.state["schedule"]["step"] <= split
-    after.wait(after.client.install(found.version, found.weights, found.records, found.state), "the installation")
+    after.wait(
+        after.client.install(found.version, found.weights, found.records, found.state),
+        "the installation",
+    )
     trained(after, 5)
     assert rates(after) == rates(straight)[found.version :]
 
@@ -275,7 +329,10 @@ def test_going_on_costs_the_same_at_any_step(calls: Callable[[], int]) -> None:
         trained(before, split)
         found = before.snapshot("state")
         calls()
-        after.wait(after.client.install(found.version, found.weights, found.records, found.state), "the installation")
+        after.wait(
+            after.client.install(found.version, found.weights, found.records, found.state),
+            "the installation",
+        )
         trained(after, 2)
         assert calls() <= 4
 
@@ -290,7 +347,10 @@ def test_who_takes_over_from_a_dead_coordinator_has_a_short_way(calls: Callable[
     found = assemble(len(before.job.holders), {1: state_of([survivor])})
     assert found is not None
     calls()
-    after.wait(after.client.install(found.version, before.snapshot().weights, [], found.state), "the installation")
+    after.wait(
+        after.client.install(found.version, before.snapshot().weights, [], found.state),
+        "the installation",
+    )
     trained(after, 2)
     assert calls() <= SCHEDULE_EVERY + 2
     straight = make("copies", task)
@@ -313,11 +373,15 @@ def test_while_a_schedule_has_a_long_way_nobody_is_blamed() -> None:
     """Time passes when nothing moves: here more than a step may take."""
     task = task_of(counting)
     cluster = make("sync", task, step_timeout=60.0)
-    cluster.wait(cluster.client.install(45_000, cluster.snapshot().weights, None), "the installation")
+    cluster.wait(
+        cluster.client.install(45_000, cluster.snapshot().weights, None), "the installation"
+    )
     before = cluster.network.now
     trained(cluster, 1)
     assert cluster.network.now - before > 60.0
-    assert rates(cluster) == [[{"lr": group["lr"]} for group in Schedule(cluster.job.server_spec).at(45_000)]]
+    assert rates(cluster) == [
+        [{"lr": group["lr"]} for group in Schedule(cluster.job.server_spec).at(45_000)]
+    ]
 
 
 class Fading(schedules.ExponentialLR):
@@ -342,7 +406,9 @@ def test_a_schedule_that_raises_fails_each_step_from_there_on() -> None:
 
 
 def local_job(task: Task, workers: int, every: int) -> InProcessCluster:
-    return InProcessCluster(task.creator(), num_workers=workers, strategy=LocalStrategy(sync_every=every))
+    return InProcessCluster(
+        task.creator(), num_workers=workers, strategy=LocalStrategy(sync_every=every)
+    )
 
 
 def inner(cluster: InProcessCluster, worker: int, step: int) -> Any:
@@ -356,7 +422,9 @@ def inner(cluster: InProcessCluster, worker: int, step: int) -> Any:
     scheduler=st.sampled_from(sorted(set(SCHEDULERS) - {"OneCycleLR", "LambdaLR"})),
 )
 @example(split=4, every=3, scheduler="ConstantLR")  # it is back at the recipe's rate by then
-def test_workers_of_local_training_go_on_to_the_same_weights(split: int, every: int, scheduler: str) -> None:
+def test_workers_of_local_training_go_on_to_the_same_weights(
+    split: int, every: int, scheduler: str
+) -> None:
     task = task_of(SCHEDULERS[scheduler])
     straight, before, after = (local_job(task, 2, every) for _ in range(3))
     trained(straight, split + 3)
@@ -364,7 +432,9 @@ def test_workers_of_local_training_go_on_to_the_same_weights(split: int, every: 
     found = before.snapshot("state")
     first = before.job.plan()
     assert first is not None
-    plan = after.job.plan(split, first.remaining(split * before.job.shares, [], before.job.shares, before.job.parts))
+    plan = after.job.plan(
+        split, first.remaining(split * before.job.shares, [], before.job.shares, before.job.parts)
+    )
     for index, worker in enumerate(after.workers):
         state, plain, _ = before.workers[index]._replicas.inner_state(split)  # type: ignore[attr-defined]
         worker._replicas.load_inner_state(state, plain, inner(before, index, split))  # type: ignore[attr-defined]

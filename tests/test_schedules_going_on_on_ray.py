@@ -28,7 +28,9 @@ class Counting(ExponentialLR):
 
 
 def grouped(module: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(module.parameters())])
+    return torch.optim.SGD(
+        [{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(module.parameters())]
+    )
 
 
 TASK = Task(optimizer=grouped, data=samples(23), lr_scheduler=lambda o: Counting(o, 0.997))
@@ -78,12 +80,17 @@ def saved(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint_goes_on_with_other_numbers_strategies_and_sizes(saved: Path) -> None:
-    with DistributedSGD(TASK.creator(), num_workers=3, strategy="allreduce", run_config=LOGGED) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=3, strategy="allreduce", run_config=LOGGED
+    ) as trainer:
         before = counted(trainer)
         trainer.restore(saved)
         trainer.fit(steps=2, progress=False)
         assert more(trainer, before) <= 5
-        assert [commit.hyperparameters for commit in trainer.log().commits] == [rates(250), rates(251)]
+        assert [commit.hyperparameters for commit in trainer.log().commits] == [
+            rates(250),
+            rates(251),
+        ]
         before = counted(trainer)
         trainer.set_strategy(LocalStrategy(sync_every=5))
         trainer.fit(steps=2, progress=False)
@@ -103,19 +110,26 @@ def test_a_checkpoint_goes_on_with_other_numbers_strategies_and_sizes(saved: Pat
 
 def test_a_coordinator_that_dies_has_a_successor_with_a_short_way(saved: Path) -> None:
     config: Any = AllreduceStrategy(replication=2)
-    with DistributedSGD(TASK.creator(), num_workers=3, strategy=config, run_config=LOGGED) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=3, strategy=config, run_config=LOGGED
+    ) as trainer:
         trainer.restore(saved)
         trainer.fit(steps=2, progress=False)
         before = dict(zip(pids(trainer), counted(trainer), strict=True))
         os.kill(pids(trainer)[0], signal.SIGKILL)
         trainer.fit(steps=3, progress=False)
         after = dict(zip(pids(trainer), counted(trainer), strict=True))
-        assert max(after[pid] - before[pid] for pid in before.keys() & after.keys()) <= SCHEDULE_EVERY + 10
+        assert (
+            max(after[pid] - before[pid] for pid in before.keys() & after.keys())
+            <= SCHEDULE_EVERY + 10
+        )
         found = [commit.hyperparameters for part in trainer.log().parts for commit in part.commits]
         assert found == [rates(step) for step in range(250, 255)]
 
 
-def test_a_schedule_that_cannot_be_carried_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_that_cannot_be_carried_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     task = Task(optimizer=grouped, data=samples(23), lr_scheduler=Opaque)
     with DistributedSGD(task.creator(), num_workers=1, run_config=LOGGED) as trainer:
         trainer.fit(steps=2, progress=False)
@@ -126,4 +140,6 @@ def test_a_schedule_that_cannot_be_carried_is_told_of_once(tmp_path: Path, caplo
             trainer.restore(tmp_path / "checkpoint")
             trainer.step()
             assert trainer.log().commits[0].hyperparameters == rates(2)
-        assert len([line for line in caplog.messages if "from its beginning (2 steps)" in line]) == 1
+        assert (
+            len([line for line in caplog.messages if "from its beginning (2 steps)" in line]) == 1
+        )

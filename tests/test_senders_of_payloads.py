@@ -41,7 +41,10 @@ def test_weights_in_the_name_of_a_server_are_written_nowhere(name: str, role: st
 def tell_weights(cluster: InProcessCluster, stranger: Peer, source: Peer) -> None:
     """A stranger sends a worker other weights of every chunk; all of it is refused."""
     near = cluster.worker_routers[0]
-    newer = {"generation": cluster.coordinator.generation + 1, "version": cluster.coordinator.version + 1}
+    newer = {
+        "generation": cluster.coordinator.generation + 1,
+        "version": cluster.coordinator.version + 1,
+    }
     for chunk in cluster.job.description.layout.chunks:
         router = cluster.network.router()
         link = cluster.network.connect(router, (stranger,), near, tuple(near._roles))
@@ -107,7 +110,11 @@ class Unattached:
 
 @pytest.mark.parametrize(
     "channel",
-    [Unattached(server_peer(0)), Unattached(server_peer(1), COORDINATOR), Unattached(server_peer(1), worker_peer(0))],
+    [
+        Unattached(server_peer(0)),
+        Unattached(server_peer(1), COORDINATOR),
+        Unattached(server_peer(1), worker_peer(0)),
+    ],
 )
 def test_a_channel_that_will_be_refused_is_given_no_place(near: Router, channel: Channel) -> None:
     with pytest.raises(ProtocolError, match="connected"):
@@ -126,7 +133,9 @@ def test_over_sockets_too(node, server: Node, family: str) -> None:  # noqa: F81
     client = node(worker_peer(2), node="here" if family == "unix" else "elsewhere")
     channel = together(lambda: client.transport.connect(server.address), server)
     for source in (worker_peer(2), server_peer(0)):
-        message = Message(Kind.JOIN, payload=torch.ones(8, dtype=torch.uint8), source=source, target=COORDINATOR)
+        message = Message(
+            Kind.JOIN, payload=torch.ones(8, dtype=torch.uint8), source=source, target=COORDINATOR
+        )
         channel.send(message)
     until(lambda: server.lost, server)
     assert [message.source for message in server.messages] == [worker_peer(2)]

@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from steepest import AllreduceStrategy, Callback, DistributedSGD, ParameterServerStrategy, SimpleStrategy, StepResult
+from steepest import (
+    AllreduceStrategy,
+    Callback,
+    DistributedSGD,
+    ParameterServerStrategy,
+    SimpleStrategy,
+    StepResult,
+)
 from steepest.config.strategies import StrategyConfig
 from steepest.errors import ConfigurationError, ShutdownError
 from steepest.testing import InProcessCluster
@@ -100,13 +107,21 @@ def test_equals_serial_training(strategy: Any, workers: int, devices: int) -> No
         pids = [place.pid for place in trainer._live().places.values()]
         assert len(pids) == workers + (2 if strategy is PS else 0)
         assert threads() > before
-    again = InProcessCluster(PLAIN.creator(), num_workers=workers, devices_per_worker=devices, strategy=config)
+    again = InProcessCluster(
+        PLAIN.creator(), num_workers=workers, devices_per_worker=devices, strategy=config
+    )
     again.step(20)
     assert same_bits(weights, again.weights())  # two runs with one seed
     assert threads() == before
     assert all_gone(pids)
     trainer.shutdown()
-    for use in (trainer.step, trainer.weights, trainer.stats, trainer.warmup, lambda: trainer.fit(steps=1)):
+    for use in (
+        trainer.step,
+        trainer.weights,
+        trainer.stats,
+        trainer.warmup,
+        lambda: trainer.fit(steps=1),
+    ):
         with pytest.raises(ShutdownError, match="shut down"):
             use()
 
@@ -149,14 +164,19 @@ def reference(steps: int, strategy: StrategyConfig) -> tuple[Any, list[StepResul
     """Weights and results of an uninterrupted run."""
     cluster = InProcessCluster(TASK.creator(), num_workers=2, strategy=strategy)
     found = cluster.step(steps)
-    results = [StepResult.from_message(m.version, m.values(), (m.version - 1) // STEPS_PER_EPOCH) for m in found]
+    results = [
+        StepResult.from_message(m.version, m.values(), (m.version - 1) // STEPS_PER_EPOCH)
+        for m in found
+    ]
     return cluster.weights(), results
 
 
 class Recorder(Callback):
     """Writes down what it is called with, and may do something then."""
 
-    def __init__(self, name: str, log: list[Any], do: Callable[[Any, StepResult], Any] = lambda *_: None) -> None:
+    def __init__(
+        self, name: str, log: list[Any], do: Callable[[Any, StepResult], Any] = lambda *_: None
+    ) -> None:
         self.name, self.log, self.do = name, log, do
 
     def on_fit_begin(self, sgd: Any, steps: int) -> None:
@@ -183,7 +203,12 @@ def test_results_of_steps(trainer: DistributedSGD) -> None:
     weights, expected = reference(6, trainer.strategy)
     for number, wanted in enumerate(expected, start=1):
         result = trainer.step(fetch_stats=number != 3)
-        assert (result.step, result.epoch, result.samples, result.staleness) == (number, (number - 1) // 4, 4, (0, 0))
+        assert (result.step, result.epoch, result.samples, result.staleness) == (
+            number,
+            (number - 1) // 4,
+            4,
+            (0, 0),
+        )
         if number == 3:
             assert result.loss != result.loss
             assert result.metrics == result.timings == {}
@@ -194,12 +219,16 @@ def test_results_of_steps(trainer: DistributedSGD) -> None:
     assert same_bits(trainer.weights(), weights)
 
 
-def test_fit_calls_back_in_order(trainer: DistributedSGD, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_calls_back_in_order(
+    trainer: DistributedSGD, capsys: pytest.CaptureFixture[str]
+) -> None:
     log: list[Any] = []
     last = trainer.fit(steps=3, callbacks=[Recorder("a", log), Recorder("b", log)])
     calls = [("begin", 3), ("step", 1), ("step", 2), ("step", 3), ("end",)]
     assert log == [(name, *call) for call in calls for name in "ab"]
-    assert last == StepResult(3, 0, last.loss, last.metrics, SAMPLES, (0, 0), last.timings, last.gradient_norm)
+    assert last == StepResult(
+        3, 0, last.loss, last.metrics, SAMPLES, (0, 0), last.timings, last.gradient_norm
+    )
     shown = capsys.readouterr().err
     assert "3/3" in shown
     assert f"loss={last.loss:.4f}" in shown
@@ -208,7 +237,9 @@ def test_fit_calls_back_in_order(trainer: DistributedSGD, capsys: pytest.Capture
             trainer.fit(**wrong)  # type: ignore[arg-type]
 
 
-def test_between_epochs_a_callback_may_evaluate_and_save(trainer: DistributedSGD, tmp_path: Path) -> None:
+def test_between_epochs_a_callback_may_evaluate_and_save(
+    trainer: DistributedSGD, tmp_path: Path
+) -> None:
     seen: list[Any] = []
 
     class Between(EpochRecorder):
@@ -223,7 +254,14 @@ def test_between_epochs_a_callback_may_evaluate_and_save(trainer: DistributedSGD
     trainer.fit(steps=2, progress=False)
     trainer.fit(epochs=2, callbacks=[Between("a", log)], progress=False)
     steps = [("a", "step", step) for step in range(3, 9)]
-    assert log == [("a", "begin", 6), *steps[:2], ("a", "epoch", 0, 4), *steps[2:], ("a", "epoch", 1, 8), ("a", "end")]
+    assert log == [
+        ("a", "begin", 6),
+        *steps[:2],
+        ("a", "epoch", 0, 4),
+        *steps[2:],
+        ("a", "epoch", 1, 8),
+        ("a", "end"),
+    ]
     weights, _ = reference(8, trainer.strategy)
     assert same_bits(trainer.weights(), weights)
     trainer.restore(tmp_path / "0")
@@ -248,13 +286,17 @@ def test_what_a_callback_raises_ends_the_training_between_two_steps(
     assert log[-2:] == [("a", "step", 3), ("a", "end")]
     after = trainer.stats()
     assert 10 <= after.step < 100_000
-    assert after.samples - before.samples == SAMPLES * after.step  # those committed meanwhile count too
+    assert (
+        after.samples - before.samples == SAMPLES * after.step
+    )  # those committed meanwhile count too
     assert trainer.step().step == after.step + 1
     weights, _ = reference(after.step + 1, trainer.strategy)
     assert same_bits(trainer.weights(), weights)
 
 
-def test_on_step_may_read_weights_but_nothing_that_needs_idle_workers(trainer: DistributedSGD, tmp_path: Path) -> None:
+def test_on_step_may_read_weights_but_nothing_that_needs_idle_workers(
+    trainer: DistributedSGD, tmp_path: Path
+) -> None:
     wrong: list[Callable[[], Any]] = [
         trainer.step,
         trainer.warmup,
@@ -296,7 +338,9 @@ def test_evaluation_equals_one_process(trainer: DistributedSGD) -> None:
         with torch.no_grad():
             output = module(x)
         assert found.loss == pytest.approx(float(nn.functional.mse_loss(output, y)), rel=1e-12)
-        assert found.metrics == {"mae": pytest.approx(float(mean_absolute_error(output, y)), rel=1e-12)}
+        assert found.metrics == {
+            "mae": pytest.approx(float(mean_absolute_error(output, y)), rel=1e-12)
+        }
     for state, kept in zip(states, trainer.foreach_model(lambda model: model.state()), strict=True):
         assert same_bits(state, kept)
     with pytest.raises(ConfigurationError):
@@ -306,7 +350,9 @@ def test_evaluation_equals_one_process(trainer: DistributedSGD) -> None:
     assert same_bits(trainer.weights(), weights)
 
 
-def test_weights_may_be_read_by_another_thread_while_training_goes_on(trainer: DistributedSGD) -> None:
+def test_weights_may_be_read_by_another_thread_while_training_goes_on(
+    trainer: DistributedSGD,
+) -> None:
     shapes = {name: weight.shape for name, weight in trainer.weights().items()}
     enough = threading.Event()
     found: list[dict[str, torch.Tensor]] = []
@@ -338,10 +384,15 @@ def test_set_weights(trainer: DistributedSGD) -> None:
     trainer.set_weights({"decode.weight": tied, "head.bias": torch.zeros(2)})
     expected = before | {"encode.weight": tied, "head.bias": torch.zeros(2, dtype=torch.float64)}
     assert same_bits(trainer.weights(), expected)
-    for part in trainer.foreach_model(lambda m: {n: p.detach().clone() for n, p in m.module.named_parameters()}):
+    for part in trainer.foreach_model(
+        lambda m: {n: p.detach().clone() for n, p in m.module.named_parameters()}
+    ):
         assert same_bits(part, expected)
     for wrong, message in (
-        ({"head.bias": torch.ones(2), "head.wait": torch.ones(1)}, "no parameter is named 'head.wait'"),
+        (
+            {"head.bias": torch.ones(2), "head.wait": torch.ones(1)},
+            "no parameter is named 'head.wait'",
+        ),
         ({"head.bias": torch.ones(3)}, r"'head.bias' has shape \(3,\), the model's has \(2,\)"),
     ):
         with pytest.raises(ConfigurationError, match=message):

@@ -17,7 +17,14 @@ import torch
 from steepest.errors import ProtocolError
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.tensors import shared_memory
-from steepest.tensors.shared_memory import BOARD_BYTES, NOTICE, SHARED_FROM, Segment, allocate, segment_of
+from steepest.tensors.shared_memory import (
+    BOARD_BYTES,
+    NOTICE,
+    SHARED_FROM,
+    Segment,
+    allocate,
+    segment_of,
+)
 from steepest.transport.frames import FrameReader, encode
 from tests.drawn import seeds
 from tests.processes import Child
@@ -118,8 +125,12 @@ def test_lent_memory_that_its_owner_lets_go_of_stays_for_the_reader(
     assert torch.equal(leaving.messages[0].payload, data_of(1 << 20))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns where threads are about
-def test_a_forked_child_gives_nothing_back(ends: tuple[object, object], leaving: Node, client: Node) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:.*fork:DeprecationWarning"
+)  # Python 3.12 warns where threads are about
+def test_a_forked_child_gives_nothing_back(
+    ends: tuple[object, object], leaving: Node, client: Node
+) -> None:
     memory = lendable(SHARED_FROM)
     ends[0].send(message_of(memory))
     until(lambda: leaving.messages, client, leaving)
@@ -193,14 +204,21 @@ def test_room_for_copies_is_used_again(
         for _ in range(3):
             ends[0].send(message_of(data_of(SHARED_FROM, sequence)))
         until(lambda: len(leaving.messages) == 3, client, leaving)
-        assert all(torch.equal(message.payload, data_of(SHARED_FROM, sequence)) for message in leaving.messages)
+        assert all(
+            torch.equal(message.payload, data_of(SHARED_FROM, sequence))
+            for message in leaving.messages
+        )
         leaving.messages.clear()
         assert len(client.transport.lending._outbox) == 2, "two regions of two payloads"
 
 
 @pytest.mark.parametrize("limit", ["OUTBOX_BYTES", "board"])
 def test_when_too_much_is_lent_payloads_go_through_the_socket(
-    ends: tuple[object, object], leaving: Node, client: Node, monkeypatch: pytest.MonkeyPatch, limit: str
+    ends: tuple[object, object],
+    leaving: Node,
+    client: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
 ) -> None:
     near = ends[0]
     if limit == "board":
@@ -232,7 +250,9 @@ def test_a_closed_channel_takes_back_what_it_lent_and_leaves_nothing_behind(
     ends[0].close()
     until(lambda: leaving.lost, leaving)
     assert not client.transport.in_use(memory)
-    assert torch.equal(leaving.messages[0].payload, memory), "the reader's mapping stays as long as it is needed"
+    assert torch.equal(leaving.messages[0].payload, memory), (
+        "the reader's mapping stays as long as it is needed"
+    )
     leaving.messages.clear()
     leaving.lost.clear()
     leaving.opened.clear()
@@ -291,11 +311,19 @@ def test_memory_that_could_be_pulled_away_or_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("notice", "size"),
-    [((1, 0, 0), 8), ((0, BOARD_BYTES, 0), 8), ((0, 0, 4089), 8), ((0, 0, 0), 4097), ((0, 0, 0), 0)],
+    [
+        ((1, 0, 0), 8),
+        ((0, BOARD_BYTES, 0), 8),
+        ((0, 0, 4089), 8),
+        ((0, 0, 0), 4097),
+        ((0, 0, 0), 0),
+    ],
 )
 def test_a_notice_that_no_lender_gives_is_refused(notice: tuple[int, int, int], size: int) -> None:
     with pytest.raises(ProtocolError, match="shared memory"):
-        shared_memory.Borrower().borrow(NOTICE.pack(*notice), size, deque([sealed(BOARD_BYTES), sealed(4096)]))
+        shared_memory.Borrower().borrow(
+            NOTICE.pack(*notice), size, deque([sealed(BOARD_BYTES), sealed(4096)])
+        )
 
 
 def test_a_lent_payload_over_a_stream_without_shared_memory_is_refused() -> None:

@@ -93,21 +93,34 @@ def check(trainer: DistributedSGD, watch: Watch) -> None:
     log = trainer.log()
     assert [part.num_workers for part in log.parts] == [workers for workers, _ in watch.sizes()]
     assert same_bits(replay(log, TASK.creator()), trainer.weights())
-    seen = Counter(sample for epoch, *place in log.samples() for sample in ((epoch, n) for n in range(*place)))
-    assert len(seen) == seen.total() == trainer.stats().samples == sum(result.samples for result in watch.results)
+    seen = Counter(
+        sample for epoch, *place in log.samples() for sample in ((epoch, n) for n in range(*place))
+    )
+    assert (
+        len(seen)
+        == seen.total()
+        == trainer.stats().samples
+        == sum(result.samples for result in watch.results)
+    )
 
 
-@pytest.mark.parametrize("strategy", ["ps", ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2)])
+@pytest.mark.parametrize(
+    "strategy", ["ps", ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2)]
+)
 @pytest.mark.parametrize("dead", [[1], [0, 2]])
 def test_the_others_go_on_and_the_successor_gets_its_number(strategy: Any, dead: list[int]) -> None:
-    with DistributedSGD(TASK.creator(), num_workers=4, strategy=strategy, run_config=LOGGED) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=4, strategy=strategy, run_config=LOGGED
+    ) as trainer:
         before = pids(trainer)
         watch = Watch((20, killer(*(before[index] for index in dead))))
         train_until(trainer, watch, "returned")
         while trainer.num_workers < 4:
             trainer.fit(steps=50, callbacks=[watch], progress=False)
         after = pids(trainer)
-        assert [pid for pid in after if pid in before] == [pid for i, pid in enumerate(before) if i not in dead]
+        assert [pid for pid in after if pid in before] == [
+            pid for i, pid in enumerate(before) if i not in dead
+        ]
         if len(dead) == 1:
             (successor,) = set(after) - set(before)
             assert after.index(successor) == dead[0]
@@ -130,7 +143,9 @@ def test_the_others_go_on_and_the_successor_gets_its_number(strategy: Any, dead:
     ],
 )
 def test_the_others_go_on_under_any_strategy(strategy: Any) -> None:
-    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy, run_config=LOGGED) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=3, strategy=strategy, run_config=LOGGED
+    ) as trainer:
         before = pids(trainer)
         watch = Watch((20, killer(before[1])))
         train_until(trainer, watch, "returned")
@@ -142,7 +157,8 @@ def test_the_others_go_on_under_any_strategy(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "strategy"), [(2, "simple"), (3, ParameterServerStrategy(transport="ray", num_servers=2))]
+    ("workers", "strategy"),
+    [(2, "simple"), (3, ParameterServerStrategy(transport="ray", num_servers=2))],
 )
 def test_those_whose_channels_are_ray_wait(workers: int, strategy: Any) -> None:
     """Two do as ever; and where servers would have to start anew for the others, a successor is there as soon."""
@@ -155,7 +171,9 @@ def test_those_whose_channels_are_ray_wait(workers: int, strategy: Any) -> None:
         assert trainer.stats().replaced == 1
 
 
-@pytest.mark.parametrize("copies", [{"num_servers": 1}, {"replication": 2, "outer_momentum": 0.5, "outer_lr": 0.7}])
+@pytest.mark.parametrize(
+    "copies", [{"num_servers": 1}, {"replication": 2, "outer_momentum": 0.5, "outer_lr": 0.7}]
+)
 def test_workers_that_train_by_themselves_go_on(copies: dict[str, Any]) -> None:
     """The dead one's momentum is lost; every sample is in exactly one round of the epoch."""
     x, _ = samples(400)
@@ -170,14 +188,20 @@ def test_workers_that_train_by_themselves_go_on(copies: dict[str, Any]) -> None:
         by_epoch = Counter[Any]()
         for result in watch.results:
             by_epoch[result.epoch] += result.samples
-        assert [by_epoch[epoch] for epoch in range(len(by_epoch) - 1)] == [400] * (len(by_epoch) - 1)
+        assert [by_epoch[epoch] for epoch in range(len(by_epoch) - 1)] == [400] * (
+            len(by_epoch) - 1
+        )
         assert trainer.evaluate(task.data).loss < before_loss / 2
 
 
 def test_who_dies_while_others_are_awaited_is_done_without_too() -> None:
     with DistributedSGD(TASK.creator(), num_workers=4, run_config=LOGGED) as trainer:
         before = pids(trainer)
-        watch = Watch((10, killer(before[1])), (30, killer(before[2])), (31, lambda: trainer.resize(num_workers=5)))
+        watch = Watch(
+            (10, killer(before[1])),
+            (30, killer(before[2])),
+            (31, lambda: trainer.resize(num_workers=5)),
+        )
         while trainer.num_workers < 5:
             trainer.fit(steps=50, callbacks=[watch], progress=False)
         trainer.fit(steps=10, callbacks=[watch], progress=False)
@@ -207,7 +231,10 @@ def test_who_dies_again_and_again_is_left_out() -> None:
 
 
 def test_two_wait_for_each_other_and_any_number_does_if_told_to() -> None:
-    for workers, run_config in ((2, RunConfig()), (3, RunConfig(failure=FailureConfig(patience=math.inf)))):
+    for workers, run_config in (
+        (2, RunConfig()),
+        (3, RunConfig(failure=FailureConfig(patience=math.inf))),
+    ):
         straight = InProcessCluster(TASK.creator(), num_workers=workers)
         straight.step(60)
         with DistributedSGD(TASK.creator(), num_workers=workers, run_config=run_config) as trainer:
@@ -225,7 +252,11 @@ def test_callbacks_see_each_event_once() -> None:
         trainer.fit(steps=5, callbacks=[first], progress=False)
         assert [event.kind for event in first.events] == ["resized"]
         with pytest.raises(RuntimeError, match="seen"):
-            trainer.fit(steps=100, callbacks=[Watch((10, killer(pids(trainer)[1]))), first, second], progress=False)
+            trainer.fit(
+                steps=100,
+                callbacks=[Watch((10, killer(pids(trainer)[1]))), first, second],
+                progress=False,
+            )
         assert [event.kind for event in first.events] == ["resized", "replaced"]
         assert (second.events, second.ended) == (first.events[1:], 1)
         trainer.fit(steps=5, callbacks=[second], progress=False)
@@ -248,7 +279,9 @@ def test_of_two_the_one_who_dies_too_often_ends_training() -> None:
     with DistributedSGD(TASK.creator(), num_workers=2, run_config=run_config) as trainer:
         trainer.fit(steps=200, callbacks=[Watch((5, killer(pids(trainer)[1])))], progress=False)
         with pytest.raises(PeerLostError, match="max_failures=1"):
-            trainer.fit(steps=2000, callbacks=[Watch((225, killer(pids(trainer)[1])))], progress=False)
+            trainer.fit(
+                steps=2000, callbacks=[Watch((225, killer(pids(trainer)[1])))], progress=False
+            )
         assert trainer.weights()
 
 

@@ -20,13 +20,18 @@ some = runs(20)
 
 def gradient(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {n: torch.randn(size, generator=generator, dtype=torch.float64) for n, size in (("a", 19), ("b", 5))}
+    return {
+        n: torch.randn(size, generator=generator, dtype=torch.float64)
+        for n, size in (("a", 19), ("b", 5))
+    }
 
 
 @pytest.mark.parametrize("optimizer", [None, OPTIMIZERS["sgd"], OPTIMIZERS["adam"]])
 @some
 @given(shuffle=SEEDS, servers=st.integers(1, 3))
-def test_state_put_into_other_servers_goes_on_as_here(optimizer: Any, shuffle: int, servers: int) -> None:
+def test_state_put_into_other_servers_goes_on_as_here(
+    optimizer: Any, shuffle: int, servers: int
+) -> None:
     here = Crowd(gradient(0), 2, 1, shuffle=shuffle, optimizer=optimizer)
     for number in range(3):
         here.wait(here.users[0].push(gradient(number)))
@@ -46,7 +51,9 @@ def test_state_put_into_other_servers_goes_on_as_here(optimizer: Any, shuffle: i
 def test_state_put_while_pushes_are_in_flight_loses_none_of_them(shuffle: int, turns: int) -> None:
     crowd = Crowd(None, 3, 3, shuffle=shuffle)
     weights = crowd.arrays.layout.allocate()
-    crowd.arrays.layout.write(weights, {name: torch.as_tensor(array) for name, array in like(zeros(), 1000).items()})
+    crowd.arrays.layout.write(
+        weights, {name: torch.as_tensor(array) for name, array in like(zeros(), 1000).items()}
+    )
     ones = like(zeros(), 1)
     pushes = [user.push(ones) for user in crowd.users for _ in range(3)]
     for _ in range(turns):
@@ -54,7 +61,9 @@ def test_state_put_while_pushes_are_in_flight_loses_none_of_them(shuffle: int, t
     install = crowd.users[0].client.install(0, weights, [])
     pulls = [user.pull() for user in crowd.users]
     pushes += [user.push(ones) for user in crowd.users]
-    crowd.network.run_until(lambda: all(f.done() for f in [install, *pushes, *(p for p, _ in pulls)]), "everything")
+    crowd.network.run_until(
+        lambda: all(f.done() for f in [install, *pushes, *(p for p, _ in pulls)]), "everything"
+    )
     at = install.result().version
     for future, pulled in [*pulls, crowd.users[1].pull()]:
         version = crowd.wait(future)
@@ -66,7 +75,9 @@ def test_state_put_while_pushes_are_in_flight_loses_none_of_them(shuffle: int, t
 
 @runs(60)
 @given(shuffle=SEEDS, turns=st.integers(0, 10))
-def test_of_states_put_by_two_at_once_one_is_there_in_the_end_and_whole(shuffle: int, turns: int) -> None:
+def test_of_states_put_by_two_at_once_one_is_there_in_the_end_and_whole(
+    shuffle: int, turns: int
+) -> None:
     crowd = Crowd(None, 3, 2, shuffle=shuffle)
     installs = []
     for user, value in zip(crowd.users, (100, 200), strict=True):
@@ -86,7 +97,9 @@ def test_of_states_put_by_two_at_once_one_is_there_in_the_end_and_whole(shuffle:
 
 @some
 @given(shuffle=SEEDS, cut=st.integers(0, 8))
-def test_a_state_that_was_put_in_part_only_is_not_installed_and_not_kept(shuffle: int, cut: int) -> None:
+def test_a_state_that_was_put_in_part_only_is_not_installed_and_not_kept(
+    shuffle: int, cut: int
+) -> None:
     crowd = Crowd(None, 3, 2, shuffle=shuffle)
     leaving, other = crowd.users
     weights = torch.full_like(crowd.arrays.layout.allocate(), 7)
@@ -102,7 +115,9 @@ def test_a_state_that_was_put_in_part_only_is_not_installed_and_not_kept(shuffle
     crowd.settle()
     leaving.die()
     crowd.settle()
-    whole = cut >= len(crowd.arrays.layout.chunks) + 3  # every chunk, and a word on optimizer state to each server
+    whole = (
+        cut >= len(crowd.arrays.layout.chunks) + 3
+    )  # every chunk, and a word on optimizer state to each server
     assert crowd.wait(other.push(like(zeros(), 1))) == 1 + whole
     if not whole:
         assert crowd.value(1) == 1
@@ -116,7 +131,9 @@ def test_a_state_that_was_put_in_part_only_is_not_installed_and_not_kept(shuffle
 def test_a_request_that_was_never_whole_is_forgotten_with_the_next_one() -> None:
     crowd = Crowd()
     weights = crowd.arrays.layout.allocate()
-    crowd.network.filter = lambda m: [] if m.kind is Kind.PUT and m.target == Peer("server", 1) else [m]
+    crowd.network.filter = lambda m: (
+        [] if m.kind is Kind.PUT and m.target == Peer("server", 1) else [m]
+    )
     crowd.users[0].client.install(0, weights, [])
     crowd.settle()
     crowd.network.filter = lambda message: [message]
@@ -133,7 +150,9 @@ def test_who_takes_the_place_of_one_that_left_is_taken_for_another() -> None:
         full = {name: torch.as_tensor(array) for name, array in like(zeros(), value).items()}
         crowd.arrays.layout.write(weights, full)
         user = crowd.join(FIRST + 7)
-        crowd.network.filter = lambda m: [] if m.kind is Kind.PUT and m.target == Peer("server", 1) else [m]
+        crowd.network.filter = lambda m: (
+            [] if m.kind is Kind.PUT and m.target == Peer("server", 1) else [m]
+        )
         half = user.client.install(0, torch.zeros_like(weights), [])
         crowd.settle()
         crowd.network.filter = lambda message: [message]
@@ -150,7 +169,9 @@ def test_who_takes_the_place_of_one_that_left_is_taken_for_another() -> None:
 
 @some
 @given(shuffle=SEEDS)
-def test_states_put_by_one_right_after_another_are_installed_in_turn_and_whole(shuffle: int) -> None:
+def test_states_put_by_one_right_after_another_are_installed_in_turn_and_whole(
+    shuffle: int,
+) -> None:
     crowd = Crowd(None, 3, 2, shuffle=shuffle)
     putting, looking = crowd.users
     for value in range(5):

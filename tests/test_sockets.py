@@ -37,7 +37,9 @@ class Node:
 
     alive: list[Node] = []
 
-    def __init__(self, peer: Peer, node: str = "here", token: bytes = TOKEN, ways: str = "wire") -> None:
+    def __init__(
+        self, peer: Peer, node: str = "here", token: bytes = TOKEN, ways: str = "wire"
+    ) -> None:
         self.alive.append(self)
         self.messages, self.opened, self.lost, self.landed = [], [], [], []
         self.place = None  # instead of fresh memory, where a payload goes
@@ -139,13 +141,21 @@ def test_messages_arrive_in_order_both_ways_and_payloads_in_the_sinks_memory(end
         arrived = [message for message in node.messages if message.payload is not None]
         for message, landed in zip(arrived, node.landed, strict=True):
             assert message.payload is landed
-            assert torch.equal(landed, message_of(message.sequence, sizes[message.sequence]).payload)
-    assert server.transport.bytes_sent == client.transport.bytes_sent == sum(size or 0 for size in sizes)
+            assert torch.equal(
+                landed, message_of(message.sequence, sizes[message.sequence]).payload
+            )
+    assert (
+        server.transport.bytes_sent
+        == client.transport.bytes_sent
+        == sum(size or 0 for size in sizes)
+    )
 
 
 @pytest.mark.parametrize("pumping", [True, False])
 @pytest.mark.parametrize("owned", [True, False])
-def test_send_never_blocks_and_what_is_pending_may_be_owned_and_follows(ends, server, client, pumping, owned):
+def test_send_never_blocks_and_what_is_pending_may_be_owned_and_follows(
+    ends, server, client, pumping, owned
+):
     near, message = ends[0], message_of(1, size=32 << 20)
     near._lender = None  # through the socket, as between hosts
     near.send(message)
@@ -176,7 +186,9 @@ def test_the_other_end_of_a_closed_channel_hears_of_it_once(ends, server, client
 
 
 @pytest.mark.parametrize("sending", [False, True])
-def test_what_a_peer_sent_arrives_although_it_closed_with_unread_input(ends, server, client, sending):
+def test_what_a_peer_sent_arrives_although_it_closed_with_unread_input(
+    ends, server, client, sending
+):
     near, far = ends
     far.send(message_of(1, 32 << 20 if sending else 10))
     for number in range(3):
@@ -200,7 +212,10 @@ def test_wake_ends_a_poll_of_another_thread(node):
 
 def test_close_is_idempotent_and_leaves_no_descriptors(family):
     before = len(os.listdir("/proc/self/fd"))
-    server, client = Node(COORDINATOR), Node(WORKER, node="here" if family == "unix" else "elsewhere")
+    server, client = (
+        Node(COORDINATOR),
+        Node(WORKER, node="here" if family == "unix" else "elsewhere"),
+    )
     address = server.transport.listen("127.0.0.1")
     channel = together(lambda: client.transport.connect(address), server)
     until(lambda: server.opened, server)
@@ -220,7 +235,9 @@ def test_a_short_token_is_no_token():
 
 def test_a_wrong_token_is_refused_and_named_and_never_logged(node, server, family, caplog):
     caplog.set_level(logging.DEBUG)
-    wrong = node(worker_peer(1), "here" if family == "unix" else "elsewhere", b"wrong horse battery staple")
+    wrong = node(
+        worker_peer(1), "here" if family == "unix" else "elsewhere", b"wrong horse battery staple"
+    )
     with pytest.raises(AuthenticationError, match="token"):
         together(lambda: wrong.transport.connect(server.address), server)
     until(lambda: server.transport.refused == 1, server)
@@ -265,7 +282,9 @@ RUDE = {
 
 @pytest.mark.parametrize("said", RUDE.values(), ids=RUDE.keys())
 @pytest.mark.parametrize("listening", [False, True])
-def test_who_does_not_prove_the_token_is_refused_and_harms_nobody(said, listening, server, family, node):
+def test_who_does_not_prove_the_token_is_refused_and_harms_nobody(
+    said, listening, server, family, node
+):
     with dial(server.address, family) as rude:
         if listening:
             said = said.replace(MIRROR, together(lambda: receive(rude, 43), server)[11:])

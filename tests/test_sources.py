@@ -67,7 +67,9 @@ def counting(data: Callable[[], Any], samples: int) -> ModelCreator:
 
     def create(worker_index: int, device_index: int) -> TorchModel:
         optimizer = sgd(lr=samples)
-        return TorchModel(Visits(), loss=negative_mean, data=data(), batch_size=BATCH, optimizer=optimizer)
+        return TorchModel(
+            Visits(), loss=negative_mean, data=data(), batch_size=BATCH, optimizer=optimizer
+        )
 
     return create
 
@@ -78,10 +80,14 @@ def trained(cluster: InProcessCluster, steps: int) -> torch.Tensor:
     return cluster.weights()["visits"].round()
 
 
-def served(source: Source, plan: SamplePlan, epoch: int, steps: int, replicas: int, replica: int) -> list[int]:
+def served(
+    source: Source, plan: SamplePlan, epoch: int, steps: int, replicas: int, replica: int
+) -> list[int]:
     """The numbers of the samples that a replica gets in an epoch."""
     assert epoch < 2
-    opened = source.open(plan.share(epoch * steps + step, replica, replicas) for step in range(steps))
+    opened = source.open(
+        plan.share(epoch * steps + step, replica, replicas) for step in range(steps)
+    )
     return [int(number) for numbers, _ in opened for number in numbers]
 
 
@@ -120,8 +126,13 @@ def test_orders_differ_between_epochs_and_seeds_alone() -> None:
         orders = [plan.permutation(0).tolist(), plan.permutation(1).tolist()]
         orders.append(replace(plan, seed=4).permutation(0).tolist())
         assert len({tuple(order) for order in orders}) == 3
-        assert pickle.loads(pickle.dumps(replace(plan, global_batch=5))).permutation(0).tolist() == orders[0]
-    firsts = {SamplePlan(100, 8, seed, blocks=(20, 30, 50)).permutation(0)[0] // 50 for seed in range(20)}
+        assert (
+            pickle.loads(pickle.dumps(replace(plan, global_batch=5))).permutation(0).tolist()
+            == orders[0]
+        )
+    firsts = {
+        SamplePlan(100, 8, seed, blocks=(20, 30, 50)).permutation(0)[0] // 50 for seed in range(20)
+    }
     assert firsts == {0, 1}, "blocks of given sizes are shuffled too"
     assert SamplePlan(100, 8, 0, blocks=1).permutation(5).tolist() == list(range(100))
 
@@ -131,12 +142,18 @@ def test_orders_differ_between_epochs_and_seeds_alone() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("block", [1, 5, 24, 1000])
-@pytest.mark.parametrize("strategy", [ParameterServerStrategy(), ASYNC, ParameterServerStrategy(mode="ssp")])
-def test_each_sample_is_committed_once_per_epoch(workers: int, block: int, strategy: StrategyConfig) -> None:
+@pytest.mark.parametrize(
+    "strategy", [ParameterServerStrategy(), ASYNC, ParameterServerStrategy(mode="ssp")]
+)
+def test_each_sample_is_committed_once_per_epoch(
+    workers: int, block: int, strategy: StrategyConfig
+) -> None:
     update = BATCH * workers if strategy == ParameterServerStrategy() else BATCH
     creator = counting(lambda: IndexedStream(Recorded(), LENGTH, block), update)
     for seed in range(3):
-        cluster = InProcessCluster(creator, num_workers=workers, strategy=strategy, shuffle=seed, keep_log=True)
+        cluster = InProcessCluster(
+            creator, num_workers=workers, strategy=strategy, shuffle=seed, keep_log=True
+        )
         for epoch in (1, 2):
             assert trained(cluster, LENGTH // (BATCH * workers)).tolist() == [epoch] * LENGTH
         assert same_bits(replay(cluster.log(), creator), cluster.weights())
@@ -170,14 +187,18 @@ def test_replicas_and_micro_batches_divide_a_stream_too() -> None:
         made.append(Recorded())
         return IndexedStream(made[-1], LENGTH, 7)
 
-    cluster = InProcessCluster(counting(data, LENGTH), num_workers=1, devices_per_worker=2, accumulate=3)
+    cluster = InProcessCluster(
+        counting(data, LENGTH), num_workers=1, devices_per_worker=2, accumulate=3
+    )
     assert trained(cluster, 1).tolist() == [1] * LENGTH
     assert [recorded.begun for recorded in made] == [[0], [7]]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("strategy", [ParameterServerStrategy(), ASYNC])
-def test_a_run_that_goes_on_elsewhere_in_mid_epoch_visits_the_rest(workers: int, strategy: StrategyConfig) -> None:
+def test_a_run_that_goes_on_elsewhere_in_mid_epoch_visits_the_rest(
+    workers: int, strategy: StrategyConfig
+) -> None:
     def job(number: int) -> InProcessCluster:
         update = BATCH * number if strategy == ParameterServerStrategy() else BATCH
         creator = counting(lambda: IndexedStream(Recorded(), LENGTH, 10), update)
@@ -200,7 +221,9 @@ def test_a_stream_is_begun_once_per_epoch_and_read_through() -> None:
     recorded = Recorded()
     stream = IndexedStream(recorded, LENGTH, block=8)
     plan = SamplePlan(LENGTH, 8, 0, blocks=8)
-    found = [served(stream, plan, epoch, 3, 2, replica) for epoch in range(2) for replica in range(2)]
+    found = [
+        served(stream, plan, epoch, 3, 2, replica) for epoch in range(2) for replica in range(2)
+    ]
     assert sorted(found[0] + found[1]) == sorted(found[2] + found[3]) == list(range(LENGTH))
 
     recorded = Recorded()  # what one worker of two reads
@@ -286,13 +309,19 @@ def test_a_stream_that_raises_is_begun_again() -> None:
 def test_a_stream_that_is_too_short_says_so() -> None:
     stream = IndexedStream(Recorded(24), 25, 10)
     assert next(stream.open([np.array([19])]))[0].tolist() == [19]
-    assert "ended before sample 24, its length is 25" in refused(lambda: next(stream.open([np.array([20])])))
+    assert "ended before sample 24, its length is 25" in refused(
+        lambda: next(stream.open([np.array([20])]))
+    )
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, None])
 def test_streams_without_a_length_or_block_are_refused(value: Any) -> None:
-    assert f"length={value!r}: give a positive number" in refused(lambda: IndexedStream(Recorded(), value))
-    assert f"block={value!r}: give a positive number" in refused(lambda: IndexedStream(Recorded(), 6, value))
+    assert f"length={value!r}: give a positive number" in refused(
+        lambda: IndexedStream(Recorded(), value)
+    )
+    assert f"block={value!r}: give a positive number" in refused(
+        lambda: IndexedStream(Recorded(), 6, value)
+    )
     assert "make is a list: give a function" in refused(lambda: IndexedStream([1, 2], 2))  # type: ignore[arg-type]
 
 
@@ -303,7 +332,9 @@ def test_a_stream_needs_a_batch_size() -> None:
 def test_workers_must_agree_on_blocks() -> None:
     blocks = iter([5, 6])
     creator = counting(lambda: IndexedStream(Recorded(), LENGTH, next(blocks)), BATCH)
-    assert "blocks of samples 5, the other has 6" in refused(lambda: InProcessCluster(creator, num_workers=2))
+    assert "blocks of samples 5, the other has 6" in refused(
+        lambda: InProcessCluster(creator, num_workers=2)
+    )
 
 
 # -- Ray Datasets -----------------------------------------------------------------------------------
@@ -321,7 +352,12 @@ class Tables:
         ends = np.cumsum(sizes).tolist()
         return self.data.from_arrow(
             [
-                self.arrow.table({name: [make(i) for i in range(end - size, end)] for name, make in columns.items()})
+                self.arrow.table(
+                    {
+                        name: [make(i) for i in range(end - size, end)]
+                        for name, make in columns.items()
+                    }
+                )
                 for size, end in zip(sizes, ends, strict=True)
             ]
         )
@@ -359,7 +395,9 @@ def test_batches_of_a_ray_dataset(tables: Tables) -> None:
     zeros, numbers = next(chosen.open([np.array([4, 6])]))
     assert (zeros.tolist(), numbers.tolist()) == ([0, 0], [4, 6])
     assert [len(used._kept) for used in (chosen, source)] == [2, 2]
-    assert source.__getstate__()["_kept"] == {}, "blocks are not sent, but fetched where they are needed"
+    assert source.__getstate__()["_kept"] == {}, (
+        "blocks are not sent, but fetched where they are needed"
+    )
 
 
 @pytest.mark.ray
@@ -370,8 +408,12 @@ def test_ray_datasets_that_cannot_be_divided_are_refused(tables: Tables) -> None
     assert "call ds.materialize() once" in refused(lambda: as_source(lazy, 2))
     assert "call ds.materialize() once" in refused(lambda: RayDataset([1, 2]))
     dataset = tables.make((3, 2))
-    assert "no column 'lable': there are number, zero" in refused(lambda: RayDataset(dataset, ("number", "lable")))
-    assert "columns='number': give one or more names" in refused(lambda: RayDataset(dataset, "number"))
+    assert "no column 'lable': there are number, zero" in refused(
+        lambda: RayDataset(dataset, ("number", "lable"))
+    )
+    assert "columns='number': give one or more names" in refused(
+        lambda: RayDataset(dataset, "number")
+    )
     assert "columns=(): give one or more names" in refused(lambda: RayDataset(dataset, ()))
     assert "the Ray Dataset is empty" in refused(lambda: RayDataset(tables.make((0,))))
     assert "batch_size=None" in refused(lambda: as_source(dataset, None))
@@ -380,7 +422,9 @@ def test_ray_datasets_that_cannot_be_divided_are_refused(tables: Tables) -> None
 def ray_rows(tables: Tables) -> Callable[[], Any]:
     """Rows computed by Ray's tasks, in blocks of whatever size they have."""
     rows = tables.data.range(LENGTH, override_num_blocks=5)
-    computed = rows.map_batches(lambda batch: {"number": batch["id"], "zero": 0.0 * batch["id"]}).materialize()
+    computed = rows.map_batches(
+        lambda batch: {"number": batch["id"], "zero": 0.0 * batch["id"]}
+    ).materialize()
     return lambda: RayDataset(computed, ("number", "zero"))
 
 
@@ -388,7 +432,9 @@ def ray_rows(tables: Tables) -> Callable[[], Any]:
 @pytest.mark.long
 @pytest.mark.filterwarnings(RAYS_OWN)
 @pytest.mark.parametrize("kind", ["rows", "stream"])
-def test_real_workers_visit_each_sample_once_and_go_on_in_mid_epoch(tables: Tables, kind: str, tmp_path: Path) -> None:
+def test_real_workers_visit_each_sample_once_and_go_on_in_mid_epoch(
+    tables: Tables, kind: str, tmp_path: Path
+) -> None:
     data = ray_rows(tables) if kind == "rows" else lambda: IndexedStream(Recorded(), LENGTH, 7)
     with DistributedSGD(counting(data, 2 * BATCH), num_workers=2) as trainer:
         trainer.fit(epochs=1, progress=False)
@@ -422,7 +468,9 @@ def test_a_batch_of_a_ray_dataset_itself_is_a_dict(tables: Tables) -> None:
 
     def create(data: Any) -> ModelCreator:
         optimizer = sgd(lr=0.1)
-        return lambda worker, device: Fit(nn.Linear(3, 2).double(), data=data, batch_size=10, optimizer=optimizer)
+        return lambda worker, device: Fit(
+            nn.Linear(3, 2).double(), data=data, batch_size=10, optimizer=optimizer
+        )
 
     with DistributedSGD(create(dataset), num_workers=2) as trainer:
         trainer.fit(steps=3, progress=False)
@@ -435,7 +483,10 @@ def test_a_batch_of_a_ray_dataset_itself_is_a_dict(tables: Tables) -> None:
         optimizer.zero_grad()
         nn.functional.mse_loss(module(x), y).backward()
         optimizer.step()
-    assert difference(found, {name: value.detach() for name, value in module.named_parameters()}) < 1e-12
+    assert (
+        difference(found, {name: value.detach() for name, value in module.named_parameters()})
+        < 1e-12
+    )
     assert loss == pytest.approx(nn.functional.mse_loss(module(x), y).item(), rel=1e-12)
 
 

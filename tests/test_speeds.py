@@ -31,7 +31,9 @@ def transport(cluster: InProcessCluster, worker: int) -> InProcessTransport:
 class Watch:
     """Counts commits as the coordinator sends them, and holds every GRANT against the bound."""
 
-    def __init__(self, cluster: InProcessCluster, lead: int | None, scripts: list[list[int]]) -> None:
+    def __init__(
+        self, cluster: InProcessCluster, lead: int | None, scripts: list[list[int]]
+    ) -> None:
         self.clocks = dict.fromkeys(range(len(cluster.workers)), 0)
         self.leads: list[int] = []
         self._cluster = cluster
@@ -64,7 +66,12 @@ def test_nobody_is_further_ahead_than_the_bound_and_nobody_waits_for_ever(
     strategy = ParameterServerStrategy(mode="ssp", staleness=lead, num_servers=2, chunk_bytes=128)
     workers = len(scripts)
     cluster = InProcessCluster(
-        TASK.creator(), num_workers=workers, strategy=strategy, shuffle=shuffle, keep_log=True, step_timeout=1e9
+        TASK.creator(),
+        num_workers=workers,
+        strategy=strategy,
+        shuffle=shuffle,
+        keep_log=True,
+        step_timeout=1e9,
     )
     watch = Watch(cluster, lead, scripts)
     results = cluster.step(5) + cluster.step(3)
@@ -95,7 +102,9 @@ def test_every_mode_ends_its_steps_at_any_speeds(scripts: list[list[int]], name:
     results = cluster.step(6)
     assert [result.kind for result in results] == [Kind.RESULT] * 6
     log = check(cluster, TASK)
-    assert Counter(watch.clocks) == Counter(push.worker for commit in log.commits for push in commit.pushes)
+    assert Counter(watch.clocks) == Counter(
+        push.worker for commit in log.commits for push in commit.pushes
+    )
 
 
 # -- one of three is ten times slower -------------------------------------------------------------
@@ -105,7 +114,11 @@ def pace(name: str, durations: list[int], **settings: Any) -> tuple[int, dict[in
     """Updates in so many rounds by workers whose gradients take so many rounds each; by whom, of which shares."""
     strategy = mode(name, 2, chunk_bytes=1 << 20, **settings)
     cluster = InProcessCluster(
-        TASK.creator(), num_workers=len(durations), strategy=strategy, keep_log=True, step_timeout=1e9
+        TASK.creator(),
+        num_workers=len(durations),
+        strategy=strategy,
+        keep_log=True,
+        step_timeout=1e9,
     )
     watch = Watch(cluster, None, [[1]] * len(durations))
 
@@ -146,7 +159,9 @@ def test_a_backup_worker_keeps_the_pace_of_the_healthy() -> None:
     healthy, *_ = pace("sync", [FAST, FAST])
     versions, by, committed = pace("backup", [FAST, FAST, SLOW])
     assert versions >= 0.9 * healthy
-    assert set(range(max(committed) - 3)) <= set(committed)  # others take the samples of who is late at once
+    assert set(range(max(committed) - 3)) <= set(
+        committed
+    )  # others take the samples of who is late at once
     assert by[0] + by[1] >= 1.8 * versions
 
 

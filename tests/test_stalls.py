@@ -68,7 +68,9 @@ def router(transport: Gathering) -> Router:
     return made
 
 
-def test_what_was_said_leaves_before_each_call_from_another_thread(router: Router, transport: Gathering) -> None:
+def test_what_was_said_leaves_before_each_call_from_another_thread(
+    router: Router, transport: Gathering
+) -> None:
     """A call may take long: a user's function, an evaluation."""
     router.attach(transport)
     send, seen = router.sender(ME), []
@@ -85,14 +87,18 @@ def test_what_was_said_leaves_before_each_call_from_another_thread(router: Route
     assert len(transport.left) == 4
 
 
-def test_a_message_leaves_when_it_is_sent_and_not_when_its_sender_waits(router: Router, transport: Gathering) -> None:
+def test_a_message_leaves_when_it_is_sent_and_not_when_its_sender_waits(
+    router: Router, transport: Gathering
+) -> None:
     router.attach(transport)
     member = MemberCollective(1, 3, router, 10.0)
     member.isend(torch.ones(1), 0)
     assert [message.kind for message in transport.left] == [Kind.DATA]
 
 
-def test_what_was_said_leaves_before_a_connection_is_waited_for(router: Router, transport: Gathering) -> None:
+def test_what_was_said_leaves_before_a_connection_is_waited_for(
+    router: Router, transport: Gathering
+) -> None:
     """Whom this member connects to may wait for others, and these for it."""
     seen: list[int] = []
 
@@ -107,10 +113,14 @@ def test_what_was_said_leaves_before_a_connection_is_waited_for(router: Router, 
     assert seen == [0]
 
 
-def test_an_announcement_leaves_although_nothing_is_waited_for_yet(router: Router, transport: Gathering) -> None:
+def test_an_announcement_leaves_although_nothing_is_waited_for_yet(
+    router: Router, transport: Gathering
+) -> None:
     member = MemberCollective(1, 2, router, 10.0, lambda other: transport)  # type: ignore[arg-type,return-value]
     member.irecv(torch.ones(1), 0)
-    assert [message.kind for message in transport.left] == [Kind.CONNECTED], "who has something for it now sends it"
+    assert [message.kind for message in transport.left] == [Kind.CONNECTED], (
+        "who has something for it now sends it"
+    )
 
 
 def test_results_that_nobody_holds_make_room_for_the_next() -> None:
@@ -133,7 +143,9 @@ def test_results_that_nobody_holds_make_room_for_the_next() -> None:
 
 def test_results_that_somebody_holds_stay_as_they_are() -> None:
     def work(member: Any) -> list[torch.Tensor]:
-        kept = [shared_allreduce(torch.full((ELEMENTS,), float(step)), member)[5:] for step in range(5)]
+        kept = [
+            shared_allreduce(torch.full((ELEMENTS,), float(step)), member)[5:] for step in range(5)
+        ]
         kept.append(shared_allreduce(torch.full((ELEMENTS // 2,), 7.0), member))
         return kept
 

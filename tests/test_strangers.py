@@ -21,13 +21,29 @@ from steepest.messages.message import COORDINATOR, Kind, Message, server_peer, w
 from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate
 from steepest.transport import sockets
 from steepest.transport.channel import Address
-from steepest.transport.handshake import ACCEPTED_AT_ONCE, LOG_SECONDS, MOST_OPENINGS, OPENING_SECONDS
+from steepest.transport.handshake import (
+    ACCEPTED_AT_ONCE,
+    LOG_SECONDS,
+    MOST_OPENINGS,
+    OPENING_SECONDS,
+)
 from steepest.transport.sockets import WireTransport
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group
 from tests.strangers import Strangers
-from tests.test_sockets import GREETING, LIMIT, TOKEN, Node, dial, node, opening, receive, together, until  # noqa: F401
+from tests.test_sockets import (
+    GREETING,
+    LIMIT,
+    TOKEN,
+    Node,
+    dial,
+    node,  # noqa: F401 - a fixture
+    opening,
+    receive,
+    together,
+    until,
+)
 
 WORKER = worker_peer(0)
 
@@ -88,7 +104,11 @@ def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute
             strangers.come(60)
             clock.now += 1.0
             steps += 1
-            near.send(Message(Kind.PUSH, sequence=steps, payload=payload, source=WORKER, target=COORDINATOR))
+            near.send(
+                Message(
+                    Kind.PUSH, sequence=steps, payload=payload, source=WORKER, target=COORDINATOR
+                )
+            )
             until(lambda: len(server.messages) == steps, server)  # noqa: B023 - at once
             for _ in range(60 // ACCEPTED_AT_ONCE):
                 server.turn()
@@ -99,7 +119,10 @@ def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute
             elif newcomer is not None and newcomer.done():
                 newcomer.result().close()
                 newcomer, newcomers = None, newcomers + 1
-            most_open, most_memory = max(most_open, descriptors()), max(most_memory, resident_bytes())
+            most_open, most_memory = (
+                max(most_open, descriptors()),
+                max(most_memory, resident_bytes()),
+            )
         strangers.go()
         if newcomer is not None:
             until(newcomer.done, server)
@@ -112,14 +135,23 @@ def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute
     server.turn()
     server.turn()
     assert server.transport.refused >= strangers.made
-    assert most_open - open_before < 300 + 60 + MOST_OPENINGS + 20 * (newcomers + 2), "ours, theirs, newcomers'"
+    assert most_open - open_before < 300 + 60 + MOST_OPENINGS + 20 * (newcomers + 2), (
+        "ours, theirs, newcomers'"
+    )
     server.transport.close()
     lines = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert 1 <= len(lines) <= 2 + (clock.now - began) / LOG_SECONDS
-    assert sum(int(word) for line in lines for word in line.getMessage().split()[1:2] if word.isdigit()) > 9_000
+    assert (
+        sum(
+            int(word) for line in lines for word in line.getMessage().split()[1:2] if word.isdigit()
+        )
+        > 9_000
+    )
 
 
-def test_no_connection_stays_longer_than_its_deadline(server: Node, family: str, clock: Clock) -> None:
+def test_no_connection_stays_longer_than_its_deadline(
+    server: Node, family: str, clock: Clock
+) -> None:
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(dial(server.address, family)) for _ in range(5)]
         server.turn()
@@ -134,13 +166,17 @@ def test_no_connection_stays_longer_than_its_deadline(server: Node, family: str,
         assert server.transport.refused == 5
         for sock in slow:
             with contextlib.suppress(ConnectionResetError):  # it closed before it had read all
-                assert len(receive(sock, 100)) == 43 + 4, "the greeting, that it may try again, the end"
+                assert len(receive(sock, 100)) == 43 + 4, (
+                    "the greeting, that it may try again, the end"
+                )
 
 
 def test_strangers_take_no_place_of_who_comes_from_another_address(server: Node) -> None:
     host, port = server.address.host, server.address.port
     with contextlib.ExitStack() as stack:
-        honest = stack.enter_context(socket.create_connection((host, port), LIMIT, source_address=("127.0.0.2", 0)))
+        honest = stack.enter_context(
+            socket.create_connection((host, port), LIMIT, source_address=("127.0.0.2", 0))
+        )
         greeting = together(lambda: receive(honest, 43), server)
         for _ in range(10 * MOST_OPENINGS):
             stack.enter_context(dial(server.address, "tcp"))
@@ -150,7 +186,9 @@ def test_strangers_take_no_place_of_who_comes_from_another_address(server: Node)
         until(lambda: server.opened, server)
 
 
-def test_who_loses_its_place_to_a_stranger_tries_again(server: Node, node: Any, family: str) -> None:
+def test_who_loses_its_place_to_a_stranger_tries_again(
+    server: Node, node: Any, family: str
+) -> None:
     """The first time nobody hears it, because its place goes to others as soon as it is let in."""
     honest = node(WORKER, node="here" if family == "unix" else "elsewhere")
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
@@ -244,7 +282,9 @@ def test_who_answers_is_who_was_meant(server: Node, node: Any, family: str) -> N
     """An address that is out of date: neither end takes the other for somebody else."""
     caller = node(WORKER, node="here" if family == "unix" else "elsewhere")
     old = server.address._replace(peers=(server_peer(3), worker_peer(9)))
-    with pytest.raises(ProtocolError, match=r"server 3 \+ worker 9 was meant, but coordinator answers"):
+    with pytest.raises(
+        ProtocolError, match=r"server 3 \+ worker 9 was meant, but coordinator answers"
+    ):
         together(lambda: caller.transport.connect(old), server)
     until(lambda: server.transport.refused == 1, server)
     assert server.opened == []
@@ -267,7 +307,9 @@ def test_over_ipv6(node: Any) -> None:
     near = together(lambda: client.transport.connect(address), server)
     assert f"[::1]:{address.port}" in near.name
     payload = torch.arange(100_000) % 251
-    near.send(Message(Kind.PUSH, payload=payload.to(torch.uint8), source=WORKER, target=COORDINATOR))
+    near.send(
+        Message(Kind.PUSH, payload=payload.to(torch.uint8), source=WORKER, target=COORDINATOR)
+    )
     until(lambda: server.messages, server, client)
     assert torch.equal(server.messages[0].payload, payload.to(torch.uint8))
     with socket.create_connection((address.host, address.port)) as stranger:
@@ -290,7 +332,9 @@ def elsewhere(address: Address) -> Address:
 
 
 @pytest.mark.skipif(not AVAILABLE, reason="memfd is Linux'")
-def test_where_unix_sockets_do_not_reach_tcp_does_and_nothing_is_lent(server: Node, node: Any) -> None:
+def test_where_unix_sockets_do_not_reach_tcp_does_and_nothing_is_lent(
+    server: Node, node: Any
+) -> None:
     client = node(WORKER)
     near = together(lambda: client.transport.connect(elsewhere(server.address)), server)
     memory = allocate(SHARED_FROM).fill_(5)
@@ -304,12 +348,17 @@ def test_where_unix_sockets_do_not_reach_tcp_does_and_nothing_is_lent(server: No
 
 
 @pytest.mark.skipif(not AVAILABLE, reason="memfd is Linux'")
-def test_members_of_one_node_reduce_over_tcp_where_nothing_can_be_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_of_one_node_reduce_over_tcp_where_nothing_can_be_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(name: str, deadline: float) -> socket.socket:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 
     def work(member: Any) -> list[float]:
-        sums = [shared_allreduce(torch.full((700_000,), float(step + member.rank)), member) for step in range(4)]
+        sums = [
+            shared_allreduce(torch.full((700_000,), float(step + member.rank)), member)
+            for step in range(4)
+        ]
         return [float(part.min()) for part in sums] + [float(part.max()) for part in sums]
 
     monkeypatch.setattr(sockets, "_dial_unix", refuse)
@@ -324,5 +373,8 @@ def test_members_of_one_node_reduce_over_tcp_where_nothing_can_be_lent(monkeypat
 def test_a_way_that_is_forced_is_not_left(node: Any, ways: str) -> None:
     server, client = node(COORDINATOR, ways=ways), node(WORKER, ways=ways)
     address = server.transport.listen("127.0.0.1")
-    with pytest.raises(PeerLostError, match=f'another network namespace .* transport="{ways}" .* give "wire" or "tcp"'):
+    with pytest.raises(
+        PeerLostError,
+        match=f'another network namespace .* transport="{ways}" .* give "wire" or "tcp"',
+    ):
         client.transport.connect(elsewhere(address))

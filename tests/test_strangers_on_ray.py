@@ -20,14 +20,20 @@ STRATEGIES = {"ps": ParameterServerStrategy(num_servers=1), "allreduce": Allredu
 @pytest.mark.parametrize("family", ["tcp", "unix"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_goes_on_among_strangers(strategy: str, family: str) -> None:
-    with DistributedSGD(linear_model_creator(), num_workers=2, strategy=STRATEGIES[strategy]) as sgd:
+    with DistributedSGD(
+        linear_model_creator(), num_workers=2, strategy=STRATEGIES[strategy]
+    ) as sgd:
         sgd.fit(steps=20, progress=False)
         cluster: Any = sgd._live()
         for place in cluster.places.values():
             _, hard = resource.prlimit(place.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(place.pid, resource.RLIMIT_NOFILE, (1024, hard))
         before, taken = sgd.stats(), 0
-        crowds = [Strangers(address, family) for address in {*cluster.ends, *cluster.listening} if address.port]
+        crowds = [
+            Strangers(address, family)
+            for address in {*cluster.ends, *cluster.listening}
+            if address.port
+        ]
 
         def come() -> None:
             while not stopped.is_set() and any(crowd.made < 10_000 for crowd in crowds):
@@ -47,7 +53,11 @@ def test_training_goes_on_among_strangers(strategy: str, family: str) -> None:
             for crowd in crowds:
                 crowd.go()
         after = sgd.stats()
-    assert (after.step, after.replaced, after.generation) == (before.step + taken, 0, before.generation)
+    assert (after.step, after.replaced, after.generation) == (
+        before.step + taken,
+        0,
+        before.generation,
+    )
     assert after.refused - before.refused > MOST_OPENINGS
     for process, nbytes in after.memory.items():
         assert nbytes - before.memory[process] < 50 << 20, process

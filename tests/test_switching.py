@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from steepest import AllreduceStrategy, DistributedSGD, LocalStrategy, ParameterServerStrategy, RunConfig, TorchModel
+from steepest import (
+    AllreduceStrategy,
+    DistributedSGD,
+    LocalStrategy,
+    ParameterServerStrategy,
+    RunConfig,
+    TorchModel,
+)
 from steepest.engine.replicas import mean_states
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, linear_model_creator, replay
@@ -27,7 +34,9 @@ PATH = [
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 2)).double()
+    return nn.Sequential(
+        nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 2)
+    ).double()
 
 
 TASK = Task(
@@ -60,7 +69,10 @@ def test_switching_equals_not_switching(workers: int, path: list[Any]) -> None:
     again.step(4 * len(path))
     assert difference(again.weights(), {name: state[name] for name in again.weights()}) < 1e-15
     means = [
-        again.wait(worker.at_version(0, 4 * len(path), lambda replicas: replicas.models[0].state()), "the buffers")
+        again.wait(
+            worker.at_version(0, 4 * len(path), lambda replicas: replicas.models[0].state()),
+            "the buffers",
+        )
         for worker in again.workers
     ]
     mean = mean_states(means, [1.0] * workers)
@@ -86,7 +98,12 @@ def test_asynchronous_and_back() -> None:
 @pytest.mark.parametrize("servers", [None, 1])
 def test_local_training_and_back(servers: int | None, tmp_path: Any) -> None:
     """With an averaging after each batch it is synchronous training, momentum and schedule included."""
-    task = Task(optimizer=sgd(momentum=0.9), data=samples(40), learning_rate=lambda step: 0.1 * 0.9**step, batch_size=4)
+    task = Task(
+        optimizer=sgd(momentum=0.9),
+        data=samples(40),
+        learning_rate=lambda step: 0.1 * 0.9**step,
+        batch_size=4,
+    )
     local = LocalStrategy(sync_every=1, num_servers=servers)
     with DistributedSGD(task.creator(), num_workers=2) as trainer:
         trainer.fit(steps=4, progress=False)
@@ -105,7 +122,9 @@ def test_local_training_and_back(servers: int | None, tmp_path: Any) -> None:
 def test_a_checkpoint_of_local_training_goes_on_to_the_bit(tmp_path: Any) -> None:
     """Each worker's own optimizer and the outer one are in it; and at another number of workers the mean."""
     strategy = LocalStrategy(sync_every=2, outer_momentum=0.5)
-    task = Task(optimizer=lambda module: torch.optim.Adam(module.parameters(), lr=0.01), data=samples(64))
+    task = Task(
+        optimizer=lambda module: torch.optim.Adam(module.parameters(), lr=0.01), data=samples(64)
+    )
     with DistributedSGD(task.creator(), num_workers=2, strategy=strategy) as trainer:
         trainer.fit(steps=3, progress=False)
         trainer.save(tmp_path)
@@ -144,7 +163,10 @@ class Numbers:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for n in range(1_000):
-            yield torch.full((2, 3), float(n), dtype=torch.float64), torch.full((2, 2), float(n), dtype=torch.float64)
+            yield (
+                torch.full((2, 3), float(n), dtype=torch.float64),
+                torch.full((2, 2), float(n), dtype=torch.float64),
+            )
 
 
 def test_a_stream_goes_on_where_it_was() -> None:

@@ -40,7 +40,10 @@ def test_gradients_are_those_of_plain_autograd() -> None:
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 3, dtype=torch.float64)
+        self.body, self.head = (
+            nn.Linear(3, 3, dtype=torch.float64),
+            nn.Linear(3, 3, dtype=torch.float64),
+        )
         self.head.weight = self.body.weight
         self.unused = nn.Linear(3, 1, dtype=torch.float64)
 
@@ -68,7 +71,9 @@ def test_parameters_without_gradient_are_zero_and_absent() -> None:
     assert not bound.gradient("unused.weight").any()
 
 
-def test_frozen_parameters_and_those_unknown_to_the_optimizer_are_laid_out_but_not_trained() -> None:
+def test_frozen_parameters_and_those_unknown_to_the_optimizer_are_laid_out_but_not_trained() -> (
+    None
+):
     module = network()
     module[0].weight.requires_grad_(False)
     known = [p for name, p in module.named_parameters() if name != "2.bias"]
@@ -104,7 +109,11 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.layers[:2](x)
             for _ in range(self.times):
-                x = checkpoint(nn.Sequential(self.layers[2:4], nn.ZeroPad1d((0, 1))), x, use_reentrant=reentrant)
+                x = checkpoint(
+                    nn.Sequential(self.layers[2:4], nn.ZeroPad1d((0, 1))),
+                    x,
+                    use_reentrant=reentrant,
+                )
             return self.layers[4](x[:, :3])
 
     plain, bound = Bound(torch_model()), Bound(torch_model(Saving(network(), 1)))
@@ -135,7 +144,9 @@ def test_a_backward_pass_of_the_users_own_is_not_taken_for_a_step() -> None:
 
 def normed() -> TorchModel:
     torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)).double()
+    module = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)
+    ).double()
     module.register_buffer("scratch", torch.zeros(1), persistent=False)
     module[2].eval()
     return torch_model(module)
@@ -155,7 +166,9 @@ def test_buffers_are_the_state_and_evaluation_leaves_them_alone() -> None:
     other.model.load_state(state)
     assert same(list(other.model.state().values()), list(state.values()))
     other.model.state()["1.running_mean"].zero_()
-    assert torch.equal(other.model.module[1].running_mean, state["1.running_mean"]), "a state is a copy"
+    assert torch.equal(other.model.module[1].running_mean, state["1.running_mean"]), (
+        "a state is a copy"
+    )
 
 
 def test_evaluation_restores_the_module_when_the_loss_raises() -> None:
@@ -165,14 +178,18 @@ def test_evaluation_restores_the_module_when_the_loss_raises() -> None:
     assert bound.model.module.training
 
 
-@pytest.mark.parametrize("state", [{"nothing": torch.zeros(1)}, {"1.running_mean": torch.zeros(())}])
+@pytest.mark.parametrize(
+    "state", [{"nothing": torch.zeros(1)}, {"1.running_mean": torch.zeros(())}]
+)
 def test_a_state_of_another_model_is_refused(state: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ModelError, match="made by another model"):
         Bound(normed()).model.load_state(state)
 
 
 def test_a_loss_may_say_what_its_batch_weighs() -> None:
-    bound = Bound(torch_model(loss=lambda scores, y: (F.cross_entropy(scores, y), torch.tensor(2.5))))
+    bound = Bound(
+        torch_model(loss=lambda scores, y: (F.cross_entropy(scores, y), torch.tensor(2.5)))
+    )
     computed = bound.compute()
     assert (computed.weight, computed.samples) == (2.5, 4)
     assert {weight for _, weight, _ in bound.calls} == {2.5}
@@ -182,7 +199,10 @@ def test_a_loss_may_say_what_its_batch_weighs() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda o, y: F.cross_entropy(o, y, reduction="none"), "the loss is a tensor of shape (4,)"),
+        (
+            lambda o, y: F.cross_entropy(o, y, reduction="none"),
+            "the loss is a tensor of shape (4,)",
+        ),
         (lambda o, y: F.cross_entropy(o, y).item(), "the loss is float"),
         (lambda o, y: None, "the loss is NoneType"),
         (lambda o, y: F.cross_entropy(o, y).detach(), "does not depend on any trainable parameter"),
@@ -211,7 +231,11 @@ def test_metrics_may_be_numpys() -> None:
 def test_numpy_data_and_named_batches_reach_the_module_as_tensors() -> None:
     pair = namedtuple("pair", "x y")
     bound = Bound(torch_model(data=(X.numpy(), Y.numpy())))
-    assert bound.compute() == bound.compute(pair(X[:4], Y[:4])) == bound.compute([X[:4].numpy(), Y[:4]])
+    assert (
+        bound.compute()
+        == bound.compute(pair(X[:4], Y[:4]))
+        == bound.compute([X[:4].numpy(), Y[:4]])
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,6 +270,8 @@ def test_samples_are_counted_in_batches_of_any_form(batch: Any, samples: int) ->
         (None, {"batch_size": None}, "batch_size=None"),
     ],
 )
-def test_models_that_cannot_be_are_refused(module: Any, options: dict[str, Any], message: str) -> None:
+def test_models_that_cannot_be_are_refused(
+    module: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         torch_model(module, **options)

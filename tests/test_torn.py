@@ -41,7 +41,9 @@ def crew() -> Iterator[Crew]:
 
 def check(version: int, pulled: torch.Tensor) -> None:
     """Every update adds one to every element."""
-    assert bool((pulled == version).all()), f"torn: {pulled.unique().tolist()[:9]} at version {version}"
+    assert bool((pulled == version).all()), (
+        f"torn: {pulled.unique().tolist()[:9]} at version {version}"
+    )
 
 
 # -- what users do -----------------------------------------------------------------------------------
@@ -160,9 +162,13 @@ def test_whoever_pulls_while_others_push_sees_one_version_and_none_goes_back(way
         readers = [crew.user(pull) for _ in range(3)]
         seen = [reader.hear() for reader in readers]
         pushed = sum(pusher.ask() for pusher in pushers)
-        assert all(len(set(versions)) > 5 for versions in seen), "nobody pushed meanwhile: this tests nothing"
+        assert all(len(set(versions)) > 5 for versions in seen), (
+            "nobody pushed meanwhile: this tests nothing"
+        )
         assert crew.user(pull).hear()[-1] == pushed, "an update was lost, or applied twice"
-        assert [user.hear() for user in (*readers, *pushers)] == [("", set())] * 5, "who goes leaves nothing"
+        assert [user.hear() for user in (*readers, *pushers)] == [("", set())] * 5, (
+            "who goes leaves nothing"
+        )
 
 
 @pytest.mark.parametrize("ways", ["unix", "tcp"])
@@ -186,7 +192,9 @@ def test_what_a_reader_holds_does_not_change_and_few_rooms_are_needed(crew: Crew
         readers.append(crew.user(hold))
         assert readers[-1].hear() == version
         version = pusher.ask(3)
-        assert [reader.ask() for reader in readers] == [0, 3, 6][:number], "each looks at what it holds"
+        assert [reader.ask() for reader in readers] == [0, 3, 6][:number], (
+            "each looks at what it holds"
+        )
         assert crew.rooms == [number + 1] * 2, "readers and what is being made"
 
 
@@ -205,11 +213,15 @@ def test_rooms_of_readers_that_are_killed_are_used_again(crew: Crew) -> None:
             assert memory_of(reader.pid)
             reader.kill()
         for server in crew.servers:
-            until(lambda server=server: server.ask().channels == 2)  # to the other server and the pusher
+            until(
+                lambda server=server: server.ask().channels == 2
+            )  # to the other server and the pusher
         pusher.ask(5)
         for server, rooms in zip(crew.servers, crew.rooms, strict=True):
             assert rooms <= 3, "two readers and what is being made"
-            assert len(memory_of(server.pid) - memory_of(pusher.pid)) == rooms, "and nothing of the dead"
+            assert len(memory_of(server.pid) - memory_of(pusher.pid)) == rooms, (
+                "and nothing of the dead"
+            )
 
 
 @pytest.mark.parametrize("missing", [[0], [1], [0, 1]])
@@ -225,7 +237,9 @@ def test_what_a_pusher_left_in_part_is_dropped_everywhere(crew: Crew, missing: l
     assert crew.user(push_once).hear() == 2
 
 
-def test_a_pusher_that_is_killed_has_pushed_wholly_or_not_and_nobody_keeps_its_memory(crew: Crew) -> None:
+def test_a_pusher_that_is_killed_has_pushed_wholly_or_not_and_nobody_keeps_its_memory(
+    crew: Crew,
+) -> None:
     others = [crew.user(push), crew.user(pull_for_ever)]
     for _ in range(3):
         killed = crew.user(push)
@@ -263,6 +277,6 @@ def test_of_a_server_that_is_killed_nobody_keeps_memory(crew: Crew, index: int) 
     until(lambda: other.ask().channels == 0)
     assert not holders_of(made)
     rooms = other.ask().rooms
-    # The coordinator lived beside server 0: what is staged whole stays, one push of each pusher, which may lie in two
-    # regions of its outbox, and its board.
+    # The coordinator lived beside server 0: what is staged whole stays, one push of each pusher,
+    # which may lie in two regions of its outbox, and its board.
     assert rooms <= len(memory_of(other.pid)) <= rooms + (6 if index == 0 else 0)

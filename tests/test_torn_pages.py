@@ -58,7 +58,9 @@ def test_what_is_written_to_one_chunk_hides_no_part_of_another(kind: str) -> Non
             if other.index > chunk.index:  # and then the server to what comes after it
                 layout.chunk_view(owner, other.index).fill_(chunk.index + 2)
                 seen = layout.chunk_view(view, other.index)
-                assert bool((seen == chunk.index + 2).all()), f"{int((seen != chunk.index + 2).sum())} stale bytes"
+                assert bool((seen == chunk.index + 2).all()), (
+                    f"{int((seen != chunk.index + 2).sum())} stale bytes"
+                )
 
 
 def overlaps(a: Chunk, b: Chunk) -> bool:
@@ -66,7 +68,9 @@ def overlaps(a: Chunk, b: Chunk) -> bool:
 
 
 sizes = st.lists(st.integers(0, 400_000), min_size=1, max_size=6)
-dtypes = st.lists(st.sampled_from((torch.float32, torch.float64, torch.bfloat16)), min_size=6, max_size=6)
+dtypes = st.lists(
+    st.sampled_from((torch.float32, torch.float64, torch.bfloat16)), min_size=6, max_size=6
+)
 
 
 @given(sizes, dtypes, st.booleans(), st.one_of(st.none(), st.integers(4 * PAGE, 1 << 20)))
@@ -76,7 +80,9 @@ def test_no_page_holds_parts_of_two_chunks(
     parameters = [(f"p{i}", (n,), kinds[i], i % 3 > 0) for i, n in enumerate(sizes)]
     layout = ParameterLayout.plan(parameters, split_tensors=split, chunk_bytes=chunk_bytes)
     assert layout.on_pages
-    assert not any(overlaps(a, b) for a in layout.chunks for b in layout.chunks if a.index < b.index)
+    assert not any(
+        overlaps(a, b) for a in layout.chunks for b in layout.chunks if a.index < b.index
+    )
     whole = sum(entry.nbytes for entry in layout.entries)
     assert sum(chunk.nbytes for chunk in layout.chunks) == whole
     assert layout.nbytes - whole <= PAGE * (len(layout.chunks) + 3)
@@ -84,7 +90,9 @@ def test_no_page_holds_parts_of_two_chunks(
 
 @pytest.mark.skipif(not shared_memory.AVAILABLE, reason="memfd is Linux'")
 @pytest.mark.parametrize(("chunk_bytes", "shares"), [(None, True), (3000, False)])
-def test_weights_whose_chunks_are_smaller_than_pages_are_not_shared(chunk_bytes: int | None, shares: bool) -> None:
+def test_weights_whose_chunks_are_smaller_than_pages_are_not_shared(
+    chunk_bytes: int | None, shares: bool
+) -> None:
     wide = Task(lambda: torch.nn.Linear(3, 3000)).creator()(0, 0)
     wide.relayout(ChunkSpec(chunk_bytes))
     replicas = Replicas([wide], [torch.device("cpu")], WorkShare(first_index=0, shares=1, seed=0))

@@ -26,7 +26,9 @@ def sockets_of(pids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 2), (2, 2), (3, 1)])
-def test_training_is_the_same_as_on_the_wire(workers: int, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_the_same_as_on_the_wire(
+    workers: int, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(transport: str) -> dict[str, torch.Tensor]:
         strategy = ParameterServerStrategy(transport=transport, num_servers=servers, chunk_bytes=16)
         with DistributedSGD(linear_model_creator(), num_workers=workers, strategy=strategy) as sgd:
@@ -55,7 +57,9 @@ def test_training_is_the_same_as_on_the_wire(workers: int, servers: int, monkeyp
 def test_a_dead_worker_is_named() -> None:
     strategy = ParameterServerStrategy(transport="ray", num_servers=1)
     run_config = RunConfig(failure=FailureConfig(max_failures=0))
-    with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy, run_config=run_config) as sgd:
+    with DistributedSGD(
+        linear_model_creator(), num_workers=2, strategy=strategy, run_config=run_config
+    ) as sgd:
         sgd.fit(steps=1, progress=False)
         assert sgd._cluster is not None
         ray.kill(sgd._cluster.actors[worker_peer(1)])

@@ -50,7 +50,9 @@ def message_of(payload: torch.Tensor) -> Message:
 def lent(near: Any, far: Node, *nodes: Node) -> bool:
     """Whether a payload that can be lent is read where it lies; it arrives in any case."""
     memory = allocate(SHARED_FROM).fill_(5)
-    far.place = lambda message, size: torch.empty(size, dtype=torch.uint8) if (m := message.payload) is None else m
+    far.place = lambda message, size: (
+        torch.empty(size, dtype=torch.uint8) if (m := message.payload) is None else m
+    )
     near.send(message_of(memory))
     until(lambda: far.messages, far, *nodes)
     arrived = far.messages.pop().payload
@@ -64,7 +66,11 @@ def lent(near: Any, far: Node, *nodes: Node) -> bool:
 
 @pytest.mark.parametrize("place_of_client", ["here", "elsewhere"])
 @pytest.mark.parametrize("ways", WAYS)
-def test_each_way_has_its_sockets_and_lends_or_does_not(node: Any, ways: str, place_of_client: str) -> None:  # noqa: F811
+def test_each_way_has_its_sockets_and_lends_or_does_not(
+    node: Any,  # noqa: F811
+    ways: str,
+    place_of_client: str,
+) -> None:
     before = set(sockets_of([os.getpid()]))
     server, client = node(COORDINATOR, ways=ways), node(WORKER, place_of_client, ways=ways)
     address = server.transport.listen("127.0.0.1")
@@ -72,7 +78,10 @@ def test_each_way_has_its_sockets_and_lends_or_does_not(node: Any, ways: str, pl
     assert len(set(sockets_of([os.getpid()])) - before) == (ways != "tcp")
     local = place_of_client == "here" and ways != "tcp"
     if ways == "shared" and not local:
-        with pytest.raises(ConfigurationError, match="node elsewhere and node here share no memory: have all .* one"):
+        with pytest.raises(
+            ConfigurationError,
+            match="node elsewhere and node here share no memory: have all .* one",
+        ):
             client.transport.connect(address)
         return
     near = together(lambda: client.transport.connect(address), server)
@@ -80,7 +89,9 @@ def test_each_way_has_its_sockets_and_lends_or_does_not(node: Any, ways: str, pl
     assert lent(near, server, client) == (local and ways in LENDING)
     assert near.pending == 0
     until(lambda: server.opened, server)
-    assert lent(server.opened[0], client, server) == (local and ways in LENDING), "the other way too"
+    assert lent(server.opened[0], client, server) == (local and ways in LENDING), (
+        "the other way too"
+    )
 
 
 @pytest.mark.parametrize(("lender", "reader"), [("wire", "unix"), ("unix", "wire")])
@@ -91,7 +102,9 @@ def test_the_sender_decides_whether_it_lends(node: Any, lender: str, reader: str
     assert lent(near, server, client) == (lender == "wire")
 
 
-def test_a_platform_without_what_a_way_needs_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_without_what_a_way_needs_is_refused_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def make(ways: str) -> None:
         made = Node(WORKER, ways=ways)
         Node.alive.clear()
@@ -101,13 +114,17 @@ def test_a_platform_without_what_a_way_needs_is_refused_early(monkeypatch: pytes
         assert not address.unix
 
     monkeypatch.setattr(sockets, "AVAILABLE", False)
-    with pytest.raises(ConfigurationError, match=r'transport="shared" needs shared memory .* give "wire"'):
+    with pytest.raises(
+        ConfigurationError, match=r'transport="shared" needs shared memory .* give "wire"'
+    ):
         make("shared")
     with pytest.raises(ConfigurationError, match='transport="shared" needs shared memory'):
         ParameterServer(np.zeros(3), transport="shared")
     monkeypatch.setattr(sockets, "_has_unix", lambda: False)
     for ways in ("shared", "unix"):
-        with pytest.raises(ConfigurationError, match=f'transport="{ways}" needs Unix-domain sockets .* or "tcp"'):
+        with pytest.raises(
+            ConfigurationError, match=f'transport="{ways}" needs Unix-domain sockets .* or "tcp"'
+        ):
             make(ways)
     for ways in ("wire", "tcp"):
         make(ways)
@@ -120,7 +137,9 @@ def creator(worker_index: int, device_index: int) -> TorchModel:
     """Its chunks are large enough to be lent."""
     x = torch.randn(24, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return TorchModel(
-        torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.Tanh(), torch.nn.Linear(96, 96)).double(),
+        torch.nn.Sequential(
+            torch.nn.Linear(96, 96), torch.nn.Tanh(), torch.nn.Linear(96, 96)
+        ).double(),
         loss=torch.nn.functional.mse_loss,
         data=(x, x),
         batch_size=4,
@@ -148,7 +167,9 @@ def test_training_gives_the_same_bits_whichever_way(ways: str) -> None:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
-def test_workers_on_other_nodes_are_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_on_other_nodes_are_refused_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*arguments: Any) -> None:
         raise AssertionError("a process is started")
 
@@ -156,7 +177,9 @@ def test_workers_on_other_nodes_are_refused_before_anything_is_started(monkeypat
     monkeypatch.setattr(placement, "nodes_of", lambda room: ("f" * 56,) * len(room.bundles))
     monkeypatch.setattr(launch.Cluster, "start_process", refuse)
     strategy = ParameterServerStrategy(transport="shared")
-    with pytest.raises(ConfigurationError, match=f"node {here[:12]} and node {'f' * 12} share no memory"):
+    with pytest.raises(
+        ConfigurationError, match=f"node {here[:12]} and node {'f' * 12} share no memory"
+    ):
         DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy)
 
 
@@ -168,7 +191,9 @@ def add(server: ParameterServer, times: int) -> tuple[float, int, list[str]]:
     """The last that it saw, what it borrows, and the sockets of ours that it is connected to."""
     for _ in range(times):
         pulled = server.push_pull(np.ones(SIZE))
-    families = [channel._socket.family.name for channel in server._connection()._router.transport._channels]
+    families = [
+        channel._socket.family.name for channel in server._connection()._router.transport._channels
+    ]
     return float(pulled.max()), borrowed(os.getpid()), families
 
 
@@ -182,8 +207,13 @@ def test_a_handle_carries_the_way_to_wherever_it_goes(ways: str) -> None:
         assert pulled.min() == pulled.max() == server.version == 11
         assert max(last for last, _, _ in seen) == 10
         assert [bool(count) for _, count, _ in seen] == [ways in LENDING] * 2
-        assert [families for _, _, families in seen] == [["AF_INET" if ways == "tcp" else "AF_UNIX"] * 2] * 2
-        pids = [place.pid for place in ray.get([actor.place.remote() for actor in server._access.servers])]
+        assert [families for _, _, families in seen] == [
+            ["AF_INET" if ways == "tcp" else "AF_UNIX"] * 2
+        ] * 2
+        pids = [
+            place.pid
+            for place in ray.get([actor.place.remote() for actor in server._access.servers])
+        ]
         assert {borrowed(pid) > 0 for pid in pids} == {ways in LENDING}
         assert bool(sockets_of(pids)) == (ways != "tcp")
 

@@ -18,7 +18,12 @@ from torch.utils.data import DataLoader
 from steepest import IndexedStream, TorchModel
 from steepest.cluster.diagnostics import raise_step_error
 from steepest.cluster.remote_error import RemoteError
-from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy, SimpleStrategy
+from steepest.config.strategies import (
+    AllreduceStrategy,
+    LocalStrategy,
+    ParameterServerStrategy,
+    SimpleStrategy,
+)
 from steepest.errors import (
     ModelError,
     ModelRaisedError,
@@ -159,7 +164,9 @@ class Backward(torch.autograd.Function):
         context.do()
 
 
-def torch_model(switch: Switch, cls: type[TorchModel] = Own, *, data: Any = None, **settings: Any) -> Any:
+def torch_model(
+    switch: Switch, cls: type[TorchModel] = Own, *, data: Any = None, **settings: Any
+) -> Any:
     settings.setdefault("loss", nn.functional.mse_loss)
     return cls(
         nn.Linear(3, 2).double(),
@@ -294,13 +301,23 @@ def refused(make: Make, *words: str) -> Mistake:
 
 
 MISTAKES: dict[str, Mistake] = {
-    "loss raises": Mistake(loss_does(raising(lambda: ArithmeticError("no"))), "ArithmeticError: no", LINE),
-    "unpicklable": Mistake(loss_does(raising(UnpicklableError)), "UnpicklableError: it holds a lock", LINE),
-    "no words": Mistake(
-        loss_does(raising(UnspeakableError)), r"UnspeakableError: \(its __str__ raised RuntimeError\)", LINE
+    "loss raises": Mistake(
+        loss_does(raising(lambda: ArithmeticError("no"))), "ArithmeticError: no", LINE
     ),
-    "words exit": Mistake(loss_does(raising(ExitingError)), r"ExitingError: \(its __str__ raised SystemExit\)", LINE),
-    "half a letter": Mistake(loss_does(raising(lambda: ValueError("\ud800"))), r"ValueError: \\ud800", LINE),
+    "unpicklable": Mistake(
+        loss_does(raising(UnpicklableError)), "UnpicklableError: it holds a lock", LINE
+    ),
+    "no words": Mistake(
+        loss_does(raising(UnspeakableError)),
+        r"UnspeakableError: \(its __str__ raised RuntimeError\)",
+        LINE,
+    ),
+    "words exit": Mistake(
+        loss_does(raising(ExitingError)), r"ExitingError: \(its __str__ raised SystemExit\)", LINE
+    ),
+    "half a letter": Mistake(
+        loss_does(raising(lambda: ValueError("\ud800"))), r"ValueError: \\ud800", LINE
+    ),
     "long": Mistake(loss_does(raising(lambda: ValueError("x" * 100_000))), "ValueError: xxx", LINE),
     "sys.exit": Mistake(loss_does(exit_by_hand), "SystemExit: 3", LINE),
     "interrupt": Mistake(loss_does(raising(KeyboardInterrupt)), "KeyboardInterrupt", LINE),
@@ -308,48 +325,95 @@ MISTAKES: dict[str, Mistake] = {
     "recursion": Mistake(loss_does(recurse), "RecursionError: maximum recursion", ("in recurse",)),
     "memory": Mistake(loss_does(raising(MemoryError)), "MemoryError", LINE),
     "shutdown": Mistake(
-        loss_does(raising(lambda: ShutdownError("the user's other trainer"))), "the user's other trainer", LINE
+        loss_does(raising(lambda: ShutdownError("the user's other trainer"))),
+        "the user's other trainer",
+        LINE,
     ),
-    "backward raises": Mistake(backward_does(raising(lambda: ArithmeticError("no"))), "ArithmeticError: no", LINE),
+    "backward raises": Mistake(
+        backward_does(raising(lambda: ArithmeticError("no"))), "ArithmeticError: no", LINE
+    ),
     "backward exits": Mistake(backward_does(exit_by_hand), "SystemExit: 3", LINE),
-    "metrics raise": Mistake(metrics_do(raising(lambda: KeyError("top5"))), "KeyError: 'top5'", LINE),
+    "metrics raise": Mistake(
+        metrics_do(raising(lambda: KeyError("top5"))), "KeyError: 'top5'", LINE
+    ),
     "metric is text": refused(metrics_give({"top": "0.5"}), "metric 'top' is str"),
     "metric is None": refused(metrics_give({"top": None}), "metric 'top' is NoneType"),
-    "metric is a vector": refused(metrics_give({"top": torch.zeros(3)}), r"metric 'top' is a tensor of shape \(3,\)"),
-    "metric is an array": refused(metrics_give({"top": np.zeros(1)}), r"metric 'top' is an array of shape \(1,\)"),
+    "metric is a vector": refused(
+        metrics_give({"top": torch.zeros(3)}), r"metric 'top' is a tensor of shape \(3,\)"
+    ),
+    "metric is an array": refused(
+        metrics_give({"top": np.zeros(1)}), r"metric 'top' is an array of shape \(1,\)"
+    ),
     "metric is dict": refused(metrics_give({"top": {"1": 0.5}}), "metric 'top' is dict"),
-    "metric is complex": refused(metrics_give({"top": torch.tensor(1j)}), "metric 'top' is a.*complex"),
-    "metric is a date": refused(metrics_give({"top": np.datetime64(1, "s")}), "metric 'top' is datetime64"),
+    "metric is complex": refused(
+        metrics_give({"top": torch.tensor(1j)}), "metric 'top' is a.*complex"
+    ),
+    "metric is a date": refused(
+        metrics_give({"top": np.datetime64(1, "s")}), "metric 'top' is datetime64"
+    ),
     "metric is too large": refused(metrics_give({"top": 10**400}), "metric 'top' is int"),
     "metrics are None": refused(metrics_give(None), "metrics are NoneType: return a dict"),
     "metric has no name": refused(metrics_give({1: 0.5}), "a metric is named 1, int"),
-    "loss is float": refused(loss_gives(lambda right: right.item()), "the loss is float: return .* a tensor"),
-    "loss is detached": refused(loss_gives(lambda right: right.detach()), "does not depend on any trainable parameter"),
-    "loss is complex": refused(loss_gives(lambda right: right * 1j), "the loss is a tensor.*complex128"),
+    "loss is float": refused(
+        loss_gives(lambda right: right.item()), "the loss is float: return .* a tensor"
+    ),
+    "loss is detached": refused(
+        loss_gives(lambda right: right.detach()), "does not depend on any trainable parameter"
+    ),
+    "loss is complex": refused(
+        loss_gives(lambda right: right * 1j), "the loss is a tensor.*complex128"
+    ),
     "loss is None": refused(loss_gives(lambda right: None), "the loss is NoneType"),
-    "loss is a vector": refused(loss_gives(lambda right: right.repeat(2)), r"the loss is a tensor of shape \(2,\)"),
-    "weight is NaN": refused(loss_gives(lambda right: (right, torch.tensor(float("nan")))), "the loss weighs nan"),
+    "loss is a vector": refused(
+        loss_gives(lambda right: right.repeat(2)), r"the loss is a tensor of shape \(2,\)"
+    ),
+    "weight is NaN": refused(
+        loss_gives(lambda right: (right, torch.tensor(float("nan")))), "the loss weighs nan"
+    ),
     "weight is huge": refused(loss_gives(lambda right: (right, 1e99)), "the loss weighs 1e\\+99"),
-    "weight is negative": refused(loss_gives(lambda right: (right, np.float32(-1))), "the loss weighs -1"),
+    "weight is negative": refused(
+        loss_gives(lambda right: (right, np.float32(-1))), "the loss weighs -1"
+    ),
     "weight is None": refused(loss_gives(lambda right: (right, None)), "the loss weighs NoneType"),
-    "weights": refused(loss_gives(lambda right: (right, torch.ones(2))), r"weighs a tensor of shape \(2,\)"),
-    "no result": refused(model_computes(lambda computed: None), "the model computed NoneType: return"),
-    "result of text": refused(model_computes(lambda c: Computed("0", c.weight, 2, {})), "the loss is str"),  # type: ignore[arg-type]
-    "half a sample": refused(model_computes(lambda c: Computed(c.loss, c.weight, 0.5, {})), "0.5 samples"),  # type: ignore[arg-type]
+    "weights": refused(
+        loss_gives(lambda right: (right, torch.ones(2))), r"weighs a tensor of shape \(2,\)"
+    ),
+    "no result": refused(
+        model_computes(lambda computed: None), "the model computed NoneType: return"
+    ),
+    "result of text": refused(
+        model_computes(lambda c: Computed("0", c.weight, 2, {})), "the loss is str"
+    ),  # type: ignore[arg-type]
+    "half a sample": refused(
+        model_computes(lambda c: Computed(c.loss, c.weight, 0.5, {})), "0.5 samples"
+    ),  # type: ignore[arg-type]
     "silent": refused(deaf, "before it had called ready for each of .*'bias'"),
-    "item raises": Mistake(items_do(raising(lambda: IndexError("no row"))), "IndexError: no row", LINE),
+    "item raises": Mistake(
+        items_do(raising(lambda: IndexError("no row"))), "IndexError: no row", LINE
+    ),
     "item stops": Mistake(items_do(raising(StopIteration)), "StopIteration", LINE),
     "item exits": Mistake(items_do(exit_by_hand), "SystemExit: 3", LINE),
-    "items do not fit": Mistake(items_do(lambda: (torch.zeros(5), torch.zeros(5))), "RuntimeError: ", ("in forward",)),
-    "collate raises": Mistake(collate_does(raising(lambda: TypeError("odd"))), "TypeError: odd", LINE),
+    "items do not fit": Mistake(
+        items_do(lambda: (torch.zeros(5), torch.zeros(5))), "RuntimeError: ", ("in forward",)
+    ),
+    "collate raises": Mistake(
+        collate_does(raising(lambda: TypeError("odd"))), "TypeError: odd", LINE
+    ),
     "stream raises": Mistake(stream(read_nothing), "OSError: no such shard", LINE),
     "stream is short": Mistake(stream(lambda: True), "the stream ended before sample"),
-    "source ends": refused(lambda switch: torch_model(switch, data=Ending(switch)), "open.. must yield a batch"),
+    "source ends": refused(
+        lambda switch: torch_model(switch, data=Ending(switch)), "open.. must yield a batch"
+    ),
 }
 
 
 CASES = [
-    pytest.param(mistake, strategy, 1 + (row + column) % 2, id=f"{mistake}-{strategy}-{1 + (row + column) % 2}")
+    pytest.param(
+        mistake,
+        strategy,
+        1 + (row + column) % 2,
+        id=f"{mistake}-{strategy}-{1 + (row + column) % 2}",
+    )
     for row, mistake in enumerate(MISTAKES)
     for column, strategy in enumerate(STRATEGIES)
 ]
@@ -372,7 +436,9 @@ def test_a_mistake_is_told_and_the_trainer_goes_on(name: str, strategy: str, wor
     switch.on = True
     *_, failure = cluster.step(1)
     assert failure.kind is Kind.FAILURE
-    with pytest.raises(mistake.error, match=f"^worker {culprit}.*step 2.*{mistake.words}") as caught:
+    with pytest.raises(
+        mistake.error, match=f"^worker {culprit}.*step 2.*{mistake.words}"
+    ) as caught:
         raise_step_error(failure.values(), {})
     for line in mistake.lines:
         assert line in str(caught.value.__cause__)
@@ -428,7 +494,13 @@ def test_a_loss_weighs_what_any_kind_of_number_says() -> None:
         return cluster.weights()
 
     plain = trained(3.0)
-    for weight in (3, torch.tensor(3), torch.tensor(3.0, requires_grad=True), np.float32(3), np.int16(3)):
+    for weight in (
+        3,
+        torch.tensor(3),
+        torch.tensor(3.0, requires_grad=True),
+        np.float32(3),
+        np.int16(3),
+    ):
         assert same_bits(trained(weight), plain)
 
 
@@ -450,7 +522,10 @@ def test_a_schedule_may_set_numpy_scalars_and_tensors(strategy: str) -> None:
     def trained(factor: Any) -> Any:
         def create(worker: int, device: int) -> Any:
             return torch_model(
-                Switch(), lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: factor(0.5**step))
+                Switch(),
+                lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(
+                    o, lambda step: factor(0.5**step)
+                ),
             )
 
         cluster = InProcessCluster(create, num_workers=2, strategy=STRATEGIES[strategy])
@@ -459,11 +534,18 @@ def test_a_schedule_may_set_numpy_scalars_and_tensors(strategy: str) -> None:
 
     plain = trained(float)
     assert same_bits(trained(np.float64), plain)
-    assert all(torch.allclose(value, plain[name], rtol=1e-5) for name, value in trained(np.float32).items())
-    assert all(torch.allclose(value, plain[name], rtol=1e-5) for name, value in trained(torch.tensor).items())
+    assert all(
+        torch.allclose(value, plain[name], rtol=1e-5) for name, value in trained(np.float32).items()
+    )
+    assert all(
+        torch.allclose(value, plain[name], rtol=1e-5)
+        for name, value in trained(torch.tensor).items()
+    )
 
 
-@pytest.mark.parametrize("wrong", [lambda: sys.exit("no rate"), lambda: "fast", lambda: float("nan"), lambda: None])
+@pytest.mark.parametrize(
+    "wrong", [lambda: sys.exit("no rate"), lambda: "fast", lambda: float("nan"), lambda: None]
+)
 def test_a_learning_rate_that_is_none_is_told(wrong: Callable[[], Any]) -> None:
     def create(worker: int, device: int) -> Any:
         return torch_model(Switch(), learning_rate=lambda step: 0.1 if step < 2 else wrong())
@@ -483,7 +565,9 @@ def test_a_data_loader_with_processes_tells_what_its_dataset_raised() -> None:
 
     cluster = InProcessCluster(create, num_workers=2)
     (failure,) = cluster.step()
-    with pytest.raises(ModelRaisedError, match=r"(?s)^worker 1.*ArithmeticError: .*in a process of") as caught:
+    with pytest.raises(
+        ModelRaisedError, match=r"(?s)^worker 1.*ArithmeticError: .*in a process of"
+    ) as caught:
         raise_step_error(failure.values(), {})
     assert LINE[0] in str(caught.value.__cause__)
 
@@ -508,7 +592,10 @@ def test_our_own_errors_keep_their_class_and_words() -> None:
         assert str(found) == "worker 1: it: has\ntwo lines"
         assert "told_of" in str(found.__cause__)
     assert described_error(told_of(ValueError("another's"))) is None
-    assert described_error({"error": "ModelError: no kind", "traceback": "", "kind": "Mapping"}) is None
+    assert (
+        described_error({"error": "ModelError: no kind", "traceback": "", "kind": "Mapping"})
+        is None
+    )
 
 
 def test_what_travels_is_text_of_bounded_length() -> None:

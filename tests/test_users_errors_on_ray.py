@@ -47,7 +47,11 @@ class Faulty(TorchModel):
 
 def create(worker: int, device: int) -> Faulty:
     return Faulty(
-        nn.Linear(3, 2).double(), loss=nn.functional.mse_loss, data=samples(16), batch_size=2, optimizer=sgd()
+        nn.Linear(3, 2).double(),
+        loss=nn.functional.mse_loss,
+        data=samples(16),
+        batch_size=2,
+        optimizer=sgd(),
     )
 
 
@@ -88,7 +92,9 @@ def complains() -> None:
 
 
 @pytest.mark.parametrize("does", [exits, interrupts, stops, complains])
-def test_whatever_user_code_raises_in_a_worker(trainer: DistributedSGD, does: Callable[[], None]) -> None:
+def test_whatever_user_code_raises_in_a_worker(
+    trainer: DistributedSGD, does: Callable[[], None]
+) -> None:
     last = trainer.num_workers - 1
 
     def switch(view: Any) -> None:
@@ -99,14 +105,22 @@ def test_whatever_user_code_raises_in_a_worker(trainer: DistributedSGD, does: Ca
         if view.index == last:
             does()
 
-    told = {exits: "SystemExit: the user's own exit", interrupts: "KeyboardInterrupt", stops: "StopIteration"}
+    told = {
+        exits: "SystemExit: the user's own exit",
+        interrupts: "KeyboardInterrupt",
+        stops: "StopIteration",
+    }
     words = told.get(does, r"Complaint: \(its __str__ raised RuntimeError\)")
-    with pytest.raises(ModelRaisedError, match=rf"^worker {last} on .*run the function 'fails': {words}") as caught:
+    with pytest.raises(
+        ModelRaisedError, match=rf"^worker {last} on .*run the function 'fails': {words}"
+    ) as caught:
         trainer.foreach_worker(fails)
     assert f"in {does.__name__}" in str(caught.value.__cause__)
     trainer.foreach_worker(switch)
     at = trainer.stats().step
-    with pytest.raises(ModelRaisedError, match=rf"^worker {last} on .*in step {at + 1}: {words}") as caught:
+    with pytest.raises(
+        ModelRaisedError, match=rf"^worker {last} on .*in step {at + 1}: {words}"
+    ) as caught:
         trainer.fit(steps=2, progress=False)
     assert f"in {does.__name__}" in str(caught.value.__cause__)
     with pytest.raises(ModelRaisedError, match=rf"^worker {last} on .*could not evaluate: {words}"):
@@ -122,7 +136,9 @@ def test_metrics_that_are_no_numbers(trainer: DistributedSGD) -> None:
             model.given = {"top": "0.5"}
 
     trainer.foreach_worker(switch)
-    with pytest.raises(ModelError, match=rf"^worker {last} on .*, step {at + 1}: metric 'top' is str"):
+    with pytest.raises(
+        ModelError, match=rf"^worker {last} on .*, step {at + 1}: metric 'top' is str"
+    ):
         trainer.step()
     with pytest.raises(ModelError, match=rf"^worker {last} on .*: metric 'top' is str"):
         trainer.evaluate(samples(4))
@@ -169,11 +185,26 @@ def unreadable(view: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (generates, r"worker \d on .*run the function 'generates'.*cannot pickle 'generator' object; return"),
-        (locks, r"worker \d on .*run the function 'locks'.*cannot pickle '_thread.lock' object; return"),
-        (exits_as_it_is_sent, r"worker \d on .*run the function 'exits_as_it_is_sent'.*SystemExit: sending; return"),
-        (exits_as_it_is_read, r"cannot read what worker \d on .* returned .*run the function 'exits_as_it_is_read'"),
-        (unreadable, r"cannot read what worker \d on .* returned when asked to run the function 'unreadable'.*invalid"),
+        (
+            generates,
+            r"worker \d on .*run the function 'generates'.*cannot pickle 'generator' object; return",
+        ),
+        (
+            locks,
+            r"worker \d on .*run the function 'locks'.*cannot pickle '_thread.lock' object; return",
+        ),
+        (
+            exits_as_it_is_sent,
+            r"worker \d on .*run the function 'exits_as_it_is_sent'.*SystemExit: sending; return",
+        ),
+        (
+            exits_as_it_is_read,
+            r"cannot read what worker \d on .* returned .*run the function 'exits_as_it_is_read'",
+        ),
+        (
+            unreadable,
+            r"cannot read what worker \d on .* returned when asked to run the function 'unreadable'.*invalid",
+        ),
     ],
 )
 def test_what_a_function_returns_and_cannot_travel(
@@ -184,8 +215,12 @@ def test_what_a_function_returns_and_cannot_travel(
             each(function)
 
 
-@pytest.mark.parametrize("make", [lambda: ray.put(3), lambda: None, list, lambda: np.arange(100_000)])
-def test_what_a_function_returns_is_what_it_returned(trainer: DistributedSGD, make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: ray.put(3), lambda: None, list, lambda: np.arange(100_000)]
+)
+def test_what_a_function_returns_is_what_it_returned(
+    trainer: DistributedSGD, make: Callable[[], Any]
+) -> None:
     result = make()
     assert str(trainer.for_model(lambda model: result)) == str(result)
     assert str(trainer.foreach_model(lambda model: result)) == str([result] * trainer.num_workers)
@@ -202,11 +237,18 @@ def test_what_is_given_and_cannot_travel(trainer: DistributedSGD) -> None:
         assert thing
 
     for each in (trainer.foreach_worker, trainer.foreach_model, trainer.for_model):
-        with pytest.raises(ConfigurationError, match=r"holds'.*cannot be sent to the workers: .*lock"):
+        with pytest.raises(
+            ConfigurationError, match=r"holds'.*cannot be sent to the workers: .*lock"
+        ):
             each(holds)
-        with pytest.raises(ConfigurationError, match=r"^worker \d on .* cannot read what it was sent to run .*'reads'"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"^worker \d on .* cannot read what it was sent to run .*'reads'",
+        ):
             each(reads)
-    with pytest.raises(ConfigurationError, match=r"evaluate cannot be sent to the workers: .*generator"):
+    with pytest.raises(
+        ConfigurationError, match=r"evaluate cannot be sent to the workers: .*generator"
+    ):
         trainer.evaluate(number for number in range(3))
 
 
@@ -224,7 +266,9 @@ class Broken(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def test_data_that_cannot_be_read(trainer: DistributedSGD) -> None:
-    with pytest.raises(ModelRaisedError, match=r"^worker \d on .* could not evaluate: OSError: no such file"):
+    with pytest.raises(
+        ModelRaisedError, match=r"^worker \d on .* could not evaluate: OSError: no such file"
+    ):
         trainer.evaluate(Broken(4))
     with pytest.raises(ModelRaisedError, match=r"^worker \d on .* could not evaluate: SystemExit"):
         trainer.evaluate(Broken(None))
@@ -240,7 +284,9 @@ class Raises(Callback):
         raise self.error
 
 
-@pytest.mark.parametrize("error", [ArithmeticError("no"), StopIteration("no"), SystemExit("no"), Complaint()])
+@pytest.mark.parametrize(
+    "error", [ArithmeticError("no"), StopIteration("no"), SystemExit("no"), Complaint()]
+)
 def test_a_callback_that_raises(trainer: DistributedSGD, error: BaseException) -> None:
     with pytest.raises(type(error)) as caught:
         trainer.fit(steps=20, callbacks=[Raises(error)], progress=False)
@@ -250,13 +296,19 @@ def test_a_callback_that_raises(trainer: DistributedSGD, error: BaseException) -
 @pytest.mark.parametrize(
     ("where", "raised", "words"),
     [
-        ("creator", ModelRaisedError, r"worker 1 could not build the model: SystemExit: the user's own exit"),
+        (
+            "creator",
+            ModelRaisedError,
+            r"worker 1 could not build the model: SystemExit: the user's own exit",
+        ),
         ("optimizer", ModelRaisedError, r"worker 1 could not build the model: Complaint: "),
         ("data", ModelRaisedError, r"worker 1 could not build the model: SystemExit"),
         ("size", ModelError, r"^worker 1: .*size.*2.5"),
     ],
 )
-def test_a_model_that_one_worker_cannot_build(where: str, raised: type[SteepestError], words: str) -> None:
+def test_a_model_that_one_worker_cannot_build(
+    where: str, raised: type[SteepestError], words: str
+) -> None:
     def build(worker: int, device: int) -> Any:
         model = create(worker, device)
         if worker == 1 and where == "creator":

@@ -16,7 +16,9 @@ from steepest.testing import InProcessCluster, linear_model_creator
 from tests.drawn import seeds
 from tests.modes import trainable
 
-LAYOUT = ParameterLayout.plan([("a", (3, 5), torch.float64, True), ("b", (7,), torch.float64, True)])
+LAYOUT = ParameterLayout.plan(
+    [("a", (3, 5), torch.float64, True), ("b", (7,), torch.float64, True)]
+)
 
 
 class WritesGradients(torch.optim.SGD):
@@ -40,19 +42,27 @@ OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer
 def chunk_of(optimizer: str, weights: torch.Tensor) -> ServerChunk:
     spec = None
     if (make := OPTIMIZERS[optimizer]) is not None:
-        named = {e.name: torch.nn.Parameter(torch.zeros(e.shape, dtype=e.dtype)) for e in LAYOUT.entries}
-        spec = OptimizerSpec.read(make(list(named.values())), {id(p): name for name, p in named.items()})
+        named = {
+            e.name: torch.nn.Parameter(torch.zeros(e.shape, dtype=e.dtype)) for e in LAYOUT.entries
+        }
+        spec = OptimizerSpec.read(
+            make(list(named.values())), {id(p): name for name, p in named.items()}
+        )
     return ServerChunk(LAYOUT.chunks[0], LAYOUT, spec, weights)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_update_into_another_room_equals_one_in_place_and_leaves_the_old_weights(optimizer: str) -> None:
+def test_an_update_into_another_room_equals_one_in_place_and_leaves_the_old_weights(
+    optimizer: str,
+) -> None:
     size = LAYOUT.chunks[0].nbytes
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(size // 8, dtype=torch.float64, generator=generator).view(torch.uint8)
     still, moving = chunk_of(optimizer, start.clone()), chunk_of(optimizer, start.clone())
     for step in range(6):
-        gradient = torch.randn(size // 8, dtype=torch.float64, generator=generator).view(torch.uint8)
+        gradient = torch.randn(size // 8, dtype=torch.float64, generator=generator).view(
+            torch.uint8
+        )
         before, old = moving.weights.clone(), moving.weights
         room = torch.full((size,), 77, dtype=torch.uint8) if step % 2 else None
         for held, place in ((still, None), (moving, room)):
@@ -71,7 +81,9 @@ def test_an_update_into_another_room_equals_one_in_place_and_leaves_the_old_weig
 def test_a_gradient_is_left_as_it_is_whatever_the_optimizer_does_to_it() -> None:
     held = chunk_of("own", torch.zeros(LAYOUT.chunks[0].nbytes, dtype=torch.uint8))
     gradient = torch.ones(LAYOUT.chunks[0].nbytes // 8, dtype=torch.float64)
-    held.staged[PushId(0, 0, 1)] = StagedPush(0, gradient.view(torch.uint8), 1.0, 1.0, frozenset(), None)
+    held.staged[PushId(0, 0, 1)] = StagedPush(
+        0, gradient.view(torch.uint8), 1.0, 1.0, frozenset(), None
+    )
     held.reduce([PushId(0, 0, 1)])
     held.apply([{}], 1.0)
     assert torch.equal(gradient, torch.ones_like(gradient))
@@ -81,8 +93,12 @@ def test_a_gradient_is_left_as_it_is_whatever_the_optimizer_does_to_it() -> None
 @pytest.mark.parametrize("mode", ["async", "ssp", "sync"])
 @seeds(1)
 def test_servers_use_few_rooms_and_only_while_somebody_reads(mode: str, seed: int) -> None:
-    strategy = ParameterServerStrategy(mode=mode, num_servers=2, staleness=2 if mode == "ssp" else None)
-    cluster = InProcessCluster(linear_model_creator(), num_workers=3, strategy=strategy, shuffle=seed)
+    strategy = ParameterServerStrategy(
+        mode=mode, num_servers=2, staleness=2 if mode == "ssp" else None
+    )
+    cluster = InProcessCluster(
+        linear_model_creator(), num_workers=3, strategy=strategy, shuffle=seed
+    )
     cluster.step(30)
     rooms = [server.weight_buffers_held for server in cluster.servers if trainable(server)]
     assert all(count <= 4 for count in rooms), "three readers and what is being made"

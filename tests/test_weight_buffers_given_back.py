@@ -13,7 +13,13 @@ from steepest.engine.topology import HostMap, Topology
 from steepest.engine.weight_buffers import WeightBuffers
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.tensors.layout import ParameterLayout
-from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, allocate, give_pages_back, segment_of
+from steepest.tensors.shared_memory import (
+    AVAILABLE,
+    SHARED_FROM,
+    allocate,
+    give_pages_back,
+    segment_of,
+)
 from steepest.testing import InProcessCluster, linear_model_creator
 
 COMMITS = 16
@@ -36,7 +42,9 @@ class Reading:
     """One server of two chunks that adds what one worker pushes, and readers that take their time."""
 
     def __init__(self, elements: int) -> None:
-        self.layout = ParameterLayout.plan([("w", (elements,), torch.float32, True)], chunk_bytes=elements * 2)
+        self.layout = ParameterLayout.plan(
+            [("w", (elements,), torch.float32, True)], chunk_bytes=elements * 2
+        )
         self.read: set[int] = set()  # by address
         self.server = Server(
             0,
@@ -48,7 +56,9 @@ class Reading:
             mode=ServerMode(together=False),
         )
         self.commits = 0
-        self.server.handle(COORDINATOR, Message(Kind.MEMBERS, 1, version=0, meta={"workers": [0], "reload": False}))
+        self.server.handle(
+            COORDINATOR, Message(Kind.MEMBERS, 1, version=0, meta={"workers": [0], "reload": False})
+        )
 
     def commit(self, times: int = 1) -> None:
         """Adds one to every weight."""
@@ -56,13 +66,17 @@ class Reading:
             self.commits += 1
             for chunk in self.layout.chunks:
                 ones = torch.ones(chunk.nbytes // 4).view(torch.uint8)
-                push = Message(Kind.PUSH, 1, 0, self.commits, self.commits - 1, chunk=chunk.index, payload=ones)
+                push = Message(
+                    Kind.PUSH, 1, 0, self.commits, self.commits - 1, chunk=chunk.index, payload=ones
+                )
                 push.weight = push.total = 1.0
                 self.server.handle(worker_peer(0), push)
             commit = Message(Kind.COMMIT, 1, version=self.commits)
             commit.meta, commit.weight = {"pushes": [[0, 0, self.commits]], "readers": []}, 1.0
             self.server.handle(COORDINATOR, commit)
-            values = torch.cat([held.weights.view(torch.float32) for held in self.server.chunks.values()])
+            values = torch.cat(
+                [held.weights.view(torch.float32) for held in self.server.chunks.values()]
+            )
             assert torch.equal(values, torch.full_like(values, self.commits))
 
     def lend(self) -> None:
@@ -101,11 +115,14 @@ def test_what_is_read_stays_as_long_as_it_is() -> None:
     assert job.server.weight_buffers_held == 1
 
 
-def test_what_is_needed_now_and_then_is_not_made_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_needed_now_and_then_is_not_made_anew_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As in an asynchronous job, whose readers come and go."""
     made = []
     monkeypatch.setattr(
-        "steepest.engine.weight_buffers.allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes)
+        "steepest.engine.weight_buffers.allocate",
+        lambda nbytes: made.append(nbytes) or allocate(nbytes),
     )
     job = Reading(64)
     for step in range(5 * COMMITS):
@@ -120,7 +137,9 @@ def test_what_is_needed_now_and_then_is_not_made_anew_each_time(monkeypatch: pyt
 @shared
 def test_a_room_that_is_given_back_takes_no_memory() -> None:
     read: set[int] = set()
-    rooms = WeightBuffers(SHARED_FROM * 4, lambda view: view.data_ptr() in read, allocate(SHARED_FROM * 4))
+    rooms = WeightBuffers(
+        SHARED_FROM * 4, lambda view: view.data_ptr() in read, allocate(SHARED_FROM * 4)
+    )
     read.add(rooms.free(0, 100).data_ptr())
     second = rooms.free(0, SHARED_FROM * 4)
     second.fill_(7)
@@ -153,12 +172,18 @@ def test_a_job_goes_on_as_before(wire_dtype: str | None, monkeypatch: pytest.Mon
 
     def train() -> InProcessCluster:
         strategy = ParameterServerStrategy(mode="async", num_servers=2, wire_dtype=wire_dtype)
-        cluster = InProcessCluster(linear_model_creator(), num_workers=3, strategy=strategy, shuffle=4)
+        cluster = InProcessCluster(
+            linear_model_creator(), num_workers=3, strategy=strategy, shuffle=4
+        )
         cluster.step(40)
         return cluster
 
     expected = train()
     monkeypatch.setattr("steepest.engine.weight_buffers.COMMITS", 3)
     found = train()
-    assert all(torch.equal(value, expected.weights()[name]) for name, value in found.weights().items())
-    assert sum(s.weight_buffers_held for s in found.servers) <= sum(s.weight_buffers_held for s in expected.servers)
+    assert all(
+        torch.equal(value, expected.weights()[name]) for name, value in found.weights().items()
+    )
+    assert sum(s.weight_buffers_held for s in found.servers) <= sum(
+        s.weight_buffers_held for s in expected.servers
+    )

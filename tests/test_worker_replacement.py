@@ -39,7 +39,11 @@ def doomed(name: str, deaths: list[tuple[int, Kind, int]], **options: Any) -> In
         if message.source is not None and message.source.role == "worker" and left:
             counted[message.source.index, message.kind] += 1
             worker, kind, n = left[0]
-            if message.source.index == worker and counted[worker, kind] >= n and message.kind is kind:
+            if (
+                message.source.index == worker
+                and counted[worker, kind] >= n
+                and message.kind is kind
+            ):
                 left.pop(0)
                 counted.clear()
                 cluster.kill(worker)
@@ -71,7 +75,8 @@ def test_a_synchronous_run_is_the_same_to_the_bit(worker: int, n: int, kind: Kin
 def test_whoever_dies_whenever_the_log_explains_the_weights(name: str, seed: int) -> None:
     rng = random.Random(seed)
     deaths = [
-        (rng.randrange(3), rng.choice([Kind.PUSH, Kind.REPORT]), rng.randint(1, 9)) for _ in range(rng.randint(1, 4))
+        (rng.randrange(3), rng.choice([Kind.PUSH, Kind.REPORT]), rng.randint(1, 9))
+        for _ in range(rng.randint(1, 4))
     ]
     cluster = doomed(name, deaths, shuffle=seed)
     trained(cluster, 6)
@@ -195,7 +200,9 @@ def test_one_that_dies_between_two_steps_is_told_of_when_the_next_one_is_asked_f
     trained(cluster, 3)
     cluster.kill(1)
     trained(cluster, 3)
-    assert [message.values() for message in cluster.left] == [{"worker": 1, "why": "closed", "life": 0}]
+    assert [message.values() for message in cluster.left] == [
+        {"worker": 1, "why": "closed", "life": 0}
+    ]
     cluster.kill(1)
     trained(cluster, 3)
     assert cluster.left[-1].values()["life"] == 1
@@ -209,7 +216,10 @@ def test_nobody_who_comes_is_waited_for_until_the_deadline_and_named() -> None:
     cluster.kill(1)
     result = cluster.step(1)[-1]
     assert result.kind is Kind.FAILURE
-    assert (result.values()["reason"], result.values()["awaited"]) == ("deadline", [str(worker_peer(1))])
+    assert (result.values()["reason"], result.values()["awaited"]) == (
+        "deadline",
+        [str(worker_peer(1))],
+    )
     cluster.replace(1)
     trained(cluster, 2)
 
@@ -259,8 +269,13 @@ def test_the_others_do_not_pause(name: str) -> None:
     trained(cluster, 6)
     assert cluster.coordinator.generation == generation
     log = check(cluster, TASK)
-    lives = [{push.incarnation for c in log.commits for push in c.pushes if push.worker == w} for w in range(3)]
-    assert lives == [{0}, {0, 1}, {0}] or name == "backup"  # where somebody may be too late every time
+    lives = [
+        {push.incarnation for c in log.commits for push in c.pushes if push.worker == w}
+        for w in range(3)
+    ]
+    assert (
+        lives == [{0}, {0, 1}, {0}] or name == "backup"
+    )  # where somebody may be too late every time
 
 
 @pytest.mark.parametrize("name", ["sync", "backup", *EACH])
@@ -280,7 +295,9 @@ def test_who_is_given_up_though_it_lives_counts_no_more(name: str) -> None:
     cluster.client.ask(6, True)
     cluster.network.run_until(lambda: bool(held), "a push of worker 1")
     cluster.client.declare_lost(1, 0, "silent")
-    cluster.network.run_until(lambda: cluster.client.outcomes.qsize() > 0, "the word that it is gone")
+    cluster.network.run_until(
+        lambda: cluster.client.outcomes.qsize() > 0, "the word that it is gone"
+    )
     healed = list(cluster.links[worker_peer(1)])
     old = cluster.worker_routers[1]
     trained(cluster, 6)
@@ -290,7 +307,9 @@ def test_who_is_given_up_though_it_lives_counts_no_more(name: str) -> None:
         for link in healed:
             if message.target in link.peers:
                 link.send(message)
-    cluster.network.run_until(lambda: cluster.coordinator.version == cluster.coordinator.limit, "all that was asked")
+    cluster.network.run_until(
+        lambda: cluster.coordinator.version == cluster.coordinator.limit, "all that was asked"
+    )
     assert old is not cluster.worker_routers[1]
     while not cluster.client.outcomes.empty():
         cluster.client.outcomes.get()

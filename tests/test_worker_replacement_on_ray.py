@@ -53,7 +53,11 @@ def test_a_synchronous_run_ends_as_if_nobody_had_died(caplog: pytest.LogCaptureF
         after = pids(trainer)
         assert after[0] == before[0]
         assert after[1] != before[1]
-        (line,) = [record.getMessage() for record in caplog.records if "has taken its place" in record.getMessage()]
+        (line,) = [
+            record.getMessage()
+            for record in caplog.records
+            if "has taken its place" in record.getMessage()
+        ]
         assert line.startswith("worker 1 on ")
         assert f"(pid {before[1]}) died in step " in line
         os.kill(after[0], signal.SIGKILL)  # between two steps
@@ -90,8 +94,12 @@ def test_successors_take_the_others_buffers_and_the_place_in_the_data() -> None:
         trainer.fit(steps=12, progress=False)
         others = trainer.foreach_model(lambda model: model.state())[0]
         os.kill(pids(trainer)[1], signal.SIGKILL)
-        ray.wait([trainer._live().watches[worker_peer(1)]], timeout=10)  # a call to it in this moment would fail
-        states = trainer.foreach_model(lambda model: model.state())  # it is replaced before the call
+        ray.wait(
+            [trainer._live().watches[worker_peer(1)]], timeout=10
+        )  # a call to it in this moment would fail
+        states = trainer.foreach_model(
+            lambda model: model.state()
+        )  # it is replaced before the call
         assert all(torch.equal(states[1][name], value) for name, value in others.items())
         trainer.fit(steps=8, progress=False)
         assert difference(trainer.weights(), straight.weights()) < 1e-12
@@ -114,7 +122,9 @@ def test_who_dies_too_often_is_not_replaced_again() -> None:
         trainer.fit(steps=3, progress=False)
         second = pids(trainer)
         os.kill(second[1], signal.SIGKILL)
-        with pytest.raises(PeerLostError, match=rf"worker 1 on .*pid {second[1]}\) died: .*max_failures=1"):
+        with pytest.raises(
+            PeerLostError, match=rf"worker 1 on .*pid {second[1]}\) died: .*max_failures=1"
+        ):
             trainer.fit(steps=3, progress=False)
         assert trainer.weights()
 
@@ -126,9 +136,13 @@ def test_a_wrong_number_of_failures_is_refused(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ps", "async"])
-def test_who_is_silent_is_replaced_by_a_spare_process(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_silent_is_replaced_by_a_spare_process(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     run_config = RunConfig(failure=FailureConfig(heartbeat=1.0, spares=1), keep_log=True)
-    with DistributedSGD(TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config) as trainer:
+    with DistributedSGD(
+        TASK.creator(), num_workers=2, strategy=strategy, run_config=run_config
+    ) as trainer:
         trainer.fit(steps=5, progress=False)
         ray.get(trainer._live().successors._spares[0][1])  # it is up
         stopped = pids(trainer)[1]
@@ -137,7 +151,11 @@ def test_who_is_silent_is_replaced_by_a_spare_process(strategy: str, caplog: pyt
             trainer.fit(steps=100, progress=False)
             while trainer.stats().replaced < 1:
                 trainer.fit(steps=100, progress=False)  # asynchronous ones do not wait for it
-        (line,) = [record.getMessage() for record in caplog.records if "has taken its place" in record.getMessage()]
+        (line,) = [
+            record.getMessage()
+            for record in caplog.records
+            if "has taken its place" in record.getMessage()
+        ]
         assert f"(pid {stopped}) died in step" in line
         assert "no sign of life for" in line
         log = trainer.log()
@@ -217,7 +235,9 @@ def test_successors_of_two_who_die_together(run_config: RunConfig) -> None:
         assert trainer.stats().replaced == 2
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("heartbeat", 0), ("heartbeat", "1"), ("spares", -1), ("spares", 0.5)])
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("heartbeat", 0), ("heartbeat", "1"), ("spares", -1), ("spares", 0.5)]
+)
 def test_wrong_settings_of_watching_are_refused(name: str, wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match=name):
         FailureConfig(**{name: wrong})

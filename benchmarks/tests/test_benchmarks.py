@@ -17,14 +17,21 @@ from benchmarks.resnet import ResNet
 from benchmarks.training_bodies import STRATEGIES, job_team, make_job
 
 
-@pytest.mark.parametrize(("blocks", "parameters"), [((3, 4, 23, 3), 44_549_160), ((3, 4, 6, 3), 25_557_032)])
+@pytest.mark.parametrize(
+    ("blocks", "parameters"), [((3, 4, 23, 3), 44_549_160), ((3, 4, 6, 3), 25_557_032)]
+)
 def test_it_is_the_network_of_the_paper(blocks: tuple[int, ...], parameters: int) -> None:
     with torch.device("meta"):
         network = ResNet(blocks)
         shapes = [tuple(stage.shape[1:]) for stage in maps(network, torch.empty(1, 3, 224, 224))]
     assert sum(p.numel() for p in network.parameters()) == parameters
     ends = [sum(blocks[: stage + 1]) - 1 for stage in range(4)]
-    assert [shapes[end] for end in ends] == [(256, 56, 56), (512, 28, 28), (1024, 14, 14), (2048, 7, 7)]
+    assert [shapes[end] for end in ends] == [
+        (256, 56, 56),
+        (512, 28, 28),
+        (1024, 14, 14),
+        (2048, 7, 7),
+    ]
 
 
 def maps(network: ResNet, images: torch.Tensor) -> list[torch.Tensor]:
@@ -36,13 +43,17 @@ def maps(network: ResNet, images: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-TINY = Workload("tiny", lambda: ResNet((1, 1), width=2, classes=10), (3, 8, 8), batch_size=2, samples=4, steps=1)
+TINY = Workload(
+    "tiny", lambda: ResNet((1, 1), width=2, classes=10), (3, 8, 8), batch_size=2, samples=4, steps=1
+)
 
 
 def test_a_small_one_learns() -> None:
     network, batches = TINY.build(), TINY.batches(0)
     compute(network, batches)
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.parameters() if p.ndim > 1)
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0 for p in network.parameters() if p.ndim > 1
+    )
     x, _ = batches.next()
     torch.testing.assert_close(network(x).exp().sum(dim=1), torch.ones(2))
 
@@ -67,7 +78,11 @@ def test_the_smallest_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_table_has_the_ideal_of_one_worker(tmp_path: Path) -> None:
     found = [
         resnet101.Rate(workers, strategy, (low, high))
-        for workers, strategy, low, high in ((1, "ps", 9, 11), (1, "simple", 4, 6), (2, "ps", 10, 20))
+        for workers, strategy, low, high in (
+            (1, "ps", 9, 11),
+            (1, "simple", 4, 6),
+            (2, "ps", 10, 20),
+        )
     ]
     resnet101.write(found, tmp_path / "found.csv")
     with (tmp_path / "found.csv").open(newline="") as file:

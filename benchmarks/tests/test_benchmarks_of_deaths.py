@@ -25,12 +25,20 @@ from steepest.testing import linear_model_creator
 
 def commit(version: int, *pushes: tuple[int, int, int]) -> Commit:
     """One of (worker, incarnation, share)."""
-    logged = tuple(LoggedPush(worker, life, 0, version - 1, share) for worker, life, share in pushes)
+    logged = tuple(
+        LoggedPush(worker, life, 0, version - 1, share) for worker, life, share in pushes
+    )
     return Commit(version, logged, None, 1.0, False)
 
 
 def test_the_pause_is_the_longest_silence_after_the_kill() -> None:
-    straight = [(1, 1.0), (2, 2.0), (3, 2.6), (4, 7.0), (5, 8.0)]  # step 3 was committed before, heard of after
+    straight = [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 2.6),
+        (4, 7.0),
+        (5, 8.0),
+    ]  # step 3 was committed before, heard of after
     assert pause_in(straight, 2.5) == (4.5, 4.5, 0)
     returned = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 9.0), (3, 9.5), (4, 10.0)]
     assert pause_in(returned, 3.5) == (5.5, 6.5, 2)
@@ -42,7 +50,9 @@ def test_samples_that_are_missing_or_repeated_are_counted() -> None:
     def found(*shares: int) -> tuple[int, int]:
         commits = tuple(commit(n, (0, 0, share)) for n, share in enumerate(shares))
         seen = Seen(8)
-        seen.add(CommitLog(commits, as_strategy("async"), 2, 1, 0, plan=SamplePlan(8, 4, 0), cuts=(2, 2)))
+        seen.add(
+            CommitLog(commits, as_strategy("async"), 2, 1, 0, plan=SamplePlan(8, 4, 0), cuts=(2, 2))
+        )
         seen.close(1)
         return seen.lost, seen.twice
 
@@ -52,8 +62,15 @@ def test_samples_that_are_missing_or_repeated_are_counted() -> None:
 
 
 def test_gaps_and_successors_are_found_in_the_log() -> None:
-    commits = [commit(1, (1, 0, 0)), commit(2, (0, 0, 1)), commit(3, (0, 0, 2)), commit(4, (1, 1, 3))]
-    found = around([commits], [0.0, 1.0, 2.0, 5.0, 6.0], victim=1, killed=1.5)  # one more time, from before the log
+    commits = [
+        commit(1, (1, 0, 0)),
+        commit(2, (0, 0, 1)),
+        commit(3, (0, 0, 2)),
+        commit(4, (1, 1, 3)),
+    ]
+    found = around(
+        [commits], [0.0, 1.0, 2.0, 5.0, 6.0], victim=1, killed=1.5
+    )  # one more time, from before the log
     assert found == {"gap": 3.0, "successor": 4.5, "meanwhile": 2}
     anew = [commits[:2], commits[2:3], [commit(4, (1, 0, 3))]]
     assert around(anew, [0.0, 1.0, 2.0, 5.0, 6.0], victim=1, killed=1.5) == found
@@ -93,7 +110,10 @@ def test_the_table_shows_shares_that_were_lost_in_any_round() -> None:
 
 def test_a_ratio_of_checkpoints_is_of_the_same_round() -> None:
     without = [{"step": 0.1}, {"step": 0.2}, {"step": 0.4}]
-    kept = [{"step": 0.11, "paused for": 0.1, "written in": 0.5}, *({"step": 0.3} | kept_for for kept_for in PAUSES)]
+    kept = [
+        {"step": 0.11, "paused for": 0.1, "written in": 0.5},
+        *({"step": 0.3} | kept_for for kept_for in PAUSES),
+    ]
     lines = elasticity.keeps_text({elasticity.WITHOUT: without, elasticity.KEPT: kept}).splitlines()
     assert lines[2].split()[-2:] == ["200.0", "ms"]
     assert lines[3].split()[3:7] == ["ms", "1.10", "0.75..1.50;", "paused"]
@@ -105,7 +125,9 @@ PAUSES = [{"paused for": 0.2, "written in": 0.6}, {"paused for": 0.3, "written i
 
 def test_seconds_are_read_out_of_what_was_said() -> None:
     with elasticity.told("steepest.some") as said:
-        logging.getLogger("steepest.some").info("%s: training paused for %.3f s, written in %.3f s", "here", 0.25, 1.5)
+        logging.getLogger("steepest.some").info(
+            "%s: training paused for %.3f s, written in %.3f s", "here", 0.25, 1.5
+        )
         logging.getLogger("steepest.other").warning("training paused for 9 s")
     logging.getLogger("steepest.some").warning("training paused for 9 s")
     assert elasticity.seconds_in(said, "paused for") == [0.25]
@@ -141,8 +163,17 @@ def test_what_this_process_holds() -> None:
 def test_a_slow_worker_is_slow_and_others_are_not() -> None:
     create = stragglers.model_creator(0.1, 0.01, two_classes)
     assert [round(create(worker, 0).seconds, 3) for worker in range(4)] == [0.01, 0.01, 0.01, 0.05]
-    text = recovery.straggler_text({"sync": [40.0, 60.0], "sync, 1 backup": [20.0, 20.0], "async": [10.0, 18.0]})
-    assert text.splitlines()[5].split() == ["async", "14.0", "10.00..18.00", "0.28", "0.25..0.30", "0.5"]
+    text = recovery.straggler_text(
+        {"sync": [40.0, 60.0], "sync, 1 backup": [20.0, 20.0], "async": [10.0, 18.0]}
+    )
+    assert text.splitlines()[5].split() == [
+        "async",
+        "14.0",
+        "10.00..18.00",
+        "0.28",
+        "0.25..0.30",
+        "0.5",
+    ]
 
 
 def two_classes() -> Any:
@@ -172,7 +203,9 @@ class TestOnRay:
 
     def test_the_slow_worker(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stragglers, "LOOK_SECONDS", 0.0)
-        seconds = stragglers.time_to(stragglers.MODES["async"], goal=0.9, seconds=0.001, load=two_classes)
+        seconds = stragglers.time_to(
+            stragglers.MODES["async"], goal=0.9, seconds=0.001, load=two_classes
+        )
         assert 0 < seconds < stragglers.LIMIT_SECONDS
 
     def test_checkpoints_and_other_sizes(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +222,9 @@ class TestOnRay:
         assert "0.25" in text
         assert text.count("of 3, ps") == 2
 
-    def test_a_soak_of_three_bouts(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_soak_of_three_bouts(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         monkeypatch.setattr(soak, "ACCURACY", 0.2)
         for module in (soak, soak_samples):
             monkeypatch.setattr(module, "LEAST_SAMPLES", 3)
@@ -200,12 +235,17 @@ class TestOnRay:
         assert "shares lost 0, committed twice 0" in said
         assert "driver" in said
 
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # Ray Train's own
+    @pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning"
+    )  # Ray Train's own
     def test_ray_train_goes_back_to_its_checkpoint(self, tmp_path: Path) -> None:
         pytest.importorskip("ray.train.torch", reason="needs pandas and pyarrow")
         from benchmarks.recovery_rivals import train_with_ray
 
-        config = {"network": functools.partial(torch.nn.Linear, 2, 2), "data": (torch.ones(9, 2), torch.ones(9).long())}
+        config = {
+            "network": functools.partial(torch.nn.Linear, 2, 2),
+            "data": (torch.ones(9, 2), torch.ones(9).long()),
+        }
         config |= {"batch": 2, "rate": 0.1, "seconds": 0.0, "steps": 60, "kill_step": 55}
         stamps, killed = train_with_ray(config, 2)
         next_step, new_step, again = pause_in(stamps, killed)
@@ -214,10 +254,16 @@ class TestOnRay:
         assert stamps[-1][0] == 60
 
 
-def test_the_sections_are_measured_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_sections_are_measured_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(recovery, "ray_started", lambda cpus: contextlib.nullcontext())
-    monkeypatch.setitem(recovery.DEATHS, "worker", lambda workers: {"ps": lambda: Recovery(1.0, float(workers), 0)})
-    recovery.main(["--only", "worker", "--rounds", "2", "--workers", "3", "--json", str(tmp_path / "found")])
+    monkeypatch.setitem(
+        recovery.DEATHS, "worker", lambda workers: {"ps": lambda: Recovery(1.0, float(workers), 0)}
+    )
+    recovery.main(
+        ["--only", "worker", "--rounds", "2", "--workers", "3", "--json", str(tmp_path / "found")]
+    )
     found = json.loads((tmp_path / "found").read_text())
     assert [each["new_step"] for each in found["deaths"]["ps"]] == [3.0, 3.0]
     with pytest.raises(SystemExit):

@@ -4,9 +4,9 @@ A checkpoint is a directory. `manifest.json` names the other files and their SHA
 its own; it is written last and replaced in one step, so that a directory always holds one whole
 checkpoint.
 
-    weights-*.safetensors    parameters and buffers by the user's own names; loads into the plain module
-    optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however they were split
-    replicas-*.safetensors   each replica's own buffers as "replica/buffer"
+    weights-*.safetensors    parameters and buffers by the user's own names; loads into the plain
+    module optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however they
+    were split replicas-*.safetensors   each replica's own buffers as "replica/buffer"
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)) or not str(self.path) or "\0" in str(self.path):
-            raise ConfigurationError(f"path={self.path!r}: give the directory in which checkpoints are to be kept")
+            raise ConfigurationError(
+                f"path={self.path!r}: give the directory in which checkpoints are to be kept"
+            )
         require_count("every", self.every)
         require_count("keep", self.keep)
         require_seconds("write_timeout", self.write_timeout)
@@ -107,18 +109,26 @@ class JobSignature:
         Raises:
             CheckpointError: it does not; says in what.
         """
-        for what, mine in (("optimizer", self.optimizer), ("flags", dict(self.flags)), ("samples", self.samples)):
+        for what, mine in (
+            ("optimizer", self.optimizer),
+            ("flags", dict(self.flags)),
+            ("samples", self.samples),
+        ):
             if saved.about[what] != mine:
                 raise CheckpointError(f"it has {what} {saved.about[what]}, this job has {mine}")
         wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
-        wanted |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers.items()}
+        wanted |= {
+            name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers.items()
+        }
         found = {name: (tuple(value.shape), value.dtype) for name, value in saved.weights.items()}
         for name in sorted(wanted.keys() | found.keys()):
             if name not in found:
                 raise CheckpointError(f"it has no {name!r}")
             if name not in wanted:
                 raise CheckpointError(f"it has {name!r}, the model has not")
-            for what, theirs, ours in zip(("shape", "dtype"), found[name], wanted[name], strict=True):
+            for what, theirs, ours in zip(
+                ("shape", "dtype"), found[name], wanted[name], strict=True
+            ):
                 if theirs != ours:
                     raise CheckpointError(f"{name!r} has {what} {theirs}, the model's has {ours}")
 
@@ -148,13 +158,21 @@ def gather(
         "optimizer": owner.optimizer,
         "flags": dict(owner.flags),
         "plain": plain,
-        "aliases": {entry.name: list(entry.aliases) for entry in owner.layout.entries if entry.aliases},
+        "aliases": {
+            entry.name: list(entry.aliases) for entry in owner.layout.entries if entry.aliases
+        },
     }
-    replicas = {f"{i}/{name}": value for i, state in enumerate(states) for name, value in state.items()}
-    return Checkpoint(owner.layout.named(weights) | dict(owner.buffers), state, {**replicas, **apart}, about)
+    replicas = {
+        f"{i}/{name}": value for i, state in enumerate(states) for name, value in state.items()
+    }
+    return Checkpoint(
+        owner.layout.named(weights) | dict(owner.buffers), state, {**replicas, **apart}, about
+    )
 
 
-def assemble(layout: ParameterLayout, records: Iterable[Record]) -> tuple[dict[str, torch.Tensor], list[str]]:
+def assemble(
+    layout: ParameterLayout, records: Iterable[Record]
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Join optimizer state to whole tensors, from the slices that servers hold.
 
     Returns:
@@ -171,14 +189,20 @@ def assemble(layout: ParameterLayout, records: Iterable[Record]) -> tuple[dict[s
     for name, parts in pieces.items():
         entry = layout.entries[layout.index[name.rpartition("/")[0]]]
         parts.sort(key=lambda part: part[0])
-        if name not in plain and all(_elementwise(v, start, stop, entry.shape) for start, stop, v in parts):
-            whole[name] = torch.cat([value.reshape(-1) for _, _, value in parts]).reshape(entry.shape)
+        if name not in plain and all(
+            _elementwise(v, start, stop, entry.shape) for start, stop, v in parts
+        ):
+            whole[name] = torch.cat([value.reshape(-1) for _, _, value in parts]).reshape(
+                entry.shape
+            )
         else:  # such as a step count, the same on every slice
             whole[name] = parts[0][2].clone()
     return whole, sorted(plain)
 
 
-def disassemble(layout: ParameterLayout, state: Mapping[str, torch.Tensor], plain: Iterable[str]) -> list[Record]:
+def disassemble(
+    layout: ParameterLayout, state: Mapping[str, torch.Tensor], plain: Iterable[str]
+) -> list[Record]:
     """Split whole tensors of optimizer state into the slices of a layout.
 
     The reverse of `assemble`.
@@ -190,7 +214,9 @@ def disassemble(layout: ParameterLayout, state: Mapping[str, torch.Tensor], plai
     for name, value in state.items():
         parameter, _, key = name.rpartition("/")
         if parameter not in layout.index or not layout.entries[layout.index[parameter]].trainable:
-            raise CheckpointError(f"the checkpoint has optimizer state for {parameter!r}, which is not trained here")
+            raise CheckpointError(
+                f"the checkpoint has optimizer state for {parameter!r}, which is not trained here"
+            )
         by_parameter.setdefault(parameter, []).append((key, value))
     numbers = set(plain)
     records: list[Record] = []
@@ -237,7 +263,10 @@ def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) 
         path.mkdir(parents=True, exist_ok=True)
         for kind in KINDS:
             name = f"{kind}-{stamp}.safetensors"
-            files[kind] = {"name": name, **write_tensors(path / name, getattr(checkpoint, kind), progress)}
+            files[kind] = {
+                "name": name,
+                **write_tensors(path / name, getattr(checkpoint, kind), progress),
+            }
         unfinished = path / f".{MANIFEST}-{stamp}"
         progress(unfinished)
         unfinished.write_bytes(encode_manifest(files, checkpoint.about))

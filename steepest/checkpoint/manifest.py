@@ -42,7 +42,8 @@ def decode_manifest(raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
         raise CheckpointError("it names no format")
     if type(content["format"]) is not int or content["format"] != FORMAT:
         raise CheckpointError(
-            f"it has format {content['format']!r:.50}, which another version of steepest wrote; this one reads {FORMAT}"
+            f"it has format {content['format']!r:.50}, which another version of steepest wrote; "
+            f"this one reads {FORMAT}"
         )
     size = len(_seal(b""))
     if raw[-size:] != _seal(raw[:-size]):
@@ -72,7 +73,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _is_file(kind: str, told: Any) -> bool:
     return (
         isinstance(told, dict)
-        and re.fullmatch(rf"{kind}-[0-9a-f-]+\.safetensors", str(told.get("name")), re.ASCII) is not None
+        and re.fullmatch(rf"{kind}-[0-9a-f-]+\.safetensors", str(told.get("name")), re.ASCII)
+        is not None
         and isinstance(told.get("sha256"), str)
         and _is_mapping(told.get("dtypes"), lambda dtype: isinstance(dtype, str))
     )

@@ -56,7 +56,9 @@ def load_digits() -> tuple[Arrays, Arrays]:
     try:
         from sklearn import datasets
     except ImportError:
-        raise ConfigurationError("the demo needs scikit-learn's digits: pip install 'steepest[demo]'") from None
+        raise ConfigurationError(
+            "the demo needs scikit-learn's digits: pip install 'steepest[demo]'"
+        ) from None
     digits = datasets.load_digits()
     x = torch.from_numpy(digits.data / 16.0).view(-1, 1, 8, 8)
     y = torch.from_numpy(digits.target).long()
@@ -83,12 +85,21 @@ def asynchronous_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.04, momentum=0.9)
 
 
-def model_creator(train: Arrays, sgd: Callable[[nn.Module], torch.optim.Optimizer] = optimizer) -> ModelCreator:
+def model_creator(
+    train: Arrays, sgd: Callable[[nn.Module], torch.optim.Optimizer] = optimizer
+) -> ModelCreator:
     """Return a function that makes a replica's model."""
 
     def create(worker_index: int, device_index: int) -> Model:
         metrics = {"accuracy": accuracy}
-        return TorchModel(network(), loss=F.cross_entropy, data=train, batch_size=BATCH, optimizer=sgd, metrics=metrics)
+        return TorchModel(
+            network(),
+            loss=F.cross_entropy,
+            data=train,
+            batch_size=BATCH,
+            optimizer=sgd,
+            metrics=metrics,
+        )
 
     return create
 
@@ -118,7 +129,9 @@ def run(epochs: int = 8, *, progress: bool = True) -> list[Row]:
     train, test = load_digits()
     steps = epochs * SamplePlan(len(train[0]), WORKERS * BATCH, SEED).steps_per_epoch
     rows = []
-    print(f"{len(train[0])} handwritten digits, {WORKERS} workers, {steps} steps in {epochs} epochs")
+    print(
+        f"{len(train[0])} handwritten digits, {WORKERS} workers, {steps} steps in {epochs} epochs"
+    )
     reference = train_in_one_process(train, steps)
     with ray_session(num_cpus=WORKERS):
         for strategy in STRATEGY_NAMES:
@@ -131,7 +144,9 @@ def run(epochs: int = 8, *, progress: bool = True) -> list[Row]:
                 seen = sgd.evaluate(test).metrics["accuracy"]
                 weights = sgd.weights()
                 speed = sgd.stats().samples_per_second
-            largest = max(float((weights[name] - value).abs().max()) for name, value in reference.items())
+            largest = max(
+                float((weights[name] - value).abs().max()) for name, value in reference.items()
+            )
             difference = None if asynchronous else largest
             rows.append(Row(strategy, seen, speed, time.monotonic() - began, difference))
     print(table(rows))
@@ -149,5 +164,8 @@ def table(rows: list[Row]) -> str:
         + (f"{'(other updates)':>20}" if row.difference is None else f"{row.difference:>20.1e}")
         for row in rows
     ]
-    lines.append("wall time includes starting the processes; the last column is the largest difference of a weight")
+    lines.append(
+        "wall time includes starting the processes; the last column is the largest difference of a "
+        "weight"
+    )
     return "\n".join(lines)

@@ -17,7 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="train handwritten digits under every strategy")
     demo.add_argument("--epochs", type=int, default=8)
     demo.add_argument("--no-progress", action="store_true", help="no progress bar")
-    commands.add_parser("doctor", help="what Ray, torch and devices there are; one step in each strategy")
+    commands.add_parser(
+        "doctor", help="what Ray, torch and devices there are; one step in each strategy"
+    )
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "demo":
@@ -26,7 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = run(chosen.epochs, progress=not chosen.no_progress)
             # Runs that make other updates vary.
             wanted = [0.95 if row.difference is not None else 0.9 for row in rows]
-            return 0 if all(row.accuracy >= least for row, least in zip(rows, wanted, strict=True)) else 1
+            return (
+                0
+                if all(row.accuracy >= least for row, least in zip(rows, wanted, strict=True))
+                else 1
+            )
         return doctor()
     except SteepestError as error:
         print(f"steepest: {error}", file=sys.stderr)
@@ -52,8 +58,14 @@ def doctor() -> int:
     def model_creator(worker_index: int, device_index: int) -> NumpyLogisticRegression:
         return NumpyLogisticRegression((np.eye(8), np.arange(8) % 2), classes=2, batch_size=2)
 
-    print(f"steepest {__version__}, Python {platform.python_version()} on {platform.system()} {platform.machine()}")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {torch.cuda.device_count()} GPUs")
+    print(
+        f"steepest {__version__}, Python {platform.python_version()} on {platform.system()} "
+        f"{platform.machine()}"
+    )
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{torch.cuda.device_count()} GPUs"
+    )
     well = True
     with ray_session():
         print(describe_cluster())

@@ -20,7 +20,13 @@ from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.job_state import JobState
 from steepest.cluster.training import Training
 from steepest.data.sampler import SamplePlan
-from steepest.errors import CheckpointError, DeadlineError, PeerLostError, ShutdownError, SteepestError
+from steepest.errors import (
+    CheckpointError,
+    DeadlineError,
+    PeerLostError,
+    ShutdownError,
+    SteepestError,
+)
 from steepest.observe.results import StepResult
 from steepest.tensors.safetensors_file import Progress, no_progress
 
@@ -31,8 +37,9 @@ _NAME = re.compile(r"(\d{6,})-step-\d+")
 class CheckpointManager:
     """What `DistributedSGD` does about the checkpoints that it keeps, and about steps that were done before.
 
-    Training pauses while the state is read; a thread writes it. When the next one is due before it is written,
-    training waits for it: so memory holds one state at most, and a disk that is too slow is noticed.
+    Training pauses while the state is read; a thread writes it. When the next one is due before it
+    is written, training waits for it: so memory holds one state at most, and a disk that is too
+    slow is noticed.
 
     Args:
         policy: what to keep; None for nothing.
@@ -58,8 +65,12 @@ class CheckpointManager:
         self._lock = lock
         self._training = training
         self._state = state
-        self._shelf = CheckpointDirectory(Path(policy.path), policy.keep) if policy is not None else None
-        self._writer = Writer(Path(policy.path), policy.write_timeout, clock) if policy is not None else None
+        self._shelf = (
+            CheckpointDirectory(Path(policy.path), policy.keep) if policy is not None else None
+        )
+        self._writer = (
+            Writer(Path(policy.path), policy.write_timeout, clock) if policy is not None else None
+        )
         self._written: tuple[int, int] | None = self._place  # what is on disk, or need not be
         self._doubtful = False
 
@@ -98,7 +109,8 @@ class CheckpointManager:
     def ask(self, steps: int | None, epochs: int | None) -> int:
         """So many steps or epochs more are to be done: up to which step.
 
-        Those that were done before this process began, and were not asked for yet, are the first of them.
+        Those that were done before this process began, and were not asked for yet, are the first of
+        them.
         """
         begin = self._training.step - self._ahead
         end = begin + (steps or 0)
@@ -172,7 +184,9 @@ class CheckpointManager:
         """
         try:
             if error is not None or self._doubtful or self._training.running:
-                self._finish_quietly(ask=not (_is_doubtful(error) or self._doubtful or self._training.running))
+                self._finish_quietly(
+                    ask=not (_is_doubtful(error) or self._doubtful or self._training.running)
+                )
             else:
                 self._finish()
         finally:
@@ -202,7 +216,11 @@ class CheckpointManager:
         assert self._writer is not None
         began, step = time.monotonic(), self._training.step
         if not self._settled():
-            log.warning("the checkpoint of step %d is not kept, training goes on: %s", step, self._writer.where())
+            log.warning(
+                "the checkpoint of step %d is not kept, training goes on: %s",
+                step,
+                self._writer.where(),
+            )
             return
         try:
             saved = self._state.collect()
@@ -223,7 +241,12 @@ class CheckpointManager:
         except BaseException as error:
             log.error("the checkpoint of step %d is not kept: %s", step, error)
             raise
-        log.info("%s: training paused for %.3f s, written in %.3f s", path, paused, time.monotonic() - began)
+        log.info(
+            "%s: training paused for %.3f s, written in %.3f s",
+            path,
+            paused,
+            time.monotonic() - began,
+        )
 
     def _settled(self) -> bool:
         """Waits for what is being written; raises what came of it; whether it is done, and does not hang."""
@@ -263,7 +286,9 @@ class CheckpointDirectory:
 
     def paths(self) -> list[Path]:
         """Of all of them, damaged and unfinished ones included; the oldest first."""
-        found = [path for path in self._path.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        found = [
+            path for path in self._path.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()
+        ]
         return sorted(found, key=_number)
 
     def newest(self) -> tuple[Path, files.Checkpoint] | None:
@@ -281,7 +306,8 @@ class CheckpointDirectory:
                     self._damaged.add(path)
         if self._damaged:
             raise CheckpointError(
-                f"none of the checkpoints in {self._path} is whole: bring one back, or give another path to begin anew"
+                f"none of the checkpoints in {self._path} is whole: bring one back, or give "
+                "another path to begin anew"
             )
         return None
 
@@ -304,7 +330,9 @@ class CheckpointDirectory:
             if path != self._path:
                 shutil.rmtree(path, ignore_errors=True)
             if isinstance(error, OSError):
-                raise CheckpointError(f"cannot keep a checkpoint in {self._path}: {error}") from error
+                raise CheckpointError(
+                    f"cannot keep a checkpoint in {self._path}: {error}"
+                ) from error
             raise
         whole = [path for path in self.paths() if _is_finished(path) and path not in self._damaged]
         oldest = _number(whole[-self._keep :][0])

@@ -19,14 +19,16 @@ class _Work:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     hung: bool = False  # whether it was given up waiting for
-    then: Callable[[], None] | None = None  # what to do when it is over; nobody waits for it any more
+    then: Callable[[], None] | None = (
+        None  # what to do when it is over; nobody waits for it any more
+    )
 
 
 class Writer:
     """Writes one thing at a time, on a thread that does not keep the interpreter from ending.
 
-    A thread that hangs in a system call cannot be ended: it is left behind, and nothing else is written until it
-    returns.
+    A thread that hangs in a system call cannot be ended: it is left behind, and nothing else is
+    written until it returns.
 
     Args:
         folder: where it writes, for messages.
@@ -34,7 +36,9 @@ class Writer:
         clock: in seconds.
     """
 
-    def __init__(self, folder: Path, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: Path, patience: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._folder = folder
         self._patience = patience
         self._clock = clock
@@ -86,15 +90,16 @@ class Writer:
         """What hangs, in words."""
         assert self._work is not None
         return (
-            f"writing {self._work.file} has not got on for {self._clock() - self._work.moved:.0f} s "
-            f"(Checkpoints(write_timeout={self._patience:g})): is its disk there?"
+            f"writing {self._work.file} has not got on for {self._clock() - self._work.moved:.0f} "
+            f"s (Checkpoints(write_timeout={self._patience:g})): is its disk there?"
         )
 
     def end(self, then: Callable[[], None]) -> None:
         """Nothing else will be written; what hung is given up, should it ever get on.
 
         Args:
-            then: called when nothing is being written; perhaps twice, perhaps on another thread, perhaps never.
+            then: called when nothing is being written; perhaps twice, perhaps on another thread,
+                perhaps never.
         """
         if (work := self._work) is None:
             then()

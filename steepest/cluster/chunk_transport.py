@@ -20,13 +20,17 @@ def holdings(job: Job, process_of: Callable[[Peer], Any]) -> Holdings:
         process_of: the process that a server lives in.
     """
     processes = [process_of(server_peer(index)) for index in range(job.num_servers)]
-    return {chunk: [processes[server] for server in servers] for chunk, servers in enumerate(job.holders)}
+    return {
+        chunk: [processes[server] for server in servers]
+        for chunk, servers in enumerate(job.holders)
+    }
 
 
 def carry(before: Holdings, after: Holdings, get: Callable[[list[Any], str], list[Any]]) -> None:
     """Has servers that were just made take over their chunks from those that had them before, see `RetainedChunks`.
 
-    Ray carries what one process has for another as one object, which neither the driver nor a third process touches.
+    Ray carries what one process has for another as one object, which neither the driver nor a third
+    process touches.
 
     Args:
         get: waits for calls.
@@ -39,9 +43,14 @@ def carry(before: Holdings, after: Holdings, get: Callable[[list[Any], str], lis
                 giver = min(before[chunk], key=lambda each: burden[each])
                 burden[giver] += 1
                 gifts.setdefault((giver, process), []).append(chunk)
-    given: dict[Any, list[Any]] = {process: [] for processes in after.values() for process in processes}
+    given: dict[Any, list[Any]] = {
+        process: [] for processes in after.values() for process in processes
+    }
     for (giver, process), chunks in gifts.items():
         given[process].append(giver.give.remote(chunks))
-    get([process.take_over.remote(*gifts) for process, gifts in given.items()], "take over what others held")
+    get(
+        [process.take_over.remote(*gifts) for process, gifts in given.items()],
+        "take over what others held",
+    )
     everybody = {process for processes in before.values() for process in processes}.union(given)
     get([process.forget.remote() for process in everybody], "forget what it held")

@@ -26,7 +26,8 @@ class Death:
 
     Attributes:
         cause: in words.
-        traceback: of the Python error that ended its router, while the process itself lives on; empty otherwise.
+        traceback: of the Python error that ended its router, while the process itself lives on;
+            empty otherwise.
     """
 
     cause: str
@@ -79,8 +80,8 @@ class Deaths:
     def is_repeated(self, peer: Peer, seat: int) -> bool:
         """Note the end of a process, and tell whether starting another one in its place is of no use.
 
-        It is of none when the process ended by an error of its own, as the one before it in the same seat did, and no
-        version was committed in between.
+        It is of none when the process ended by an error of its own, as the one before it in the
+        same seat did, and no version was committed in between.
         """
         if not self.traceback(peer):
             return False
@@ -111,7 +112,9 @@ class Deaths:
         """End a process, also one that is stopped or out of reach: nothing that it still says may count."""
         place = self._cluster.places[peer]
         if place.node == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # Ray's word reaches no stopped process
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # Ray's word reaches no stopped process
                 os.kill(place.pid, signal.SIGKILL)
         ray.kill(self._cluster.actors[peer], no_restart=True)
 
@@ -132,6 +135,10 @@ def death_of(watch: Any) -> Death | None:
                 return Death(text[text.index(mark) :].partition(" Some common causes")[0][:300])
         return Death(text[:300])
     except ray.exceptions.RayTaskError as error:
-        told = error.cause.told if isinstance(error.cause, RemoteError) else {"error": str(error.cause)}
+        told = (
+            error.cause.told
+            if isinstance(error.cause, RemoteError)
+            else {"error": str(error.cause)}
+        )
         return Death(f"its router ended: {told['error']}", told.get("traceback", str(error)))
     return Death("it was stopped")

@@ -37,21 +37,26 @@ def raise_step_error(meta: dict[str, Any], places: Mapping[Peer, Place]) -> NoRe
         if isinstance(own, ModelError):
             raise own
         raise ModelRaisedError(
-            f"{where}: the model or its data raised in step {step}: {meta['error']}; nothing of the step was applied: "
+            f"{where}: the model or its data raised in step {step}: {meta['error']}; nothing of "
+            "the step was applied: "
             "mend them and step again"
         ) from RemoteTraceback(meta["traceback"])
     if meta["reason"] == "schedule":
         raise ModelRaisedError(
-            f"the learning-rate schedule raised in step {step}: {meta['error']}; nothing of the step was applied: "
+            f"the learning-rate schedule raised in step {step}: {meta['error']}; nothing of the "
+            "step was applied: "
             "it must give every step's hyperparameters"
         ) from RemoteTraceback(meta["traceback"])
     if meta["reason"] == "nonfinite":
         found = ", ".join(
-            f"{name!r} of worker {worker}" if worker >= 0 else f"{name!r} (the sum over workers overflows)"
+            f"{name!r} of worker {worker}"
+            if worker >= 0
+            else f"{name!r} (the sum over workers overflows)"
             for worker, name in meta["culprits"][:5]
         )
         raise NonFiniteError(
-            f"step {step}: the gradient of {found} holds NaN or infinity; nothing of the step was applied: lower the "
+            f"step {step}: the gradient of {found} holds NaN or infinity; nothing of the step was "
+            "applied: lower the "
             "learning rate, or look at the data and the loss"
         )
     raise DeadlineError(
@@ -95,8 +100,8 @@ def raise_lost(peer: Peer, place: Place | None, why: str, traceback: str = "") -
         lines = fetch_last_lines(place) or lines
     text = "\n".join(f"    {line}" for line in lines)
     raise PeerLostError(
-        f"{peer}{where} died: {why}; the weights of the last commit are still there unless it held them "
-        f"(weights(), save()); its last lines:\n{text}"
+        f"{peer}{where} died: {why}; the weights of the last commit are still there unless it held "
+        f"them (weights(), save()); its last lines:\n{text}"
     ) from (RemoteTraceback(traceback) if traceback else None)
 
 
@@ -149,11 +154,13 @@ def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoR
         raise_told(cause.told, who, what)
     if isinstance(cause, ray.exceptions.RaySystemError):
         raise ConfigurationError(
-            f"{who} cannot read what it was sent to {what}: {last_line(error)}: send what can be pickled, of modules "
+            f"{who} cannot read what it was sent to {what}: {last_line(error)}: send what can be "
+            "pickled, of modules "
             "that the workers have too"
         ) from RemoteTraceback(str(error))
     raise ConfigurationError(
-        f"{who} could not send what came of it when asked to {what}: {type(cause).__name__}: {cause}; return what can "
+        f"{who} could not send what came of it when asked to {what}: {type(cause).__name__}: "
+        f"{cause}; return what can "
         "be pickled: numbers, text, tensors, arrays, and containers of these"
     ) from RemoteTraceback(str(error))
 
@@ -162,7 +169,9 @@ def raise_told(told: Mapping[str, str], who: str, what: str) -> NoReturn:
     """The same of an error that is told as text, see `steepest.errors.describe_error`."""
     if (own := described_error(told, f"{who}: ")) is not None:
         raise own
-    raise ModelRaisedError(f"{who} could not {what}: {told['error']}") from RemoteTraceback(told["traceback"])
+    raise ModelRaisedError(f"{who} could not {what}: {told['error']}") from RemoteTraceback(
+        told["traceback"]
+    )
 
 
 def last_line(error: BaseException) -> str:
@@ -187,5 +196,6 @@ def travelling(what: str, value: Any) -> Any:
 def raise_unsendable(what: str, error: Exception) -> NoReturn:
     """Raises ConfigurationError for something of the user's that cannot be pickled."""
     raise ConfigurationError(
-        f"{what} cannot be sent to the workers: {error.__cause__ or error}; make on the workers what cannot be sent"
+        f"{what} cannot be sent to the workers: {error.__cause__ or error}; make on the workers "
+        "what cannot be sent"
     ) from None

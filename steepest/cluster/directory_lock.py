@@ -20,13 +20,15 @@ LOCK = "lock"
 class DirectoryLock:
     """A lock on the directory, which the kernel releases when this process ends, however it ends.
 
-    The file of that name says who has it; it stays there. On file systems without locks a warning is all there is.
+    The file of that name says who has it; it stays there. On file systems without locks a warning
+    is all there is.
 
     Args:
         policy: where checkpoints are to be kept; None for nowhere.
 
     Raises:
-        CheckpointError: another driver has it, which is named; or the directory cannot be made or written to.
+        CheckpointError: another driver has it, which is named; or the directory cannot be made or
+            written to.
     """
 
     def __init__(self, policy: Checkpoints | None) -> None:
@@ -44,13 +46,16 @@ class DirectoryLock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
-            os.register_at_fork(after_in_child=file.close)  # a child that outlives this process must not keep it
+            os.register_at_fork(
+                after_in_child=file.close
+            )  # a child that outlives this process must not keep it
         except BlockingIOError:
             file.seek(0)
             holder = file.read(300).decode(errors="replace") or "another driver"
             file.close()
             raise CheckpointError(
-                f"cannot keep checkpoints in {folder}: {holder} keeps its own there, and two would delete each "
+                f"cannot keep checkpoints in {folder}: {holder} keeps its own there, and two would "
+                "delete each "
                 "other's; wait for its end or call its shutdown(), or give this run another path"
             ) from None
         except OSError as error:
@@ -58,5 +63,7 @@ class DirectoryLock:
             if error.errno not in _UNSUPPORTED:
                 raise CheckpointError(f"cannot keep checkpoints in {folder}: {error}") from error
             log.warning(
-                "%s is on a file system without locks (%s): let no other driver keep its own there", folder, error
+                "%s is on a file system without locks (%s): let no other driver keep its own there",
+                folder,
+                error,
             )

@@ -24,7 +24,9 @@ def are_up(calls: list[Any], timeout: float, deadline: float) -> bool:
     """
     up = len(ray.wait(calls, num_returns=len(calls), timeout=timeout)[0]) == len(calls)
     if (up and any(never_ran(call) for call in calls)) or (not up and time.monotonic() > deadline):
-        raise ResourcesError("a process for another size, or place, of the job did not come up: it goes on as before")
+        raise ResourcesError(
+            "a process for another size, or place, of the job did not come up: it goes on as before"
+        )
     return up
 
 
@@ -42,7 +44,12 @@ class Move:
     """
 
     def __init__(
-        self, cluster: Cluster, nodes: dict[str, float], least: int, state: JobState, why: str = "will go"
+        self,
+        cluster: Cluster,
+        nodes: dict[str, float],
+        least: int,
+        state: JobState,
+        why: str = "will go",
     ) -> None:
         self._cluster = cluster
         self._state = state
@@ -59,9 +66,13 @@ class Move:
         self._room: Reservation | None = None
         self._started = not self._workers
         left = [when - time.time() for when in nodes.values() if when]
-        self._patience = min([cluster.run_config.deadlines.start, *(max(seconds, 0.0) / 3 for seconds in left)])
+        self._patience = min(
+            [cluster.run_config.deadlines.start, *(max(seconds, 0.0) / 3 for seconds in left)]
+        )
         if self._workers:
-            self._room = ask_for_room(len(self._workers), cluster.bundle, {*nodes, *cluster.placement.failing})
+            self._room = ask_for_room(
+                len(self._workers), cluster.bundle, {*nodes, *cluster.placement.failing}
+            )
         else:
             self._start()
 
@@ -82,16 +93,23 @@ class Move:
                 self._room = None
                 if self._fewer < self._least:
                     raise ResourcesError(
-                        f"{', '.join(sorted(self.nodes))} {self._why}, and there is no room elsewhere for "
-                        f"{len(self._workers)} workers, of which {self._least} at least must stay: add nodes"
+                        f"{', '.join(sorted(self.nodes))} {self._why}, and there is no room "
+                        f"elsewhere for {len(self._workers)} workers, of which {self._least} at "
+                        "least must stay: add nodes"
                     )
             self._start()
         up = are_up(self._calls, 0.0, self._began + 5 * self._cluster.run_config.deadlines.start)
-        return up and not self._cluster.successors.starting  # who is replaced just now could not let go of its roles
+        return (
+            up and not self._cluster.successors.starting
+        )  # who is replaced just now could not let go of its roles
 
     def _start(self) -> None:
         cluster, self._started = self._cluster, True
-        stays = [place for place in cluster.placement.order if cluster.placement.nodes([place])[0] not in self.nodes]
+        stays = [
+            place
+            for place in cluster.placement.order
+            if cluster.placement.nodes([place])[0] not in self.nodes
+        ]
         if self._room is not None:
             before = len(cluster.placement.order)
             cluster.placement.add(self._room)
@@ -102,7 +120,9 @@ class Move:
             for index, seat in self._placement.items():
                 self._added[worker_peer(index)] = actor = cluster.start_worker(index, seat)
                 self._calls.append(cluster.successors.build(actor, index))
-        for number, peer in enumerate(sorted(peer for peer in self._leaving if peer.role == "server")):
+        for number, peer in enumerate(
+            sorted(peer for peer in self._leaving if peer.role == "server")
+        ):
             self._added[peer] = cluster.start_server(peer.index, stays[number % len(stays)])
             self._calls.append(self._added[peer].place.remote())
 
@@ -124,7 +144,9 @@ class Move:
         """Makes it so, between two steps."""
         cluster, began = self._cluster, time.monotonic()
         cluster.extend_deadline()
-        for peer, described in zip(self._added, cluster.get(self._calls, "start again"), strict=True):
+        for peer, described in zip(
+            self._added, cluster.get(self._calls, "start again"), strict=True
+        ):
             if peer.role == "worker":
                 check_agreement(cluster.job.description, described, "the job", str(peer))
         leaving = [cluster.placement.order[index] for index in self._workers]

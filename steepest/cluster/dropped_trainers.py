@@ -24,8 +24,9 @@ def drop(cluster: Cluster, keeping: CheckpointManager, process: int) -> None:
 
 def _drop(cluster: Cluster, keeping: CheckpointManager) -> None:
     log.warning(
-        "%s was dropped without shutdown(): its processes are ended now, and what was trained since the last "
-        "checkpoint is lost; call shutdown(), or write: with DistributedSGD(...) as sgd:",
+        "%s was dropped without shutdown(): its processes are ended now, and what was trained "
+        "since the last checkpoint is lost; call shutdown(), or write: with DistributedSGD(...) as "
+        "sgd:",
         cluster.holder,
     )
     keeping.drop()

@@ -64,23 +64,33 @@ def check_callbacks(callbacks: object) -> None:
         raise ConfigurationError(f"callbacks={callbacks!r}: give a list of callbacks")
     for callback in callbacks:
         if isinstance(callback, type):
-            raise ConfigurationError(f"callbacks has the class {callback.__name__}: give {callback.__name__}(...)")
+            raise ConfigurationError(
+                f"callbacks has the class {callback.__name__}: give {callback.__name__}(...)"
+            )
         lacking = [name for name in _METHODS if not callable(getattr(callback, name, None))]
         if lacking:
             raise ConfigurationError(
-                f"callbacks has {callback!r}, which has no {lacking[0]}(): derive it from steepest.Callback"
+                f"callbacks has {callback!r}, which has no {lacking[0]}(): derive it from "
+                "steepest.Callback"
             )
 
 
 def _take(
-    sgd: Any, keeping: CheckpointManager, feed: EventFeed, train: Train, left: int, callbacks: Sequence[Callback]
+    sgd: Any,
+    keeping: CheckpointManager,
+    feed: EventFeed,
+    train: Train,
+    left: int,
+    callbacks: Sequence[Callback],
 ) -> None:
     def on_step(result: StepResult) -> None:
         feed.tell(sgd, callbacks)
         for callback in callbacks:
             callback.on_step(sgd, result)
 
-    pausing = [c for c in callbacks if getattr(type(c), "on_epoch_end", None) is not Callback.on_epoch_end]
+    pausing = [
+        c for c in callbacks if getattr(type(c), "on_epoch_end", None) is not Callback.on_epoch_end
+    ]
     while left:
         begin = keeping.step
         until, ends_epoch = keeping.stop_at(begin + left), None

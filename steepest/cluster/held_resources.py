@@ -12,7 +12,9 @@ from steepest.cluster.placement import ensure_ray
 
 _lock = threading.RLock()
 _holders: list[Holder] = []
-_began: str | None = None  # the job with which steepest began Ray, which ends with the last holder that is shut down
+_began: str | None = (
+    None  # the job with which steepest began Ray, which ends with the last holder that is shut down
+)
 
 
 @dataclass(eq=False)
@@ -31,7 +33,9 @@ class Holder:
     job: str = ""
 
     def __str__(self) -> str:
-        held = ", ".join(f"{name}: {amount * self.workers:g}" for name, amount in self.bundle.items())
+        held = ", ".join(
+            f"{name}: {amount * self.workers:g}" for name, amount in self.bundle.items()
+        )
         return f"{self.what} ({held})"
 
 
@@ -56,7 +60,9 @@ def let_go(holder: Holder, *, dropped: bool = False) -> None:
     if holder not in _holders:
         return
     _holders.remove(holder)
-    if dropped:  # perhaps within a garbage collection, which may have come in the middle of anything
+    if (
+        dropped
+    ):  # perhaps within a garbage collection, which may have come in the middle of anything
         return
     with _lock:
         if ray.is_initialized() and _began == _job() and not _others(None):
@@ -72,8 +78,8 @@ def who_else(holder: Holder) -> str:
         return ""
     held = "; sys.last_value may hold what no name does" if hasattr(sys, "last_value") else ""
     return (
-        f"; this process holds {' and '.join(map(str, others))}: call shutdown() of what you no longer need, in a "
-        f"notebook before the name is bound to the next one{held}"
+        f"; this process holds {' and '.join(map(str, others))}: call shutdown() of what you no "
+        f"longer need, in a notebook before the name is bound to the next one{held}"
     )
 
 

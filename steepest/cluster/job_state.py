@@ -74,7 +74,9 @@ class JobState:
         layout.write(snapshot.weights, weights)
         self.install(version, snapshot.weights, None)
         frozen = [
-            e.name for e in layout.entries if not e.trainable and not weights.keys().isdisjoint({e.name, *e.aliases})
+            e.name
+            for e in layout.entries
+            if not e.trainable and not weights.keys().isdisjoint({e.name, *e.aliases})
         ]
         if frozen:
             self._cluster.call_workers(remote_functions.take_installed, frozen)
@@ -83,7 +85,9 @@ class JobState:
         """Return parameters, under all their names, and buffers averaged over replicas, all CPU copies."""
         layout = self._cluster.job.description.layout
         state = layout.named(self.snapshot("weights").weights) | self.mean_buffers()
-        return state | {alias: state[entry.name] for entry in layout.entries for alias in entry.aliases}
+        return state | {
+            alias: state[entry.name] for entry in layout.entries for alias in entry.aliases
+        }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], version: int) -> None:
         """Set all parameters and buffers, see `DistributedSGD.load_state_dict`, as a version."""
@@ -93,19 +97,23 @@ class JobState:
         for lacks, names in (("state", own - state.keys()), ("the model", state.keys() - own)):
             if names:
                 raise ConfigurationError(
-                    f"{lacks} has no {', '.join(sorted(names)[:8])}: give what state_dict() of such a model returned; "
+                    f"{lacks} has no {', '.join(sorted(names)[:8])}: give what state_dict() of "
+                    "such a model returned; "
                     "set_weights() takes some parameters"
                 )
         buffers = Tensors((name, torch.as_tensor(state[name])) for name in mine.keys() - parameters)
         for name, value in buffers.items():
             if value.shape != mine[name].shape:
                 raise ConfigurationError(
-                    f"{name!r} has shape {tuple(value.shape)}, the model's has {tuple(mine[name].shape)}"
+                    f"{name!r} has shape {tuple(value.shape)}, the model's has "
+                    f"{tuple(mine[name].shape)}"
                 )
         weights = layout.allocate()
         layout.write(weights, {name: value for name, value in state.items() if name not in buffers})
         self.install(version, weights, None)
-        self._cluster.call_workers(remote_functions.load_buffers, buffers)  # frozen parameters are as installed
+        self._cluster.call_workers(
+            remote_functions.load_buffers, buffers
+        )  # frozen parameters are as installed
 
     def log(self) -> CommitLog:
         """Every commit so far, see `DistributedSGD.log`."""
@@ -126,10 +134,25 @@ class JobState:
     def part(self, commits: Sequence[Commit] = ()) -> CommitLog:
         """The log of the job as it is, with these commits."""
         job, (plan, seed) = self._cluster.job, self._cluster.plan
-        where = (job.config, job.num_workers, job.devices_per_worker, seed, job.hosts, job.accumulate)
+        where = (
+            job.config,
+            job.num_workers,
+            job.devices_per_worker,
+            seed,
+            job.hosts,
+            job.accumulate,
+        )
         workers = job.description.threads
-        servers = workers if job.servers_in_workers else torch.get_num_threads() if job.strategy.in_driver else 1
-        return CommitLog(tuple(commits), *where, self._start, plan, (job.shares, job.parts), (workers, servers))
+        servers = (
+            workers
+            if job.servers_in_workers
+            else torch.get_num_threads()
+            if job.strategy.in_driver
+            else 1
+        )
+        return CommitLog(
+            tuple(commits), *where, self._start, plan, (job.shares, job.parts), (workers, servers)
+        )
 
     def _close_log(self, found: RecoveredState, before: CommitLog, version: int) -> None:
         """The job was put together anew: what is known of its log is kept, and another one begins at a version."""
@@ -160,22 +183,31 @@ class JobState:
         everything = dict(state or {})
         if schedule is not None:
             everything["schedule"] = schedule
-        if "schedule" not in everything and (state is not None or records is not None):  # else it stays where it is
+        if "schedule" not in everything and (
+            state is not None or records is not None
+        ):  # else it stays where it is
             self._tell_of_schedule(version)
         client = self._cluster.client
-        future = self._cluster.on_router(lambda: client.install(version, weights, records, everything or None))
+        future = self._cluster.on_router(
+            lambda: client.install(version, weights, records, everything or None)
+        )
         self._training.wait(future, "servers to take new weights")
 
     def _tell_of_schedule(self, version: int) -> None:
         """Says once that a schedule has to be computed from its beginning."""
         job = self._cluster.job
         updates = job.updates_before(job.step_of(version))
-        if job.description.optimizer_spec.lr_scheduler is None or not updates or self._told_of_schedule:
+        if (
+            job.description.optimizer_spec.lr_scheduler is None
+            or not updates
+            or self._told_of_schedule
+        ):
             return
         self._told_of_schedule = True
         log.warning(
-            "the state of lr_scheduler= has no JSON, or too much of it, so the schedule is computed from its beginning "
-            "(%d steps) whenever training goes on elsewhere: give a scheduler whose state_dict() holds plain values, "
+            "the state of lr_scheduler= has no JSON, or too much of it, so the schedule is "
+            "computed from its beginning (%d steps) whenever training goes on elsewhere: give a "
+            "scheduler whose state_dict() holds plain values, "
             "or learning_rate=", updates,
         )  # fmt: skip
 
@@ -193,7 +225,9 @@ class JobState:
         (plan, _), job, client = self._cluster.plan, self._cluster.job, self._cluster.client
         if plan is None:
             return Remaining()
-        told: Counters = self._training.wait(self._cluster.on_router(client.counters), "the coordinator's counters")
+        told: Counters = self._training.wait(
+            self._cluster.on_router(client.counters), "the coordinator's counters"
+        )
         return plan.remaining(told.following, told.returned, job.shares, job.parts)
 
     def ends(self) -> list[int]:
@@ -220,9 +254,13 @@ class JobState:
         states = self.buffers()
         owner = self._owner(mean_states(states, [1.0] * len(states)))
         everybody = range(self._cluster.job.num_workers)
-        found = OptimizerState.collect(self._cluster, snapshot, everybody, step, self._cluster.call_workers)
+        found = OptimizerState.collect(
+            self._cluster, snapshot, everybody, step, self._cluster.call_workers
+        )
         about["schedule"] = found.schedule
-        return files.gather(owner, snapshot.weights, (found.state, found.plain), states, about, found.apart)
+        return files.gather(
+            owner, snapshot.weights, (found.state, found.plain), states, about, found.apart
+        )
 
     def place(self, saved: files.Checkpoint, where: object) -> None:
         """Goes on from a checkpoint.
@@ -241,41 +279,61 @@ class JobState:
             state = OptimizerState(saved.optimizer, about["plain"], apart, about.get("schedule"))
             records = state.place(cluster)
         except CheckpointError as error:
-            raise CheckpointError(f"the checkpoint at {where} is not of this job: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint at {where} is not of this job: {error}"
+            ) from error
         if self._move_schedule(about):
             records = state.place(cluster)
         weights = layout.allocate()
         layout.write(weights, {entry.name: saved.weights[entry.name] for entry in layout.entries})
-        averaged = Tensors((name, value) for name, value in saved.weights.items() if name not in layout.index)
+        averaged = Tensors(
+            (name, value) for name, value in saved.weights.items() if name not in layout.index
+        )
         version = cluster.job.version_of(about["step"])
         self.install(version, weights, records, schedule=about.get("schedule"))
         left = tuple((e, b, t) for e, b, t in about.get("left", ()))
-        begun = tuple((e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ()))
+        begun = tuple(
+            (e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ())
+        )
         rest = Remaining(about["epoch"], about["offset"], left, begun)
         plan, seed = cluster.job.plan(about["step"], rest, about["seed"]), about["seed"]
         for epoch, blocks in () if plan is None else plan.begun:
             log.warning(
-                "epoch %d ends in the order in which it was begun, with blocks of samples %.200s, later ones have "
+                "epoch %d ends in the order in which it was begun, with blocks of samples %.200s, "
+                "later ones have "
                 "%.200s; until then a stream may be begun often", epoch, blocks, cluster.job.description.blocks,
             )  # fmt: skip
         before = cluster.job.plan()  # older checkpoints do not tell when epochs ended
-        guessed = [] if before is None else [min(before.end_of(e), about["step"]) for e in range(rest.epoch)]
+        guessed = (
+            []
+            if before is None
+            else [min(before.end_of(e), about["step"]) for e in range(rest.epoch)]
+        )
         self._ends = list(about.get("ends", guessed))
         cluster.plan = (plan, seed)
         own = remote_functions.by_replica(replicas)
-        cluster.call_workers(remote_functions.continue_from, plan, seed, own, averaged, cluster.job.replicas)
+        cluster.call_workers(
+            remote_functions.continue_from, plan, seed, own, averaged, cluster.job.replicas
+        )
 
     def _move_schedule(self, about: Mapping[str, Any]) -> bool:
         """Has the learning rate's schedule stand where it stood, also if a step was several updates before.
 
-        Processes get their roles anew for that; returns whether they did. Older checkpoints do not tell.
+        Processes get their roles anew for that; returns whether they did. Older checkpoints do not
+        tell.
         """
         cluster, step = self._cluster, about["step"]
-        ahead = about.get("updates", cluster.job.updates_before(step)) - cluster.job.updates_before(step)
+        ahead = about.get("updates", cluster.job.updates_before(step)) - cluster.job.updates_before(
+            step
+        )
         if ahead:
             cluster.mend()
-            cluster.job = job = replace(cluster.job, schedule_offset=cluster.job.schedule_offset + ahead)
-            cluster.reform(job.config, step, {i: i for i in range(job.num_workers)}, {}, job.num_workers)
+            cluster.job = job = replace(
+                cluster.job, schedule_offset=cluster.job.schedule_offset + ahead
+            )
+            cluster.reform(
+                job.config, step, {i: i for i in range(job.num_workers)}, {}, job.num_workers
+            )
         return bool(ahead)
 
     def reform(
@@ -302,7 +360,9 @@ class JobState:
             cluster.mend()  # who is missing could not let go of its roles
         job, stays = cluster.job, self._stays(config)
         snapshot = self.snapshot("standing" if stays else "state")
-        told: Counters = self._training.wait(cluster.on_router(cluster.client.counters), "the coordinator's counters")
+        told: Counters = self._training.wait(
+            cluster.on_router(cluster.client.counters), "the coordinator's counters"
+        )
         count = workers or job.num_workers
         if keep is None:
             keep = {index: index for index in range(min(count, job.num_workers))}
@@ -314,10 +374,14 @@ class JobState:
         step = job.step_of(snapshot.version)
         optimizer = OptimizerState.collect(cluster, snapshot, keep, step, call)
         buffers = self.mean_buffers() if added else Tensors()
-        history = {name: getattr(told, name) for name in ("committed", "skipped", "dropped", "staleness")}
+        history = {
+            name: getattr(told, name) for name in ("committed", "skipped", "dropped", "staleness")
+        }
         state = {"ledger": [told.following, *told.returned], "history": history}
         if stays:
-            found = RecoveredState(snapshot.version, state, self._commits(), holders=cluster.holdings())
+            found = RecoveredState(
+                snapshot.version, state, self._commits(), holders=cluster.holdings()
+            )
         else:
             found = RecoveredState(snapshot.version, state, self._commits(), snapshot.weights)
         self.form(config, found, optimizer, buffers, count, keep, added or {}, placement)
@@ -336,7 +400,8 @@ class JobState:
         """Makes another job of the processes, which goes on from what was found.
 
         Args:
-            found: weights, or where they are, and the coordinator's state; of the optimizer there is `optimizer`.
+            found: weights, or where they are, and the coordinator's state; of the optimizer there
+                is `optimizer`.
             buffers: of those that are added.
             count: workers.
             keep, added, seats: see `Cluster.reform`.
@@ -369,18 +434,28 @@ class JobState:
     def stopped(self) -> RecoveredState:
         """Stops the workers, and tells where all stand; the coordinator and all servers are there."""
         client = self._cluster.client
-        self._training.wait(self._cluster.on_router(client.revoke), "the coordinator to stop the workers")
+        self._training.wait(
+            self._cluster.on_router(client.revoke), "the coordinator to stop the workers"
+        )
         cluster = self._cluster
         stays = self._stays(cluster.job.config)
         found = self.snapshot("standing" if stays else "state")
         if stays:
-            return RecoveredState(found.version, found.state, self._commits(), holders=cluster.holdings())
-        return RecoveredState(found.version, found.state, self._commits(), found.weights, found.records)
+            return RecoveredState(
+                found.version, found.state, self._commits(), holders=cluster.holdings()
+            )
+        return RecoveredState(
+            found.version, found.state, self._commits(), found.weights, found.records
+        )
 
     def _stays(self, config: StrategyConfig) -> bool:
         """Whether servers have what servers had: they are processes, and the model is cut as before."""
         before, after = self._cluster.job.strategy, make_strategy(config)
-        return before.cut == after.cut and before.kind == after.kind and "simple" not in (before.kind, after.kind)
+        return (
+            before.cut == after.cut
+            and before.kind == after.kind
+            and "simple" not in (before.kind, after.kind)
+        )
 
     def put_back(
         self,
@@ -411,9 +486,15 @@ class JobState:
             own = {i: state for i, (state, _, _) in inner.items()}
             cluster.call_workers(remote_functions.load_inner_state, own, mean, plain, schedule)
         if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
-            cluster.call_workers(remote_functions.load_buffers, mean_states(buffers, [1.0] * len(buffers)), workers=new)
+            cluster.call_workers(
+                remote_functions.load_buffers,
+                mean_states(buffers, [1.0] * len(buffers)),
+                workers=new,
+            )
 
     def _owner(self, buffers: Mapping[str, torch.Tensor]) -> files.JobSignature:
         described = self._cluster.job.description
         spec = described.optimizer_spec
-        return files.JobSignature(described.layout, spec.name, spec.state_flags(), described.samples, buffers)
+        return files.JobSignature(
+            described.layout, spec.name, spec.state_flags(), described.samples, buffers
+        )

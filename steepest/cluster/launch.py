@@ -128,13 +128,23 @@ class Cluster:
         self.successors = Successors(self)
         self.recovery: Recovery | None = None
         try:
-            bundle = self.bundle = worker_bundle(devices_per_worker, gpu, run_config.resources.cpus_per_worker)
+            bundle = self.bundle = worker_bundle(
+                devices_per_worker, gpu, run_config.resources.cpus_per_worker
+            )
             least, most = bounds
             num_workers = least if least == most else max(least, min(most, fitting(bundle)))
-            self.placement.add(reserve(num_workers, bundle, run_config.deadlines.start, lambda: who_else(self.holder)))
+            self.placement.add(
+                reserve(
+                    num_workers, bundle, run_config.deadlines.start, lambda: who_else(self.holder)
+                )
+            )
             self.holder.workers, self.holder.bundle = num_workers, bundle
-            check_ways(ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.placement.nodes())
-            self._start(model_creator, num_workers, devices_per_worker, gpu, strategy, seed, accumulate)
+            check_ways(
+                ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.placement.nodes()
+            )
+            self._start(
+                model_creator, num_workers, devices_per_worker, gpu, strategy, seed, accumulate
+            )
         except BaseException:
             self.shutdown()
             raise
@@ -173,13 +183,24 @@ class Cluster:
             return 0
         return strategy.num_servers(len(set(self.placement.nodes()[:num_workers])), num_workers)
 
-    def start_servers(self, config: StrategyConfig, num_workers: int, first: int = 0) -> dict[Peer, Any]:
+    def start_servers(
+        self, config: StrategyConfig, num_workers: int, first: int = 0
+    ) -> dict[Peer, Any]:
         """Starts the processes that are servers only, from one on."""
         served = self._serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
-        there = [self.places[peer].node for peer in map(server_peer, range(first)) if peer in self.places]
-        beside = zip(range(first, served), spread(self.placement.nodes()[:num_workers], served, there), strict=False)
-        return {server_peer(i): self.start_process(str(server_peer(i)), at, 0, 0, callers) for i, at in beside}
+        there = [
+            self.places[peer].node for peer in map(server_peer, range(first)) if peer in self.places
+        ]
+        beside = zip(
+            range(first, served),
+            spread(self.placement.nodes()[:num_workers], served, there),
+            strict=False,
+        )
+        return {
+            server_peer(i): self.start_process(str(server_peer(i)), at, 0, 0, callers)
+            for i, at in beside
+        }
 
     def start_server(self, index: int, seat: int | None = None) -> Any:
         """Starts the process of a server where one was, or beside another place."""
@@ -187,12 +208,21 @@ class Cluster:
         at = at if seat is None else self.placement.order.index(seat)
         return self.start_process(str(server_peer(index)), at, 0, 0, 0)
 
-    def _take_up(self, config: StrategyConfig, description: Description, held: Holdings | None, *, fresh: bool) -> None:
+    def _take_up(
+        self,
+        config: StrategyConfig,
+        description: Description,
+        held: Holdings | None,
+        *,
+        fresh: bool,
+    ) -> None:
         """Gives the processes that there are their roles."""
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         servers = [actor for peer, actor in self.actors.items() if peer.role == "server"]
         strategy = make_strategy(config)
-        num_servers = strategy.num_servers(len(set(self.placement.nodes()[: len(workers)])), len(workers))
+        num_servers = strategy.num_servers(
+            len(set(self.placement.nodes()[: len(workers)])), len(workers)
+        )
         places = self.get([actor.place.remote() for actor in self.actors.values()], "start")
         self.places = dict(zip(self.actors, places, strict=True))
         alike = by_calls(config) or len(workers) == 1
@@ -202,10 +232,15 @@ class Cluster:
             self._accumulate, self._schedule_offset, self.run_config.failure.max_failures > 0,
         )  # fmt: skip
         self.plan = (self.job.plan(), self._seed)
-        self.holder.what, self.holder.workers = f'a trainer with strategy="{config.name}"', len(workers)
+        self.holder.what, self.holder.workers = (
+            f'a trainer with strategy="{config.name}"',
+            len(workers),
+        )
         job = self.stored_job = ray.put(self.job)
         self.get([w.bind.remote(job, self.gpu) for w in workers], "bind the model")
-        initial = workers[0].initial.remote() if fresh else None  # else they are installed afterwards
+        initial = (
+            workers[0].initial.remote() if fresh else None
+        )  # else they are installed afterwards
         for peer, actor in self.actors.items():
             if peer not in self.watches:
                 self.watches[peer] = actor.watch.remote()
@@ -232,7 +267,8 @@ class Cluster:
             num_workers: how many there are from now on.
             seats: places of new ones; otherwise they have the first that are free.
             held: where all chunks are, for those who will hold them; None if they get others.
-            gone: servers in whose places there is nobody, unless somebody is added; the next ones move up.
+            gone: servers in whose places there is nobody, unless somebody is added; the next ones
+                move up.
 
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
@@ -240,18 +276,30 @@ class Cluster:
         self.placement.look()
         kept = {new: self.placement.order[old] for new, old in keep.items()}
         order = self.placement.arranged(num_workers, {**kept, **(placement or {})})
-        check_ways(ways_of(config), ray.get_runtime_context().get_node_id(), *self.placement.nodes(order[:num_workers]))
+        check_ways(
+            ways_of(config),
+            ray.get_runtime_context().get_node_id(),
+            *self.placement.nodes(order[:num_workers]),
+        )
         self.placement.order = order
         self.successors.forget()
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
         before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # who was who
-        there = sorted(p for p in self.actors if p.role == "server" and (p not in gone or p in added))
+        there = sorted(
+            p for p in self.actors if p.role == "server" and (p not in gone or p in added)
+        )
         before |= {server_peer(index): peer for index, peer in enumerate(there)}
-        all_of_them = dict(sorted({**{new: self.actors[old] for new, old in before.items()}, **added}.items()))
+        all_of_them = dict(
+            sorted({**{new: self.actors[old] for new, old in before.items()}, **added}.items())
+        )
         workers = {p: actor for p, actor in all_of_them.items() if p.role == "worker"}
-        serving = 0 if by_calls(config) else self._serving(config, num_workers)  # callers' threads are few elsewhere
-        servers = {p: actor for p, actor in all_of_them.items() if p.role == "server" and p.index < serving}
+        serving = (
+            0 if by_calls(config) else self._serving(config, num_workers)
+        )  # callers' threads are few elsewhere
+        servers = {
+            p: actor for p, actor in all_of_them.items() if p.role == "server" and p.index < serving
+        }
         started = self.start_servers(config, num_workers, len(servers))
         try:
             self.get([actor.place.remote() for actor in started.values()], "start")
@@ -260,14 +308,26 @@ class Cluster:
                 ray.kill(actor, no_restart=True)
             raise
         self.disconnect()
-        cut, actors, watches, lives = make_strategy(config).cut, self.actors, self.watches, self.lives
+        cut, actors, watches, lives = (
+            make_strategy(config).cut,
+            self.actors,
+            self.watches,
+            self.lives,
+        )
         self.actors = {**workers, **servers, **started}
-        staying = {p: before[p] for p, actor in self.actors.items() if p in before and actors[before[p]] is actor}
+        staying = {
+            p: before[p]
+            for p, actor in self.actors.items()
+            if p in before and actors[before[p]] is actor
+        }
         leaving = [actor for peer, actor in actors.items() if peer not in staying.values()]
         try:
             holding = set().union(*(held or {}).values())
             keep_on = [actor.release.remote(cut, -1, True) for actor in leaving if actor in holding]
-            releases = [self.actors[peer].release.remote(cut, peer.index, held is not None) for peer in staying]
+            releases = [
+                self.actors[peer].release.remote(cut, peer.index, held is not None)
+                for peer in staying
+            ]
             layout, *_ = self.get([*releases, *keep_on], "let go of its roles")
             self.watches = {new: watches[old] for new, old in staying.items()}
             self.lives = Counter({p.index: lives[before[p].index] for p in workers if p in before})
@@ -287,7 +347,9 @@ class Cluster:
         beside = index if seat is None else self.placement.order.index(seat)
         return self.start_process(str(worker_peer(index)), beside, cpus, gpus, 1, cpus)
 
-    def start_process(self, name: str, beside: int, cpus: int, gpus: int, callers: int, threads: int = 1) -> Any:
+    def start_process(
+        self, name: str, beside: int, cpus: int, gpus: int, callers: int, threads: int = 1
+    ) -> Any:
         """Starts a process beside a worker, with so many callers, and torch threads."""
         made = _actor_class().options(
             num_cpus=cpus,
@@ -297,16 +359,23 @@ class Cluster:
             max_task_retries=0,
             scheduling_strategy=self.placement.strategy(beside),
         )
-        return made.remote(f"steepest {name}", self._token, threads, self.run_config.resources.keep_memory)
+        return made.remote(
+            f"steepest {name}", self._token, threads, self.run_config.resources.keep_memory
+        )
 
-    def _wire(self, workers: list[Any], servers: list[Any], job: Any, initial: Any, held: Holdings | None) -> None:
+    def _wire(
+        self, workers: list[Any], servers: list[Any], job: Any, initial: Any, held: Holdings | None
+    ) -> None:
         """Opens every process and connects them; each channel is opened from the side of fewer servers."""
         in_driver = self.job.strategy.in_driver
         hosting = [] if in_driver else servers or workers
         count = self.job.num_servers
         dealt = [list(range(count))] if len(hosting) == 1 else [[i] for i in range(count)]
         opened: list[Address] = self.get(
-            [actor.open.remote(job, numbers, initial) for actor, numbers in zip(hosting, dealt, strict=not in_driver)],
+            [
+                actor.open.remote(job, numbers, initial)
+                for actor, numbers in zip(hosting, dealt, strict=not in_driver)
+            ],
             "open the servers",
         )
         timeout = self.run_config.deadlines.start
@@ -316,14 +385,19 @@ class Cluster:
         ends: list[Address | Callee] = list(opened)
         if by_calls(self.job.config):
             pause = _PAUSE_SECONDS if in_driver else 0.0
-            ends = [Callee(end.peers, actor, pause) for end, actor in zip(opened, [*hosting, *others], strict=True)]
+            ends = [
+                Callee(end.peers, actor, pause)
+                for end, actor in zip(opened, [*hosting, *others], strict=True)
+            ]
         if not in_driver:
             ends = ends[: len(hosting)]
             everybody = (
                 bool(self.job.places.aggregators) or self.job.servers_in_workers
             )  # all have something to say to all
             earlier = [ends[: i if everybody else 1] for i in range(1, len(hosting))]
-            calls = [s.connect.remote(to, timeout) for s, to in zip(hosting[1:], earlier, strict=True)]
+            calls = [
+                s.connect.remote(to, timeout) for s, to in zip(hosting[1:], earlier, strict=True)
+            ]
             self.get(calls, "connect the servers")
             self.get([w.connect.remote(ends, timeout) for w in others], "connect the workers")
         peers: tuple[Peer, ...] = (Peer("client", self._client_index),)
@@ -340,7 +414,11 @@ class Cluster:
         if held is not None:  # before servers send what they have to all who join
             carry(held, self.holdings(), self.get)
         self.ends, self.listening = ends, opened[len(hosting) :] if others else opened
-        self.get([w.join.remote(job, self.listening) for w in workers], "join", *map(worker_peer, range(len(workers))))
+        self.get(
+            [w.join.remote(job, self.listening) for w in workers],
+            "join",
+            *map(worker_peer, range(len(workers))),
+        )
 
     def _host_in_driver(self, initial: Any) -> None:
         flat = self.job.description.layout.allocate()
@@ -365,19 +443,29 @@ class Cluster:
             results: list[Any] = ray.get(refs, timeout=max(self._deadline - time.monotonic(), 0.1))
         except ray.exceptions.GetTimeoutError:
             _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
-            names = ", ".join(str(peers[refs.index(ref)]) for ref in waiting) if peers else str(len(waiting))
+            names = (
+                ", ".join(str(peers[refs.index(ref)]) for ref in waiting)
+                if peers
+                else str(len(waiting))
+            )
             raise DeadlineError(
                 f"{names} of {len(refs)} processes did not {what} within "
-                f"{self.run_config.deadlines.start * (1 + _UP_FACTOR):g} s: raise DeadlineConfig(start=...)"
+                f"{self.run_config.deadlines.start * (1 + _UP_FACTOR):g} s: raise "
+                "DeadlineConfig(start=...)"
             ) from None
         except ray.exceptions.RayTaskError as error:
-            who = next((str(peer) for ref, peer in zip(refs, peers, strict=False) if has_raised(ref)), "a process")
+            who = next(
+                (str(peer) for ref, peer in zip(refs, peers, strict=False) if has_raised(ref)),
+                "a process",
+            )
             try:
                 raise_remote(error, who, what)
             except ShutdownError as ended:  # its router, not this trainer
                 raise PeerLostError(f"{who} ended before it could {what}") from ended
         except ray.exceptions.RayActorError as error:
-            raise PeerLostError(f"a process died before it could {what}: {' '.join(str(error).split())}") from error
+            raise PeerLostError(
+                f"a process died before it could {what}: {' '.join(str(error).split())}"
+            ) from error
         return results
 
     # -- running -------------------------------------------------------------------------------
@@ -390,7 +478,9 @@ class Cluster:
             self.raise_if_dead()  # the better explanation
             raise
         except FutureTimeoutError:
-            raise DeadlineError(f"the driver's router was busy for {self.run_config.deadlines.step:g} s") from None
+            raise DeadlineError(
+                f"the driver's router was busy for {self.run_config.deadlines.step:g} s"
+            ) from None
 
     def call_workers(
         self,
@@ -409,7 +499,8 @@ class Cluster:
             what: a worker is asked to do, for errors.
 
         Raises:
-            ModelRaisedError: the function raised; its traceback is the cause. Our own errors are raised as they are.
+            ModelRaisedError: the function raised; its traceback is the cause. Our own errors are
+                raised as they are.
             ConfigurationError: the function, an argument or a result cannot travel.
             PeerLostError, DeadlineError
         """
@@ -420,14 +511,19 @@ class Cluster:
         actors = [self.actors[worker_peer(i)] for i in chosen]
         number = next(self._numbers)
         try:
-            refs = [(a.view_call if view else a.call).remote(position, number, function, *stored) for a in actors]
+            refs = [
+                (a.view_call if view else a.call).remote(position, number, function, *stored)
+                for a in actors
+            ]
         except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
             raise_unsendable(f"the function {name_of(function)}", error)
         waiting, results = dict(zip(refs, chosen, strict=True)), {}
         deadline = time.monotonic() + self.run_config.deadlines.call
         try:
             while waiting:
-                done, _ = ray.wait(list(waiting), timeout=min(_LOOK_SECONDS, self.run_config.deadlines.call))
+                done, _ = ray.wait(
+                    list(waiting), timeout=min(_LOOK_SECONDS, self.run_config.deadlines.call)
+                )
                 for ref in done:  # raises what it raised, without waiting for the others
                     results[waiting[ref]] = self._result(ref, waiting[ref], what)
                     del waiting[ref]
@@ -441,7 +537,9 @@ class Cluster:
                         )
         finally:
             for i in waiting.values():
-                actors[list(chosen).index(i)].abandon.remote(number, "another worker failed, or the driver gave up")
+                actors[list(chosen).index(i)].abandon.remote(
+                    number, "another worker failed, or the driver gave up"
+                )
         return [results[i] for i in chosen]
 
     def _result(self, ref: Any, worker: int, what: str) -> Any:
@@ -464,7 +562,8 @@ class Cluster:
             raise
         except (ray.exceptions.RaySystemError, SystemExit) as error:
             raise ConfigurationError(
-                f"the driver cannot read what {who} returned when asked to {what}: {last_line(error)}: return what can "
+                f"the driver cannot read what {who} returned when asked to {what}: "
+                f"{last_line(error)}: return what can "
                 "be pickled, of modules that the driver has too"
             ) from error
 
@@ -490,19 +589,29 @@ class Cluster:
         return counters
 
     def raise_if_dead(
-        self, suspect: Peer | None = None, wait: float = 0.0, *, replaced: Callable[[Peer], bool] = lambda peer: False
+        self,
+        suspect: Peer | None = None,
+        wait: float = 0.0,
+        *,
+        replaced: Callable[[Peer], bool] = lambda peer: False,
     ) -> None:
         """Raises PeerLostError for a process that died, the suspect first; gives Ray some seconds to notice.
 
         Args:
             replaced: whether the death of a process is mended, or raised, elsewhere.
         """
-        if self._router.finished.done() and (error := self._router.finished.exception()) is not None:
+        if (
+            self._router.finished.done()
+            and (error := self._router.finished.exception()) is not None
+        ):
             raise StepError(f"the driver's router ended: {error!r}") from error
         if self.watches:
             ray.wait(list(self.watches.values()), timeout=wait)
         for peer in sorted(self.watches, key=lambda peer: peer != suspect):
-            if peer.role == "worker" and peer.index in {*self.successors.starting, *self.successors.moved}:
+            if peer.role == "worker" and peer.index in {
+                *self.successors.starting,
+                *self.successors.moved,
+            }:
                 continue  # it is being replaced
             if replaced(peer):
                 continue
@@ -520,7 +629,9 @@ class Cluster:
             return peer
         if server_peer(0) in self.actors:
             return server_peer(0)
-        return worker_peer(peer.index if worker_peer(peer.index) in self.actors and self.job.num_workers > 1 else 0)
+        return worker_peer(
+            peer.index if worker_peer(peer.index) in self.actors and self.job.num_workers > 1 else 0
+        )
 
     def raise_lost(self, peer: Peer, why: str) -> NoReturn:
         """See `supervision.raise_lost`."""

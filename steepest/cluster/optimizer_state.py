@@ -19,7 +19,8 @@ from steepest.engine.replicas import mean_states
 from steepest.engine.survivors import RecoveredState
 from steepest.optim.spec import ScheduleState
 
-#: Calls a function with these arguments, and the replicas of some workers before them; returns what each returned.
+#: Calls a function with these arguments, and the replicas of some workers before them; returns what
+#: each returned.
 Call = Callable[..., list[Any]]
 _OWN, _OUTER, _LEFT_OUT = "local:", "outer:", "compression:"
 
@@ -31,9 +32,9 @@ class OptimizerState:
     Attributes:
         state: by "parameter/key"; with local SGD the mean over workers.
         plain: which of it is plain numbers.
-        apart: with local SGD what each worker has, as "local:WORKER/parameter/key", and the outer optimizer's
-            state, as "outer:parameter/key". With compression what each worker's has left out, as
-            "compression:WORKER/left/parameter", see `GradientCompressor.state`.
+        apart: with local SGD what each worker has, as "local:WORKER/parameter/key", and the outer
+            optimizer's state, as "outer:parameter/key". With compression what each worker's has
+            left out, as "compression:WORKER/left/parameter", see `GradientCompressor.state`.
         schedule: where it stands, or stood some steps before; None if that cannot be told.
     """
 
@@ -44,7 +45,12 @@ class OptimizerState:
 
     @classmethod
     def collect(
-        cls, cluster: Cluster, told: Snapshot | RecoveredState, numbers: Iterable[int], step: int, call: Call
+        cls,
+        cluster: Cluster,
+        told: Snapshot | RecoveredState,
+        numbers: Iterable[int],
+        step: int,
+        call: Call,
     ) -> OptimizerState:
         """From what servers and the coordinator told and, with local SGD or compression, the workers.
 
@@ -55,8 +61,14 @@ class OptimizerState:
         """
         held, plain = files.assemble(cluster.job.description.layout, told.records)
         if not isinstance(cluster.job.config, LocalStrategy):
-            kept = zip(numbers, call(remote_functions.left_out), strict=True) if cluster.job.compresses else ()
-            left_out = {f"{_LEFT_OUT}{w}/{name}": v for w, state in kept for name, v in state.items()}
+            kept = (
+                zip(numbers, call(remote_functions.left_out), strict=True)
+                if cluster.job.compresses
+                else ()
+            )
+            left_out = {
+                f"{_LEFT_OUT}{w}/{name}": v for w, state in kept for name, v in state.items()
+            }
             return cls(held, plain, left_out, told.state.get("schedule"))
         found = call(remote_functions.inner_state, step)
         apart = {_OUTER + name: value for name, value in held.items()}
@@ -77,14 +89,20 @@ class OptimizerState:
             if cluster.job.compresses:
                 own = self._by_worker(_LEFT_OUT)
                 check_residuals(layout, own.values())
-                cluster.call_workers(remote_functions.load_left_out, *_own_or_mean(own, cluster.job.num_workers))
+                cluster.call_workers(
+                    remote_functions.load_left_out, *_own_or_mean(own, cluster.job.num_workers)
+                )
             return records
         files.disassemble(layout, self.state, self.plain)  # raises before anything is changed
         own = self._by_worker(_OWN)
         if len(own) != cluster.job.num_workers:
             own = {}
-        cluster.call_workers(remote_functions.load_inner_state, own, self.state, self.plain, self.schedule)
-        outer = {key.removeprefix(_OUTER): v for key, v in self.apart.items() if key.startswith(_OUTER)}
+        cluster.call_workers(
+            remote_functions.load_inner_state, own, self.state, self.plain, self.schedule
+        )
+        outer = {
+            key.removeprefix(_OUTER): v for key, v in self.apart.items() if key.startswith(_OUTER)
+        }
         return files.disassemble(layout, outer, [])
 
     def _by_worker(self, prefix: str) -> dict[int, dict[str, torch.Tensor]]:
@@ -96,9 +114,15 @@ class OptimizerState:
         return found
 
     @staticmethod
-    def split(replicas: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def split(
+        replicas: Mapping[str, torch.Tensor],
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """What a checkpoint has by replica: `apart`, and the rest."""
-        apart = {key: value for key, value in replicas.items() if key.startswith((_OWN, _OUTER, _LEFT_OUT))}
+        apart = {
+            key: value
+            for key, value in replicas.items()
+            if key.startswith((_OWN, _OUTER, _LEFT_OUT))
+        }
         return apart, {key: value for key, value in replicas.items() if key not in apart}
 
 

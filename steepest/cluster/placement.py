@@ -43,8 +43,11 @@ def ensure_ray(num_cpus: int | None = None) -> bool:
         ray.init(address=address, logging_level=logging.WARNING)
     else:
         cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
-        # "local": not what an earlier `ray start` on this machine left, which may be dead and is asked for minutes
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
+        # "local": not what an earlier `ray start` on this machine left, which may be dead and is
+        # asked for minutes
+        ray.init(
+            address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING
+        )
     return True
 
 
@@ -63,7 +66,9 @@ def describe_cluster() -> str:
     """Version, nodes and free resources of the cluster that we are connected to, in a line."""
     free, total = ray.available_resources(), ray.cluster_resources()
     nodes = sum(bool(node["Alive"]) for node in ray.nodes())
-    shown = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+    shown = ", ".join(
+        f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in ("CPU", "GPU")
+    )
     return f"Ray {ray.__version__}, {nodes} nodes, free: {shown}"
 
 
@@ -104,11 +109,13 @@ class Reservation:
             remove_placement_group(self.group)
 
 
-def reserve(workers: int, bundle: dict[str, float], timeout: float, who_else: Callable[[], str] = str) -> Reservation:
+def reserve(
+    workers: int, bundle: dict[str, float], timeout: float, who_else: Callable[[], str] = str
+) -> Reservation:
     """Reserves room for all workers at once.
 
-    Inside a placement group (a Ray Tune trial) its bundles are used, without the first when there are
-    more than workers, which is the trial's own.
+    Inside a placement group (a Ray Tune trial) its bundles are used, without the first when there
+    are more than workers, which is the trial's own.
 
     Args:
         who_else: says what else this process holds, if that is something.
@@ -119,11 +126,14 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float, who_else: Ca
     current = ray.util.get_current_placement_group()
     if current is not None:
         specs = current.bundle_specs
-        fitting = [i for i, s in enumerate(specs) if all(s.get(k, 0) >= v for k, v in bundle.items())]
+        fitting = [
+            i for i, s in enumerate(specs) if all(s.get(k, 0) >= v for k, v in bundle.items())
+        ]
         if len(fitting) < workers:
             raise ResourcesError(
-                f"{workers} workers need {bundle} each, but the placement group that this runs in has the bundles "
-                f"{specs}: give the trial room with tune.with_resources(trainable, DistributedSGD.resources(...))"
+                f"{workers} workers need {bundle} each, but the placement group that this runs in "
+                f"has the bundles {specs}: give the trial room with tune.with_resources(trainable, "
+                "DistributedSGD.resources(...))"
             )
         return Reservation(current, False, tuple(fitting[-workers:]))
     check_possible(workers, bundle, ray.nodes(), may_grow())
@@ -138,8 +148,9 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float, who_else: Ca
         groups = _reserved_by_others(placement_group_table(), group.id.hex())
         remove_placement_group(group)
         raise ResourcesError(
-            f"the cluster did not place {workers} workers within {timeout:g} s: asked {_asked(workers, bundle)}, free "
-            f"{free} of {total}{groups}{who_else()}; ask for fewer workers, stop what holds the rest, or add nodes"
+            f"the cluster did not place {workers} workers within {timeout:g} s: asked "
+            f"{_asked(workers, bundle)}, free {free} of {total}{groups}{who_else()}; ask for fewer "
+            "workers, stop what holds the rest, or add nodes"
         ) from None
     except BaseException:
         remove_placement_group(group)
@@ -147,7 +158,9 @@ def reserve(workers: int, bundle: dict[str, float], timeout: float, who_else: Ca
     return reservation
 
 
-def check_possible(workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], grows: bool) -> None:
+def check_possible(
+    workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], grows: bool
+) -> None:
     """Refuses what could not be placed if all nodes were free.
 
     Args:
@@ -158,14 +171,22 @@ def check_possible(workers: int, bundle: Mapping[str, float], nodes: Sequence[Ma
         ResourcesError: it could not.
     """
     totals = [node["Resources"] for node in nodes if node["Alive"]]
-    fit = sum(int(min(total.get(name, 0.0) // amount for name, amount in bundle.items())) for total in totals)
+    fit = sum(
+        int(min(total.get(name, 0.0) // amount for name, amount in bundle.items()))
+        for total in totals
+    )
     if fit >= workers or grows:
         return
     total = _summary(dict(sum((Counter(total) for total in totals), Counter[str]())))
-    gpu = " with gpu=False," if bundle.get("GPU") and not any(total.get("GPU") for total in totals) else ""
+    gpu = (
+        " with gpu=False,"
+        if bundle.get("GPU") and not any(total.get("GPU") for total in totals)
+        else ""
+    )
     raise ResourcesError(
-        f"{workers} workers never fit: asked {_asked(workers, bundle)}, each worker's on one node, and all that this "
-        f"Ray has is {total}, {fit} workers' worth, which no node will join; ask for fewer workers,{gpu} or connect to "
+        f"{workers} workers never fit: asked {_asked(workers, bundle)}, each worker's on one node, "
+        f"and all that this Ray has is {total}, {fit} workers' worth, which no node will join; ask "
+        f"for fewer workers,{gpu} or connect to "
         "a larger cluster first: ray.init(address=...)"
     )
 
@@ -181,7 +202,9 @@ def _reserved_by_others(table: Mapping[str, Mapping[str, Any]], own: str) -> str
     for group, about in table.items():
         if group != own and about["state"] == "CREATED":
             for bundle in about["bundles"].values():
-                held.update({name: amount for name, amount in bundle.items() if name in ("CPU", "GPU")})
+                held.update(
+                    {name: amount for name, amount in bundle.items() if name in ("CPU", "GPU")}
+                )
     return f", placement groups hold {_summary(dict(held))}" if held else ""
 
 
@@ -195,7 +218,9 @@ def fitting(bundle: dict[str, float]) -> int:
     return int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
 
 
-def ask_for_room(workers: int, bundle: dict[str, float], without: Collection[str] = ()) -> Reservation:
+def ask_for_room(
+    workers: int, bundle: dict[str, float], without: Collection[str] = ()
+) -> Reservation:
     """Asks for room for so many workers at once, and does not wait for it.
 
     Args:
@@ -206,12 +231,15 @@ def ask_for_room(workers: int, bundle: dict[str, float], without: Collection[str
     """
     if ray.util.get_current_placement_group() is not None:
         raise ResourcesError(
-            f"{workers} more workers do not fit into the placement group that this runs in: give it more bundles "
+            f"{workers} more workers do not fit into the placement group that this runs in: give "
+            "it more bundles "
             "with tune.with_resources(trainable, DistributedSGD.resources(...))"
         )
     selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
     chosen = {"bundle_label_selector": [selector] * workers} if without else {}
-    return Reservation(placement_group([bundle] * workers, strategy="PACK", **chosen), True, tuple(range(workers)))
+    return Reservation(
+        placement_group([bundle] * workers, strategy="PACK", **chosen), True, tuple(range(workers))
+    )
 
 
 def nodes_of(reservation: Reservation) -> tuple[str, ...]:
@@ -225,7 +253,8 @@ class Placement:
 
     Attributes:
         order: the places of workers, in the order of these, then those that are free.
-        retired: places that nobody uses any more; they stay reserved, so that nobody else of the job gets them.
+        retired: places that nobody uses any more; they stay reserved, so that nobody else of the
+            job gets them.
     """
 
     def __init__(self) -> None:
@@ -279,7 +308,11 @@ class Placement:
     def failing(self) -> set[str]:
         """Nodes on which nobody is placed any more, since that was so in two places there; never all."""
         found = {node for node, count in self._failed.items() if count >= _FAILED_PLACES}
-        return found if found and {node["NodeID"] for node in ray.nodes() if node["Alive"]} > found else set()
+        return (
+            found
+            if found and {node["NodeID"] for node in ray.nodes() if node["Alive"]} > found
+            else set()
+        )
 
     def release(self) -> None:
         """Gives all back."""
@@ -310,5 +343,9 @@ def spread(nodes: Sequence[str], servers: int, there: Sequence[str] = ()) -> lis
 
 
 def _summary(resources: Mapping[str, float]) -> str:
-    shown = [f"{name}: {resources.get(name, 0):g}" for name in ("CPU", "GPU") if name in resources or name == "CPU"]
+    shown = [
+        f"{name}: {resources.get(name, 0):g}"
+        for name in ("CPU", "GPU")
+        if name in resources or name == "CPU"
+    ]
     return "{" + ", ".join(shown) + "}"

@@ -39,7 +39,14 @@ from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import describe_error
 from steepest.messages.gradients import Decision
-from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, member_peer, server_peer, worker_peer
+from steepest.messages.message import (
+    COORDINATOR,
+    Peer,
+    aggregator_peer,
+    member_peer,
+    server_peer,
+    worker_peer,
+)
 from steepest.models.protocol import Model
 from steepest.tensors.allocator import keep_freed_memory, start_thread
 from steepest.tensors.dtypes import Tensors
@@ -98,9 +105,13 @@ def on_router(
     """Have a method of a process run on its router's thread; what it raises travels as text."""
 
     @functools.wraps(method)
-    def called(process: ProcessType, /, *arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+    def called(
+        process: ProcessType, /, *arguments: Parameters.args, **options: Parameters.kwargs
+    ) -> Result:
         with _as_text():
-            return process.router.call(functools.partial(method, process, *arguments, **options)).result()
+            return process.router.call(
+                functools.partial(method, process, *arguments, **options)
+            ).result()
 
     return called
 
@@ -109,7 +120,8 @@ class Process:
     """A Ray actor's body. Its methods are called on Ray's threads; all state lives on the router's thread.
 
     Args:
-        name: of the process, in `ps` and logs, until `open` gives it a role; and of the router's thread.
+        name: of the process, in `ps` and logs, until `open` gives it a role; and of the router's
+            thread.
         token: the job's secret.
         threads: torch threads.
         keep_memory: whether to keep memory that is freed, see `steepest.tensors.allocator`.
@@ -176,7 +188,9 @@ class Process:
         return self._place
 
     @on_router
-    def build(self, model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: ChunkSpec) -> Description:
+    def build(
+        self, model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: ChunkSpec
+    ) -> Description:
         """Make the worker's models; return what they have in common."""
         self._index = worker
         self._models, description = build_models(model_creator, worker, devices, seed, cut)
@@ -187,9 +201,13 @@ class Process:
     def bind(self, job: Job, gpu: bool) -> None:
         """Move the models into flat buffers on their devices."""
         kind = "cuda" if gpu else "cpu"
-        devices = [torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))]
+        devices = [
+            torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))
+        ]
         memory, self._memory = self._memory, None
-        self._replicas = build_replicas(job, self._index, self._models, devices, self._replicas, memory)
+        self._replicas = build_replicas(
+            job, self._index, self._models, devices, self._replicas, memory
+        )
 
     @on_router
     def release(self, cut: ChunkSpec, index: int, keep: bool) -> ParameterLayout | None:
@@ -236,18 +254,25 @@ class Process:
         role = server_peer(servers[0]) if self._replicas is None else worker_peer(self._index)
         self._take_name(f"steepest {role}")
         aggregators = [i for i in servers if i in job.places.aggregators]
-        peers = (*(server_peer(index) for index in servers), *(aggregator_peer(index) for index in aggregators))
+        peers = (
+            *(server_peer(index) for index in servers),
+            *(aggregator_peer(index) for index in aggregators),
+        )
         if 0 in servers:
             peers = (*peers, COORDINATOR)
         if self._replicas is not None:
             peers = (*peers, worker_peer(self._index), member_peer(self._index))
         else:
             torch.set_num_threads(1)  # also where it was started as a spare worker
-        self._use(make_transport(job, self._token, peers, self._place.node, self.router.destination))
+        self._use(
+            make_transport(job, self._token, peers, self._place.node, self.router.destination)
+        )
         if servers:
             self._host_servers(job, servers, aggregators, None if initial is None else initial[0])
         if self._replicas is not None:
-            self._worker = host_worker(self.router, job, self._index, self._replicas, incarnation=incarnation)
+            self._worker = host_worker(
+                self.router, job, self._index, self._replicas, incarnation=incarnation
+            )
             if initial is not None:
                 self._replicas.begin_with(initial[1])
         if isinstance(self._transport, WireTransport):
@@ -259,7 +284,9 @@ class Process:
     ) -> None:
         # A worker that hosts servers shares its weights with them: one copy, updated in place.
         own = self._replicas if job.strategy.in_place else None
-        weights = own.weights if own is not None else self._retained.vector(job.description.layout.nbytes)
+        weights = (
+            own.weights if own is not None else self._retained.vector(job.description.layout.nbytes)
+        )
         if initial is not None:
             for chunk in job.description.layout.chunks:
                 if not set(servers).isdisjoint(job.holders[chunk.index]):
@@ -326,7 +353,9 @@ class Process:
             job.step_timeout,
             lambda other: transport.connect(workers[other], job.step_timeout),
             generation=lambda: worker.newest_generation,
-            one_host=AVAILABLE and transport.lends and len({address.node for address in workers}) == 1,
+            one_host=AVAILABLE
+            and transport.lends
+            and len({address.node for address in workers}) == 1,
         )
 
     def give_up(self) -> None:
@@ -361,7 +390,9 @@ class Process:
         if (error := self.router.finished.exception()) is not None:
             raise RemoteError(describe_error(error))
 
-    def call(self, position: tuple[int, int], number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(
+        self, position: tuple[int, int], number: int, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
         """Run a function on the replicas once they hold the weights of (generation, version); return its result.
 
         Args:
@@ -373,12 +404,17 @@ class Process:
         with _as_text():
             return self.router.call(at_version).result().result()
 
-    def view_call(self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]) -> Any:
+    def view_call(
+        self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]
+    ) -> Any:
         """Run a user's function on this worker; return its result as `sent` does."""
         return self.call(position, number, self._view, function)
 
     def _view(self, replicas: Replicas, function: Callable[[WorkerView], Any]) -> Any:
-        return sent(function, function(WorkerView(self._index, self._place.host, self._place.pid, replicas.models)))
+        return sent(
+            function,
+            function(WorkerView(self._index, self._place.host, self._place.pid, replicas.models)),
+        )
 
     def abandon(self, number: int, reason: str) -> None:
         """End what a call awaits of other workers, because one of them failed."""
@@ -388,7 +424,11 @@ class Process:
     def counters(self) -> dict[str, int]:
         """Return frames refused, bytes sent and bytes resident in this process, although a step may take long."""
         refused = self.router.refused + self._transport.refused
-        return {"refused": refused, "bytes_sent": self._transport.bytes_sent, "resident": _resident_bytes()}
+        return {
+            "refused": refused,
+            "bytes_sent": self._transport.bytes_sent,
+            "resident": _resident_bytes(),
+        }
 
     def stop(self) -> None:
         """Close every channel and end the thread."""
@@ -437,7 +477,11 @@ def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyCon
         return nodes.setdefault(node, len(nodes))
 
     workers = tuple(number(peer) for peer in places if peer.role == "worker")
-    servers = workers if strategy.in_workers else tuple(number(server_peer(i)) for i in range(num_servers))
+    servers = (
+        workers
+        if strategy.in_workers
+        else tuple(number(server_peer(i)) for i in range(num_servers))
+    )
     gathers = AVAILABLE and ways_of(config) in ("wire", "shared")
     if strategy.in_workers and len(nodes) == 1:
         gathers = False  # each member updates its own weights, and nothing has to cross
@@ -449,7 +493,11 @@ def make_transport(
 ) -> WireTransport | CallTransport:
     """The transport of one of the job's processes."""
     ways = ways_of(job.config)
-    return CallTransport(sink, peers) if ways == "ray" else WireTransport(token, peers, node, sink, ways)
+    return (
+        CallTransport(sink, peers)
+        if ways == "ray"
+        else WireTransport(token, peers, node, sink, ways)
+    )
 
 
 def _resident_bytes() -> int:

@@ -30,8 +30,8 @@ def _look_up(module: str, name: str) -> Any:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
-            f"Ray {ray.__version__} has no {module}.{name}, which steepest needs: install a version of Ray that "
-            f"steepest is tested with, {TESTED}"
+            f"Ray {ray.__version__} has no {module}.{name}, which steepest needs: install a "
+            f"version of Ray that steepest is tested with, {TESTED}"
         ) from error
 
 
@@ -63,8 +63,9 @@ def started_here() -> bool:
 def name_process(name: str) -> None:
     """Show this process, one of Ray's workers, under a name in `ps`, `top`, Ray's dashboard and logs from now on.
 
-    The title keeps its prefix "ray::", by which `ray stop` and the dashboard know Ray's processes. `top` shows 15
-    characters, in which "steepest" is left out. Without the private API a warning is logged and nothing is renamed.
+    The title keeps its prefix "ray::", by which `ray stop` and the dashboard know Ray's processes.
+    `top` shows 15 characters, in which "steepest" is left out. Without the private API a warning is
+    logged and nothing is renamed.
 
     Args:
         name: such as "steepest worker 0".
@@ -76,7 +77,10 @@ def name_process(name: str) -> None:
         log.warning("processes have no names: %s", error)
         return
     show(f"ray::{name}")
-    with contextlib.suppress(OSError), open(f"/proc/{os.getpid()}/comm", "w") as file:  # on Linux alone
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{os.getpid()}/comm", "w") as file,
+    ):  # on Linux alone
         file.write(f"ray::{name.removeprefix('steepest ')}")
     for stream in (sys.stdout, sys.stderr):  # Ray's log monitor names the lines that follow
         stream.write(f"{prefix}{name}\n")
@@ -87,7 +91,8 @@ def name_process(name: str) -> None:
 def _title_setter() -> Callable[[str], None]:
     """Return the function that sets this process' title, of which Ray has no more use.
 
-    Ray would set the title to the actor's class and method at the begin of each call, and to the class at its end.
+    Ray would set the title to the actor's class and method at the begin of each call, and to the
+    class at its end.
     """
     show: Callable[[str], None] = _look_up("ray._raylet", "setproctitle")
     importlib.import_module("ray._raylet").setproctitle = lambda title: None  # type: ignore[attr-defined]

@@ -17,7 +17,12 @@ from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
 from steepest.cluster.optimizer_state import OptimizerState
 from steepest.cluster.process import by_calls
-from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, SimpleStrategy, StrategyConfig
+from steepest.config.strategies import (
+    LocalStrategy,
+    ParameterServerStrategy,
+    SimpleStrategy,
+    StrategyConfig,
+)
 from steepest.engine.client import Snapshot
 from steepest.engine.job import check_agreement
 from steepest.engine.replicas import all_states
@@ -47,7 +52,9 @@ class Recovery:
         self._busy = False
         self._taking: Future[Snapshot] | None = None
         self._taken: Snapshot | None = None  # the last copy of everything
-        self._fewer: tuple[StrategyConfig, StrategyConfig] | None = None  # with the servers that are left, and with all
+        self._fewer: tuple[StrategyConfig, StrategyConfig] | None = (
+            None  # with the servers that are left, and with all
+        )
 
     # -- copies in the driver --------------------------------------------------------------------
 
@@ -133,11 +140,20 @@ class Recovery:
         if added is not None:
             self.count += len(dead)
         if added:
-            cluster.note("recovered", f"{who} died; others took over what they held at step {step}, {what}; {took}")
+            cluster.note(
+                "recovered",
+                f"{who} died; others took over what they held at step {step}, {what}; {took}",
+            )
             return
-        left = f"{job.num_workers} workers" if added is None else f"{job.num_servers} servers, which took over"
+        left = (
+            f"{job.num_workers} workers"
+            if added is None
+            else f"{job.num_servers} servers, which took over"
+        )
         then = cluster.placement.leave_out(left_out)
-        cluster.note("left", f"{who} died; going on with {left}, from step {step} on; {then}; {what}; {took}")
+        cluster.note(
+            "left", f"{who} died; going on with {left}, from step {step} on; {then}; {what}; {took}"
+        )
 
     def missing(self) -> StrategyConfig | None:
         """The strategy with all its servers, while the job goes on with fewer."""
@@ -148,9 +164,18 @@ class Recovery:
     def _find_dead(self, suspect: Peer, why: str) -> dict[Peer, str]:
         """Everybody who is gone, or gives no sign of life, and why."""
         cluster = self._cluster
-        ray.wait([cluster.watches[suspect]], timeout=min(cluster.run_config.failure.heartbeat, _NOTICE_SECONDS))
-        dead = {peer: cause for peer in cluster.watches if (cause := cluster.deaths.cause(peer)) is not None}
-        asked = {peer: actor.alive.remote() for peer, actor in cluster.actors.items() if peer not in dead}
+        ray.wait(
+            [cluster.watches[suspect]],
+            timeout=min(cluster.run_config.failure.heartbeat, _NOTICE_SECONDS),
+        )
+        dead = {
+            peer: cause
+            for peer in cluster.watches
+            if (cause := cluster.deaths.cause(peer)) is not None
+        }
+        asked = {
+            peer: actor.alive.remote() for peer, actor in cluster.actors.items() if peer not in dead
+        }
         wait = max(cluster.run_config.failure.heartbeat, _NOTICE_SECONDS)
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait)
         for peer, ref in asked.items():
@@ -179,11 +204,15 @@ class Recovery:
         left = cluster.job.num_workers - len(dead)
         if by_calls(cluster.job.config) and not cluster.job.strategy.in_driver:
             return False  # its servers would start anew for it, which takes as long as a worker
-        return all(peer.role == "worker" for peer in dead) and left >= max(2, cluster.successors.least)
+        return all(peer.role == "worker" for peer in dead) and left >= max(
+            2, cluster.successors.least
+        )
 
     def _rebuild(self, dead: dict[Peer, str], added: dict[Peer, Any] | None) -> None:  # noqa: PLR0915
         cluster, job = self._cluster, self._cluster.job
-        role = "worker" if job.strategy.in_workers else "server"  # of the processes that hold chunks
+        role = (
+            "worker" if job.strategy.in_workers else "server"
+        )  # of the processes that hold chunks
         cluster.extend_deadline()
         try:
             found: RecoveredState | None = None
@@ -193,10 +222,15 @@ class Recovery:
             alive = {peer: actor for peer, actor in cluster.actors.items() if peer not in dead}
             workers = {peer.index: actor for peer, actor in alive.items() if peer.role == "worker"}
             cluster.get([actor.give_up.remote() for actor in workers.values()], "stop")
-            found = found or self._salvage([actor for p, actor in alive.items() if p.role == role], dead)
+            found = found or self._salvage(
+                [actor for p, actor in alive.items() if p.role == role], dead
+            )
 
             def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-                calls = [actor.call.remote((0, -1), 0, function, *arguments) for actor in workers.values()]
+                calls = [
+                    actor.call.remote((0, -1), 0, function, *arguments)
+                    for actor in workers.values()
+                ]
                 return cluster.get(calls, "tell its state")
 
             step = job.step_of(found.version)
@@ -205,12 +239,26 @@ class Recovery:
                 optimizer = OptimizerState.collect(cluster, found, keep, step, call)
                 self._state.form(job.config, found, optimizer, Tensors(), len(keep), keep, {})
                 return
-            left_out = dict(zip(workers, call(remote_functions.left_out), strict=True)) if job.compresses else {}
-            left_out = {index: left_out.get(index, {}) for index in range(job.num_workers)} if left_out else {}
+            left_out = (
+                dict(zip(workers, call(remote_functions.left_out), strict=True))
+                if job.compresses
+                else {}
+            )
+            left_out = (
+                {index: left_out.get(index, {}) for index in range(job.num_workers)}
+                if left_out
+                else {}
+            )
             local = isinstance(job.config, LocalStrategy)
-            inner = dict(zip(workers, call(remote_functions.inner_state, step), strict=True)) if local else {}
+            inner = (
+                dict(zip(workers, call(remote_functions.inner_state, step), strict=True))
+                if local
+                else {}
+            )
             builds = [
-                cluster.successors.build(actor, peer.index) for peer, actor in added.items() if peer.role == "worker"
+                cluster.successors.build(actor, peer.index)
+                for peer, actor in added.items()
+                if peer.role == "worker"
             ]
             for described in cluster.get(builds, "build the model again"):
                 check_agreement(job.description, described, "the job", "a successor")
@@ -221,7 +269,9 @@ class Recovery:
             plan, part = cluster.plan, self._state.part()
             same = {i: i for i in range(job.num_workers)}
             config = job.config if added or self._fewer is None else self._fewer[0]
-            cluster.reform(config, step, same, added, job.num_workers, held=found.holders, gone=dead)
+            cluster.reform(
+                config, step, same, added, job.num_workers, held=found.holders, gone=dead
+            )
         except BaseException:
             for actor in (added or {}).values():
                 ray.kill(actor, no_restart=True)
@@ -238,10 +288,14 @@ class Recovery:
         starting = successors.starting  # each holds the place that another would wait for
         successors.give_up_on([index for index in starting if worker_peer(index) in dead])
         moved = {worker_peer(index) for index in successors.moved}
-        spares = {peer: successors.spare(cluster.places[peer].node) for peer in dead if peer not in moved}
+        spares = {
+            peer: successors.spare(cluster.places[peer].node) for peer in dead if peer not in moved
+        }
         waits = cluster.run_config.failure.patience > 0 or None not in spares.values()
         if fewer or (not waits and not moved and self._can_go_on(dead)):
-            successors.follow({peer.index: (cause, spares.get(peer)) for peer, cause in dead.items()})
+            successors.follow(
+                {peer.index: (cause, spares.get(peer)) for peer, cause in dead.items()}
+            )
             return None
         added: dict[Peer, Any] = {}
         if not waits and not any(spares.values()) and self._does_with_fewer_servers(dead):
@@ -259,7 +313,9 @@ class Recovery:
                 ray.wait([placed], timeout=max(deadline - time.monotonic(), 0.1))
                 if not never_ran(placed):
                     break
-                added[peer] = (cluster.start_worker if peer.role == "worker" else cluster.start_server)(peer.index)
+                added[peer] = (
+                    cluster.start_worker if peer.role == "worker" else cluster.start_server
+                )(peer.index)
         return added
 
     def _does_with_fewer_servers(self, dead: dict[Peer, str]) -> bool:
@@ -279,13 +335,19 @@ class Recovery:
         cluster = self._cluster
         found = None
         if cluster.job.replication > 1 and holding:
-            told = ray.put(cluster.get([actor.heard.remote() for actor in holding], "say what it has heard"))
-            parts: list[ServerState] = cluster.get([actor.state_of.remote(told) for actor in holding], "catch up")
+            told = ray.put(
+                cluster.get([actor.heard.remote() for actor in holding], "say what it has heard")
+            )
+            parts: list[ServerState] = cluster.get(
+                [actor.state_of.remote(told) for actor in holding], "catch up"
+            )
             found = assemble(len(cluster.job.holders), dict(zip(holding, parts, strict=True)))
         if found is None and self._taken is not None:
             copy = self._taken
             found = RecoveredState(copy.version, copy.state, None, copy.weights, copy.records)
         if found is None:
             peer, cause = next(iter(dead.items()))
-            cluster.raise_lost(peer, f"{cause}; too many died together: of some chunks no copy is left")
+            cluster.raise_lost(
+                peer, f"{cause}; too many died together: of some chunks no copy is left"
+            )
         return found

@@ -26,19 +26,23 @@ def load_buffers(replicas: Replicas, state: Tensors) -> None:
 def take_installed(replicas: Replicas, names: Sequence[str]) -> None:
     """Sets frozen parameters of every replica to what was installed; the others stay."""
     for model in replicas.models:
-        model.load_state({name: value for name, value in model.state().items() if name not in names})
+        model.load_state(
+            {name: value for name, value in model.state().items() if name not in names}
+        )
 
 
 def name_of(function: Any) -> str:
     """What a user calls a function, for errors."""
-    return repr(getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2])
+    return repr(
+        getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
+    )
 
 
 def sent(fn: Callable[..., Any], result: Any) -> ray.ObjectRef[tuple[Any]]:
     """Put what a user's function returned into Ray's store, which pickles it.
 
-    Whatever the result's own methods raise is caught here; when Ray pickles what a call returned, a `SystemExit` leaves
-    the caller without an answer.
+    Whatever the result's own methods raise is caught here; when Ray pickles what a call returned, a
+    `SystemExit` leaves the caller without an answer.
 
     Raises:
         ConfigurationError: it cannot be pickled.
@@ -48,7 +52,8 @@ def sent(fn: Callable[..., Any], result: Any) -> ray.ObjectRef[tuple[Any]]:
     except BaseException as error:
         why = describe_error(error.__cause__ or error)["error"]
         raise ConfigurationError(
-            f"cannot send what came of it when asked to run the function {name_of(fn)}: {why}; return what can be "
+            f"cannot send what came of it when asked to run the function {name_of(fn)}: {why}; "
+            "return what can be "
             "pickled: numbers, text, tensors, arrays, and containers of these"
         ) from error
 
@@ -63,7 +68,9 @@ def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.Object
     return sent(fn, fn(replicas.models[0]))
 
 
-def evaluate(replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors) -> WorkerResult:
+def evaluate(
+    replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors
+) -> WorkerResult:
     """A worker's part of an evaluation, with the state averaged over all replicas in place of its own."""
     own = replicas.models[0].state()
     replicas.models[0].load_state(state)
@@ -106,7 +113,9 @@ def left_out(replicas: Replicas) -> dict[str, torch.Tensor]:
     return replicas.compressor.state()
 
 
-def load_left_out(replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor]) -> None:
+def load_left_out(
+    replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor]
+) -> None:
     """Sets it: this worker's own, or the mean when there were others."""
     assert replicas.compressor is not None
     replicas.compressor.load_state(own.get(replicas.worker, mean))

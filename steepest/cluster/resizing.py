@@ -42,7 +42,8 @@ class Resize:
         wanted: told how many there are, when they are, if somebody wants exactly that many.
 
     Raises:
-        ResourcesError: the job runs in a placement group of somebody else's, which has no more places.
+        ResourcesError: the job runs in a placement group of somebody else's, which has no more
+            places.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class Resize:
         self._began = time.monotonic()
         self._room: Reservation | None = None
         self._placement = [
-            seat for seat in cluster.placement.order[cluster.job.num_workers :] if not self._is_taken(seat)
+            seat
+            for seat in cluster.placement.order[cluster.job.num_workers :]
+            if not self._is_taken(seat)
         ]
         self._added: dict[Peer, Any] = {}
         self._servers: dict[Peer, Any] = {}
@@ -82,7 +85,9 @@ class Resize:
         cut = make_strategy(self._config).cut
         for index, seat in zip(range(job.num_workers, self.workers), self._placement, strict=False):
             self._added[worker_peer(index)] = actor = cluster.start_worker(index, seat)
-            self._waiting.append(actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, cut))
+            self._waiting.append(
+                actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, cut)
+            )
         if by_calls(self._config):
             return  # `Cluster.reform` starts all servers anew
         have = sum(peer.role == "server" for peer in cluster.actors)
@@ -94,7 +99,8 @@ class Resize:
         """Whether all new processes are up and have their models.
 
         Raises:
-            ResourcesError: there has been no room for them for `DeadlineConfig.start` seconds, or they did not come up.
+            ResourcesError: there has been no room for them for `DeadlineConfig.start` seconds, or
+                they did not come up.
             Whatever building a model raises. The job goes on as it was, after `cancel`.
         """
         limit = self._cluster.run_config.deadlines.start
@@ -103,8 +109,9 @@ class Resize:
             if not done:
                 if time.monotonic() - self._began >= limit:
                     raise ResourcesError(
-                        f"the cluster has had no room for {self.workers} workers for {limit:g} s: it "
-                        f"goes on with {self._cluster.job.num_workers}; stop what holds the rest, or add nodes"
+                        f"the cluster has had no room for {self.workers} workers for {limit:g} s: "
+                        f"it goes on with {self._cluster.job.num_workers}; stop what holds the "
+                        "rest, or add nodes"
                     )
                 return False
             self._waiting = []
@@ -125,17 +132,24 @@ class Resize:
         """Makes it so, between two steps."""
         cluster, before, began = self._cluster, self._cluster.job, time.monotonic()
         cluster.extend_deadline()
-        for peer, described in zip(self._added, cluster.get(self._waiting, "build the model"), strict=True):
+        for peer, described in zip(
+            self._added, cluster.get(self._waiting, "build the model"), strict=True
+        ):
             check_agreement(before.description, described, "the job", str(peer))
-        placement = {peer.index: seat for peer, seat in zip(self._added, self._placement, strict=False)}
-        self._state.reform(self._config, self.workers, {**self._added, **self._servers}, placement=placement)
+        placement = {
+            peer.index: seat for peer, seat in zip(self._added, self._placement, strict=False)
+        }
+        self._state.reform(
+            self._config, self.workers, {**self._added, **self._servers}, placement=placement
+        )
         if self._wanted is not None:
             self._wanted(self.workers)
         job, step = cluster.job, cluster.step + 1
         cluster.note(
             "resized",
             f"{job.num_workers} workers and {job.num_servers} servers instead of {before.num_workers} and "
-            f"{before.num_servers} from step {step} on; training stopped for {time.monotonic() - began:.2f} s",
+            f"{before.num_servers} from step {step} on; training stopped for "
+            f"{time.monotonic() - began:.2f} s",
         )
 
     def cancel(self) -> None:
@@ -184,7 +198,10 @@ class Without:
         gone = successors.let_go()
         if not gone:
             return  # their successors have joined meanwhile, or too few are left
-        who = [f"{worker_peer(i)} on {cluster.places[worker_peer(i)].host} died: {why}" for i, why in gone.items()]
+        who = [
+            f"{worker_peer(i)} on {cluster.places[worker_peer(i)].host} died: {why}"
+            for i, why in gone.items()
+        ]
         alive = [index for index in range(cluster.job.num_workers) if index not in gone]
         with successors.paused():
             self._state.reform(cluster.job.config, len(alive), keep=dict(enumerate(alive)))
@@ -210,20 +227,28 @@ class Return:
         self._cluster = cluster
         self._state = state
         self._keep = list(range(cluster.job.num_workers))
-        self._starts: dict[int, Start] = {}  # by place among the others, -1 and below among those that stay
+        self._starts: dict[
+            int, Start
+        ] = {}  # by place among the others, -1 and below among those that stay
         for number, start in enumerate(reversed(starts)):
             self._keep.insert(min(start.index, len(self._keep)), -1 - number)
             self._starts[-1 - number] = start
         self._built = {
-            new: start.building[0] if new == start.index else cluster.successors.build(start.actor, new)
-            for new, start in ((new, self._starts[old]) for new, old in enumerate(self._keep) if old < 0)
+            new: start.building[0]
+            if new == start.index
+            else cluster.successors.build(start.actor, new)
+            for new, start in (
+                (new, self._starts[old]) for new, old in enumerate(self._keep) if old < 0
+            )
         }
 
     def ready(self) -> bool:
         """Whether they have their models."""
         calls = list(self._built.values())
         up = len(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) == len(calls)
-        return up and not self._cluster.successors.starting  # who is replaced just now could not let go of its roles
+        return (
+            up and not self._cluster.successors.starting
+        )  # who is replaced just now could not let go of its roles
 
     def cancel(self) -> None:
         """They will be taken in another time."""
@@ -249,10 +274,14 @@ class Return:
             {new: start.seat for new, start in joining.items()},
         )
         successors = cluster.successors
-        successors.returning = [start for start in successors.returning if start not in joining.values()]
+        successors.returning = [
+            start for start in successors.returning if start not in joining.values()
+        ]
         successors.count += len(joining)
         step, took = cluster.step + 1, time.monotonic() - began
-        who = ", ".join(f"{worker_peer(new)} (pid {cluster.places[worker_peer(new)].pid})" for new in joining)
+        who = ", ".join(
+            f"{worker_peer(new)} (pid {cluster.places[worker_peer(new)].pid})" for new in joining
+        )
         cluster.note(
             "returned",
             f"{who} is there again, after {time.monotonic() - min(s.began for s in joining.values()):.1f} s: "
@@ -317,7 +346,8 @@ class WorkerRange:
             if now - start.began >= _TELL_SECONDS and (index, start.began) not in self._told:
                 self._told.add((index, start.began))
                 log.warning(
-                    "%s died %.0f s ago (%s), and its successor is not up yet: the cluster has no room for it, or it "
+                    "%s died %.0f s ago (%s), and its successor is not up yet: the cluster has no "
+                    "room for it, or it "
                     "is slow to start", worker_peer(index), now - start.began, start.cause,
                 )  # fmt: skip
 
@@ -330,7 +360,11 @@ class WorkerRange:
             here = {place.node for place in cluster.places.values()}
             failing = dict.fromkeys(cluster.placement.failing, 0.0)
             for nodes, why in ((draining_nodes(), "will go"), (failing, "failed again and again")):
-                going = {node: when for node, when in nodes.items() if node in here and node not in self._left}
+                going = {
+                    node: when
+                    for node, when in nodes.items()
+                    if node in here and node not in self._left
+                }
                 self._left |= going.keys()
                 if going:
                     return Move(cluster, going, self._least, self._state, why)
@@ -344,14 +378,21 @@ class WorkerRange:
         successors.returning = [successors.again(start) or start for start in successors.returning]
         up = [start for start in successors.returning if has_answered(start.building[1])]
         self._up_since = min(self._up_since, now) if up else math.inf
-        if up and (len(up) == len(successors.returning) or now - self._up_since >= _TOGETHER_SECONDS):
+        if up and (
+            len(up) == len(successors.returning) or now - self._up_since >= _TOGETHER_SECONDS
+        ):
             return Return(cluster, up, self._state)
         if now - self._looked < self._pause or len(cluster.placement.retired) > self._most:
             return None
         self._looked = now
         placement = len(cluster.placement.order) - len(successors.returning) - workers
-        more = min(self._most - workers - len(successors.returning), fitting(cluster.bundle) + max(placement, 0))
+        more = min(
+            self._most - workers - len(successors.returning),
+            fitting(cluster.bundle) + max(placement, 0),
+        )
         if more < 1:
             return None
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)  # what is free may be in pieces: then it asks more rarely
+        self._pause = min(
+            2 * self._pause, _LONGEST_PAUSE
+        )  # what is free may be in pieces: then it asks more rarely
         return Resize(cluster, workers + more, cluster.job.config, self._state)

@@ -25,7 +25,12 @@ _SHORT_SECONDS = 0.02  # while a process starts that others wait for
 def _unknown(step: int, plan: SamplePlan | None) -> Message:
     """A result of which nothing is known but that the step was committed, and how many samples it covered."""
     samples = 0 if plan is None else plan.position(step - 1).size
-    nothing: dict[str, Any] = {"samples": samples, "bytes_pushed": 0, "bytes_pulled": 0, "staleness": []}
+    nothing: dict[str, Any] = {
+        "samples": samples,
+        "bytes_pushed": 0,
+        "bytes_pulled": 0,
+        "staleness": [],
+    }
     return Message(Kind.RESULT, meta={"step": step, **nothing})
 
 
@@ -121,7 +126,9 @@ class Training:
                 if lost is not None and recovery is not None and self._can_replace(lost[0]):
                     before, (plan, _) = self.cluster.client, self.cluster.plan
                     recovery.recover(*lost)
-                    while not before.outcomes.empty() and taken < steps - (goal - self.step):  # the last that it heard
+                    while not before.outcomes.empty() and taken < steps - (
+                        goal - self.step
+                    ):  # the last that it heard
                         late = before.outcomes.get()
                         if isinstance(late, Message) and late.kind is Kind.RESULT:
                             taken += 1
@@ -162,7 +169,9 @@ class Training:
     def _stop(self) -> int:
         """Has workers stop soon; returns after which step."""
         client = self.cluster.client
-        limit: int = self.wait(self.cluster.on_router(client.stop), "the coordinator to stop the workers")
+        limit: int = self.wait(
+            self.cluster.on_router(client.stop), "the coordinator to stop the workers"
+        )
         return self.cluster.job.step_of(limit)
 
     def request(self, change: Change) -> None:
@@ -176,7 +185,11 @@ class Training:
 
     def _is_change_ready(self) -> bool:
         try:
-            if self.range is not None and not self._urgent and (loss := self.range.loss()) is not None:
+            if (
+                self.range is not None
+                and not self._urgent
+                and (loss := self.range.loss()) is not None
+            ):
                 self._later, self._change, self._urgent = self._change, loss, True
             elif self._change is None and self.range is not None:
                 self._change = self.range.look()
@@ -198,8 +211,13 @@ class Training:
 
     def _complete(self) -> None:
         """What is lost of copies is there again before anybody trains no more; it was done without meanwhile."""
-        recovery, deadline = self.cluster.recovery, time.monotonic() + 5 * self.cluster.run_config.deadlines.start
-        while recovery is not None and recovery.missing() is not None and time.monotonic() < deadline:
+        recovery, deadline = (
+            self.cluster.recovery,
+            time.monotonic() + 5 * self.cluster.run_config.deadlines.start,
+        )
+        while (
+            recovery is not None and recovery.missing() is not None and time.monotonic() < deadline
+        ):
             if self._is_change_ready():
                 self._make_change()
             else:
@@ -216,7 +234,9 @@ class Training:
 
     def _is_mended(self, process: Peer) -> bool:
         """Whether `_mend` sees to the death of a process."""
-        return (process.role == "worker" and self.cluster.job.workers_are_replaced) or self._can_replace(process)
+        return (
+            process.role == "worker" and self.cluster.job.workers_are_replaced
+        ) or self._can_replace(process)
 
     def _can_replace(self, peer: Peer) -> bool:
         recovery = self.cluster.recovery
@@ -230,7 +250,9 @@ class Training:
 
     def _next_outcome(self, *, stopping: bool) -> Message | PeerLostError | None:
         """The next event; None when nothing comes, and a change is ready that is not being made yet."""
-        deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS  # the coordinator's word first
+        deadline = (
+            time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
+        )  # the coordinator's word first
         while True:
             try:
                 successors = self.cluster.successors
@@ -249,10 +271,13 @@ class Training:
                     return gone
                 if not stopping and self._is_change_ready():
                     return None
-                self.cluster.raise_if_dead(replaced=self._is_mended)  # who died since that can be is next
+                self.cluster.raise_if_dead(
+                    replaced=self._is_mended
+                )  # who died since that can be is next
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"step {self.step + 1} was not committed within {self._timeout:g} s and the coordinator is mute"
+                        f"step {self.step + 1} was not committed within {self._timeout:g} s and "
+                        "the coordinator is mute"
                     ) from None
 
     def _mend(self, left: Message | None) -> PeerLostError | None:

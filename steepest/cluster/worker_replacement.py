@@ -64,7 +64,8 @@ class Successors:
         returning: those whose job has gone on without them meanwhile.
         left_out: workers that died too often, and why; nobody takes their places.
         least: how many workers can go on without the others.
-        moved: those that have come up on another node than their predecessor, for a recovery; and why that died.
+        moved: those that have come up on another node than their predecessor, for a recovery; and
+            why that died.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -98,13 +99,17 @@ class Successors:
         if not replaced or self._cluster.gpu:
             return  # a GPU is Ray's to give, when it is needed
         for number in range(len(self._spares), wanted):
-            actor = self._cluster.start_process("spare", number, 0, 0, 1, run_config.resources.cpus_per_worker)
+            actor = self._cluster.start_process(
+                "spare", number, 0, 0, 1, run_config.resources.cpus_per_worker
+            )
             actor.prepare.remote(self._cluster.creator)
             self._spares.append((actor, actor.place.remote()))
 
     def prepare_if_wanted(self) -> None:
         """After a death there is a spare process unless none is wanted."""
-        self.prepare(_SPARE_AFTER_SECONDS if self._cluster.run_config.failure.spares is None else 0.0)
+        self.prepare(
+            _SPARE_AFTER_SECONDS if self._cluster.run_config.failure.spares is None else 0.0
+        )
 
     def spare(self, node: str) -> Any | None:
         """A spare process on a node that is up, if there is one."""
@@ -156,7 +161,8 @@ class Successors:
         watched = [
             peer
             for peer in cluster.actors
-            if (peer.role == "worker" and replaced) or (recovery is not None and recovery.can_replace(peer))
+            if (peer.role == "worker" and replaced)
+            or (recovery is not None and recovery.can_replace(peer))
         ]
         if not watched or now - self._looked < limit / 6:
             return
@@ -164,9 +170,15 @@ class Successors:
         if self._pings:
             refs = [ref for ref, _ in self._pings.values()]
             answered = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
-            self._pings = {peer: ping for peer, ping in self._pings.items() if ping[0] not in answered}
+            self._pings = {
+                peer: ping for peer, ping in self._pings.items() if ping[0] not in answered
+            }
         for peer, (_, since) in self._pings.items():
-            if now - since >= limit and peer in watched and cluster.places[peer] not in self._given_up:
+            if (
+                now - since >= limit
+                and peer in watched
+                and cluster.places[peer] not in self._given_up
+            ):
                 self._give_up(peer, f"no sign of life for {now - since:.1f} s")
         for peer in watched:
             if peer not in self._pings and cluster.deaths.cause(peer) is None:
@@ -210,12 +222,19 @@ class Successors:
     def let_go(self) -> dict[int, str]:
         """Whose successors are starting joins later: the others go on without them; returns who, and why.
 
-        Those are among them that died without anybody's word so far. Nobody is let go when too few would be left.
+        Those are among them that died without anybody's word so far. Nobody is let go when too few
+        would be left.
         """
         asked = {
-            peer.index: actor.alive.remote() for peer, actor in self._cluster.actors.items() if peer.role == "worker"
+            peer.index: actor.alive.remote()
+            for peer, actor in self._cluster.actors.items()
+            if peer.role == "worker"
         }
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=self._cluster.run_config.failure.heartbeat)
+        ray.wait(
+            list(asked.values()),
+            num_returns=len(asked),
+            timeout=self._cluster.run_config.failure.heartbeat,
+        )
         self.mend(wait=False)
         gone = {index: start.cause for index, start in self.starting.items()} | self.left_out
         if self._cluster.job.num_workers - len(gone) < self.least:
@@ -236,10 +255,12 @@ class Successors:
 
         Args:
             left: the coordinator's word that one is gone.
-            wait: until they have joined; otherwise their processes begin to start, and those that are up join.
+            wait: until they have joined; otherwise their processes begin to start, and those that
+                are up join.
 
         Raises:
-            PeerLostError: it cannot be, or not again. Whatever its successor raises when it is made.
+            PeerLostError: it cannot be, or not again. Whatever its successor raises when it is
+                made.
         """
         cluster = self._cluster
         if self._mending or not cluster.job.workers_are_replaced:
@@ -280,21 +301,40 @@ class Successors:
 
     def _begin(self, index: int, cause: str, *, wait: bool) -> None:
         """Another process starts, to take the place of a worker that is dead."""
-        cluster, peer, seat = self._cluster, worker_peer(index), self._cluster.placement.order[index]
+        cluster, peer, seat = (
+            self._cluster,
+            worker_peer(index),
+            self._cluster.placement.order[index],
+        )
         allowed = cluster.run_config.failure.max_failures
         self._pings.pop(peer, None)
         if self.count_failure(peer, seat, cause) > allowed:
             cause += f" (it had {allowed} successors, FailureConfig(max_failures={allowed}) gives it no more)"
-            if wait or cluster.job.num_workers - len(self.starting) - len(self.left_out) <= self.least:
+            if (
+                wait
+                or cluster.job.num_workers - len(self.starting) - len(self.left_out) <= self.least
+            ):
                 cluster.raise_lost(peer, cause)
             self.left_out[index] = cause
             return
         spare = self.spare(cluster.places[peer].node)
         actor = spare or cluster.start_worker(index)
-        self.starting[index] = self._start(index, seat, cause, actor, time.monotonic(), spare=spare is not None)
+        self.starting[index] = self._start(
+            index, seat, cause, actor, time.monotonic(), spare=spare is not None
+        )
 
-    def _start(self, index: int, seat: int, cause: str, actor: Any, began: float, *, spare: bool = False) -> Start:
-        return Start(index, seat, cause, began, spare, actor, [self.build(actor, index), actor.place.remote()])
+    def _start(
+        self, index: int, seat: int, cause: str, actor: Any, began: float, *, spare: bool = False
+    ) -> Start:
+        return Start(
+            index,
+            seat,
+            cause,
+            began,
+            spare,
+            actor,
+            [self.build(actor, index), actor.place.remote()],
+        )
 
     def follow(self, dead: Mapping[int, tuple[str, Any | None]]) -> None:
         """Processes start in the places of workers that the others do without: by index why, and a spare one, if any.
@@ -312,17 +352,22 @@ class Successors:
         """How many processes have died in a place, with the one that just did.
 
         Raises:
-            PeerLostError: it ended by an error of its own, and so did the one before it there at the same version.
+            PeerLostError: it ended by an error of its own, and so did the one before it there at
+                the same version.
         """
         if self._cluster.deaths.is_repeated(peer, seat):
-            self._cluster.raise_lost(peer, f"{cause} (as the one before it, with no version committed in between)")
+            self._cluster.raise_lost(
+                peer, f"{cause} (as the one before it, with no version committed in between)"
+            )
         self._failures[seat] += 1
         return self._failures[seat]
 
     def build(self, actor: Any, index: int) -> Any:
         """Has a process build the models of a worker; the call."""
         cluster, job = self._cluster, self._cluster.job
-        return actor.build.remote(cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut)
+        return actor.build.remote(
+            cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut
+        )
 
     def again(self, start: Start) -> Start | None:
         """Starts another process if that one never was: Ray takes a while to see that a node is dead."""
@@ -348,7 +393,9 @@ class Successors:
             start = self.starting[index]
 
     def _join_if_up(self, index: int, start: Start) -> None:
-        if len(ray.wait(start.building, num_returns=2, timeout=0)[0]) == 2 and not self._again(index, start):
+        if len(ray.wait(start.building, num_returns=2, timeout=0)[0]) == 2 and not self._again(
+            index, start
+        ):
             self._join(index, start)
 
     def _join(self, index: int, start: Start) -> None:  # noqa: PLR0915 - one order of steps
@@ -370,10 +417,17 @@ class Successors:
                 return
             states = self._states_of_the_others()
             mean = mean_states(states, [1.0] * len(states)) if states else None
-            cluster.get([actor.bind.remote(cluster.stored_job, cluster.gpu)], "bind the model again")
-            (address,) = cluster.get([actor.open.remote(cluster.stored_job, [], None, life)], "open a worker again")
+            cluster.get(
+                [actor.bind.remote(cluster.stored_job, cluster.gpu)], "bind the model again"
+            )
+            (address,) = cluster.get(
+                [actor.open.remote(cluster.stored_job, [], None, life)], "open a worker again"
+            )
             cluster.get([actor.take_state.remote(*cluster.plan, mean)], "take the others' state")
-            cluster.get([actor.connect.remote(cluster.ends, run_config.deadlines.start)], "connect a worker again")
+            cluster.get(
+                [actor.connect.remote(cluster.ends, run_config.deadlines.start)],
+                "connect a worker again",
+            )
         except BaseException:
             del self.starting[index]
             ray.kill(actor, no_restart=True)
@@ -398,13 +452,18 @@ class Successors:
 
     def _living(self) -> list[int]:
         cluster = self._cluster
-        alive = [i for i in range(cluster.job.num_workers) if cluster.deaths.cause(worker_peer(i)) is None]
+        alive = [
+            i
+            for i in range(cluster.job.num_workers)
+            if cluster.deaths.cause(worker_peer(i)) is None
+        ]
         return [i for i in alive if self._silent.get(i) != cluster.lives[i]]
 
     def _states_of_the_others(self) -> list[Tensors]:
         """Returns the states of the replicas of all workers that have weights; a worker that dies meanwhile has none.
 
-        Where all contribute to each version, a successor that has joined is sent weights when no other is missing.
+        Where all contribute to each version, a successor that has joined is sent weights when no
+        other is missing.
         """
         while True:
             begun = len(self.starting)
@@ -419,7 +478,10 @@ class Successors:
     def _tell(self, workers: Collection[int]) -> None:
         """Have workers learn where all the others listen; pass over a worker that dies, which is replaced next."""
         cluster = self._cluster
-        calls = {i: cluster.actors[worker_peer(i)].join.remote(cluster.stored_job, cluster.listening) for i in workers}
+        calls = {
+            i: cluster.actors[worker_peer(i)].join.remote(cluster.stored_job, cluster.listening)
+            for i in workers
+        }
         for index, call in calls.items():
             try:
                 cluster.get([call], "join again")

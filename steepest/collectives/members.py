@@ -52,14 +52,20 @@ class ReceiveWork:
         memory: flat uint8 to which it is written, or None to leave it where it lies.
     """
 
-    def __init__(self, member: MemberCollective, source: int, nbytes: int, memory: torch.Tensor | None) -> None:
+    def __init__(
+        self, member: MemberCollective, source: int, nbytes: int, memory: torch.Tensor | None
+    ) -> None:
         self._member, self._source, self._nbytes = member, source, nbytes
         self.memory = memory
         self.found: torch.Tensor | None = None
 
     def take(self, payload: torch.Tensor) -> None:
         """Take the payload that has come."""
-        if self.memory is not None and self.memory is not payload and self.memory.numel() == payload.numel():
+        if (
+            self.memory is not None
+            and self.memory is not payload
+            and self.memory.numel() == payload.numel()
+        ):
             payload = self.memory.copy_(payload)
         self.found = payload
 
@@ -78,8 +84,9 @@ class ReceiveWork:
         assert self.found is not None
         if self.found.numel() != self._nbytes:
             raise ConfigurationError(
-                f"member {self._source} sent {self.found.numel()} bytes where member {self._member.rank} awaits "
-                f"{self._nbytes}: both must give tensors of one shape and dtype, and call the same operations"
+                f"member {self._source} sent {self.found.numel()} bytes where member "
+                f"{self._member.rank} awaits {self._nbytes}: both must give tensors of one shape "
+                "and dtype, and call the same operations"
             )
         return self.found
 
@@ -92,7 +99,9 @@ class _SendWork:
 
     def wait(self) -> None:
         """Return when all of it has left."""
-        self._member.until(lambda: self._member.has_left(self._payload, self._to), "taking a message", self._to)
+        self._member.until(
+            lambda: self._member.has_left(self._payload, self._to), "taking a message", self._to
+        )
 
 
 class MemberCollective(Collective):
@@ -263,7 +272,11 @@ class MemberCollective(Collective):
         return receipt
 
     def _reach(self, other: int) -> None:
-        if other < self.rank and self._connect is not None and self._router.channel(member_peer(other)) is None:
+        if (
+            other < self.rank
+            and self._connect is not None
+            and self._router.channel(member_peer(other)) is None
+        ):
             self._router.pump()  # others may wait for earlier messages while this member connects
             self._router.attach(self._connect(other))
             # The other member sends what it has kept for this one.
@@ -298,7 +311,8 @@ class MemberCollective(Collective):
             left = limit - time.monotonic()
             if left <= 0:
                 raise DeadlineError(
-                    f"member {self.rank} waited {self.deadline:g} s in vain for {what} by member {other}"
+                    f"member {self.rank} waited {self.deadline:g} s in vain for {what} by member "
+                    f"{other}"
                 )
             self._router.wait(left)
 
@@ -331,8 +345,15 @@ class MemberCollective(Collective):
             return as_tensor(message.payload)
         key = message.generation, message.version
         here = self._rounds.get(key)
-        receipt = here.posted.get((message.source.index, message.sequence)) if here is not None else None
-        if receipt is None or receipt.memory is None or receipt.memory.numel() != size or self._over(key):
+        receipt = (
+            here.posted.get((message.source.index, message.sequence)) if here is not None else None
+        )
+        if (
+            receipt is None
+            or receipt.memory is None
+            or receipt.memory.numel() != size
+            or self._over(key)
+        ):
             return torch.empty(size, dtype=torch.uint8)
         return receipt.memory
 
@@ -354,7 +375,9 @@ class MemberCollective(Collective):
         if self._over(key):
             return
         if key not in self._rounds and len(self._rounds) >= _MOST_ROUNDS:
-            raise ProtocolError(f"{source} is {_MOST_ROUNDS} calls or generations ahead of member {self.rank}")
+            raise ProtocolError(
+                f"{source} is {_MOST_ROUNDS} calls or generations ahead of member {self.rank}"
+            )
         here = self._round(key)
         if message.kind is Kind.ABORT:
             here.aborted = here.aborted or Abort.unpack(message).reason

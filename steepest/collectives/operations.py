@@ -120,7 +120,9 @@ def recv(like: torch.Tensor, src: int) -> torch.Tensor:
 
 def broadcast(tensor: torch.Tensor, src: int) -> torch.Tensor:
     """Return the tensor of member `src`."""
-    return current().broadcast(tensor.detach().contiguous().view(-1), _member(src)).view(tensor.shape)
+    return (
+        current().broadcast(tensor.detach().contiguous().view(-1), _member(src)).view(tensor.shape)
+    )
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -150,12 +152,17 @@ def reduce_scatter(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Te
     """
     check_reduction(tensors[0], op)
     own = _one_each(tensors)
-    parts = [tensor.clone() if other == rank() else torch.empty_like(own[0]) for other, tensor in enumerate(own)]
+    parts = [
+        tensor.clone() if other == rank() else torch.empty_like(own[0])
+        for other, tensor in enumerate(own)
+    ]
     current().exchange(_others(own), _others(parts))
     return _reduced(parts, op)
 
 
-def scatter(like: torch.Tensor, tensors: Sequence[torch.Tensor] | None = None, src: int = 0) -> torch.Tensor:
+def scatter(
+    like: torch.Tensor, tensors: Sequence[torch.Tensor] | None = None, src: int = 0
+) -> torch.Tensor:
     """Return this member's tensor of those that member `src` gives.
 
     Args:
@@ -204,7 +211,9 @@ def _member(other: int) -> int:
 
 def _one_each(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if len(tensors) != size():
-        raise ConfigurationError(f"{len(tensors)} tensors for {size()} members: give one for each, by rank")
+        raise ConfigurationError(
+            f"{len(tensors)} tensors for {size()} members: give one for each, by rank"
+        )
     return [tensor.detach().contiguous() for tensor in tensors]
 
 

@@ -27,12 +27,13 @@ class CompletedWork:
 class Collective(ABC):
     """Messages and exchanges among the members of one generation; a subclass sends and receives bytes.
 
-    Messages from one member to another arrive in order. Beyond them every member calls the same operations in the
-    same order. Inputs are never written to, so that an operation that fails can be tried again among other members.
-    Tensors are on the CPU.
+    Messages from one member to another arrive in order. Beyond them every member calls the same
+    operations in the same order. Inputs are never written to, so that an operation that fails can
+    be tried again among other members. Tensors are on the CPU.
 
-    Every method, and every wait, raises `DeadlineError`, naming the member that is awaited, when it takes longer
-    than the collective's deadline, and `PeerLostError` once a member is lost or the collective is aborted.
+    Every method, and every wait, raises `DeadlineError`, naming the member that is awaited, when it
+    takes longer than the collective's deadline, and `PeerLostError` once a member is lost or the
+    collective is aborted.
 
     Args:
         rank: of this member, from 0.
@@ -61,7 +62,8 @@ class Collective(ABC):
         """Begin to send a contiguous tensor of any shape and dtype; an empty one is not sent.
 
         Raises:
-            ConfigurationError: the tensor is not contiguous or not on the CPU, or there is no such other member.
+            ConfigurationError: the tensor is not contiguous or not on the CPU, or there is no such
+                other member.
         """
         memory = self._memory(tensor, to)
         return self._send(memory, to) if memory.numel() else CompletedWork()
@@ -80,17 +82,20 @@ class Collective(ABC):
         if not 0 <= other < self.size or other == self.rank:
             others = [str(rank) for rank in range(self.size) if rank != self.rank]
             raise ConfigurationError(
-                f"member {self.rank} cannot exchange a message with member {other}: {', '.join(others) or 'none'} is "
+                f"member {self.rank} cannot exchange a message with member {other}: "
+                f"{', '.join(others) or 'none'} is "
                 "another"
             )
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ConfigurationError(
-                f"a message is a contiguous tensor on the CPU, not one of strides {tensor.stride()} on "
-                f"{tensor.device}: use .cpu() and .contiguous()"
+                f"a message is a contiguous tensor on the CPU, not one of strides "
+                f"{tensor.stride()} on {tensor.device}: use .cpu() and .contiguous()"
             )
         return tensor.detach().view(-1).view(torch.uint8)
 
-    def exchange(self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]) -> None:
+    def exchange(
+        self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor]
+    ) -> None:
         """Send to some members while receiving from others; tensors by rank."""
         received = [self.irecv(tensor, other) for other, tensor in incoming.items()]
         sent = [self.isend(tensor, other) for other, tensor in outgoing.items()]

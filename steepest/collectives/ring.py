@@ -39,7 +39,9 @@ def check_reduction(tensor: torch.Tensor, op: str) -> None:
     if op not in OPS:
         raise ConfigurationError(f'op="{op}": give one of {", ".join(OPS)}')
     if op == "mean" and not tensor.is_floating_point():
-        raise ConfigurationError(f'op="mean" of {tensor.dtype}: give a floating-point tensor, or op="sum"')
+        raise ConfigurationError(
+            f'op="mean" of {tensor.dtype}: give a floating-point tensor, or op="sum"'
+        )
     if op in ("min", "max") and tensor.is_complex():
         raise ConfigurationError(f'op="{op}" of {tensor.dtype}: complex numbers have no order')
 
@@ -76,7 +78,11 @@ def ring_allreduce(
     given = tensor.detach().contiguous().view(-1)
     result = torch.empty_like(given)
     own, whole = _cut(given, size), _cut(result, size)
-    way = [(hop, piece) for hop in range(1, 2 * size - 1) for piece in range(len(own[(rank - hop) % size]))]
+    way = [
+        (hop, piece)
+        for hop in range(1, 2 * size - 1)
+        for piece in range(len(own[(rank - hop) % size]))
+    ]
     sent = deque(collective.isend(wire.pack(piece), right) for piece in own[rank] if size > 1)
     kept = len(sent) + _SENT_AHEAD  # pieces in flight while all members are equally fast
     coming: deque[tuple[Work, torch.Tensor]] = deque()
@@ -94,7 +100,9 @@ def ring_allreduce(
         place = whole[(rank - hop) % size][piece]
         if hop < size:
             mean_of = size if hop == size - 1 and op == "mean" else 1
-            arrived = wire.pack(_combined(wire.unpack(arrived), own[(rank - hop) % size][piece], op, mean_of))
+            arrived = wire.pack(
+                _combined(wire.unpack(arrived), own[(rank - hop) % size][piece], op, mean_of)
+            )
         if hop >= size - 1:  # finished, and rounded, by its owner
             wire.unpack(arrived, place)
         if hop < 2 * size - 2:
@@ -128,8 +136,12 @@ class _Wire:
 
     def __init__(self, dtype: torch.dtype, wire_dtype: str | None) -> None:
         if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
-            raise ConfigurationError(f'wire_dtype="{wire_dtype}": give {", ".join(WIRE_DTYPES)} or None')
-        self._half = WIRE_DTYPES[wire_dtype] if wire_dtype is not None and dtype is torch.float32 else None
+            raise ConfigurationError(
+                f'wire_dtype="{wire_dtype}": give {", ".join(WIRE_DTYPES)} or None'
+            )
+        self._half = (
+            WIRE_DTYPES[wire_dtype] if wire_dtype is not None and dtype is torch.float32 else None
+        )
 
     @property
     def whole(self) -> bool:

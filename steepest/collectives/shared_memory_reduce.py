@@ -19,7 +19,9 @@ PIECE_BYTES = 4 << 20  # small enough to be read from the processor's cache afte
 _STAGE, _TOTALS = 0, 1  # numbers of a member's memory, see `MemberCollective.lending_buffer`
 
 
-def shared_allreduce(tensor: torch.Tensor, members: MemberCollective, op: str = "sum") -> torch.Tensor:
+def shared_allreduce(
+    tensor: torch.Tensor, members: MemberCollective, op: str = "sum"
+) -> torch.Tensor:
     """Return all members' tensors reduced in the order of ranks; see `ring_allreduce`.
 
     Memory that is lent is used again by the next operation, without a message that says that it was
@@ -79,9 +81,13 @@ class _Operation:
 
     def _span(self, member: int, piece: int) -> slice:
         begin, end = self._shares[member]
-        return slice(min(begin + piece * self._step, end), min(begin + (piece + 1) * self._step, end))
+        return slice(
+            min(begin + piece * self._step, end), min(begin + (piece + 1) * self._step, end)
+        )
 
-    def _await(self, receipts: dict[int, deque[ReceiveWork]], source: int, member: int, piece: int) -> None:
+    def _await(
+        self, receipts: dict[int, deque[ReceiveWork]], source: int, member: int, piece: int
+    ) -> None:
         """Begin to receive a piece, in the order in which every member lends."""
         if nbytes := self._given[self._span(member, piece)].nbytes:
             receipts[source].append(self._members.borrow(nbytes, source))
@@ -96,7 +102,9 @@ class _Operation:
         own = self._given[self._span(self._members.rank, piece)]
         if not len(own):
             return
-        parts = {other: self._staged[other].popleft().bytes().view(own.dtype) for other in self._others}
+        parts = {
+            other: self._staged[other].popleft().bytes().view(own.dtype) for other in self._others
+        }
         parts[self._members.rank] = own
         total = self._totals[piece * self._step :][: len(own)]
         combine = OPS[self._op]

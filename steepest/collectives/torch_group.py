@@ -61,6 +61,7 @@ class _TorchWork:
         except RuntimeError as error:
             if "imed out" in str(error):
                 raise DeadlineError(
-                    f"member {member.rank} waited {member.deadline:g} s in vain for a message by member {self._other}"
+                    f"member {member.rank} waited {member.deadline:g} s in vain for a message by "
+                    f"member {self._other}"
                 ) from error
             raise PeerLostError(f"member {self._other} is gone: {error}") from error

@@ -1,7 +1,7 @@
 """Formats in which float32 gradients travel between hosts: rounded, largest elements only, factors.
 
-Formats are functions of a chunk, without state; a `GradientCompressor` adds what they leave out of a gradient
-to the next one.
+Formats are functions of a chunk, without state; a `GradientCompressor` adds what they leave out of
+a gradient to the next one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ class Codec(Protocol):
         """Return a chunk's size in bytes in this format; None where it travels as it is."""
 
     def pack(
-        self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
+        self,
+        layout: ParameterLayout,
+        chunk: Chunk,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        factors: Factors,
     ) -> bool:
         """Write a chunk in this format, and return whether it can be written so.
 
@@ -57,7 +62,11 @@ class Codec(Protocol):
         """
 
     def add(
-        self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
+        self,
+        layout: ParameterLayout,
+        chunk: Chunk,
+        packed: Sequence[tuple[torch.Tensor, float]],
+        out: torch.Tensor,
     ) -> None:
         """Add payloads that were checked, each multiplied by a factor, to a chunk.
 
@@ -82,7 +91,12 @@ class Half:
         return narrow_size(chunk.dtype, chunk.nbytes, self.dtype)
 
     def pack(
-        self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
+        self,
+        layout: ParameterLayout,
+        chunk: Chunk,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        factors: Factors,
     ) -> bool:
         """Round to the nearest.
 
@@ -94,7 +108,11 @@ class Half:
         """Accept any bytes."""
 
     def add(
-        self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
+        self,
+        layout: ParameterLayout,
+        chunk: Chunk,
+        packed: Sequence[tuple[torch.Tensor, float]],
+        out: torch.Tensor,
     ) -> None:
         """Widen payloads and add them."""
         for payload, factor in packed:
@@ -121,7 +139,9 @@ class BlockInt8:
         count = chunk.nbytes // 4
         return _if_less(chunk, count + 4 * -(-count // self._block))
 
-    def _parts(self, flat: torch.Tensor, scales: torch.Tensor) -> Iterator[tuple[slice, tuple[int, int], torch.Tensor]]:
+    def _parts(
+        self, flat: torch.Tensor, scales: torch.Tensor
+    ) -> Iterator[tuple[slice, tuple[int, int], torch.Tensor]]:
         """Yield the place of the full blocks, their shape and scales.
 
         Then the same for the last block.
@@ -137,7 +157,12 @@ class BlockInt8:
         return packed[:border].view(torch.float32), packed[border:].view(torch.int8)
 
     def pack(
-        self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
+        self,
+        layout: ParameterLayout,
+        chunk: Chunk,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        factors: Factors,
     ) -> bool:
         """Round to the nearest of 255 values from minus to plus the greatest magnitude of the block."""
         scales, rounded = self._views(out, values.numel())
@@ -154,7 +179,11 @@ class BlockInt8:
         """Accept any bytes."""
 
     def add(
-        self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
+        self,
+        layout: ParameterLayout,
+        chunk: Chunk,
+        packed: Sequence[tuple[torch.Tensor, float]],
+        out: torch.Tensor,
     ) -> None:
         """Multiply by the scales and add."""
         for payload, factor in packed:
@@ -200,7 +229,9 @@ class Largest:
         count, chosen, _ = self._counts(chunk)
         _, counts, places, _ = self._views(payload, chunk)
         if int(counts.min()) < 0 or int(counts.sum(dtype=torch.int64)) != chosen:
-            raise ProtocolError(f"chunk {chunk.index}: {chosen} elements should come, {counts.tolist()} are named")
+            raise ProtocolError(
+                f"chunk {chunk.index}: {chosen} elements should come, {counts.tolist()} are named"
+            )
         last = places[chosen - int(counts[-1]) :]  # in the last bucket, which may be a short one
         at = (len(counts) - 1) * _BUCKET + (int(last.max()) + _BUCKET // 2 if last.numel() else 0)
         if at >= count:
@@ -208,12 +239,25 @@ class Largest:
 
     def _views(self, packed: torch.Tensor, chunk: Chunk) -> list[torch.Tensor]:
         _, chosen, buckets = self._counts(chunk)
-        kinds = [(4, torch.float32), (4 * buckets, torch.int32), (2 * chosen, torch.int16), (2 * chosen, torch.float16)]
+        kinds = [
+            (4, torch.float32),
+            (4 * buckets, torch.int32),
+            (2 * chosen, torch.int16),
+            (2 * chosen, torch.float16),
+        ]
         at = list(accumulate((nbytes for nbytes, _ in kinds), initial=0))
-        return [packed[begin:end].view(dtype) for (begin, end), (_, dtype) in zip(pairwise(at), kinds, strict=True)]
+        return [
+            packed[begin:end].view(dtype)
+            for (begin, end), (_, dtype) in zip(pairwise(at), kinds, strict=True)
+        ]
 
     def pack(
-        self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
+        self,
+        layout: ParameterLayout,
+        chunk: Chunk,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        factors: Factors,
     ) -> bool:
         """Write the largest elements; what rounding loses of them is left out, too."""
         _, chosen, buckets = self._counts(chunk)
@@ -229,7 +273,11 @@ class Largest:
         return True
 
     def add(
-        self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
+        self,
+        layout: ParameterLayout,
+        chunk: Chunk,
+        packed: Sequence[tuple[torch.Tensor, float]],
+        out: torch.Tensor,
     ) -> None:
         """Add values to the places that are named."""
         _, chosen, buckets = self._counts(chunk)
@@ -287,7 +335,9 @@ class LowRank:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def _pieces(self, layout: ParameterLayout, chunk: Chunk) -> Iterator[tuple[Slice, slice, tuple[int, int, int]]]:
+    def _pieces(
+        self, layout: ParameterLayout, chunk: Chunk
+    ) -> Iterator[tuple[Slice, slice, tuple[int, int, int]]]:
         """Yield each slice, its place in the chunk, and (rows, columns, rank).
 
         Rank 0 stands for a slice that travels as it is.
@@ -308,7 +358,12 @@ class LowRank:
         return _if_less(chunk, sum(4 * _numbers(*shape) for shape in pieces))
 
     def pack(
-        self, layout: ParameterLayout, chunk: Chunk, values: torch.Tensor, out: torch.Tensor, factors: Factors
+        self,
+        layout: ParameterLayout,
+        chunk: Chunk,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        factors: Factors,
     ) -> bool:
         """Write the factors after one power iteration, and what is not factored."""
         at = 0
@@ -322,7 +377,9 @@ class LowRank:
             matrix = values[where].view(rows, columns)
             before = factors.get(piece.entry)
             if before is None or before.shape != (rank, columns):
-                before = torch.randn(rank, columns, generator=torch.Generator().manual_seed(piece.entry))
+                before = torch.randn(
+                    rank, columns, generator=torch.Generator().manual_seed(piece.entry)
+                )
             # Both transposed, which is faster.
             p, q = mine[: rows * rank].view(rank, rows), mine[rows * rank :].view(rank, columns)
             p.copy_(torch.linalg.qr((before @ matrix.T).T).Q.T)
@@ -335,7 +392,11 @@ class LowRank:
         """Accept any bytes."""
 
     def add(
-        self, layout: ParameterLayout, chunk: Chunk, packed: Sequence[tuple[torch.Tensor, float]], out: torch.Tensor
+        self,
+        layout: ParameterLayout,
+        chunk: Chunk,
+        packed: Sequence[tuple[torch.Tensor, float]],
+        out: torch.Tensor,
     ) -> None:
         """Add all products of a tensor at once."""
         at = 0
@@ -447,7 +508,11 @@ class GradientCompressor:
         chunk, out = self._layout.chunks[index], self._buffer[place]
         self._own_pending(out)
         if not self._codec.lossy:
-            return out if self._codec.pack(self._layout, chunk, payload.view(torch.float32), out, {}) else payload
+            return (
+                out
+                if self._codec.pack(self._layout, chunk, payload.view(torch.float32), out, {})
+                else payload
+            )
         values = self._spare.pop(index, None)
         if values is None:
             values = torch.empty(chunk.nbytes // 4, dtype=torch.float32)
@@ -521,8 +586,15 @@ def check_residuals(layout: ParameterLayout, states: Iterable[Mapping[str, torch
     for key, value in chain.from_iterable(state.items() for state in states):
         kind, _, name = key.partition("/")
         entry = layout.entries[layout.index[name]] if name in layout.index else None
-        if kind not in ("left", "factor") or entry is None or (kind == "left" and value.shape != (entry.numel,)):
-            raise CheckpointError(f"what compression left out has {key!r} of shape {tuple(value.shape)}, the model not")
+        if (
+            kind not in ("left", "factor")
+            or entry is None
+            or (kind == "left" and value.shape != (entry.numel,))
+        ):
+            raise CheckpointError(
+                f"what compression left out has {key!r} of shape {tuple(value.shape)}, the model "
+                "not"
+            )
 
 
 def sum_of_squares(vector: torch.Tensor) -> float:

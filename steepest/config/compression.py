@@ -13,7 +13,8 @@ class TopK:
     """Send only the elements of greatest magnitude of each chunk, in 4 bytes each.
 
     Attributes:
-        ratio: share of the elements that is sent, above 0 and at most 1; 0.01 is 1 %, and a hundredth of the bytes.
+        ratio: share of the elements that is sent, above 0 and at most 1; 0.01 is 1 %, and a
+            hundredth of the bytes.
 
     Raises:
         ConfigurationError: the ratio is out of range.
@@ -23,7 +24,9 @@ class TopK:
 
     def __post_init__(self) -> None:
         if not is_finite_number(self.ratio) or not 0 < self.ratio <= 1:
-            raise ConfigurationError(f"TopK(ratio={self.ratio!r}): give a number above 0 and at most 1, such as 0.01")
+            raise ConfigurationError(
+                f"TopK(ratio={self.ratio!r}): give a number above 0 and at most 1, such as 0.01"
+            )
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ class Int8:
 class PowerSGD:
     """Send the gradient of each parameter of two or more dimensions as a product of two thin matrices.
 
-    The gradient is taken as a matrix with the parameter's first dimension as rows. Vectors, and matrices that are no
-    larger than their factors, are sent as they are. Vogels et al. 2019, arXiv:1905.13727.
+    The gradient is taken as a matrix with the parameter's first dimension as rows. Vectors, and
+    matrices that are no larger than their factors, are sent as they are. Vogels et al. 2019,
+    arXiv:1905.13727.
 
     Attributes:
         rank: columns of the first factor, rows of the second.
@@ -67,4 +71,8 @@ Compression = TopK | Int8 | PowerSGD
 
 
 #: compression with its default settings, by the name that stands for it
-COMPRESSION_BY_NAME: dict[str, Compression] = {"topk": TopK(), "int8": Int8(), "powersgd": PowerSGD()}
+COMPRESSION_BY_NAME: dict[str, Compression] = {
+    "topk": TopK(),
+    "int8": Int8(),
+    "powersgd": PowerSGD(),
+}

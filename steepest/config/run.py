@@ -7,7 +7,12 @@ import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from steepest.config.validation import require_choice, require_count, require_instance, require_seconds
+from steepest.config.validation import (
+    require_choice,
+    require_count,
+    require_instance,
+    require_seconds,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,23 +20,28 @@ class FailureConfig:
     """What happens when a process dies or falls silent.
 
     Attributes:
-        max_failures: deaths of each process that are answered by replacing it. A worker that dies more often is left
-            out, if enough workers remain. A worker can be replaced where servers hold the weights; a process that holds
-            weights, where there are copies of them (see `snapshot_every`). A worker whose own code raises twice with no
-            version committed in between is not replaced. 0 ends the step with an error instead.
-        heartbeat: seconds without a sign of life after which a worker is killed and replaced, where it can be. A
-            process gives signs of life whenever Python code can run in it; a long step is not silence.
-        spares: idle processes kept ready to take a dead worker's place, which then takes tenths of a second instead of
-            the seconds that Python and torch need to start; each holds a few hundred MB. None for one, started when the
-            job has trained for 20 seconds; with GPUs there are none.
-        snapshot_every: updates after which the driver copies weights and optimizer state into its memory, while
-            training goes on. When a process dies that held the only copy of something, training continues from the
-            last snapshot, and a message says how many updates are lost. With None that death is an error. A strategy's
-            `replication` loses nothing.
-        patience: seconds that a step to which all workers contribute waits for a dead worker's successor, when no
-            spare process is ready, before the other workers continue without it until the successor is there. A single
-            worker is always waited for. `math.inf` keeps all workers in every step, and gives the bits of a run in
-            which no process died. With any other value than 0, servers wait for a dead server's successor too.
+        max_failures: deaths of each process that are answered by replacing it. A worker that dies
+            more often is left out, if enough workers remain. A worker can be replaced where servers
+            hold the weights; a process that holds weights, where there are copies of them (see
+            `snapshot_every`). A worker whose own code raises twice with no version committed in
+            between is not replaced. 0 ends the step with an error instead.
+        heartbeat: seconds without a sign of life after which a worker is killed and replaced, where
+            it can be. A process gives signs of life whenever Python code can run in it; a long step
+            is not silence.
+        spares: idle processes kept ready to take a dead worker's place, which then takes tenths of
+            a second instead of the seconds that Python and torch need to start; each holds a few
+            hundred MB. None for one, started when the job has trained for 20 seconds; with GPUs
+            there are none.
+        snapshot_every: updates after which the driver copies weights and optimizer state into its
+            memory, while training goes on. When a process dies that held the only copy of
+            something, training continues from the last snapshot, and a message says how many
+            updates are lost. With None that death is an error. A strategy's `replication` loses
+            nothing.
+        patience: seconds that a step to which all workers contribute waits for a dead worker's
+            successor, when no spare process is ready, before the other workers continue without it
+            until the successor is there. A single worker is always waited for. `math.inf` keeps all
+            workers in every step, and gives the bits of a run in which no process died. With any
+            other value than 0, servers wait for a dead server's successor too.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -58,8 +68,8 @@ class DeadlineConfig:
     """The longest waits, in seconds; each ends with an error that names the processes waited for.
 
     Attributes:
-        start: until the cluster has placed all processes. Importing, building the model and connecting may take four
-            times as long again.
+        start: until the cluster has placed all processes. Importing, building the model and
+            connecting may take four times as long again.
         step: until a step is committed.
         call: until `evaluate`, `warmup` and the `foreach_` functions have their answers.
 
@@ -82,9 +92,9 @@ class ResourceConfig:
 
     Attributes:
         cpus_per_worker: CPUs that Ray reserves for each worker, and torch threads in it.
-        keep_memory: whether a worker keeps the memory that a step frees for the next step instead of returning it to
-            the kernel (where the C library is glibc). Large models on the CPU train up to twice as fast; a worker stays
-            as large as its largest step was.
+        keep_memory: whether a worker keeps the memory that a step frees for the next step instead
+            of returning it to the kernel (where the C library is glibc). Large models on the CPU
+            train up to twice as fast; a worker stays as large as its largest step was.
 
     Raises:
         ConfigurationError: a value is out of range.

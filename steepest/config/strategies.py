@@ -18,7 +18,8 @@ def check_copies(num_servers: int | None, replication: int) -> None:
     require_count("replication", replication)
     if num_servers is not None and require_count("num_servers", num_servers) < replication:
         raise ConfigurationError(
-            f"replication={replication} with num_servers={num_servers}: each copy is on another server; "
+            f"replication={replication} with num_servers={num_servers}: each copy is on another "
+            "server; "
             "give more servers, or leave num_servers out"
         )
 
@@ -31,7 +32,8 @@ def check_clip_norm(value: float | None) -> None:
     """
     if value is not None and not (is_finite_number(value) and value > 0):
         raise ConfigurationError(
-            f"clip_norm={value!r:.40}: give a positive number, or None to leave gradients as they are"
+            f"clip_norm={value!r:.40}: give a positive number, or None to leave gradients as they "
+            "are"
         )
 
 
@@ -80,24 +82,34 @@ class _OnTheWire:
         check_clip_norm(self.clip_norm)
         if isinstance(self.wire_dtype, tuple):
             if len(self.wire_dtype) != 2:
-                raise ConfigurationError(f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls")
+                raise ConfigurationError(
+                    f"wire_dtype={self.wire_dtype}: give one, or a pair for pushes and for pulls"
+                )
             require_choice("wire_dtype of pushes", self.wire_dtype[0], _HALF_DTYPES)
             require_choice("wire_dtype of pulls", self.wire_dtype[1], _HALF_DTYPES)
         else:
             require_choice("wire_dtype", self.wire_dtype, _HALF_DTYPES)
         if not isinstance(self.compression, Compression):
             require_choice("compression", self.compression, (None, *COMPRESSION_BY_NAME))
-        if self.compression is not None and isinstance(self.wire_dtype, tuple) and self.wire_dtype[0] is not None:
+        if (
+            self.compression is not None
+            and isinstance(self.wire_dtype, tuple)
+            and self.wire_dtype[0] is not None
+        ):
             raise ConfigurationError(
-                f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: pushes are compressed; "
-                f"give wire_dtype={self.wire_dtype[1]!r}, for pulls"
+                f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: pushes are "
+                f"compressed; give wire_dtype={self.wire_dtype[1]!r}, for pulls"
             )
 
     @property
     def push_format(self) -> Compression | str | None:
         """How gradients are sent between hosts: compressed, as "fp16" or "bf16", or None for as they are."""
         if self.compression is not None:
-            return COMPRESSION_BY_NAME[self.compression] if isinstance(self.compression, str) else self.compression
+            return (
+                COMPRESSION_BY_NAME[self.compression]
+                if isinstance(self.compression, str)
+                else self.compression
+            )
         return self.wire_dtype[0] if isinstance(self.wire_dtype, tuple) else self.wire_dtype
 
     @property
@@ -113,21 +125,26 @@ class AllreduceStrategy(_OnTheWire):
     The optimizer's state is thereby sharded: each worker keeps that of its own slice.
 
     Attributes:
-        sharded: False for a whole copy of the optimizer's state in every worker. Each of W workers then sends its
-            gradient to every other worker, which sums them: W - 1 times the bytes of a gradient instead of
-            2 (W - 1) / W, and one hop instead of two. None for True, or False where gradients are compressed.
-        replication: how many workers hold, and update, each slice; with 2 any one worker may die without a loss.
-        hierarchical: on several hosts, whether the gradients of a host's workers are summed in its shared memory
-            before they leave it, and weights are sent to each host once; otherwise to each worker.
+        sharded: False for a whole copy of the optimizer's state in every worker. Each of W workers
+            then sends its gradient to every other worker, which sums them: W - 1 times the bytes of
+            a gradient instead of 2 (W - 1) / W, and one hop instead of two. None for True, or False
+            where gradients are compressed.
+        replication: how many workers hold, and update, each slice; with 2 any one worker may die
+            without a loss.
+        hierarchical: on several hosts, whether the gradients of a host's workers are summed in its
+            shared memory before they leave it, and weights are sent to each host once; otherwise to
+            each worker.
         chunk_bytes: size of a chunk in bytes; None for 1/3 to 4 MB by the size of the model.
-        nonfinite: what happens to an update with NaN or infinity: "refuse", "skip" or "pass", as for
+        nonfinite: what happens to an update with NaN or infinity: "refuse", "skip" or "pass", as
+            for `ParameterServerStrategy`.
+        transport: how processes communicate: "wire", "shared", "unix" or "tcp", as for
             `ParameterServerStrategy`.
-        transport: how processes communicate: "wire", "shared", "unix" or "tcp", as for `ParameterServerStrategy`.
-        wire_dtype: "fp16" or "bf16" to send float32 gradients and new weights between hosts in half the bytes; a pair
-            sets it for gradients and for weights. None sends them as they are.
-        compression: `Int8`, `TopK` or `PowerSGD`, or "int8", "topk" or "powersgd" for their defaults. Where there is
-            more than one host, every worker sends its gradient compressed to every other worker; what that leaves out
-            is added to the worker's next gradient. Not together with `wire_dtype`.
+        wire_dtype: "fp16" or "bf16" to send float32 gradients and new weights between hosts in half
+            the bytes; a pair sets it for gradients and for weights. None sends them as they are.
+        compression: `Int8`, `TopK` or `PowerSGD`, or "int8", "topk" or "powersgd" for their
+            defaults. Where there is more than one host, every worker sends its gradient compressed
+            to every other worker; what that leaves out is added to the worker's next gradient. Not
+            together with `wire_dtype`.
         clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
 
     Raises:
@@ -157,12 +174,15 @@ class AllreduceStrategy(_OnTheWire):
         self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
         if self.sharded and self.compression is not None:
             raise ConfigurationError(
-                f"sharded=True with compression={self.compression!r}: sharded workers gather new weights, which "
-                "compression would damage; leave sharded out, and every worker gets the compressed gradients"
+                f"sharded=True with compression={self.compression!r}: sharded workers gather new "
+                "weights, which "
+                "compression would damage; leave sharded out, and every worker gets the compressed "
+                "gradients"
             )
         if self.compression is not None and self.wire_dtype is not None:
             raise ConfigurationError(
-                f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: gradients are compressed, and "
+                f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: gradients "
+                "are compressed, and "
                 "no weights are sent; leave wire_dtype out"
             )
 
@@ -177,35 +197,41 @@ class ParameterServerStrategy(_OnTheWire):
     """Parameter server: servers hold the weights and apply the optimizer to what workers push.
 
     Attributes:
-        mode: which pushes make one update. "sync": the mean of all workers' gradients of a step. "async":
-            each worker's gradient by itself, as it arrives. "ssp": as "async", but no worker is more than
-            `staleness` steps ahead of the slowest (stale synchronous parallel, Ho et al. 2013).
-        num_servers: server processes; None for one for each node that has workers, and at least `replication`.
-        replication: how many servers hold each chunk, on different nodes where there are several. All of them apply
-            every update, so that with 2 any one server may die, and the coordinator with it, without a loss.
+        mode: which pushes make one update. "sync": the mean of all workers' gradients of a step.
+            "async": each worker's gradient by itself, as it arrives. "ssp": as "async", but no
+            worker is more than `staleness` steps ahead of the slowest (stale synchronous parallel,
+            Ho et al. 2013).
+        num_servers: server processes; None for one for each node that has workers, and at least
+            `replication`.
+        replication: how many servers hold each chunk, on different nodes where there are several.
+            All of them apply every update, so that with 2 any one server may die, and the
+            coordinator with it, without a loss.
         chunk_bytes: size of a chunk in bytes; None for 1/3 to 4 MB by the size of the model.
-        staleness: the bound, in steps for "ssp" (None for 3) and in updates for ``correction="drop"``.
-        correction: what "async" and "ssp" do about gradients of older weights. None: nothing.
-            "learning_rate": divide the learning rate by the staleness (Zhang et al. 2016). "drop": above
-            `staleness` drop the gradient, and compute its samples again with newer weights.
-        backup_workers: "sync" only: a step takes the first ``num_workers - backup_workers`` gradients (Chen
-            et al. 2016); the samples of the others are computed in a later step.
-        nonfinite: what happens to an update with NaN or infinity. "refuse": an error that names the tensor.
-            "skip": it is left out, and counted. "pass": it is applied.
-        transport: how processes communicate. "wire": over shared memory and Unix-domain sockets inside a host, over TCP
-            between hosts. To force a way: "shared" (shared memory and Unix-domain sockets alone; all processes must
-            be on one node), "unix" (as "wire" without shared memory), "tcp" (everywhere, as if each process were on a
-            host of its own), "ray" (actor calls, for networks where no other port is open).
-        wire_dtype: "fp16" or "bf16" to send float32 gradients and weights between hosts in half the bytes; servers
-            add up, apply and keep them in float32. A pair sets it for pushes and for pulls: ``("fp16", None)``. A chunk
-            that does not fit into fp16 is sent as float32.
-        compression: `Int8`, `TopK` or `PowerSGD`, or "int8", "topk" or "powersgd" for their defaults. Each worker
-            sends its own gradient compressed to servers of other hosts; what that leaves out is added to the worker's
-            next gradient. `wire_dtype` is then that of the weights. Not together with backup workers or
+        staleness: the bound, in steps for "ssp" (None for 3) and in updates for
             ``correction="drop"``.
-        clip_norm: the whole gradient of an update is scaled by ``min(1, clip_norm / (norm + 1e-6))``, as
-            `torch.nn.utils.clip_grad_norm_` does it, where `norm` is the 2-norm over all parameters that are trained.
-            "async" and "ssp" clip each worker's gradient by itself. Not together with backup workers.
+        correction: what "async" and "ssp" do about gradients of older weights. None: nothing.
+            "learning_rate": divide the learning rate by the staleness (Zhang et al. 2016). "drop":
+            above `staleness` drop the gradient, and compute its samples again with newer weights.
+        backup_workers: "sync" only: a step takes the first ``num_workers - backup_workers``
+            gradients (Chen et al. 2016); the samples of the others are computed in a later step.
+        nonfinite: what happens to an update with NaN or infinity. "refuse": an error that names the
+            tensor. "skip": it is left out, and counted. "pass": it is applied.
+        transport: how processes communicate. "wire": over shared memory and Unix-domain sockets
+            inside a host, over TCP between hosts. To force a way: "shared" (shared memory and
+            Unix-domain sockets alone; all processes must be on one node), "unix" (as "wire" without
+            shared memory), "tcp" (everywhere, as if each process were on a host of its own), "ray"
+            (actor calls, for networks where no other port is open).
+        wire_dtype: "fp16" or "bf16" to send float32 gradients and weights between hosts in half the
+            bytes; servers add up, apply and keep them in float32. A pair sets it for pushes and for
+            pulls: ``("fp16", None)``. A chunk that does not fit into fp16 is sent as float32.
+        compression: `Int8`, `TopK` or `PowerSGD`, or "int8", "topk" or "powersgd" for their
+            defaults. Each worker sends its own gradient compressed to servers of other hosts; what
+            that leaves out is added to the worker's next gradient. `wire_dtype` is then that of the
+            weights. Not together with backup workers or ``correction="drop"``.
+        clip_norm: the whole gradient of an update is scaled by ``min(1, clip_norm / (norm +
+            1e-6))``, as `torch.nn.utils.clip_grad_norm_` does it, where `norm` is the 2-norm over
+            all parameters that are trained. "async" and "ssp" clip each worker's gradient by
+            itself. Not together with backup workers.
 
     Raises:
         ConfigurationError: a value is out of range, or two do not go together.
@@ -233,21 +259,30 @@ class ParameterServerStrategy(_OnTheWire):
         require_choice("correction", self.correction, (None, "learning_rate", "drop"))
         self._check_wire()
         if self.mode != "sync" and self.backup_workers:
-            raise ConfigurationError(f"backup_workers={self.backup_workers} with mode={self.mode!r}: they are for sync")
+            raise ConfigurationError(
+                f"backup_workers={self.backup_workers} with mode={self.mode!r}: they are for sync"
+            )
         if self.clip_norm is not None and self.backup_workers:
             raise ConfigurationError(
-                f"clip_norm={self.clip_norm} with backup_workers={self.backup_workers}: which gradients a step takes "
-                "is decided before their mean is formed, so its norm is not known; leave one of them out"
+                f"clip_norm={self.clip_norm} with backup_workers={self.backup_workers}: which "
+                "gradients a step takes "
+                "is decided before their mean is formed, so its norm is not known; leave one of "
+                "them out"
             )
         if self.compression is not None and (self.backup_workers or self.correction == "drop"):
             raise ConfigurationError(
                 f"compression={self.compression!r} with backup_workers={self.backup_workers} and "
-                f"correction={self.correction!r}: of a gradient that is dropped nothing would be left for the next one"
+                f"correction={self.correction!r}: of a gradient that is dropped nothing would be "
+                "left for the next one"
             )
         if self.mode == "sync" and (self.staleness is not None or self.correction is not None):
-            raise ConfigurationError("staleness and correction are for async and ssp: with sync nothing is stale")
+            raise ConfigurationError(
+                "staleness and correction are for async and ssp: with sync nothing is stale"
+            )
         if self.mode == "ssp" and self.correction == "drop":
-            raise ConfigurationError('correction="drop" is for async: ssp makes workers wait instead')
+            raise ConfigurationError(
+                'correction="drop" is for async: ssp makes workers wait instead'
+            )
         if self.mode == "async" and (self.staleness is None) == (self.correction == "drop"):
             raise ConfigurationError(
                 f'mode="async" with staleness={self.staleness} and correction={self.correction!r}: give staleness=, '
@@ -269,20 +304,25 @@ class ParameterServerStrategy(_OnTheWire):
 class LocalStrategy(_OnTheWire):
     """Local SGD: each worker trains by itself, and every `sync_every` batches the workers' changes are averaged.
 
-    A step is one such round: `sync_every` batches on every replica, each followed by an update of the worker's own
-    weights by the model's optimizer (whose schedule counts these updates), then one update of all workers' weights by
-    the mean of their changes, with an outer optimizer. Train with "allreduce" first and go on with
-    `DistributedSGD.set_strategy` for post-local SGD (Lin et al. 2020, arXiv:1808.07217).
+    A step is one such round: `sync_every` batches on every replica, each followed by an update of
+    the worker's own weights by the model's optimizer (whose schedule counts these updates), then
+    one update of all workers' weights by the mean of their changes, with an outer optimizer. Train
+    with "allreduce" first and go on with `DistributedSGD.set_strategy` for post-local SGD (Lin et
+    al. 2020, arXiv:1808.07217).
 
     Attributes:
         sync_every: batches between two averagings.
-        outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich 2019).
-        outer_momentum, nesterov: momentum of the outer SGD, and whether it is Nesterov's; DiLoCo (Douillard et al.
-            2023) has ``outer_lr=0.7, outer_momentum=0.9, nesterov=True``.
-        num_servers: server processes; None for no servers: each worker averages one slice, as in "allreduce".
-        replication: how many servers or workers hold each slice; with 2 any one may die. What is lost is the state of a
-            dead worker's own optimizer: its successor begins with the mean of the other workers'.
-        clip_norm: the greatest norm of each worker's gradient of one batch, as for `ParameterServerStrategy`.
+        outer_lr: learning rate of the outer SGD; 1 without momentum averages the weights (Stich
+            2019).
+        outer_momentum, nesterov: momentum of the outer SGD, and whether it is Nesterov's; DiLoCo
+            (Douillard et al. 2023) has ``outer_lr=0.7, outer_momentum=0.9, nesterov=True``.
+        num_servers: server processes; None for no servers: each worker averages one slice, as in
+            "allreduce".
+        replication: how many servers or workers hold each slice; with 2 any one may die. What is
+            lost is the state of a dead worker's own optimizer: its successor begins with the mean
+            of the other workers'.
+        clip_norm: the greatest norm of each worker's gradient of one batch, as for
+            `ParameterServerStrategy`.
         hierarchical, chunk_bytes, nonfinite, transport, wire_dtype: as for `AllreduceStrategy`.
 
     Raises:
@@ -312,9 +352,13 @@ class LocalStrategy(_OnTheWire):
         if not is_finite_number(self.outer_lr) or self.outer_lr <= 0:
             raise ConfigurationError(f"outer_lr={self.outer_lr!r:.40}: give a positive number")
         if not is_finite_number(self.outer_momentum) or not 0 <= self.outer_momentum < 1:
-            raise ConfigurationError(f"outer_momentum={self.outer_momentum!r}: give a number from 0 to below 1")
+            raise ConfigurationError(
+                f"outer_momentum={self.outer_momentum!r}: give a number from 0 to below 1"
+            )
         if self.nesterov and not self.outer_momentum:
-            raise ConfigurationError("nesterov=True with outer_momentum=0: give the momentum too, 0.9 say")
+            raise ConfigurationError(
+                "nesterov=True with outer_momentum=0: give the momentum too, 0.9 say"
+            )
         self._check_wire(tuple(way for way in TRANSPORTS if way != "ray"))
 
 
@@ -336,12 +380,15 @@ def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
     Raises:
         ConfigurationError: there is no strategy of that name.
     """
-    if isinstance(strategy, (SimpleStrategy, ParameterServerStrategy, AllreduceStrategy, LocalStrategy)):
+    if isinstance(
+        strategy, (SimpleStrategy, ParameterServerStrategy, AllreduceStrategy, LocalStrategy)
+    ):
         return strategy
     if not isinstance(strategy, str) or strategy not in _BY_NAME:
         names = ", ".join(repr(name) for name in STRATEGY_NAMES)
         raise ConfigurationError(
-            f"strategy={strategy!r}: give one of {names}, or SimpleStrategy(...), ParameterServerStrategy(...), "
+            f"strategy={strategy!r}: give one of {names}, or SimpleStrategy(...), "
+            "ParameterServerStrategy(...), "
             "AllreduceStrategy(...), LocalStrategy(...)"
         )
     return _BY_NAME[strategy]

@@ -27,7 +27,11 @@ def require_seconds(name: str, value: object) -> float:
     Raises:
         ConfigurationError: `value` is no such number.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _LONGEST_SECONDS:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < value <= _LONGEST_SECONDS
+    ):
         raise ConfigurationError(
             f"{name}={value!r:.40}: give a positive number of seconds, at most {_LONGEST_SECONDS:g}"
         )
@@ -53,7 +57,9 @@ def require_choice(name: str, value: object, allowed: tuple[object, ...]) -> Non
     Raises:
         ConfigurationError: it is not.
     """
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
+    if not any(
+        value is choice or (isinstance(value, str) and value == choice) for choice in allowed
+    ):
         raise ConfigurationError(f"{name}={value!r}: give one of {', '.join(map(repr, allowed))}")
 
 
@@ -69,4 +75,8 @@ def require_instance(name: str, value: object, kind: type) -> None:
 
 def is_finite_number(value: object) -> bool:
     """Return whether a value is a number that a float can hold; an int may be too large for one."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )

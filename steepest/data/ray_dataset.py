@@ -40,17 +40,26 @@ class RayDataset:
 
         if not isinstance(dataset, MaterializedDataset):
             raise ConfigurationError(
-                f"data is a {type(dataset).__name__} whose rows are not settled, and each worker would compute others: "
+                f"data is a {type(dataset).__name__} whose rows are not settled, and each worker "
+                "would compute others: "
                 "call ds.materialize() once, before the trainer is made, and give what it returns"
             )
         if isinstance(columns, str) or (columns is not None and not columns):
-            raise ConfigurationError(f"columns={columns!r}: give one or more names, such as ('image', 'label')")
+            raise ConfigurationError(
+                f"columns={columns!r}: give one or more names, such as ('image', 'label')"
+            )
         known = dataset.columns(fetch_if_missing=False)
         if known is not None and (unknown := [name for name in columns or () if name not in known]):
-            raise ConfigurationError(f"the data set has no column {unknown[0]!r}: there are {', '.join(known[:20])}")
+            raise ConfigurationError(
+                f"the data set has no column {unknown[0]!r}: there are {', '.join(known[:20])}"
+            )
         self._columns = None if columns is None else tuple(columns)
         bundles = list(dataset.iter_internal_ref_bundles())
-        found = [(ref, about.num_rows) for b in bundles for ref, about in zip(b.block_refs, b.metadata, strict=True)]
+        found = [
+            (ref, about.num_rows)
+            for b in bundles
+            for ref, about in zip(b.block_refs, b.metadata, strict=True)
+        ]
         self._refs = tuple(ref for ref, rows in found if rows)
         self.blocks: Blocks = tuple(rows for _, rows in found if rows)
         self._borders = np.cumsum((0, *self.blocks))
@@ -64,14 +73,19 @@ class RayDataset:
         for share in shares:
             blocks = np.searchsorted(self._borders, share, side="right") - 1
             runs = np.split(np.arange(len(share)), np.flatnonzero(np.diff(blocks)) + 1)
-            batch = self._take([(int(blocks[run[0]]), share[run] - self._borders[blocks[run[0]]]) for run in runs])
+            batch = self._take(
+                [(int(blocks[run[0]]), share[run] - self._borders[blocks[run[0]]]) for run in runs]
+            )
             yield batch if self._columns is None else tuple(batch[name] for name in self._columns)
 
     def _take(self, runs: Sequence[tuple[int, Indices]]) -> dict[str, Any]:
         """Return the columns of rows, given as (block, rows of it)."""
         from ray.data.block import BlockAccessor
 
-        parts = [BlockAccessor.for_block(self._fetch(block).take(rows.tolist())).to_arrow() for block, rows in runs]
+        parts = [
+            BlockAccessor.for_block(self._fetch(block).take(rows.tolist())).to_arrow()
+            for block, rows in runs
+        ]
         accessor = BlockAccessor.for_block(parts[0])
         if len(parts) > 1:
             builder = accessor.builder()  # finds the type that the parts have in common
@@ -89,7 +103,9 @@ class RayDataset:
                 del self._kept[next(iter(self._kept))]
             accessor = BlockAccessor.for_block(ray.get(self._refs[block]))
             if self._columns is not None:
-                accessor = BlockAccessor.for_block(accessor.select(list(dict.fromkeys(self._columns))))
+                accessor = BlockAccessor.for_block(
+                    accessor.select(list(dict.fromkeys(self._columns)))
+                )
             self._kept[block] = accessor
         return self._kept[block]
 

@@ -110,18 +110,25 @@ class SamplePlan:
         for epoch, begin, end in (*self.left, (self.start_epoch, self.start_offset, self.samples)):
             if begin < end:
                 parts.setdefault(epoch, []).append((begin, end))
-        return tuple((e, tuple(ranges), -(-_length(ranges) // self.global_batch)) for e, ranges in parts.items())
+        return tuple(
+            (e, tuple(ranges), -(-_length(ranges) // self.global_batch))
+            for e, ranges in parts.items()
+        )
 
     def position(self, step: int) -> Position:
         """Return the epoch and samples of a step (`step` >= `start_step`)."""
         since = step - self.start_step
         for epoch, ranges, steps in self._begun:
             if since < steps:
-                return Position(epoch, cut(ranges, since * self.global_batch, (since + 1) * self.global_batch))
+                return Position(
+                    epoch, cut(ranges, since * self.global_batch, (since + 1) * self.global_batch)
+                )
             since -= steps
         ahead, index = divmod(since, self.steps_per_epoch)
         begin = index * self.global_batch
-        return Position(self.start_epoch + 1 + ahead, ((begin, min(begin + self.global_batch, self.samples)),))
+        return Position(
+            self.start_epoch + 1 + ahead, ((begin, min(begin + self.global_batch, self.samples)),)
+        )
 
     def end_of(self, epoch: int) -> int:
         """Return the first step after those of an epoch; `start_step` if this plan has none of it."""
@@ -137,8 +144,12 @@ class SamplePlan:
         if epoch not in self._cache:
             if len(self._cache) > 1:  # two are kept: loaders read ahead into the next epoch
                 del self._cache[next(iter(self._cache))]
-            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
-            self._cache[epoch] = _shuffled(generator, self.samples, self._blocks(epoch)).astype(np.int64, copy=False)
+            generator = np.random.Generator(
+                np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
+            )
+            self._cache[epoch] = _shuffled(generator, self.samples, self._blocks(epoch)).astype(
+                np.int64, copy=False
+            )
         return self._cache[epoch]
 
     def _blocks(self, epoch: int) -> Blocks | None:
@@ -179,7 +190,9 @@ class SamplePlan:
         _, end = even_share(at.size, first + parts // shares - 1, parts)
         return [(at.epoch, *found) for found in cut(at.ranges, begin, end)]
 
-    def remaining(self, following: int, returned: Iterable[int], shares: int, parts: int) -> Remaining:
+    def remaining(
+        self, following: int, returned: Iterable[int], shares: int, parts: int
+    ) -> Remaining:
         """Return the samples that are still to come after some commits.
 
         Share ``n`` is part ``n % shares`` of step ``n // shares``, as
@@ -199,7 +212,9 @@ class SamplePlan:
         epoch, offset = self.start_epoch, self.samples
         since = step - self.start_step
         for number, ranges, steps in self._begun:
-            left += [(number, *found) for found in cut(ranges, since * self.global_batch, self.samples)]
+            left += [
+                (number, *found) for found in cut(ranges, since * self.global_batch, self.samples)
+            ]
             since = max(since - steps, 0)
         if step >= self.end_of(self.start_epoch):
             here = self.position(step)
@@ -213,7 +228,9 @@ class SamplePlan:
             else:
                 break
         begun = {part[0] for part in left} | ({epoch} if 0 < offset < self.samples else set())
-        return Remaining(epoch, offset, tuple(left), tuple((e, self._blocks(e)) for e in sorted(begun)))
+        return Remaining(
+            epoch, offset, tuple(left), tuple((e, self._blocks(e)) for e in sorted(begun))
+        )
 
 
 def epoch_ends(plan: SamplePlan, ends: Sequence[int], step: int) -> list[int]:
@@ -269,7 +286,9 @@ def _shuffled(generator: np.random.Generator, samples: int, blocks: Blocks | Non
         rows = generator.permuted(np.arange(whole).reshape(-1, blocks), axis=1)
         return np.concatenate([rows.reshape(-1), whole + generator.permutation(samples - whole)])
     begins = np.cumsum((0, *blocks))
-    return np.concatenate([begins[b] + generator.permutation(blocks[b]) for b in generator.permutation(len(blocks))])
+    return np.concatenate(
+        [begins[b] + generator.permutation(blocks[b]) for b in generator.permutation(len(blocks))]
+    )
 
 
 def even_share(count: int, part: int, parts: int) -> tuple[int, int]:

@@ -11,7 +11,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from steepest.errors import ConfigurationError
 
@@ -62,10 +68,14 @@ class ArraySource:
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         if any(array.ndim == 0 for array in arrays):
-            raise ConfigurationError("one of the data arrays is a scalar, and a scalar has no samples")
+            raise ConfigurationError(
+                "one of the data arrays is a scalar, and a scalar has no samples"
+            )
         lengths = [len(array) for array in arrays]
         if not lengths or min(lengths) != max(lengths) or min(lengths) == 0:
-            raise ConfigurationError(f"data arrays have lengths {lengths}: give one or more of one length above 0")
+            raise ConfigurationError(
+                f"data arrays have lengths {lengths}: give one or more of one length above 0"
+            )
         self._arrays = tuple(arrays)
         self.size: int | None = lengths[0]
 
@@ -75,7 +85,9 @@ class ArraySource:
         for share in shares:
             if tensors:
                 index = torch.from_numpy(share)
-                yield tuple(a[index] if isinstance(a, torch.Tensor) else a[share] for a in self._arrays)
+                yield tuple(
+                    a[index] if isinstance(a, torch.Tensor) else a[share] for a in self._arrays
+                )
             else:
                 yield tuple(array[share] for array in self._arrays)
 
@@ -123,7 +135,9 @@ class DatasetSource:
         many = getattr(self._dataset, "__getitems__", None)
         for share in shares:
             indices = share.tolist()
-            yield collate(many(indices) if many is not None else [self._dataset[i] for i in indices])
+            yield collate(
+                many(indices) if many is not None else [self._dataset[i] for i in indices]
+            )
 
 
 class IndexedStream:
@@ -163,7 +177,9 @@ class IndexedStream:
         collate_fn: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
         if not callable(make):
-            raise ConfigurationError(f"make is a {type(make).__name__}: give a function of the first sample's number")
+            raise ConfigurationError(
+                f"make is a {type(make).__name__}: give a function of the first sample's number"
+            )
         for name, value in (("length", length), ("block", block)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(f"{name}={value!r}: give a positive number of samples")
@@ -176,7 +192,9 @@ class IndexedStream:
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
         """Yield a collated batch for each share; quick where shares come in the plan's order."""
         for share in shares:
-            yield self._collate([self._read(i // self._block)[i % self._block] for i in share.tolist()])
+            yield self._collate(
+                [self._read(i // self._block)[i % self._block] for i in share.tolist()]
+            )
 
     def _read(self, block: int) -> list[Any]:
         if block not in self._kept:
@@ -186,13 +204,17 @@ class IndexedStream:
             self._reader = None  # an iterator that raises is exhausted
             if at != begin:
                 stream = iter(self._make(begin))
-            if len(self._kept) > 1:  # two are kept: replicas' shares may lie on both sides of a border
+            if (
+                len(self._kept) > 1
+            ):  # two are kept: replicas' shares may lie on both sides of a border
                 del self._kept[next(iter(self._kept))]
             samples = list(islice(stream, end - begin))
             if len(samples) < end - begin:
                 raise ConfigurationError(
-                    f"the stream ended before sample {begin + len(samples)}, its length is {self._length}: give the "
-                    "number of samples that make(0) yields, and let make(start) begin at sample start"
+                    f"the stream ended before sample {begin + len(samples)}, its length is "
+                    f"{self._length}: give the "
+                    "number of samples that make(0) yields, and let make(start) begin at sample "
+                    "start"
                 )
             self._reader = (end, stream)
             self._kept[block] = samples
@@ -230,7 +252,9 @@ class StreamSource:
                 empty = False
                 yield batch
             if empty:
-                raise ConfigurationError("the stream of batches is empty: give an iterable that can be begun again")
+                raise ConfigurationError(
+                    "the stream of batches is empty: give an iterable that can be begun again"
+                )
 
 
 def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
@@ -253,29 +277,44 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
     if batch_size is None and isinstance(data, DataLoader):
         batch_size = data.batch_size
     source = data if isinstance(data, Source) and callable(data.open) else None
-    streams = isinstance(data, IterableDataset) or not (hasattr(data, "__len__") or hasattr(data, "__getitem__"))
-    if batch_size is None and source is None and (streams or isinstance(loader_source, StreamSource)):
+    streams = isinstance(data, IterableDataset) or not (
+        hasattr(data, "__len__") or hasattr(data, "__getitem__")
+    )
+    if (
+        batch_size is None
+        and source is None
+        and (streams or isinstance(loader_source, StreamSource))
+    ):
         batch_size = 1  # a stream's batches have the size that they have
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ConfigurationError(f"batch_size={batch_size!r}: give a positive number of samples per replica")
+        raise ConfigurationError(
+            f"batch_size={batch_size!r}: give a positive number of samples per replica"
+        )
     if (source := source or loader_source) is not None:
         return source, batch_size
     if isinstance(data, Mapping):
         raise ConfigurationError(
-            f"data is a {type(data).__name__}: give a data set whose samples are dicts, or a tuple of arrays"
+            f"data is a {type(data).__name__}: give a data set whose samples are dicts, or a tuple "
+            "of arrays"
         )
     if isinstance(data, (np.ndarray, torch.Tensor)):
         return ArraySource((data,)), batch_size
-    if isinstance(data, (tuple, list)) and data and all(isinstance(a, (np.ndarray, torch.Tensor)) for a in data):
+    if (
+        isinstance(data, (tuple, list))
+        and data
+        and all(isinstance(a, (np.ndarray, torch.Tensor)) for a in data)
+    ):
         return ArraySource(data), batch_size
     if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
         if not hasattr(data, "__iter__"):
             raise ConfigurationError(
-                f"data is a {type(data).__name__}: give arrays, a map-style dataset, a DataLoader or an iterable"
+                f"data is a {type(data).__name__}: give arrays, a map-style dataset, a DataLoader "
+                "or an iterable"
             )
         log.warning(
-            "training data is a %s that chooses its own batches: samples are not divided among replicas, "
-            "epochs are not exact and a restored run starts the stream anew; an IndexedStream has none of these limits",
+            "training data is a %s that chooses its own batches: samples are not divided among "
+            "replicas, epochs are not exact and a restored run starts the stream anew; an "
+            "IndexedStream has none of these limits",
             type(data).__name__,
         )
         if isinstance(data, IterableDataset) and batched:  # it yields samples
@@ -289,25 +328,33 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
 def _from_loader(loader: DataLoader[Any]) -> Source:
     if isinstance(loader.dataset, IterableDataset):
         log.warning(
-            "the DataLoader streams an IterableDataset: samples are not divided among replicas (see IndexedStream)"
+            "the DataLoader streams an IterableDataset: samples are not divided among replicas "
+            "(see IndexedStream)"
         )
         return StreamSource(loader)
     sampler = loader.sampler
     own: object = sampler if type(sampler) not in (SequentialSampler, RandomSampler) else None
     if loader.batch_size is None:
         if loader.batch_sampler is None:
-            raise ConfigurationError("the DataLoader has batch_size=None and makes no batches: give it a batch size")
+            raise ConfigurationError(
+                "the DataLoader has batch_size=None and makes no batches: give it a batch size"
+            )
         own = loader.batch_sampler
     if own is not None:
         raise ConfigurationError(
-            f"the DataLoader has a sampler of its own ({type(own).__name__}): steepest divides and shuffles the "
-            "samples itself, so that each is seen once per epoch on any number of workers; leave sampler= and "
-            "batch_sampler= out"
+            f"the DataLoader has a sampler of its own ({type(own).__name__}): steepest divides and "
+            "shuffles the "
+            "samples itself, so that each is seen once per epoch on any number of workers; leave "
+            "sampler= and batch_sampler= out"
         )
     if isinstance(sampler, RandomSampler) and (
         sampler.replacement or sampler.num_samples != len(cast(Any, loader.dataset))
     ):
-        raise ConfigurationError("the DataLoader samples with replacement or a part only: leave its sampler= out")
+        raise ConfigurationError(
+            "the DataLoader samples with replacement or a part only: leave its sampler= out"
+        )
     if loader.drop_last:
-        log.warning("drop_last=True is not followed: the last batch of an epoch is divided evenly instead")
+        log.warning(
+            "drop_last=True is not followed: the last batch of an epoch is divided evenly instead"
+        )
     return DatasetSource(loader.dataset, loader)

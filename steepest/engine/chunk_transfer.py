@@ -64,7 +64,9 @@ class RetainedChunks:
         for about, value in held.state():
             fields = state_fields(about, value)
             payload = fields.pop("payload")
-            records.append((fields, np.empty(0, dtype=np.uint8) if payload is None else payload.numpy()))
+            records.append(
+                (fields, np.empty(0, dtype=np.uint8) if payload is None else payload.numpy())
+            )
         return ChunkState(held.weights.numpy(), records)
 
     def hand_over(self, servers: Iterable[Server], given: Mapping[int, ChunkState]) -> None:
@@ -83,7 +85,9 @@ class RetainedChunks:
                     if own.weights.data_ptr() != held.weights.data_ptr():
                         held.weights.copy_(own.weights)
                 else:
-                    records = [(about, _tensor(about, payload)) for about, payload in given[index].records]
+                    records = [
+                        (about, _tensor(about, payload)) for about, payload in given[index].records
+                    ]
                     held.weights.numpy()[:] = given[index].weights
                 held.clear_state()
                 for about, value in records:

@@ -78,7 +78,9 @@ class _Read:
     future: Future[Snapshot]
     snapshot: Snapshot
     awaited: set[int]  # servers that have not sent everything
-    records: dict[tuple[Any, ...], Record] = field(default_factory=dict)  # by place: a copy changes nothing
+    records: dict[tuple[Any, ...], Record] = field(
+        default_factory=dict
+    )  # by place: a copy changes nothing
 
 
 @dataclass
@@ -103,7 +105,9 @@ class Client:
         lost_peer: the first that was lost, as far as the client has heard.
     """
 
-    def __init__(self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send) -> None:
+    def __init__(
+        self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send
+    ) -> None:
         #: RESULT, FAILURE and WORKER_LOST messages, or the loss of a peer, in the order of events
         self.outcomes: queue.SimpleQueue[Message | PeerLostError] = queue.SimpleQueue()
         self.position = Position(0, 0)
@@ -115,14 +119,18 @@ class Client:
         self._reads: dict[int, _Read] = {}
         self._installs: dict[int, _Install] = {}
         self._answers: dict[int, Future[Any]] = {}  # of requests that one message answers
-        self._left: set[tuple[int, int]] = set()  # workers and their lives, of which it has heard that they ended
+        self._left: set[tuple[int, int]] = (
+            set()
+        )  # workers and their lives, of which it has heard that they ended
         self._gone: PeerLostError | None = None
         self.lost_peer: Peer | None = None
 
     def ask(self, steps: int, stats: bool) -> None:
         """Grants that many more steps; each ends as one entry of `outcomes`."""
         if self._gone is not None:
-            while not self.outcomes.empty():  # results of earlier steps, later than the word that somebody is gone
+            while (
+                not self.outcomes.empty()
+            ):  # results of earlier steps, later than the word that somebody is gone
                 self.outcomes.get()
             self.outcomes.put(self._gone)
             return
@@ -148,7 +156,8 @@ class Client:
     def read(self, what: str) -> Future[Snapshot]:
         """The weights (`what` is "weights") or all state ("state"), at one version over all servers.
 
-        Or, once all of them are there, only which version that is, and the coordinator's state ("standing").
+        Or, once all of them are there, only which version that is, and the coordinator's state
+        ("standing").
         """
         self._requests += 1
         weights = torch.empty(0) if what == "standing" else self._layout.allocate()
@@ -170,8 +179,8 @@ class Client:
             version: from now on.
             weights: flat; None for those that servers have, and their optimizers' state.
             records: optimizer state; None to leave it, and the order of samples, as they are.
-            state: of the coordinator, or parts of it, see `RecoveredState`; what is missing begins anew, but for the schedule,
-                which then has to find its way.
+            state: of the coordinator, or parts of it, see `RecoveredState`; what is missing begins
+                anew, but for the schedule, which then has to find its way.
         """
         self._requests += 1
         parts = [] if weights is None else self._puts(weights, records)
@@ -191,12 +200,16 @@ class Client:
         parts: list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]] = []
         for chunk, holders in enumerate(self._holders):
             view = self._layout.chunk_view(weights, chunk).clone()
-            parts += [(server, partial(Put, request, chunk=chunk, payload=view)) for server in holders]
+            parts += [
+                (server, partial(Put, request, chunk=chunk, payload=view)) for server in holders
+            ]
         if records is not None:
             parts += [(server, partial(ReplaceState, request)) for server in range(self._servers)]
             for chunk, about, value in records:
                 fields = state_fields(about, value.clone())
-                parts += [(server, _state_part(request, chunk, fields)) for server in self._holders[chunk]]
+                parts += [
+                    (server, _state_part(request, chunk, fields)) for server in self._holders[chunk]
+                ]
         return parts
 
     def declare_lost(self, worker: int, life: int, why: str) -> None:
@@ -222,7 +235,9 @@ class Client:
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Where an arriving payload goes."""
         read = self._reads.get(message.sequence)
-        if read is None or (message.source is not None and message.source.index not in read.awaited):
+        if read is None or (
+            message.source is not None and message.source.index not in read.awaited
+        ):
             return None  # nobody waits for it any more
         if message.kind is Kind.WEIGHTS and 0 <= message.chunk < len(self._layout.chunks):
             view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
@@ -230,7 +245,9 @@ class Client:
                 return view
         elif message.kind is Kind.STATE:
             return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
-        raise ProtocolError(f"a client takes no {message.kind.name} of {size} bytes for chunk {message.chunk}")
+        raise ProtocolError(
+            f"a client takes no {message.kind.name} of {size} bytes for chunk {message.chunk}"
+        )
 
     def handle(self, source: Peer, message: Message) -> None:  # noqa: PLR0915 - one case for each kind
         """Acts on one message."""
@@ -300,7 +317,9 @@ class Client:
 
     def _end_snapshot(self, source: Peer, end: SnapshotEnd, read: _Read) -> None:
         if read.snapshot.version not in (-1, end.version):
-            raise ProtocolError(f"versions {read.snapshot.version} and {end.version} in one snapshot")
+            raise ProtocolError(
+                f"versions {read.snapshot.version} and {end.version} in one snapshot"
+            )
         read.snapshot.version = end.version
         read.snapshot.state |= end.state or {}
         read.awaited.discard(source.index)
@@ -318,7 +337,9 @@ class Client:
             self._order(received.sequence, install)
 
     def _order(self, sequence: int, install: _Install) -> None:
-        self._send(COORDINATOR, Install(sequence, install.version, install.anew, install.state).pack())
+        self._send(
+            COORDINATOR, Install(sequence, install.version, install.anew, install.state).pack()
+        )
 
     def lost(self, peer: Peer, reason: str) -> None:
         """A server or the coordinator is gone: whatever waits for it fails, now and later."""
@@ -364,7 +385,9 @@ def read_log(client: Client) -> Future[list[Commit]]:
             return
         entries = page.result().log
         if entries is None:
-            everything.set_exception(ConfigurationError("no log was kept: give RunConfig(keep_log=True)"))
+            everything.set_exception(
+                ConfigurationError("no log was kept: give RunConfig(keep_log=True)")
+            )
             return
         commits.extend(Commit.from_entry(entry) for entry in entries)
         if len(commits) < page.result().length:

@@ -16,13 +16,18 @@ class CoordinatorRole:
     Args:
         coordinator: decides.
         send: how to send.
-        flush: makes what was sent leave at once: servers elsewhere begin to apply before the one here does.
-        pause: seconds for which the results of short steps wait for each other, while more steps are to come: waking
-            the client for each would take processor time from the workers.
+        flush: makes what was sent leave at once: servers elsewhere begin to apply before the one
+            here does.
+        pause: seconds for which the results of short steps wait for each other, while more steps
+            are to come: waking the client for each would take processor time from the workers.
     """
 
     def __init__(
-        self, coordinator: Coordinator, send: Send, flush: Callable[[], None] = lambda: None, pause: float = 0.0
+        self,
+        coordinator: Coordinator,
+        send: Send,
+        flush: Callable[[], None] = lambda: None,
+        pause: float = 0.0,
     ) -> None:
         self.coordinator = coordinator
         self._send = send

@@ -27,11 +27,11 @@ class _Gathering:
 class HostAggregator:
     """What the workers of one host share, where every member contributes to every version.
 
-    It lives beside a server of the host. Chunks that servers of other hosts hold are pushed to it; it adds the
-    workers' gradients up in the order of the workers and pushes the sum on. New weights come to it, each chunk
-    once, and lie in one vector, which workers that can take as their own (`Replicas.adopt`); a server in the same
-    process updates its chunks there in place. That is safe because nobody reads weights when all have reported:
-    no version is committed before.
+    It lives beside a server of the host. Chunks that servers of other hosts hold are pushed to it;
+    it adds the workers' gradients up in the order of the workers and pushes the sum on. New weights
+    come to it, each chunk once, and lie in one vector, which workers that can take as their own
+    (`Replicas.adopt`); a server in the same process updates its chunks there in place. That is safe
+    because nobody reads weights when all have reported: no version is committed before.
 
     Args:
         index: of the aggregator, and of the server beside which it lives.
@@ -40,7 +40,8 @@ class HostAggregator:
         send: how to send.
         own_pending: makes copies of what has not left yet before memory changes.
         checked: whether to look for NaN and infinity, so that the server can tell whose they are.
-        shown: whether workers may use the vector as their own; not where what is sent of it is a copy.
+        shown: whether workers may use the vector as their own; not where what is sent of it is a
+            copy.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class HostAggregator:
         self._workers = topology.hosts.aggregators[index]
         self._send = send
         self._own_pending = own_pending
-        self._compressor = GradientCompressor(layout, codec, [True] * len(layout.chunks), own_pending)
+        self._compressor = GradientCompressor(
+            layout, codec, [True] * len(layout.chunks), own_pending
+        )
         self._checked = checked
         self._weights = ArrivingWeights(f"aggregator {index}", layout, weights, pull_dtype)
         self._shown = -1  # the generation in which workers were last told where the weights lie
@@ -76,8 +79,13 @@ class HostAggregator:
         """Where an arriving payload goes: gradients stay where they are lent, weights come into the vector."""
         if message.kind is not Kind.PUSH:
             return self._weights.destination(message, size)
-        if not 0 <= message.chunk < len(self._owners) or size != self._layout.chunks[message.chunk].nbytes:
-            raise ProtocolError(f"a push of {size} bytes for chunk {message.chunk}, which has no such size")
+        if (
+            not 0 <= message.chunk < len(self._owners)
+            or size != self._layout.chunks[message.chunk].nbytes
+        ):
+            raise ProtocolError(
+                f"a push of {size} bytes for chunk {message.chunk}, which has no such size"
+            )
         if (message.generation, message.version) < self._step:
             return None
         return where_lent(message, size)
@@ -104,7 +112,11 @@ class HostAggregator:
             shared = WeightsShared(arrived.generation, self._weights.vector)
             for worker in self._workers:
                 self._send(worker_peer(worker), shared.pack())
-        weights = replace(arrived, sequence=0, payload=self._layout.chunk_view(self._weights.vector, arrived.chunk))
+        weights = replace(
+            arrived,
+            sequence=0,
+            payload=self._layout.chunk_view(self._weights.vector, arrived.chunk),
+        )
         for worker in self._workers:
             self._send(worker_peer(worker), weights.pack())
 
@@ -112,12 +124,19 @@ class HostAggregator:
 
     def _gather(self, source: Peer, push: Push) -> None:
         if source.index not in self._workers:
-            raise ProtocolError(f"worker {source.index} is not of the host of aggregator {self._index}")
+            raise ProtocolError(
+                f"worker {source.index} is not of the host of aggregator {self._index}"
+            )
         step = (push.generation, push.pulled)
         if step < self._step:
             return  # of a step that is over
-        if push.pulled > max(self._weights.newest[1], 0) + 1 and self._weights.newest[0] >= push.generation:
-            raise ProtocolError(f"a push from version {push.pulled}, of which no weights can have come")
+        if (
+            push.pulled > max(self._weights.newest[1], 0) + 1
+            and self._weights.newest[0] >= push.generation
+        ):
+            raise ProtocolError(
+                f"a push from version {push.pulled}, of which no weights can have come"
+            )
         if step > self._step:
             self._step = step
             self._gathering = {}
@@ -126,7 +145,9 @@ class HostAggregator:
             return  # a copy
         gathering.pushes[source.index] = push
         if len(gathering.pushes) == len(self._workers):
-            self._push_on(push.chunk, {worker: gathering.pushes[worker] for worker in self._workers})
+            self._push_on(
+                push.chunk, {worker: gathering.pushes[worker] for worker in self._workers}
+            )
             self._gathering[push.chunk] = _Gathering(left=True)
 
     def _push_on(self, chunk: int, pushes: dict[int, Push]) -> None:
@@ -145,7 +166,9 @@ class HostAggregator:
     def _is_finite(self, chunk: int, payload: torch.Tensor) -> bool:
         return math.isfinite(sum_of_squares(payload.view(self._layout.chunks[chunk].dtype)))
 
-    def _leave(self, chunk: int, pushes: dict[int, Push], payload: torch.Tensor | None, unit: float) -> None:
+    def _leave(
+        self, chunk: int, pushes: dict[int, Push], payload: torch.Tensor | None, unit: float
+    ) -> None:
         first = next(iter(pushes.values()))
         total = math.fsum(push.total for push in pushes.values())
         absent = [frozenset(push.absent) for push in pushes.values() if push.payload is not None]
@@ -153,7 +176,9 @@ class HostAggregator:
             payload = self._compressor.pack(chunk, payload, unit, total, frozenset())
         host_push = HostPush(
             *(first.generation, first.pulled, chunk, unit, total),
-            tuple(PushId(worker, push.incarnation, push.sequence) for worker, push in pushes.items()),
+            tuple(
+                PushId(worker, push.incarnation, push.sequence) for worker, push in pushes.items()
+            ),
             sorted(frozenset.intersection(*absent)) if absent else (),
             payload,
         )

@@ -16,7 +16,11 @@ Key = tuple[int, int]  # generation and version, which only grow
 
 def where_lent(message: Message, size: int) -> torch.Tensor:
     """Return the memory that a message's payload is lent in, or new memory for a payload that has to be received."""
-    return as_tensor(message.payload) if message.payload is not None else torch.empty(size, dtype=torch.uint8)
+    return (
+        as_tensor(message.payload)
+        if message.payload is not None
+        else torch.empty(size, dtype=torch.uint8)
+    )
 
 
 class ArrivingWeights:
@@ -29,7 +33,11 @@ class ArrivingWeights:
     """
 
     def __init__(
-        self, reader: str, layout: ParameterLayout, vector: torch.Tensor, wire_dtype: torch.dtype | None
+        self,
+        reader: str,
+        layout: ParameterLayout,
+        vector: torch.Tensor,
+        wire_dtype: torch.dtype | None,
     ) -> None:
         self.vector = vector
         self.newest: Key = (-1, -1)  # of which anything has come
@@ -47,7 +55,9 @@ class ArrivingWeights:
             raise ProtocolError(f"{self._reader} takes no payload of {message.kind.name}")
         view = self._layout.chunk_view(self.vector, message.chunk)
         is_new = (message.generation, message.version) > self._newest[message.chunk]
-        if size == narrow_size(self._layout.chunks[message.chunk].dtype, view.numel(), self._wire_dtype):
+        if size == narrow_size(
+            self._layout.chunks[message.chunk].dtype, view.numel(), self._wire_dtype
+        ):
             if not is_new:
                 return None
             return where_lent(message, size)

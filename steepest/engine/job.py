@@ -43,7 +43,8 @@ class Description:
 
     Attributes:
         threads: of torch, in the process that has them.
-        attend: an attribute of models made for tests: told of each server and worker as it is put into a process.
+        attend: an attribute of models made for tests: told of each server and worker as it is put
+            into a process.
     """
 
     layout: ParameterLayout
@@ -108,8 +109,13 @@ class Job:
         def rank(owner: int, other: int) -> tuple[bool, int]:  # best where the owner's host is not
             return hosts[other] == hosts[owner] and other != owner, (other - owner) % count
 
-        nearest = [sorted(range(count), key=lambda other: rank(owner, other)) for owner in range(count)]
-        found = [(owner, *(other for other in order if other != owner)) for owner, order in enumerate(nearest)]
+        nearest = [
+            sorted(range(count), key=lambda other: rank(owner, other)) for owner in range(count)
+        ]
+        found = [
+            (owner, *(other for other in order if other != owner))
+            for owner, order in enumerate(nearest)
+        ]
         return tuple(found[owner][: self.replication] for owner in self.owners)
 
     @property
@@ -146,7 +152,10 @@ class Job:
     @property
     def workers_are_replaced(self) -> bool:
         """Whether another worker takes the place of one that is lost: it must have held nothing that others need."""
-        if isinstance(self.config, (SimpleStrategy, LocalStrategy)) or self.config.transport == "ray":
+        if (
+            isinstance(self.config, (SimpleStrategy, LocalStrategy))
+            or self.config.transport == "ray"
+        ):
             return False
         return self.replaces and not self.servers_in_workers
 
@@ -198,7 +207,9 @@ class Job:
         """How many updates the model's optimizer has made for any weight before a step, which its schedule counts."""
         return step * self.strategy.updates + self.schedule_offset
 
-    def plan(self, step: int = 0, remaining: Remaining | None = None, seed: int | None = None) -> SamplePlan | None:
+    def plan(
+        self, step: int = 0, remaining: Remaining | None = None, seed: int | None = None
+    ) -> SamplePlan | None:
         """Who gets which samples from a step on; None when the data are streams."""
         samples, rest = self.description.samples, remaining or Remaining()
         if samples is None:
@@ -206,7 +217,17 @@ class Job:
         seed = self.seed if seed is None else seed
         blocks = self.description.blocks
         begun = tuple(each for each in rest.begun if each[1] != blocks)
-        return SamplePlan(samples, self.global_batch, seed, step, rest.epoch, rest.offset, blocks, rest.left, begun)
+        return SamplePlan(
+            samples,
+            self.global_batch,
+            seed,
+            step,
+            rest.epoch,
+            rest.offset,
+            blocks,
+            rest.left,
+            begun,
+        )
 
 
 def build_models(
@@ -214,8 +235,8 @@ def build_models(
 ) -> tuple[list[Model], Description]:
     """Makes a worker's models and describes them.
 
-    The global random state is seeded alike before each, so that initial weights do not depend on how
-    many replicas there are.
+    The global random state is seeded alike before each, so that initial weights do not depend on
+    how many replicas there are.
 
     Raises:
         ModelError: something is not a `Model`, or two of them disagree.
@@ -226,7 +247,8 @@ def build_models(
         model = model_creator(worker, device)
         if not isinstance(model, Model):
             raise ModelError(
-                f"model_creator({worker}, {device}) returned {type(model).__name__}: return a steepest model, such as "
+                f"model_creator({worker}, {device}) returned {type(model).__name__}: return a "
+                "steepest model, such as "
                 "TorchModel(module, loss=..., data=..., batch_size=..., optimizer=...)"
             )
         if cut != ChunkSpec():
@@ -247,18 +269,24 @@ def build_models(
         for m in models
     ]
     for device, other in enumerate(described):
-        check_agreement(described[0], other, f"worker {worker} device 0", f"worker {worker} device {device}")
+        check_agreement(
+            described[0], other, f"worker {worker} device 0", f"worker {worker} device {device}"
+        )
     return models, described[0]
 
 
 def _count(name: str, value: Any) -> int:
     """A number of samples that a model tells of."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ModelError(f"the model's {name} is {value!r:.200}: it must be a positive number of samples")
+        raise ModelError(
+            f"the model's {name} is {value!r:.200}: it must be a positive number of samples"
+        )
     return int(value)
 
 
-def check_agreement(first: Description, other: Description, first_name: str, other_name: str) -> None:
+def check_agreement(
+    first: Description, other: Description, first_name: str, other_name: str
+) -> None:
     """Two replicas must be alike.
 
     Raises:
@@ -276,7 +304,8 @@ def check_agreement(first: Description, other: Description, first_name: str, oth
             difference = f"{what} {a!s:.2000}, the other has {b!s:.2000}"
     if difference is not None:
         raise ModelError(
-            f"replicas disagree: {first_name} has {difference} ({other_name}); model_creator must build the same "
+            f"replicas disagree: {first_name} has {difference} ({other_name}); model_creator must "
+            "build the same "
             "model for every worker and device"
         )
 
@@ -292,7 +321,8 @@ def build_replicas(
     """A worker's models, bound to flat buffers on their devices.
 
     Args:
-        before: what they were bound to as part of an earlier job, which goes on being used where that can be.
+        before: what they were bound to as part of an earlier job, which goes on being used where
+            that can be.
         memory: for others.
     """
     share = WorkShare(
@@ -314,7 +344,11 @@ def build_replicas(
             clip_norm=job.config.clip_norm,
             memory=memory,
         )
-    elif type(before) is Replicas and before.leased == share.leased and before.layout.chunks == models[0].layout.chunks:
+    elif (
+        type(before) is Replicas
+        and before.leased == share.leased
+        and before.layout.chunks == models[0].layout.chunks
+    ):
         before.renumber(share.first_index, share.shares)
         return before
     else:
@@ -330,7 +364,9 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
     coordinator = Coordinator(
         members=frozenset(range(job.num_workers)),
         servers=tuple(range(job.num_servers)),
-        holding=frozenset(server for chunk in chunks if chunk.trainable for server in job.holders[chunk.index]),
+        holding=frozenset(
+            server for chunk in chunks if chunk.trainable for server in job.holders[chunk.index]
+        ),
         rule=job.strategy.rule,
         hyperparameters=schedule.at,
         schedule=schedule,
@@ -342,11 +378,18 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         waits=job.workers_are_replaced,
         witnessed=job.replication > 1,
     )
-    _host(router, job, COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR), router.pump, pause))
+    _host(
+        router,
+        job,
+        COORDINATOR,
+        CoordinatorRole(coordinator, router.sender(COORDINATOR), router.pump, pause),
+    )
     return coordinator
 
 
-def host_server(router: Router, job: Job, index: int, weights: torch.Tensor, *, shared: bool = False) -> Server:
+def host_server(
+    router: Router, job: Job, index: int, weights: torch.Tensor, *, shared: bool = False
+) -> Server:
     """Makes a server live in this process.
 
     Args:
@@ -407,18 +450,26 @@ def host_worker(
 
     Args:
         incarnation: which life of this worker.
-        wait: what to do in the middle of a step to receive more of its weights; by default a turn of the router.
+        wait: what to do in the middle of a step to receive more of its weights; by default a turn
+            of the router.
     """
     peer = worker_peer(index)
     send = router.sender(peer)
     alone = job.num_workers == 1
-    adopt = _refuse if job.servers_in_workers else replicas.adopt  # it stays with the vector that its server updates
+    adopt = (
+        _refuse if job.servers_in_workers else replicas.adopt
+    )  # it stays with the vector that its server updates
     own = index if job.strategy.in_workers else None
     exchange = PushPull(index, job.topology, replicas.weights, send, adopt, own)
     replicas.use_compressor(exchange.compressor)
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
-    # where all contribute to each version, no weights come before a worker has computed its gradient
-    pump = router.pump_both_ways if job.strategy.in_workers and job.strategy.rule.together else router.pump
+    # where all contribute to each version, no weights come before a worker has computed its
+    # gradient
+    pump = (
+        router.pump_both_ways
+        if job.strategy.in_workers and job.strategy.rule.together
+        else router.pump
+    )
     worker = Worker(
         index,
         replicas,

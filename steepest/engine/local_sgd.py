@@ -64,11 +64,16 @@ class LocalReplicas(Replicas):
         self._updates_before = updates_before
         self._clip_norm = clip_norm
         self._schedule = Schedule(spec)
-        self._recipe = [{k: v for k, v in hyper.items() if k not in ("fused", "foreach")} for _, hyper in spec.groups]
+        self._recipe = [
+            {k: v for k, v in hyper.items() if k not in ("fused", "foreach")}
+            for _, hyper in spec.groups
+        ]
         self._base = self.layout.allocate()
         chunks = [self.layout.chunks[index] for index in self._trainable]
         self._held = {
-            chunk.index: ServerChunk(chunk, self.layout, spec, self.layout.chunk_view(self.weights, chunk.index), False)
+            chunk.index: ServerChunk(
+                chunk, self.layout, spec, self.layout.chunk_view(self.weights, chunk.index), False
+            )
             for chunk in chunks
         }
         self._number = -1  # of the last share
@@ -80,7 +85,11 @@ class LocalReplicas(Replicas):
         return False
 
     def compute(
-        self, number: int, chunk_ready: ChunkReady, metrics: bool, arrive: Arrive = lambda entry: None
+        self,
+        number: int,
+        chunk_ready: ChunkReady,
+        metrics: bool,
+        arrive: Arrive = lambda entry: None,
     ) -> WorkerResult:
         """Make one share's updates, and push the difference that they made; see `Replicas.compute`."""
         arrive(None)
@@ -92,10 +101,22 @@ class LocalReplicas(Replicas):
         try:
             for update in range(self._updates):
                 micros = range(update * self._accumulate, (update + 1) * self._accumulate)
-                batches = [(replica, m) for replica, count in enumerate(counts) for m in micros if m < count]
+                batches = [
+                    (replica, m)
+                    for replica, count in enumerate(counts)
+                    for m in micros
+                    if m < count
+                ]
                 if batches:
                     parts.append(
-                        self._compute_each(number, batches, counts, self._hold_gradient, metrics, lambda entry: None)
+                        self._compute_each(
+                            number,
+                            batches,
+                            counts,
+                            self._hold_gradient,
+                            metrics,
+                            lambda entry: None,
+                        )
                     )
                     self._update(first + update)
             result = summarize_batches(parts)
@@ -114,7 +135,9 @@ class LocalReplicas(Replicas):
             self._load(self._before)
             self._schedule.load_state(self._schedule_before)
         else:
-            self._before = [(index, about, value.clone()) for index, about, value in self._records()]
+            self._before = [
+                (index, about, value.clone()) for index, about, value in self._records()
+            ]
             self._schedule_before = self._schedule.state()
         self._number = number
 
@@ -145,7 +168,8 @@ class LocalReplicas(Replicas):
         for index in reversed(self._trainable):
             dtype = self.layout.chunks[index].dtype
             base, now, difference = (
-                self.layout.chunk_view(vector, index).view(dtype) for vector in (self._base, self.weights, self._sum)
+                self.layout.chunk_view(vector, index).view(dtype)
+                for vector in (self._base, self.weights, self._sum)
             )
             torch.sub(base, now, out=difference)
             chunk_ready(index, difference.view(torch.uint8), weight, weight, frozenset())
@@ -153,7 +177,11 @@ class LocalReplicas(Replicas):
     # -- the inner optimizer's state -----------------------------------------------------------
 
     def _records(self) -> list[Record]:
-        return [(index, about, value) for index, held in self._held.items() for about, value in held.state()]
+        return [
+            (index, about, value)
+            for index, held in self._held.items()
+            for about, value in held.state()
+        ]
 
     def _load(self, records: Sequence[Record]) -> None:
         for held in self._held.values():
@@ -173,7 +201,10 @@ class LocalReplicas(Replicas):
         return {name: value.clone() for name, value in state.items()}, plain, schedule
 
     def load_inner_state(
-        self, state: Mapping[str, torch.Tensor], plain: Sequence[Any], schedule: ScheduleState | None
+        self,
+        state: Mapping[str, torch.Tensor],
+        plain: Sequence[Any],
+        schedule: ScheduleState | None,
     ) -> None:
         """Set what `inner_state` returned."""
         self._load(disassemble(self.layout, state, plain))

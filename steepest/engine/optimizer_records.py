@@ -14,7 +14,14 @@ from steepest.tensors.dtypes import as_bytes
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(
+            torch.float32,
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.complex64,
+            torch.complex128,
+        ),
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     )
 }
@@ -23,7 +30,10 @@ _MOST_DIMENSIONS = 64
 
 def state_fields(about: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
     """Return the fields of a `StateTensor`, or `PutState`, that say what a record is, and its payload."""
-    dtype, payload = str(value.dtype).removeprefix("torch."), as_bytes(value) if value.numel() else None
+    dtype, payload = (
+        str(value.dtype).removeprefix("torch."),
+        as_bytes(value) if value.numel() else None,
+    )
     return {**about, "dtype": dtype, "shape": list(value.shape), "payload": payload}
 
 
@@ -53,5 +63,7 @@ def checked_state_size(message: Message, size: int) -> int:
 def _form(about: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype, shape = _DTYPES.get(about.get("dtype")), about.get("shape")  # type: ignore[arg-type]
     if dtype is None or not isinstance(shape, (list, tuple)) or len(shape) > _MOST_DIMENSIONS:
-        raise ProtocolError(f"optimizer state of dtype {about.get('dtype')!r:.40} and shape {shape!r:.80}")
+        raise ProtocolError(
+            f"optimizer state of dtype {about.get('dtype')!r:.40} and shape {shape!r:.80}"
+        )
     return dtype, tuple(shape)

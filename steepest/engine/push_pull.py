@@ -17,17 +17,19 @@ from steepest.tensors.memory import as_tensor
 class PushPull:
     """A worker's end of its strategy: pushes gradients chunk by chunk, receives weights in place.
 
-    It lives as long as its worker. The worker calls `begin`, then `ready` for each chunk as the backward pass completes
-    it, then `end`; messages that arrive meanwhile or afterwards go to `receive`, until it says that a version is
-    complete.
+    It lives as long as its worker. The worker calls `begin`, then `ready` for each chunk as the
+    backward pass completes it, then `end`; messages that arrive meanwhile or afterwards go to
+    `receive`, until it says that a version is complete.
 
     Args:
         worker: its index.
-        topology: all holders of a chunk are pushed to; those of other hosts through this host's aggregator, if it has one.
+        topology: all holders of a chunk are pushed to; those of other hosts through this host's
+            aggregator, if it has one.
         weights: the flat vector that new weights are written to.
-        adopt: called with a flat vector of weights that all workers of this host share; returns whether the models use
-            it from now on.
-        own: the server of the worker's own process, if it has one: what they exchange does not count as bytes moved.
+        adopt: called with a flat vector of weights that all workers of this host share; returns
+            whether the models use it from now on.
+        own: the server of the worker's own process, if it has one: what they exchange does not
+            count as bytes moved.
 
     Attributes:
         packer: with what compression has left out so far.
@@ -52,7 +54,9 @@ class PushPull:
         self._send = send
         self._adopt = adopt
         codec, pull_dtype = topology.wire_formats
-        aggregator = hosts.aggregator_of(worker) if codec is None or not codec.lossy else None  # each packs its own
+        aggregator = (
+            hosts.aggregator_of(worker) if codec is None or not codec.lossy else None
+        )  # each packs its own
         self._targets = [
             [
                 aggregator_peer(aggregator)
@@ -63,7 +67,10 @@ class PushPull:
             for servers in holders
         ]
         packed = [  # the same for all of them, so that copies stay alike
-            any(t.role == "server" and not hosts.beside(worker, s) for t, s in zip(targets, servers, strict=True))
+            any(
+                t.role == "server" and not hosts.beside(worker, s)
+                for t, s in zip(targets, servers, strict=True)
+            )
             for targets, servers in zip(self._targets, holders, strict=True)
         ]
         self.compressor = GradientCompressor(layout, codec, packed)
@@ -80,7 +87,9 @@ class PushPull:
         self.bytes_pushed = 0
         self.compressor.begin()
 
-    def ready(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
+    def ready(
+        self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
+    ) -> None:
         """Push a chunk of the gradient that is complete (see `steepest.engine.replicas.ChunkReady`).
 
         `payload` stays unchanged until the step is committed.
@@ -114,7 +123,9 @@ class PushPull:
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return where an arriving payload goes: weights are received where the model sees them."""
         if message.kind is Kind.WEIGHTS_SHARED and size == self._layout.nbytes:
-            return None if message.payload is None else as_tensor(message.payload)  # only of use where it lies
+            return (
+                None if message.payload is None else as_tensor(message.payload)
+            )  # only of use where it lies
         return self._weights.destination(message, size)
 
     def receive(self, source: Peer, message: Message) -> tuple[int, int] | None:

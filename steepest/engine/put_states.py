@@ -36,8 +36,10 @@ class PutStates:
         server: index of the server, for errors.
         chunks: that it holds.
         send: sends as the server.
-        make_way: called before a chunk's weights change; returns where the new ones go, or None for in place.
-        checked: whether an optimizer state is tried before it is installed, because anybody may have put it.
+        make_way: called before a chunk's weights change; returns where the new ones go, or None for
+            in place.
+        checked: whether an optimizer state is tried before it is installed, because anybody may
+            have put it.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class PutStates:
         self._checked = checked
         self._puts: dict[tuple[Peer, int], _Put] = {}  # by client and request
         self._installed: dict[Peer, int] = {}  # the last request of each client
-        self._gone: set[Peer] = set()  # clients that put something and left; it may be installed all the same
+        self._gone: set[Peer] = (
+            set()
+        )  # clients that put something and left; it may be installed all the same
 
     def __len__(self) -> int:
         """Return how many states have come, whole or in part, and are not installed."""
@@ -66,7 +70,8 @@ class PutStates:
         """Keep a part of a state, and acknowledge it.
 
         Raises:
-            ProtocolError: it is of no chunk of this server, does not fit its optimizer, or is one state too many.
+            ProtocolError: it is of no chunk of this server, does not fit its optimizer, or is one
+                state too many.
         """
         match message.kind:
             case Kind.PUT:
@@ -79,7 +84,9 @@ class PutStates:
 
     def _put_weights(self, source: Peer, part: Put) -> None:
         if part.payload is None or part.chunk not in self._chunks:
-            raise ProtocolError(f"PUT of {part.payload} for chunk {part.chunk} at server {self._server}")
+            raise ProtocolError(
+                f"PUT of {part.payload} for chunk {part.chunk} at server {self._server}"
+            )
         if (put := self._part_of(source, part)) is not None:
             put.weights[part.chunk] = part.payload
 
@@ -87,7 +94,9 @@ class PutStates:
         about = part.about
         value = state_tensor(about, part.payload)
         if (held := self._chunks.get(part.chunk)) is None:
-            raise ProtocolError(f"optimizer state for chunk {part.chunk}: server {self._server} does not hold it")
+            raise ProtocolError(
+                f"optimizer state for chunk {part.chunk}: server {self._server} does not hold it"
+            )
         held.check_state(about, value)
         if (put := self._part_of(source, part)) is not None:
             put.state.append((part.chunk, about, value))
@@ -98,9 +107,13 @@ class PutStates:
             return None
         key = (source, part.sequence)
         if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
-            raise ProtocolError(f"{source} has put {_MOST_PUTS} states that it has not had installed")
+            raise ProtocolError(
+                f"{source} has put {_MOST_PUTS} states that it has not had installed"
+            )
         if source in self._gone or key not in self._puts:
-            self._puts = {other: put for other, put in self._puts.items() if other[0] not in self._gone}
+            self._puts = {
+                other: put for other, put in self._puts.items() if other[0] not in self._gone
+            }
             self._gone.clear()
             self._puts[key] = _Put()
         self._send(source, PutReceived(part.sequence, part.number).pack())
@@ -109,8 +122,8 @@ class PutStates:
     def install(self, client: Peer, sequence: int) -> bool:
         """Make what a client put in a request the state of this server, if anything has come of it.
 
-        Optimizer state is installed only together with the weights of its checkpoint. Return False, with nothing
-        changed, if no optimizer can go on from it.
+        Optimizer state is installed only together with the weights of its checkpoint. Return False,
+        with nothing changed, if no optimizer can go on from it.
         """
         put = self._puts.pop((client, sequence), None)
         if put is None:
@@ -119,7 +132,9 @@ class PutStates:
             return False
         if client not in self._gone:
             self._installed[client] = sequence
-        self._puts = {key: other for key, other in self._puts.items() if key[0] != client or key[1] > sequence}
+        self._puts = {
+            key: other for key, other in self._puts.items() if key[0] != client or key[1] > sequence
+        }
         for index, payload in put.weights.items():
             held = self._chunks[index]
             if (buffer := self._make_way(held)) is not None:
@@ -136,7 +151,9 @@ class PutStates:
         if self._checked and put.replaces_state:
             try:
                 for index, held in self._chunks.items():
-                    held.try_state([(about, value) for at, about, value in put.state if at == index])
+                    held.try_state(
+                        [(about, value) for at, about, value in put.state if at == index]
+                    )
             except ProtocolError as error:
                 log.warning("refused what %s has put: %s", client, error)
                 return False

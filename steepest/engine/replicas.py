@@ -130,7 +130,9 @@ class Replicas:
         for index, device in enumerate(devices):
             # Weights are shared; replica 0 writes to the sum itself, if it writes only once.
             if device.type == "cpu":
-                self._own.append((self.weights, self._sum if index == 0 and accumulate == 1 else scratch))
+                self._own.append(
+                    (self.weights, self._sum if index == 0 and accumulate == 1 else scratch)
+                )
             else:
                 self._own.append((self.weights.to(device), self._sum.to(device)))
         for model, (weights, gradients) in reversed(list(zip(models, self._own, strict=True))):
@@ -183,7 +185,9 @@ class Replicas:
             state = Tensors(model.state())
             for name in names:
                 if name not in state and name in self.layout.index:
-                    state[name] = self.layout.entry_view(self.weights, self.layout.index[name]).clone()
+                    state[name] = self.layout.entry_view(
+                        self.weights, self.layout.index[name]
+                    ).clone()
             found.append(state)
         return found
 
@@ -193,7 +197,11 @@ class Replicas:
         Args:
             first_index, shares: as of the class.
         """
-        self.first_index, self.worker, self._shares = first_index, first_index // len(self.models), shares
+        self.first_index, self.worker, self._shares = (
+            first_index,
+            first_index // len(self.models),
+            shares,
+        )
         if self.weights.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.weights)
             self._move(self._memory)
@@ -219,7 +227,9 @@ class Replicas:
 
     def _move(self, weights: torch.Tensor) -> None:
         self.weights = weights
-        for index, (device, (_, gradients)) in enumerate(zip(self._devices, self._own, strict=True)):
+        for index, (device, (_, gradients)) in enumerate(
+            zip(self._devices, self._own, strict=True)
+        ):
             if device.type == "cpu":
                 self._own[index] = (weights, gradients)
                 self.models[index].move(weights)
@@ -235,7 +245,9 @@ class Replicas:
             ModelError: they have changed trained parameters; names the first.
         """
         if changed := forget_writes(self.weights):
-            behind = [e for e in self.layout.entries if e.trainable and e.offset + e.nbytes > changed[0]]
+            behind = [
+                e for e in self.layout.entries if e.trainable and e.offset + e.nbytes > changed[0]
+            ]
             if behind:
                 raise ModelError(refusal(min(behind, key=lambda entry: entry.offset).name))
 
@@ -279,13 +291,17 @@ class Replicas:
             first, step = self._first_part(number, replica), number // self._shares
             plan, own = self._plan, self._micros
             shares = iter(()) if plan is None else plan.shares(step, first, self._parts, own)
-            kept = ((number, micro), self.models[replica].data.open(shares, prefetch=not self.leased))
+            kept = (
+                (number, micro),
+                self.models[replica].data.open(shares, prefetch=not self.leased),
+            )
         self._batches[replica] = None  # an iterator that raises is exhausted
         try:
             batch = next(kept[1])
         except StopIteration:
             raise ModelError(
-                "the source of the training data ended: its open() must yield a batch for each share"
+                "the source of the training data ended: its open() must yield a batch for each "
+                "share"
             ) from None
         # In the next step the replica has the same place.
         following = (number, micro + 1) if micro + 1 < count else (number + self._shares, 0)
@@ -301,10 +317,17 @@ class Replicas:
             return [self._micros] * len(self.models)
         step, parts = number // self._shares, self._parts
         firsts = [self._first_part(number, replica) for replica in range(len(self.models))]
-        return [sum(len(plan.share(step, at + m, parts)) > 0 for m in range(self._micros)) for at in firsts]
+        return [
+            sum(len(plan.share(step, at + m, parts)) > 0 for m in range(self._micros))
+            for at in firsts
+        ]
 
     def compute(
-        self, number: int, chunk_ready: ChunkReady, metrics: bool, arrive: Arrive = lambda entry: None
+        self,
+        number: int,
+        chunk_ready: ChunkReady,
+        metrics: bool,
+        arrive: Arrive = lambda entry: None,
     ) -> WorkerResult:
         """Compute the gradient of one share of the samples.
 
@@ -322,8 +345,12 @@ class Replicas:
         if not any(counts):
             arrive(None)
             self._nothing(chunk_ready)
-        batches = [(replica, micro) for replica, count in enumerate(counts) for micro in range(count)]
-        return summarize_batches([self._compute_each(number, batches, counts, chunk_ready, metrics, arrive)])
+        batches = [
+            (replica, micro) for replica, count in enumerate(counts) for micro in range(count)
+        ]
+        return summarize_batches(
+            [self._compute_each(number, batches, counts, chunk_ready, metrics, arrive)]
+        )
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
         for chunk in self._trainable:
@@ -352,7 +379,9 @@ class Replicas:
                 arrive(None)  # the model computes with copies on its device
             collector.begin(self._own[replica][1])
             results.append(
-                validate_computed(self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive))
+                validate_computed(
+                    self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)
+                )
             )
             arrive(None)
             collector.end()
@@ -387,7 +416,9 @@ class Replicas:
         size = batch_size or model.batch_size
         source = model.source(data, size)
         if source.size is None:
-            raise ModelError("evaluate() needs data of known length: give arrays or a map-style dataset")
+            raise ModelError(
+                "evaluate() needs data of known length: give arrays or a map-style dataset"
+            )
         begin, end = even_share(source.size, part, parts)
         shares = [np.arange(i, min(i + size, end)) for i in range(begin, end, size)]
         results = [validate_computed(model.evaluate(batch)) for batch in source.open(shares)]
@@ -396,7 +427,10 @@ class Replicas:
 
 def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:
     """Return means by weight over all batches, and the seconds that they took."""
-    timings = {"data": sum(loading for _, loading, _ in parts), "compute": sum(computing for *_, computing in parts)}
+    timings = {
+        "data": sum(loading for _, loading, _ in parts),
+        "compute": sum(computing for *_, computing in parts),
+    }
     return WorkerResult(*_mean([result for results, _, _ in parts for result in results]), timings)
 
 
@@ -433,9 +467,13 @@ class _Collector:
         """
         for index in self._replicas._trainable:
             if self._missing[index] > 0:
-                names = ", ".join(repr(self._layout.entries[s.entry].name) for s in self._layout.chunks[index].slices)
+                names = ", ".join(
+                    repr(self._layout.entries[s.entry].name)
+                    for s in self._layout.chunks[index].slices
+                )
                 raise ModelError(
-                    f"compute_gradients returned before it had called ready for each of {names:.500}: call it once for "
+                    "compute_gradients returned before it had called ready for each of "
+                    f"{names:.500}: call it once for "
                     "every trainable parameter"
                 )
         self._unit = self._unit or self._weight
@@ -468,7 +506,9 @@ class _Collector:
         if self._left == 0:
             absent = frozenset(s.entry for s in chunk.slices if s.entry not in self._present)
             unit, weight = self._unit or self._weight, self._total + self._weight
-            self._chunk_ready(index, total.view(torch.uint8) if unit else _NOTHING, unit, weight, absent)
+            self._chunk_ready(
+                index, total.view(torch.uint8) if unit else _NOTHING, unit, weight, absent
+            )
 
 
 def _mean(results: Sequence[Computed]) -> tuple[float, float, int, dict[str, float]]:
@@ -513,4 +553,6 @@ def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
 
 def mean_states(states: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> Tensors:
     """Return one state merged from those of several replicas, see `steepest.tensors.dtypes.merge_replicas`."""
-    return Tensors((name, merge_replicas([state[name] for state in states], weights)) for name in states[0])
+    return Tensors(
+        (name, merge_replicas([state[name] for state in states], weights)) for name in states[0]
+    )

@@ -42,7 +42,8 @@ from steepest.tensors.memory import as_tensor
 log = logging.getLogger(__name__)
 
 _DECISIONS: dict[Kind, type[Decision]] = {
-    decision.KIND: decision for decision in (Commit, Discard, Refresh, WorkerEnded, WorkerJoined, Members, InstallPut)
+    decision.KIND: decision
+    for decision in (Commit, Discard, Refresh, WorkerEnded, WorkerJoined, Members, InstallPut)
 }
 
 
@@ -61,7 +62,8 @@ class ServerMode:
 
     Attributes:
         together: every member contributes to every version: pushes are reduced as they arrive.
-        in_workers: each server lives in the process of the worker of its index, which takes the server's weights there.
+        in_workers: each server lives in the process of the worker of its index, which takes the
+            server's weights there.
         open_to_all: anybody may push, members or not.
         checked: the size of gradients is computed, and with it NaN and infinity are found.
     """
@@ -114,8 +116,12 @@ class Server:
         self._hosts = topology.hosts
         self._host = self._hosts.servers[index]
         self._weight_buffers = WeightBuffers(layout.nbytes, in_use, weights)
-        self._narrow_buffers = WeightBuffers(layout.nbytes // 2, in_use)  # of what workers pull narrow
-        self._narrowed: dict[int, tuple[tuple[int, int], torch.Tensor]] = {}  # by chunk: of which version, its bytes
+        self._narrow_buffers = WeightBuffers(
+            layout.nbytes // 2, in_use
+        )  # of what workers pull narrow
+        self._narrowed: dict[
+            int, tuple[tuple[int, int], torch.Tensor]
+        ] = {}  # by chunk: of which version, its bytes
         self._together = mode.together
         self._checked = mode.checked
         self._open_to_all = mode.open_to_all
@@ -155,7 +161,9 @@ class Server:
     @property
     def vector(self) -> torch.Tensor:
         """The flat vector in which its chunks lie, or the first of them."""
-        lying = next((held.weights for held in self._chunks.values() if held.chunk.nbytes), torch.empty(0))
+        lying = next(
+            (held.weights for held in self._chunks.values() if held.chunk.nbytes), torch.empty(0)
+        )
         return self._weight_buffers.of(lying)
 
     @property
@@ -176,14 +184,18 @@ class Server:
             sizes.append((self._codec and self._codec.size(self._layout, held.chunk)) or sizes[0])
         if not (is_push or message.kind is Kind.PUT) or held is None or size not in sizes:
             raise ProtocolError(
-                f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server {self._index} expects "
-                f"{held.chunk.nbytes if held else 'none of it'}"
+                f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server "
+                f"{self._index} expects {held.chunk.nbytes if held else 'none of it'}"
             )
         if message.kind is Kind.PUT:
             return torch.empty(size, dtype=torch.uint8)
-        if message.generation < self.generation or (self._together and message.version < self.version):
+        if message.generation < self.generation or (
+            self._together and message.version < self.version
+        ):
             return None  # late: received and dropped
-        return as_tensor(message.payload) if message.payload is not None else held.staging_buffer(size)
+        return (
+            as_tensor(message.payload) if message.payload is not None else held.staging_buffer(size)
+        )
 
     def handle(self, source: Peer, message: Message) -> None:
         """Acts on one message."""
@@ -241,8 +253,12 @@ class Server:
     # -- stage ---------------------------------------------------------------------------------
 
     def _stage(self, source: Peer, pushed: Push | HostPush) -> None:
-        next_one = self._copies and self._together and pushed.pulled == self.version + 1  # elsewhere this is committed
-        if pushed.generation > self.generation or (next_one and pushed.generation == self.generation):
+        next_one = (
+            self._copies and self._together and pushed.pulled == self.version + 1
+        )  # elsewhere this is committed
+        if pushed.generation > self.generation or (
+            next_one and pushed.generation == self.generation
+        ):
             self._keep_early(source, pushed)
             return
         held = self._chunks.get(pushed.chunk)
@@ -250,20 +266,30 @@ class Server:
             raise ProtocolError(f"chunk {pushed.chunk} takes no gradients on server {self._index}")
         pushes = self._pushes_of(source, pushed)
         push, covered = pushes[0], frozenset(push.worker for push in pushes)
-        reasons = [reason for push in pushes if (reason := self._reason_to_refuse(push, pushed, held)) is not None]
+        reasons = [
+            reason
+            for push in pushes
+            if (reason := self._reason_to_refuse(push, pushed, held)) is not None
+        ]
         reason = max(reasons, default=None)
         if reason is not None:
             self.refused += 1
             held.release(pushed.payload)
             if reason:
-                raise ProtocolError(f"push of chunk {pushed.chunk} at version {pushed.pulled}: {reason}")
+                raise ProtocolError(
+                    f"push of chunk {pushed.chunk} at version {pushed.pulled}: {reason}"
+                )
             return
         payload = pushed.payload
-        codec = self._codec if payload is not None and payload.numel() != held.chunk.nbytes else None
+        codec = (
+            self._codec if payload is not None and payload.numel() != held.chunk.nbytes else None
+        )
         if codec is not None and payload is not None:
             codec.check(self._layout, held.chunk, payload)
         if payload is not None and not self._together and pushed.chunk not in self._answers_for:
-            payload = held.own(payload)  # its worker goes on when it has the weights, which come from elsewhere
+            payload = held.own(
+                payload
+            )  # its worker goes on when it has the weights, which come from elsewhere
         absent = frozenset(pushed.absent)
         held.staged[push] = StagedPush(covered, payload, pushed.unit, pushed.total, absent, codec)
         if self._together:
@@ -274,7 +300,9 @@ class Server:
 
     def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
         """Keeps a push that overtook the coordinator's word; as many of each sender as two steps have, and copies."""
-        served = len(self._hosts.aggregators.get(source.index, ())) if source.role == "aggregator" else 1
+        served = (
+            len(self._hosts.aggregators.get(source.index, ())) if source.role == "aggregator" else 1
+        )
         self._early.append((source, pushed))
         self._early_of[source] += 1
         if self._early_of[source] > 4 * len(self._trainable) * served:
@@ -285,8 +313,9 @@ class Server:
             if (held := self._chunks.get(oldest.chunk)) is not None:
                 held.release(oldest.payload)
             raise ProtocolError(
-                f"{source} has pushed more than two steps before this server was told of them: its oldest push, of "
-                f"chunk {oldest.chunk} at generation {oldest.generation} and version {oldest.pulled}, is dropped"
+                f"{source} has pushed more than two steps before this server was told of them: its "
+                f"oldest push, of chunk {oldest.chunk} at generation {oldest.generation} and "
+                f"version {oldest.pulled}, is dropped"
             )
 
     def _pushes_of(self, source: Peer, pushed: Push | HostPush) -> list[PushId]:
@@ -296,12 +325,19 @@ class Server:
         pushes = sorted(pushed.pushes)
         served = self._hosts.aggregators.get(source.index, ())
         if not pushes or not all(push.worker in served for push in pushes):
-            raise ProtocolError(f"{source} pushes for workers {[push.worker for push in pushes]}, it serves {served}")
+            raise ProtocolError(
+                f"{source} pushes for workers {[push.worker for push in pushes]}, it serves "
+                f"{served}"
+            )
         return pushes
 
-    def _reason_to_refuse(self, push: PushId, pushed: Push | HostPush, held: ServerChunk) -> str | None:
+    def _reason_to_refuse(
+        self, push: PushId, pushed: Push | HostPush, held: ServerChunk
+    ) -> str | None:
         """None to take it; empty when it is merely late; at most once in any case."""
-        late = pushed.generation < self.generation or push.incarnation <= self._ended.get(push.worker, -1)
+        late = pushed.generation < self.generation or push.incarnation <= self._ended.get(
+            push.worker, -1
+        )
         if late or push in self._done:
             return ""
         if not self._open_to_all and push.worker not in self._members:
@@ -322,7 +358,11 @@ class Server:
         if len(held.staged) < MOST_PUSHES:
             return None
         own = sum(other.worker == push.worker for other in held.staged)
-        return None if own < MOST_PUSHES else f"worker {push.worker} has {own} pushes that are not committed"
+        return (
+            None
+            if own < MOST_PUSHES
+            else f"worker {push.worker} has {own} pushes that are not committed"
+        )
 
     def _reduce(self, held: ServerChunk) -> None:
         """Every member's push of a chunk is there."""
@@ -353,12 +393,18 @@ class Server:
         if arriving.missing == 0:
             del self._arriving[push]
             about = self._squares_and_culprits(arriving)
-            staged = PushStaged(self.generation, push.incarnation, push.sequence, pulled, push.worker, *about)
+            staged = PushStaged(
+                self.generation, push.incarnation, push.sequence, pulled, push.worker, *about
+            )
             self._send(COORDINATOR, staged.pack())
 
-    def _squares_and_culprits(self, arriving: _Arriving) -> tuple[float | None, list[tuple[int, str]]]:
+    def _squares_and_culprits(
+        self, arriving: _Arriving
+    ) -> tuple[float | None, list[tuple[int, str]]]:
         """Return the sum of the squares of a gradient, None if it is not checked, and who sent NaN."""
-        squares = sum(sorted(arriving.squares)) if self._checked else None  # the same in whatever order chunks came
+        squares = (
+            sum(sorted(arriving.squares)) if self._checked else None
+        )  # the same in whatever order chunks came
         return squares, arriving.culprits[:MOST_CULPRITS]
 
     def _forget(self, push: PushId) -> None:
@@ -376,17 +422,31 @@ class Server:
         pushes = commit.pushes
         hyper = commit.hyper or [{} for _ in self._base]
         self._check_commit(commit, hyper)
-        if self._changed or any(hyper):  # what a schedule leaves alone returns to the recipe's value
+        if self._changed or any(
+            hyper
+        ):  # what a schedule leaves alone returns to the recipe's value
             self._changed = True
             hyper = [{**base, **changed} for base, changed in zip(self._base, hyper, strict=True)]
-            hyper = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in hyper]
+            hyper = [
+                {k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in hyper
+            ]
         self.version = commit.version
         self._together_now = _Arriving(len(self._trainable))
-        readers = list(dict.fromkeys((self._hosts.reader_of(worker), request) for worker, request in commit.readers))
-        for held in reversed(self._trainable):  # first layers first: the next forward pass wants them first
+        readers = list(
+            dict.fromkeys(
+                (self._hosts.reader_of(worker), request) for worker, request in commit.readers
+            )
+        )
+        for held in reversed(
+            self._trainable
+        ):  # first layers first: the next forward pass wants them first
             if not commit.skip:
                 if not self._together:
-                    held.reduce(push for push in pushes if push in held.staged or not self._hosts.aggregators)
+                    held.reduce(
+                        push
+                        for push in pushes
+                        if push in held.staged or not self._hosts.aggregators
+                    )
                 held.clip(commit.clip)
                 held.apply(hyper, commit.rate, self._make_way(held))
             for push in pushes:
@@ -411,7 +471,9 @@ class Server:
         """
         pushes, here = commit.pushes, (self.generation, self.version)
         if (commit.generation, commit.version) != (self.generation, self.version + 1):
-            raise ProtocolError(f"COMMIT of {(commit.generation, commit.version)} at generation, version {here}")
+            raise ProtocolError(
+                f"COMMIT of {(commit.generation, commit.version)} at generation, version {here}"
+            )
         missing = self._together and self._together_now.missing > 0
         if (
             not self._together and not self._hosts.aggregators
@@ -419,12 +481,17 @@ class Server:
             staged = self._trainable[0].staged if self._trainable else dict.fromkeys(pushes)
             missing = any(push in self._arriving or push not in staged for push in pushes)
         if missing and not commit.skip:
-            raise ProtocolError(f"COMMIT of pushes {[*pushes]} that are not whole on server {self._index}")
+            raise ProtocolError(
+                f"COMMIT of pushes {[*pushes]} that are not whole on server {self._index}"
+            )
         known = len(hyper) == len(self._base) and all(
-            changed.keys() <= base.keys() | {"lr"} for base, changed in zip(self._base, hyper, strict=True)
+            changed.keys() <= base.keys() | {"lr"}
+            for base, changed in zip(self._base, hyper, strict=True)
         )
         if not known:
-            raise ProtocolError(f"COMMIT with hyper={hyper!r:.80}: the optimizer has {len(self._base)} groups")
+            raise ProtocolError(
+                f"COMMIT with hyper={hyper!r:.80}: the optimizer has {len(self._base)} groups"
+            )
 
     def _make_way(self, held: ServerChunk) -> torch.Tensor | None:
         """Before weights change: where the new ones go, or None when they may take the place of the old ones."""
@@ -439,7 +506,11 @@ class Server:
         """Frees memory that no reader has needed for a while."""
         chunks = [held.chunk for held in self._chunks.values()]
         for held in self._chunks.values():
-            if (buffer := self._weight_buffers.moved(held.weights, held.chunk.start, held.chunk.stop)) is not None:
+            if (
+                buffer := self._weight_buffers.moved(
+                    held.weights, held.chunk.start, held.chunk.stop
+                )
+            ) is not None:
                 buffer.copy_(held.weights)
                 held.move(buffer)
         self._weight_buffers.shrink(
@@ -447,7 +518,9 @@ class Server:
         )
         self._narrowed.clear()
         sizes = [(c, narrow_size(c.dtype, c.nbytes, self._pull_dtype)) for c in chunks]
-        self._narrow_buffers.shrink([], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size])
+        self._narrow_buffers.shrink(
+            [], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size]
+        )
 
     def _discard(self, discard: Discard) -> None:
         """Forget pushes; their workers go on with the weights as they are."""
@@ -462,7 +535,11 @@ class Server:
             self._ended[ended.worker] = ended.life
             for push in ended.pushes:
                 self._forget(push)
-            own = [push for push in self._arriving if push.worker == ended.worker and push.incarnation <= ended.life]
+            own = [
+                push
+                for push in self._arriving
+                if push.worker == ended.worker and push.incarnation <= ended.life
+            ]
             for push in own:
                 self._forget(push)
 
@@ -483,14 +560,18 @@ class Server:
             for held in reversed(self._trainable):
                 self._send_weights(worker_peer(worker), held, sequence)
 
-    def _send_weights(self, reader: Peer, held: ServerChunk, sequence: int = 0, *, reload: bool = False) -> None:
+    def _send_weights(
+        self, reader: Peer, held: ServerChunk, sequence: int = 0, *, reload: bool = False
+    ) -> None:
         """Sends a chunk to who gets it from here: from its own process, or else from who answers for it."""
         holders = self._holders[held.chunk.index]
         own = self._in_workers and reader.role == "worker" and reader.index in holders
         if self._index != (reader.index if own else holders[0]):
             return
         chunk, payload = held.chunk.index, self._as_pulled(held, reader)
-        self._send(reader, Weights(self.generation, sequence, self.version, chunk, reload, payload).pack())
+        self._send(
+            reader, Weights(self.generation, sequence, self.version, chunk, reload, payload).pack()
+        )
 
     def _as_pulled(self, held: ServerChunk, reader: Peer) -> torch.Tensor:
         """A chunk's weights as a reader receives them; rounded once for all workers of other hosts."""
@@ -501,7 +582,12 @@ class Server:
         ):  # it may be slow, and what changes in place cannot be lent to it
             return held.weights if self._own_pending is None else held.weights.clone()
         size = narrow_size(chunk.dtype, chunk.nbytes, wire)
-        if size is None or wire is None or not chunk.trainable or self._hosts.host_of(reader) == self._host:
+        if (
+            size is None
+            or wire is None
+            or not chunk.trainable
+            or self._hosts.host_of(reader) == self._host
+        ):
             return held.weights
         version, narrowed = self._narrowed.get(chunk.index, ((-1, -1), held.weights))
         if version != (self.generation, self.version):
@@ -526,7 +612,9 @@ class Server:
         self._together_now = _Arriving(len(self._trainable))
         self._install(begun.install)
         if begun.reload:
-            for reader in dict.fromkeys(self._hosts.reader_of(worker) for worker in sorted(self._members)):
+            for reader in dict.fromkeys(
+                self._hosts.reader_of(worker) for worker in sorted(self._members)
+            ):
                 for held in self._chunks.values():
                     self._send_weights(reader, held, reload=True)
         self._stage_early()
@@ -560,6 +648,10 @@ class Server:
         if order.what == "state":
             for held in asked:
                 for about, value in held.state():
-                    part = StateTensor(order.sequence, held.chunk.index, **state_fields(about, value.clone()))
+                    part = StateTensor(
+                        order.sequence, held.chunk.index, **state_fields(about, value.clone())
+                    )
                     self._send(reader, part.pack())
-        self._send(reader, SnapshotEnd(self.generation, order.sequence, self.version, order.state).pack())
+        self._send(
+            reader, SnapshotEnd(self.generation, order.sequence, self.version, order.state).pack()
+        )

@@ -151,14 +151,22 @@ class ServerChunk:
             return push.payload.view(self.chunk.dtype)
         if isinstance(push.codec, Half):
             return push.payload.view(push.codec.dtype)
-        return self._unpacked([push], push.unit, torch.empty_like(self.weights).view(self.chunk.dtype))
+        return self._unpacked(
+            [push], push.unit, torch.empty_like(self.weights).view(self.chunk.dtype)
+        )
 
-    def _unpacked(self, pushes: Sequence[StagedPush], total: float, out: torch.Tensor) -> torch.Tensor:
+    def _unpacked(
+        self, pushes: Sequence[StagedPush], total: float, out: torch.Tensor
+    ) -> torch.Tensor:
         """Return the sum of packed payloads, each times ``unit / total``, written to `out`."""
         out.zero_()
         for codec in dict.fromkeys(push.codec for push in pushes):
             assert codec is not None
-            same = [(p.payload, p.unit / total) for p in pushes if p.payload is not None and p.codec is codec]
+            same = [
+                (p.payload, p.unit / total)
+                for p in pushes
+                if p.payload is not None and p.codec is codec
+            ]
             codec.add(self._layout, self.chunk, same, out)
         return out
 
@@ -229,7 +237,9 @@ class ServerChunk:
                         found.append((push.worker, name))
         return found or [(-1, self._names[0])]
 
-    def apply(self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None) -> None:
+    def apply(
+        self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
+    ) -> None:
         """Take one optimizer step with the mean, and drop the mean.
 
         Args:
@@ -268,7 +278,9 @@ class ServerChunk:
     def move(self, buffer: torch.Tensor) -> None:
         """Let the weights lie in other memory, which holds their values."""
         self.weights = buffer
-        for parameter, view in zip(self._parameters, self._layout.slice_views(self.chunk, buffer), strict=True):
+        for parameter, view in zip(
+            self._parameters, self._layout.slice_views(self.chunk, buffer), strict=True
+        ):
             parameter.data = view
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -314,15 +326,21 @@ class ServerChunk:
         records: list[tuple[dict[str, Any], torch.Tensor]] = []
         if self._optimizer is None:
             return records
-        for piece, name, parameter in zip(self.chunk.slices, self._names, self._parameters, strict=True):
+        for piece, name, parameter in zip(
+            self.chunk.slices, self._names, self._parameters, strict=True
+        ):
             for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
                 about = {"name": name, "key": key, "start": piece.start, "stop": piece.stop}
                 if isinstance(value, torch.Tensor):
                     records.append(({**about, "plain": False}, value))
                 elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                    records.append(({**about, "plain": True}, torch.tensor(value, dtype=torch.float64)))
+                    records.append(
+                        ({**about, "plain": True}, torch.tensor(value, dtype=torch.float64))
+                    )
                 else:
-                    log.debug("optimizer state %s of %s is not saved: %s", key, name, type(value).__name__)
+                    log.debug(
+                        "optimizer state %s of %s is not saved: %s", key, name, type(value).__name__
+                    )
         return records
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
@@ -343,15 +361,23 @@ class ServerChunk:
         """
         missing = [name for name in ("key", "start", "plain") if name not in about]
         if missing or self._optimizer is None or (about["plain"] and value.numel() != 1):
-            raise ProtocolError(f"optimizer state {about!r:.200} makes no sense for chunk {self.chunk.index}")
-        for piece, name, parameter in zip(self.chunk.slices, self._names, self._parameters, strict=True):
+            raise ProtocolError(
+                f"optimizer state {about!r:.200} makes no sense for chunk {self.chunk.index}"
+            )
+        for piece, name, parameter in zip(
+            self.chunk.slices, self._names, self._parameters, strict=True
+        ):
             if name == about["name"] and piece.start == about["start"]:
                 self._check_form(about["key"], value, parameter, self._optimizer)
                 return parameter
-        raise ProtocolError(f"no slice of {about['name']!r} at {about['start']} in chunk {self.chunk.index}")
+        raise ProtocolError(
+            f"no slice of {about['name']!r} at {about['start']} in chunk {self.chunk.index}"
+        )
 
     @staticmethod
-    def _check_form(key: str, value: torch.Tensor, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def _check_form(
+        key: str, value: torch.Tensor, parameter: torch.Tensor, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Check that state has its parameter's size and dtype: torch's fused kernels do not.
 
         Raises:
@@ -360,8 +386,8 @@ class ServerChunk:
         fused = any(group.get("fused") for group in optimizer.param_groups) and key != "step"
         if fused and (value.numel(), value.dtype) != (parameter.numel(), parameter.dtype):
             raise ProtocolError(
-                f"optimizer state {key} of {value.numel()} elements and {value.dtype} for a slice of "
-                f"{parameter.numel()} and {parameter.dtype}"
+                f"optimizer state {key} of {value.numel()} elements and {value.dtype} for a slice "
+                f"of {parameter.numel()} and {parameter.dtype}"
             )
 
     def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
@@ -372,14 +398,18 @@ class ServerChunk:
         """
         if self._optimizer is None:
             return
-        twin = ServerChunk(self.chunk, self._layout, self._spec, self.weights.clone(), checked=False)
+        twin = ServerChunk(
+            self.chunk, self._layout, self._spec, self.weights.clone(), checked=False
+        )
         try:
             for about, value in records:
                 twin.load_state(about, value.clone())
             twin.mean = torch.zeros_like(twin.weights).view(self.chunk.dtype)
             twin.apply([{} for _ in self._spec.groups] if self._spec is not None else [], 1.0)
         except Exception as error:
-            raise ProtocolError(f"optimizer state with which no step can be taken: {error}") from error
+            raise ProtocolError(
+                f"optimizer state with which no step can be taken: {error}"
+            ) from error
 
     def clear_state(self) -> None:
         """Drop the optimizer's state."""

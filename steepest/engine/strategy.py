@@ -28,15 +28,17 @@ _WHOLE = 1 << 62  # bytes of a chunk: more than a model has
 class Strategy:
     """A way of training; made by `make_strategy`.
 
-    Allreduce is the synchronous parameter server whose servers live in the workers' own processes, on the workers' own
-    weights: each member is in charge of one slice of the chunks. It receives its slice of every gradient (a
-    reduce-scatter), updates those weights, whose optimizer state no other member keeps (Rajbhandari et al. 2020, stage
-    1), and all members gather the slices (an all-gather). That is 2 (W - 1) / W bytes sent for each byte of the model,
-    as in a ring, in two hops instead of 2 (W - 1). Across hosts the gradients of a host are added up in shared memory
+    Allreduce is the synchronous parameter server whose servers live in the workers' own processes,
+    on the workers' own weights: each member is in charge of one slice of the chunks. It receives
+    its slice of every gradient (a reduce-scatter), updates those weights, whose optimizer state no
+    other member keeps (Rajbhandari et al. 2020, stage 1), and all members gather the slices (an
+    all-gather). That is 2 (W - 1) / W bytes sent for each byte of the model, as in a ring, in two
+    hops instead of 2 (W - 1). Across hosts the gradients of a host are added up in shared memory
     first, and leave it once.
 
-    Local SGD has servers, in the workers' processes or their own, that take the mean change of the weights for a
-    gradient. With an outer learning rate of 1 and no momentum the result is the mean of the workers' weights.
+    Local SGD has servers, in the workers' processes or their own, that take the mean change of the
+    weights for a gradient. With an outer learning rate of 1 and no momentum the result is the mean
+    of the workers' weights.
 
     Attributes:
         rule: how staged pushes become commits.
@@ -45,16 +47,21 @@ class Strategy:
         in_workers: whether each worker's process is a server's too.
         servers: how many servers to run; None for one on each node, or in each worker.
         replication: how many servers hold each chunk; all, if there are fewer.
-        in_place: whether servers in a worker's process update the very weights that it computes with.
-        updates: batches of each replica in a step with an update of its own weights after each; 1 for none.
-        hierarchical: whether what several workers of a host have in common leaves it and comes to it once.
+        in_place: whether servers in a worker's process update the very weights that it computes
+            with.
+        updates: batches of each replica in a step with an update of its own weights after each; 1
+            for none.
+        hierarchical: whether what several workers of a host have in common leaves it and comes to
+            it once.
         nonfinite: what becomes of an update with NaN or infinity: "refuse", "skip" or "pass".
         clip_norm: the greatest norm of an update's gradient; None for any.
         scale_rate: whether the learning rate is divided by the staleness.
-        wire_formats: how float32 chunks are pushed, and in which dtype they are pulled; None for as they are.
+        wire_formats: how float32 chunks are pushed, and in which dtype they are pulled; None for as
+            they are.
         outer: of local SGD, which has the outer optimizer's settings.
 
-    Reference: ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054.
+    Reference: ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
+    arXiv:1910.02054.
     """
 
     rule: CommitRule
@@ -91,7 +98,10 @@ class Strategy:
             return spec
         stand_in = torch.nn.Parameter(torch.zeros(1))
         sgd = torch.optim.SGD(
-            [stand_in], self.outer.outer_lr, momentum=self.outer.outer_momentum, nesterov=self.outer.nesterov
+            [stand_in],
+            self.outer.outer_lr,
+            momentum=self.outer.outer_momentum,
+            nesterov=self.outer.nesterov,
         )
         outer = OptimizerSpec.read(sgd, {id(stand_in): ""})
         ((_, hyper),) = outer.groups
@@ -101,7 +111,9 @@ class Strategy:
 def make_strategy(config: StrategyConfig) -> Strategy:
     """Return the strategy that a configuration stands for."""
     if isinstance(config, SimpleStrategy):
-        return Strategy(CommitAll(), ChunkSpec(_WHOLE), in_driver=True, servers=1, clip_norm=config.clip_norm)
+        return Strategy(
+            CommitAll(), ChunkSpec(_WHOLE), in_driver=True, servers=1, clip_norm=config.clip_norm
+        )
     pull = config.pull_format
     base = Strategy(
         CommitAll(),
@@ -112,7 +124,9 @@ def make_strategy(config: StrategyConfig) -> Strategy:
     )
     if isinstance(config, AllreduceStrategy):
         replication = config.replication if config.is_sharded else _ALL
-        return replace(base, in_workers=True, replication=replication, hierarchical=config.hierarchical)
+        return replace(
+            base, in_workers=True, replication=replication, hierarchical=config.hierarchical
+        )
     if isinstance(config, ParameterServerStrategy):
         return replace(
             base,

@@ -75,7 +75,9 @@ def state_of(servers: Sequence[Server]) -> ServerState:
     state = dict(recent[-1].state or {}) if recent else {}
     if servers[0].decisions.schedule:
         state["schedule"] = servers[0].decisions.schedule
-    return ServerState((servers[0].generation, servers[0].version), chunks, state, servers[0].decisions.log)
+    return ServerState(
+        (servers[0].generation, servers[0].version), chunks, state, servers[0].decisions.log
+    )
 
 
 def assemble(chunks: int, found: Mapping[T, ServerState]) -> RecoveredState | None:
@@ -86,8 +88,13 @@ def assemble(chunks: int, found: Mapping[T, ServerState]) -> RecoveredState | No
         found: by process; only those at the newest version count.
     """
     newest = max(found.values(), key=lambda part: part.position)
-    whole = {process: part.chunks for process, part in found.items() if part.position == newest.position}
-    holders = {chunk: [process for process, held in whole.items() if chunk in held] for chunk in range(chunks)}
+    whole = {
+        process: part.chunks for process, part in found.items() if part.position == newest.position
+    }
+    holders = {
+        chunk: [process for process, held in whole.items() if chunk in held]
+        for chunk in range(chunks)
+    }
     if not all(holders.values()):
         return None
     log = [Commit.from_entry(entry) for entry in newest.log]

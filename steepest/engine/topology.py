@@ -53,7 +53,10 @@ class HostMap:
 
     def aggregator_of(self, worker: int) -> int | None:
         """Return the index of a worker's aggregator, or None if it has none."""
-        return next((aggregator for aggregator, workers in self.aggregators.items() if worker in workers), None)
+        return next(
+            (aggregator for aggregator, workers in self.aggregators.items() if worker in workers),
+            None,
+        )
 
     def reader_of(self, worker: int) -> Peer:
         """Return the peer to which servers send a worker's weights: its aggregator, or the worker itself."""
@@ -62,7 +65,13 @@ class HostMap:
 
     def host_of(self, peer: Peer) -> int | None:
         """Return the host of a worker, a server or a aggregator; None for other peers."""
-        where = self.workers if peer.role == "worker" else self.servers if peer.role in ("server", "aggregator") else ()
+        where = (
+            self.workers
+            if peer.role == "worker"
+            else self.servers
+            if peer.role in ("server", "aggregator")
+            else ()
+        )
         return where[peer.index] if peer.index < len(where) else None
 
     def beside(self, worker: int, server: int) -> bool:
@@ -76,10 +85,11 @@ class Topology:
 
     Attributes:
         layout: of the model.
-        holders: the servers of each chunk: the first answers for it, the others have copies, updated alike.
+        holders: the servers of each chunk: the first answers for it, the others have copies,
+            updated alike.
         hosts: where workers and servers run, and which workers have a aggregator.
-        wire_formats: how float32 chunks are pushed to servers of other hosts, and in which dtype they are pulled from
-            there; None for as they are.
+        wire_formats: how float32 chunks are pushed to servers of other hosts, and in which dtype
+            they are pulled from there; None for as they are.
     """
 
     layout: ParameterLayout

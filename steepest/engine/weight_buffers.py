@@ -38,7 +38,9 @@ class WeightBuffers:
             without any.
     """
 
-    def __init__(self, nbytes: int, in_use: Callable[[torch.Tensor], bool], first: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, nbytes: int, in_use: Callable[[torch.Tensor], bool], first: torch.Tensor | None = None
+    ) -> None:
         self._nbytes = nbytes
         self._in_use = in_use
         self._buffers = [] if first is None else [_WeightBuffer(first)]
@@ -53,14 +55,20 @@ class WeightBuffers:
 
     def of(self, view: torch.Tensor) -> torch.Tensor:
         """Return the vector in which some memory lies; the first one if it lies in none."""
-        return next((buffer.memory for buffer in self._buffers if buffer.has(view)), self._buffers[0].memory)
+        return next(
+            (buffer.memory for buffer in self._buffers if buffer.has(view)), self._buffers[0].memory
+        )
 
     def free(self, start: int, stop: int) -> torch.Tensor:
         """Return bytes [start, stop) of the first vector in which they are not read.
 
         A new one if there is none.
         """
-        free = (i for i, buffer in enumerate(self._buffers) if not self._in_use(buffer.memory[start:stop]))
+        free = (
+            i
+            for i, buffer in enumerate(self._buffers)
+            if not self._in_use(buffer.memory[start:stop])
+        )
         if (index := next(free, None)) is None:
             index = len(self._buffers)
             self._buffers.append(_WeightBuffer(allocate(self._nbytes)))
@@ -86,7 +94,9 @@ class WeightBuffers:
         needed = self._buffers[: self._needed]
         if any(buffer.has(view) for buffer in needed):
             return None
-        return next((at for buffer in needed if not self._in_use(at := buffer.memory[start:stop])), None)
+        return next(
+            (at for buffer in needed if not self._in_use(at := buffer.memory[start:stop])), None
+        )
 
     def shrink(self, views: Iterable[torch.Tensor], places: Iterable[tuple[int, int]]) -> None:
         """Free the vectors that were not needed since the last time.
@@ -97,7 +107,9 @@ class WeightBuffers:
         """
         views, places = list(views), list(places)
         for buffer in reversed(self._buffers[self._needed :]):
-            if any(map(buffer.has, views)) or any(self._in_use(buffer.memory[start:stop]) for start, stop in places):
+            if any(map(buffer.has, views)) or any(
+                self._in_use(buffer.memory[start:stop]) for start, stop in places
+            ):
                 continue
             if not buffer.empty and give_pages_back(buffer.memory):
                 buffer.empty = True

@@ -15,7 +15,13 @@ import torch
 from steepest.engine.incoming_weights import Key
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Replicas, WorkerResult
-from steepest.errors import MessageTooLargeError, ModelError, PeerLostError, ShutdownError, describe_error
+from steepest.errors import (
+    MessageTooLargeError,
+    ModelError,
+    PeerLostError,
+    ShutdownError,
+    describe_error,
+)
 from steepest.messages.gradients import Report
 from steepest.messages.membership import Failed, Grant, Join, Lease, Members
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send
@@ -58,9 +64,10 @@ class BetweenTurns:
 
     Attributes:
         pump: called between pushes, so that bytes move during the backward pass.
-        flush: called before a step, so that messages of other roles of this process do not wait for its end.
-        wait: takes another turn in the middle of the step, so that it may begin before all weights are here; None to
-            begin when they are.
+        flush: called before a step, so that messages of other roles of this process do not wait for
+            its end.
+        wait: takes another turn in the middle of the step, so that it may begin before all weights
+            are here; None to begin when they are.
     """
 
     pump: Callable[[], None]
@@ -71,8 +78,8 @@ class BetweenTurns:
 class Worker:
     """One worker's loop as a state machine over messages.
 
-    It computes inside `handle`, when a message brings what was missing: credit from the coordinator, or
-    the last chunk of new weights.
+    It computes inside `handle`, when a message brings what was missing: credit from the
+    coordinator, or the last chunk of new weights.
 
     Args:
         index: of the worker.
@@ -107,20 +114,28 @@ class Worker:
         self._flush = between.flush
         self._wait = between.wait
         self._stepping = self._stopped = False
-        self._arriving: Key | None = None  # the weights of the step that is being taken, until all are here
+        self._arriving: Key | None = (
+            None  # the weights of the step that is being taken, until all are here
+        )
         self._deferred: list[tuple[Peer, Message]] = []  # what came in the middle of a step
         self._superseded = False  # by a new generation, in the middle of a step
-        self._defect: BaseException | None = None  # what this process' own work raised in the middle of the model's
+        self._defect: BaseException | None = (
+            None  # what this process' own work raised in the middle of the model's
+        )
         self._reported = 0  # bytes of weights that the coordinator was told of
         self._waiting = 0.0  # seconds, in the middle of a step
         self._limit = -1
-        self._lease: tuple[int, int] | None = None  # a share of the samples, and the version to compute it from
+        self._lease: tuple[int, int] | None = (
+            None  # a share of the samples, and the version to compute it from
+        )
         self._stats = True
         self._baseline = 0  # generation since which arriving weights count
         self._floor = 0  # version at which the generation began: weights before it are out of date
         self._complete = (0, -1)
         self._pushed = (0, -1)  # generation and version of the last push
-        self._computed: _Computed | None = None  # the last gradient, as long as it may be asked for again
+        self._computed: _Computed | None = (
+            None  # the last gradient, as long as it may be asked for again
+        )
         self._granted = (0, -1)  # generation and version of the last lease
         self._calls: list[_Waiting] = []
         self._gone: PeerLostError | None = None  # without servers no newer version will come
@@ -130,13 +145,17 @@ class Worker:
     @property
     def newest_generation(self) -> int:
         """Of which this worker has heard, maybe in the middle of a step."""
-        return max([self.generation, *(m.generation for _, m in self._deferred if m.kind is Kind.MEMBERS)])
+        return max(
+            [self.generation, *(m.generation for _, m in self._deferred if m.kind is Kind.MEMBERS)]
+        )
 
     def join(self) -> None:
         """Tells the coordinator that this worker is ready."""
         self._send(COORDINATOR, Join(self._incarnation).pack())
 
-    def at_version(self, generation: int, version: int, function: Callable[[Replicas], T]) -> Future[T]:
+    def at_version(
+        self, generation: int, version: int, function: Callable[[Replicas], T]
+    ) -> Future[T]:
         """Runs a function on the replicas as soon as they hold the weights of a version."""
         future: Future[T] = Future()
 
@@ -162,7 +181,9 @@ class Worker:
         """Acts on one message, and takes steps as long as nothing is missing."""
         if self._stepping and message.kind not in (Kind.WEIGHTS, Kind.WEIGHTS_SHARED):
             self._deferred.append((source, message))
-            self._superseded |= message.kind is Kind.MEMBERS and message.generation > self.generation
+            self._superseded |= (
+                message.kind is Kind.MEMBERS and message.generation > self.generation
+            )
             return
         self._take(source, message)
         if self._stepping:
@@ -218,7 +239,11 @@ class Worker:
     def _begins_early(self) -> bool:
         """Whether the next version is on its way to a worker that has nothing else to do."""
         pushed = self._pushed == (self.generation, self.version)
-        return self._wait is not None and pushed and self._exchange.arriving == (self.generation, self.version + 1)
+        return (
+            self._wait is not None
+            and pushed
+            and self._exchange.arriving == (self.generation, self.version + 1)
+        )
 
     def give_up(self) -> Future[None]:
         """Takes no step any more; the future is done when the one that is being taken has ended."""
@@ -232,7 +257,9 @@ class Worker:
             self._fail_calls(self._gone)
 
     def _fail_calls(self, error: PeerLostError) -> None:
-        calls = [call for call in self._calls if call.version >= 0]  # the others need nobody's weights
+        calls = [
+            call for call in self._calls if call.version >= 0
+        ]  # the others need nobody's weights
         self._calls = [call for call in self._calls if call.version < 0]
         for call in calls:
             call.fail(error)
@@ -279,7 +306,9 @@ class Worker:
     def _run_calls(self) -> None:
         if self._stepping:
             return  # afterwards
-        ready = [c for c in self._calls if c.generation <= self.generation and c.version <= self.version]
+        ready = [
+            c for c in self._calls if c.generation <= self.generation and c.version <= self.version
+        ]
         self._calls = [call for call in self._calls if call not in ready]
         for call in ready:
             call.run()
@@ -317,7 +346,10 @@ class Worker:
             result = self._compute_once(share, version)
             self._replicas.refuse_writes()
             if len(result.metrics) > _MOST_METRICS:
-                raise ModelError(f"it has {len(result.metrics)} metrics, at most {_MOST_METRICS} fit: leave some out")
+                raise ModelError(
+                    f"it has {len(result.metrics)} metrics, at most {_MOST_METRICS} fit: leave "
+                    "some out"
+                )
         except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit(); the driver is told
             if self._defect is None:
                 self._replicas.forget_writes()
@@ -336,7 +368,16 @@ class Worker:
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         moved = (self._exchange.bytes_pushed, pulled)
         report = Report(
-            *(self.generation, self._incarnation, sequence, version, result.weight, result.samples, *moved), **stats
+            *(
+                self.generation,
+                self._incarnation,
+                sequence,
+                version,
+                result.weight,
+                result.samples,
+                *moved,
+            ),
+            **stats,
         )
         try:
             self._send(COORDINATOR, report.pack())
@@ -355,7 +396,12 @@ class Worker:
                 pushes.append(chunk)
                 self._push(*chunk)
 
-            done = _Computed(share, version, self._replicas.compute(share, push, self._stats, self._arrive), pushes)
+            done = _Computed(
+                share,
+                version,
+                self._replicas.compute(share, push, self._stats, self._arrive),
+                pushes,
+            )
         else:
             self._arrive(None)
             for chunk in done.pushes:
@@ -363,7 +409,9 @@ class Worker:
         self._computed = done
         return done.result
 
-    def _push(self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]) -> None:
+    def _push(
+        self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
+    ) -> None:
         with self._own_work():
             self._exchange.ready(chunk, payload, unit, total, absent)
             self._pump()

@@ -49,7 +49,8 @@ class Result(Body):
         step: number of the step, from 1.
         samples, bytes_pushed, bytes_pulled: sums over its pushes.
         staleness: of each push, in versions.
-        loss, metrics, timings: means by weight, and by push; None and empty where they are not wanted.
+        loss, metrics, timings: means by weight, and by push; None and empty where they are not
+            wanted.
         gradient_norm: mean over its updates; None where it is not known.
     """
 
@@ -73,8 +74,9 @@ class Failure(Body):
 
     Attributes:
         step: steps that are committed.
-        reason: "raised" (a worker's model: worker, error, traceback, kind), "schedule" (error, traceback, kind),
-            "nonfinite" (culprits), "lost" (peer, why) or "deadline" (awaited, seconds).
+        reason: "raised" (a worker's model: worker, error, traceback, kind), "schedule" (error,
+            traceback, kind), "nonfinite" (culprits), "lost" (peer, why) or "deadline" (awaited,
+            seconds).
         awaited: names of the processes that have not done their part.
         seconds: that the step was waited for.
     """
@@ -176,7 +178,8 @@ class Counters(Body):
 
     Attributes:
         step: whole steps.
-        committed, skipped, dropped: updates, those of them that changed nothing, and pushes that became none.
+        committed, skipped, dropped: updates, those of them that changed nothing, and pushes that
+            became none.
         staleness: (staleness, pushes of it).
         following: the lowest share of the samples that was never given out.
         returned: shares below that came back.

@@ -36,7 +36,8 @@ class Field:
 
     Attributes:
         allowed: what it may hold, in words.
-        fits: whether it may hold a value, in a job of these limits. Never raises, whatever JSON made.
+        fits: whether it may hold a value, in a job of these limits. Never raises, whatever JSON
+            made.
         needed: whether it must be there.
         read: makes of what JSON made of it what it was; None for the same.
     """
@@ -52,9 +53,11 @@ class Schema:
     """What a message of one kind, from one role to another, holds.
 
     Attributes:
-        meta: the fields of `Message.meta` that any role looks at; others may be there, and are ignored.
+        meta: the fields of `Message.meta` that any role looks at; others may be there, and are
+            ignored.
         weighs: whether its weight and total say what its payload weighs.
-        header: limits of what is in the header, by its attribute, beside those of the version and the chunk.
+        header: limits of what is in the header, by its attribute, beside those of the version and
+            the chunk.
         names: what the header's attributes are called in this kind.
         about_chunk: whether it is about one chunk, and not about all or none.
     """
@@ -96,25 +99,37 @@ def _is_text(value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """A hyperparameter: a number, a switch, a word, nothing; or a few of them, such as betas."""
     single = value is None or isinstance(value, bool) or _is_number(value) or _is_text(value)
-    return single or (_is_list(value) and all(_is_number(part) or isinstance(part, bool) for part in value))
+    return single or (
+        _is_list(value) and all(_is_number(part) or isinstance(part, bool) for part in value)
+    )
 
 
-COUNT = Field("an integer from 0 to 2**62", lambda value, limits: type(value) is int and 0 <= value < MOST)
+COUNT = Field(
+    "an integer from 0 to 2**62", lambda value, limits: type(value) is int and 0 <= value < MOST
+)
 ZERO = Field("0", lambda value, limits: value == 0)
 NUMBER = Field("a number", lambda value, limits: _is_number(value))
 FINITE = Field("a finite number", lambda value, limits: _is_number(value) and math.isfinite(value))
 ZERO_OR_ONE = Field("0 or 1", lambda value, limits: value in (0, 1))
 FLAG = Field("true or false", lambda value, limits: isinstance(value, bool))
 TEXT = Field(f"a text of at most {_TEXT} characters", lambda value, limits: _is_text(value))
-WORKER = Field("the index of a worker", lambda value, limits: type(value) is int and 0 <= value < limits.workers)
-CHUNK = Field("the index of a chunk", lambda value, limits: type(value) is int and 0 <= value < limits.chunks)
+WORKER = Field(
+    "the index of a worker",
+    lambda value, limits: type(value) is int and 0 <= value < limits.workers,
+)
+CHUNK = Field(
+    "the index of a chunk", lambda value, limits: type(value) is int and 0 <= value < limits.chunks
+)
 RECORD = Field("an object", lambda value, limits: isinstance(value, dict))
 ANYTHING = Field("anything", lambda value, limits: True)
 
 
 def one_of(*words: str) -> Field:
     """One of these words."""
-    return Field(" or ".join(map(repr, words)), lambda value, limits: isinstance(value, str) and value in words)
+    return Field(
+        " or ".join(map(repr, words)),
+        lambda value, limits: isinstance(value, str) and value in words,
+    )
 
 
 def many(each: Field) -> Field:
@@ -134,7 +149,10 @@ def rows(width: int) -> Field:
         if not _is_list(value):
             return False
         kinds = set(map(type, value))
-        if not (kinds <= _LISTS or all(issubclass(kind, tuple) for kind in kinds)) or set(map(len, value)) - lengths:
+        if (
+            not (kinds <= _LISTS or all(issubclass(kind, tuple) for kind in kinds))
+            or set(map(len, value)) - lengths
+        ):
             return False
         flat = list(chain.from_iterable(value))
         if not flat:
@@ -146,13 +164,18 @@ def rows(width: int) -> Field:
             and max(flat[::width]) < limits.workers
         )
 
-    return Field(f"a list of lists of {width}: the index of a worker, and integers from 0 to 2**62", fits)
+    return Field(
+        f"a list of lists of {width}: the index of a worker, and integers from 0 to 2**62", fits
+    )
 
 
 def some(each: Field) -> Field:
     """A list of one or more."""
     other = many(each)
-    return Field(f"{other.allowed}, not empty", lambda value, limits: other.fits(value, limits) and len(value) > 0)
+    return Field(
+        f"{other.allowed}, not empty",
+        lambda value, limits: other.fits(value, limits) and len(value) > 0,
+    )
 
 
 def row(*parts: Field) -> Field:
@@ -182,13 +205,18 @@ def plain_by_name() -> Field:
     """An object of hyperparameters."""
     return Field(
         "an object of plain values",
-        lambda value, limits: isinstance(value, dict) and all(_is_plain(part) for part in value.values()),
+        lambda value, limits: (
+            isinstance(value, dict) and all(_is_plain(part) for part in value.values())
+        ),
     )
 
 
 def nothing_or(other: Field) -> Field:
     """Null, or this."""
-    return Field(f"null, or {other.allowed}", lambda value, limits: value is None or other.fits(value, limits))
+    return Field(
+        f"null, or {other.allowed}",
+        lambda value, limits: value is None or other.fits(value, limits),
+    )
 
 
 def whole(fields: Mapping[str, Field]) -> Field:
@@ -200,11 +228,17 @@ def whole(fields: Mapping[str, Field]) -> Field:
             return False
         return all(part.fits(value[name], limits) for name, part in fields.items() if name in value)
 
-    return Field("an object with " + ", ".join(f"{name}: {part.allowed}" for name, part in fields.items()), fits)
+    return Field(
+        "an object with " + ", ".join(f"{name}: {part.allowed}" for name, part in fields.items()),
+        fits,
+    )
 
 
 def unfit(
-    fields: Mapping[str, Field], required: Collection[str], values: Mapping[str, Any], limits: Limits
+    fields: Mapping[str, Field],
+    required: Collection[str],
+    values: Mapping[str, Any],
+    limits: Limits,
 ) -> str | None:
     """Return what is wrong with the first field that is missing, or may not hold what it holds; None if nothing is.
 
@@ -236,7 +270,9 @@ PEER = replace(
 #: What clients have put: (role, index, request).
 PUTS = many(row(one_of("client"), COUNT, COUNT))
 #: NaN or infinity: (worker, or -1 for the sum over all; parameter).
-CULPRITS = many(row(Field("an integer from -1", lambda v, limits: type(v) is int and -1 <= v < MOST), TEXT))
+CULPRITS = many(
+    row(Field("an integer from -1", lambda v, limits: type(v) is int and -1 <= v < MOST), TEXT)
+)
 _HISTORY = {
     "committed": needed(COUNT),
     "skipped": needed(COUNT),

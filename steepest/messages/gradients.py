@@ -50,8 +50,8 @@ Absent = Annotated[Row[int], many(COUNT)]
 class Push(Body):
     """One chunk of a gradient; from a worker to a server, or to the aggregator of its host, as the chunk is complete.
 
-    A parameter server's user pushes an update of its arrays, as generation 0, incarnation 0 and in units of 1.
-    Without a payload the chunk has no gradient, and counts as zero.
+    A parameter server's user pushes an update of its arrays, as generation 0, incarnation 0 and in
+    units of 1. Without a payload the chunk has no gradient, and counts as zero.
     """
 
     generation: Generation
@@ -87,8 +87,8 @@ class VersionStaged(Body):
 
     Attributes:
         version: from which they were computed.
-        squares: sum of the squares of the mean, over the chunks that this server answers for; None where gradients
-            are not looked at.
+        squares: sum of the squares of the mean, over the chunks that this server answers for; None
+            where gradients are not looked at.
         culprits: (worker, parameter) of NaN and infinity.
     """
 
@@ -127,7 +127,8 @@ class Report(Body):
         samples: how many they are.
         bytes_pushed: of this gradient, to other processes.
         bytes_pulled: of weights that came from other processes since the last report.
-        loss: mean over the samples; None, as metrics and timings are empty, where no statistics are wanted.
+        loss: mean over the samples; None, as metrics and timings are empty, where no statistics are
+            wanted.
         metrics: means by name.
         timings: seconds by part of the step.
     """
@@ -151,7 +152,8 @@ class Decision(Body):
 
     Attributes:
         generation, version: at which the servers are once they have carried it out.
-        number: its number among the decisions, from 1; 0 where servers have no copies and remember nothing.
+        number: its number among the decisions, from 1; 0 where servers have no copies and remember
+            nothing.
         state: what another coordinator needs to go on from here.
         schedule: where the schedule of hyperparameters stands, in some of the decisions.
     """
@@ -172,7 +174,8 @@ class Commit(Decision):
         rate: factor of the learning rate.
         pushes: in the order in which they are added up.
         readers: (worker, sequence) of the workers that are sent the weights, and what for.
-        hyper: hyperparameters by group, where they differ from the servers' own; None where none does.
+        hyper: hyperparameters by group, where they differ from the servers' own; None where none
+            does.
         skip: whether nothing is applied, because of NaN or infinity.
         clip: factor of the gradient.
         entry: of the log, if one is kept and servers remember it.

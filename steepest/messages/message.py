@@ -121,17 +121,19 @@ class Kind(enum.IntEnum):
 class Message:
     """A message as it travels: a header of fixed places, a little JSON, and at most one payload.
 
-    What a message of a kind says is a body (`steepest.messages.schema`), whose `pack` makes the message and whose
-    `unpack` reads it; the body's fields say what the places of the header and the JSON mean in that kind.
+    What a message of a kind says is a body (`steepest.messages.schema`), whose `pack` makes the
+    message and whose `unpack` reads it; the body's fields say what the places of the header and the
+    JSON mean in that kind.
 
     Attributes:
         kind: says which body it has.
-        generation, incarnation, sequence, version, chunk, weight, total: places of the header; 0, or -1 for the chunk,
-            where the body has no such field.
+        generation, incarnation, sequence, version, chunk, weight, total: places of the header; 0,
+            or -1 for the chunk, where the body has no such field.
         meta: the other fields of the body, JSON-able, or None.
-        payload: contiguous one-dimensional uint8 memory, or None: a CPU tensor, or, in a process that does
-            without torch, a NumPy array. The receiver has what its role's `destination` returned. Whoever sends
-            it leaves it unchanged until the receiver is known to be done with it.
+        payload: contiguous one-dimensional uint8 memory, or None: a CPU tensor, or, in a process
+            that does without torch, a NumPy array. The receiver has what its role's `destination`
+            returned. Whoever sends it leaves it unchanged until the receiver is known to be done
+            with it.
         source, target: filled in by the router.
         admitted: whether the router has checked it, see `Admission`; nothing that travels.
     """

@@ -37,7 +37,15 @@ from steepest.messages.gradients import (
     Weights,
     WeightsShared,
 )
-from steepest.messages.membership import Failed, Grant, Join, Lease, Members, WorkerEnded, WorkerJoined
+from steepest.messages.membership import (
+    Failed,
+    Grant,
+    Join,
+    Lease,
+    Members,
+    WorkerEnded,
+    WorkerJoined,
+)
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer
 from steepest.messages.schema import Body, limited
 from steepest.messages.snapshots import (
@@ -83,7 +91,15 @@ _TRAINING: Sayings = {
     ("coordinator", "server"): (Refresh, WorkerJoined, WorkerEnded),
     ("coordinator", "worker"): (Members, Grant, Lease),
     ("client", "coordinator"): (Ask, Revoke, Stop, GiveUp, ReadLog),
-    ("coordinator", "client"): (Result, Failure, Revoked, Stopped, WorkerLost, LogPage, InstallRefused),
+    ("coordinator", "client"): (
+        Result,
+        Failure,
+        Revoked,
+        Stopped,
+        WorkerLost,
+        LogPage,
+        InstallRefused,
+    ),
     ("member", "member"): (Data, Connected, Abort),
 }
 _OPEN: Sayings = {
@@ -108,10 +124,14 @@ def _lines(*sayings: Sayings) -> dict[Line, Schema]:
 TRAINING: Mapping[Line, Schema] = MappingProxyType(_lines(_COMMON, _TRAINING))
 #: A user has one life, in no generation, and pushes a chunk once or not at all.
 _USERS_PUSH = limited(
-    Push.SCHEMA, {"generation": ZERO, "incarnation": ZERO, "weight": ZERO_OR_ONE, "total": ZERO_OR_ONE}
+    Push.SCHEMA,
+    {"generation": ZERO, "incarnation": ZERO, "weight": ZERO_OR_ONE, "total": ZERO_OR_ONE},
 )
-#: Of a parameter server by itself: its users are workers, who know nothing of each other, and clients.
-OPEN: Mapping[Line, Schema] = MappingProxyType({**_lines(_COMMON, _OPEN), (Kind.PUSH, "worker", "server"): _USERS_PUSH})
+#: Of a parameter server by itself: its users are workers, who know nothing of each other, and
+#: clients.
+OPEN: Mapping[Line, Schema] = MappingProxyType(
+    {**_lines(_COMMON, _OPEN), (Kind.PUSH, "worker", "server"): _USERS_PUSH}
+)
 
 
 class Admission:
@@ -132,7 +152,14 @@ class Admission:
         self.succeeded = frozenset(succeeded)
         self._limits = limits
         self._lines = {
-            line: (schema, schema.lowest_chunk, schema.weighs, schema.header, schema.meta, schema.required)
+            line: (
+                schema,
+                schema.lowest_chunk,
+                schema.weighs,
+                schema.header,
+                schema.meta,
+                schema.required,
+            )
             for line, schema in table.items()
         }
 
@@ -146,22 +173,26 @@ class Admission:
         """Looks at a message before anybody acts on it; costs a microsecond where there is no `meta`.
 
         Raises:
-            ProtocolError: its sender may not say such a thing to its receiver; or a field holds what it may not, and
-                which.
+            ProtocolError: its sender may not say such a thing to its receiver; or a field holds
+                what it may not, and which.
         """
         source, target, limits = message.source, message.target, self._limits
         assert source is not None
         assert target is not None
         line = self._lines.get((message.kind, source.role, target.role))
         if line is None:
-            raise ProtocolError(f"a {source.role} may not send {message.kind.name} to a {target.role}")
+            raise ProtocolError(
+                f"a {source.role} may not send {message.kind.name} to a {target.role}"
+            )
         schema, lowest, weighs, header, fields, required = line
         wrong = None
         if not lowest <= message.chunk < limits.chunks:
             wrong = f"chunk={message.chunk}: give an index from {lowest} to {limits.chunks - 1}"
         elif not 0 <= message.version < MOST:
             wrong = f"{schema.names.get('version', 'version')}={message.version}: give an integer from 0 to 2**62"
-        elif weighs and not (0.0 <= message.weight <= HEAVIEST and 0.0 <= message.total <= HEAVIEST):
+        elif weighs and not (
+            0.0 <= message.weight <= HEAVIEST and 0.0 <= message.total <= HEAVIEST
+        ):
             wrong = _unfit_weight(message, schema)
         elif header:
             wrong = _unfit_header(message, schema, limits)

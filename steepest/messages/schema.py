@@ -1,15 +1,25 @@
 """One frozen dataclass for each kind of message: its fields, their limits, and how they lie in a message.
 
-A field is annotated with what it may hold. Fields that a header has a place for name that place (`Header`); the
-others travel as JSON under their own names, and are left out while they hold their default. So a dataclass is all
-that has to be written: how it becomes a message, how it is read from one, and what is refused follow from it.
+A field is annotated with what it may hold. Fields that a header has a place for name that place
+(`Header`); the others travel as JSON under their own names, and are left out while they hold their
+default. So a dataclass is all that has to be written: how it becomes a message, how it is read from
+one, and what is refused follow from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from steepest.messages.fields import Field, Schema, needed
 from steepest.messages.message import Kind, Message
@@ -31,8 +41,9 @@ class Header(NamedTuple):
 
     Attributes:
         slot: an attribute of `Message`.
-        limit: what the field may hold; None for whatever the header can, within what is always checked: versions are
-            from 0 to 2**62, chunks exist, weights of gradients are from 0 to 1e100.
+        limit: what the field may hold; None for whatever the header can, within what is always
+            checked: versions are from 0 to 2**62, chunks exist, weights of gradients are from 0 to
+            1e100.
         weighs: whether it is a weight of a gradient.
     """
 
@@ -75,7 +86,8 @@ class Body:
         """Return what a message of this kind says.
 
         Raises:
-            KeyError: a field is missing; `Admission.check` has refused such a message of another process before.
+            KeyError: a field is missing; `Admission.check` has refused such a message of another
+                process before.
         """
         raise NotImplementedError
 
@@ -114,14 +126,22 @@ def _part(field: dataclasses.Field[Any], hint: Any) -> _Part:
     assert get_origin(hint) is Annotated, f"{field.name}: annotate it with what it may hold"
     about = get_args(hint)[1]
     header = about if isinstance(about, Header) else Header("", about)
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return _Part(field.name, header.slot or None, header.limit, header.weighs, default, field.kw_only is True)
+    default = (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
+    return _Part(
+        field.name, header.slot or None, header.limit, header.weighs, default, field.kw_only is True
+    )
 
 
 def _schema(parts: list[_Part]) -> Schema:
     inside = [part for part in parts if part.slot is None and part.field is not None]
     return Schema(
-        meta={part.name: needed(part.field) if _is_needed(part) else part.field for part in inside if part.field},
+        meta={
+            part.name: needed(part.field) if _is_needed(part) else part.field
+            for part in inside
+            if part.field
+        },
         header={part.slot: part.field for part in parts if part.slot and part.field is not None},
         names={part.slot: part.name for part in parts if part.slot},
         about_chunk=any(part.name == part.slot == "chunk" for part in parts),
@@ -159,9 +179,14 @@ def _init(parts: list[_Part]) -> list[str]:
 
 def _pack(parts: list[_Part]) -> list[str]:
     slots = {part.slot: part.name for part in parts if part.slot}
-    head = [f"values[{slots[slot]!r}]" if slot in slots else repr(empty) for slot, empty in _SLOTS.items()]
+    head = [
+        f"values[{slots[slot]!r}]" if slot in slots else repr(empty)
+        for slot, empty in _SLOTS.items()
+    ]
     inside = [part for part in parts if part.slot is None]
-    always = ", ".join(f"{part.name!r}: values[{part.name!r}]" for part in inside if _is_needed(part))
+    always = ", ".join(
+        f"{part.name!r}: values[{part.name!r}]" for part in inside if _is_needed(part)
+    )
     lines = [
         "def pack(self):",
         "    values = self.__dict__",
@@ -169,7 +194,13 @@ def _pack(parts: list[_Part]) -> list[str]:
     ]
     for part in inside:
         if not _is_needed(part):
-            differs = " is not None" if part.default is None else f" != default_{part.name}" if part.default else ""
+            differs = (
+                " is not None"
+                if part.default is None
+                else f" != default_{part.name}"
+                if part.default
+                else ""
+            )
             lines.append(f"    if values[{part.name!r}]{differs}:")
             lines.append(f"        meta[{part.name!r}] = values[{part.name!r}]")
     payload = f"values[{slots['payload']!r}]" if "payload" in slots else "None"
@@ -189,7 +220,11 @@ def _unpack(parts: list[_Part]) -> list[str]:
         if not _is_needed(part):
             value = f"{value} if {part.name!r} in meta else default_{part.name}"
         found.append(name + value)
-    return ["def unpack(message):", "    meta = message.meta or nothing", f"    return cls({', '.join(found)})"]
+    return [
+        "def unpack(message):",
+        "    meta = message.meta or nothing",
+        f"    return cls({', '.join(found)})",
+    ]
 
 
 def limited(schema: Schema, header: Mapping[str, Field]) -> Schema:

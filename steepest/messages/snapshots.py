@@ -20,7 +20,16 @@ from steepest.messages.fields import (
 )
 from steepest.messages.gradients import Decision
 from steepest.messages.message import Kind, Peer
-from steepest.messages.schema import Body, Chunk, Generation, Header, Payload, Sequence, Version, body
+from steepest.messages.schema import (
+    Body,
+    Chunk,
+    Generation,
+    Header,
+    Payload,
+    Sequence,
+    Version,
+    body,
+)
 
 #: Which of the messages of one put it is; by this it is acknowledged.
 Number = Annotated[int, Header("version")]
@@ -33,8 +42,8 @@ class Read(Body):
     """Have all servers send one version; from a client, or a parameter server's user, to the coordinator.
 
     Attributes:
-        what: "weights"; "state" for the optimizer's and the coordinator's state as well; "standing" for the version and
-            the coordinator's state alone.
+        what: "weights"; "state" for the optimizer's and the coordinator's state as well; "standing"
+            for the version and the coordinator's state alone.
         chunks: of the weights; None for all.
     """
 

@@ -49,11 +49,14 @@ class NumpyLogisticRegression:
         l2: float = 0.0,
     ) -> None:
         features, labels = np.asarray(data[0], dtype=np.float64), np.asarray(data[1])
-        shaped = features.ndim == 2 and labels.ndim == 1 and labels.size and labels.dtype.kind in "iu"
+        shaped = (
+            features.ndim == 2 and labels.ndim == 1 and labels.size and labels.dtype.kind in "iu"
+        )
         if not shaped or labels.min() < 0 or labels.max() >= classes:
             raise ConfigurationError(
-                f"features of shape {features.shape}, {labels.dtype} labels of shape {labels.shape}: give (N, F) "
-                f"floats and (N,) integers, class indices below classes={classes}"
+                f"features of shape {features.shape}, {labels.dtype} labels of shape "
+                f"{labels.shape}: give (N, F) floats and (N,) integers, class indices below "
+                f"classes={classes}"
             )
         self.data, self.batch_size = as_source((features, labels), batch_size)
         self._l2 = l2
@@ -61,18 +64,24 @@ class NumpyLogisticRegression:
         self.layout = self._plan(ChunkSpec())
         self.optimizer_spec = OptimizerSpec.read(
             torch.optim.SGD(
-                parameters := [torch.nn.Parameter(torch.zeros(shape)) for shape in self._shapes.values()],
+                parameters := [
+                    torch.nn.Parameter(torch.zeros(shape)) for shape in self._shapes.values()
+                ],
                 lr=learning_rate,
                 momentum=momentum,
             ),
             dict(zip(map(id, parameters), self._shapes, strict=True)),
         )
-        self._weights: dict[str, Array] = {name: np.zeros(shape) for name, shape in self._shapes.items()}
+        self._weights: dict[str, Array] = {
+            name: np.zeros(shape) for name, shape in self._shapes.items()
+        }
         self._gradients: dict[str, Array] = {}
 
     def _plan(self, cut: ChunkSpec) -> ParameterLayout:
         parameters = [(name, shape, torch.float64, True) for name, shape in self._shapes.items()]
-        return ParameterLayout.plan(parameters, split_tensors=not cut.whole, chunk_bytes=cut.chunk_bytes)
+        return ParameterLayout.plan(
+            parameters, split_tensors=not cut.whole, chunk_bytes=cut.chunk_bytes
+        )
 
     def relayout(self, cut: ChunkSpec) -> None:
         """Cut `layout` into other chunks; see `steepest.models.protocol.Model.relayout`."""
@@ -111,7 +120,9 @@ class NumpyLogisticRegression:
         difference /= count
         self._gradients["bias"][...] = difference.sum(axis=0)
         ready(self.layout.index["bias"], float(count), True)
-        self._gradients["weight"][...] = difference.T @ features + self._l2 * self._weights["weight"]
+        self._gradients["weight"][...] = (
+            difference.T @ features + self._l2 * self._weights["weight"]
+        )
         ready(self.layout.index["weight"], float(count), True)
         return Computed(loss, float(count), count, self._metrics(logs, labels) if metrics else {})
 
@@ -126,7 +137,9 @@ class NumpyLogisticRegression:
 
     def source(self, data: Any, batch_size: int) -> Source:
         """Return a source of batches for `evaluate`."""
-        return as_source((np.asarray(data[0], dtype=np.float64), np.asarray(data[1])), batch_size)[0]
+        return as_source((np.asarray(data[0], dtype=np.float64), np.asarray(data[1])), batch_size)[
+            0
+        ]
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return an empty dict: every value is a parameter."""

@@ -64,7 +64,9 @@ class Gates:
         arrive(None)
         if self.usable is None:
             watch = _Watch(self._entries)
-            hooks = [child.register_forward_pre_hook(watch.enter) for child in self._module.modules()]
+            hooks = [
+                child.register_forward_pre_hook(watch.enter) for child in self._module.modules()
+            ]
             try:
                 with watch:
                     yield
@@ -83,7 +85,11 @@ class Gates:
         elif len(self._learned) == _PASSES:
             self.usable = True
             for child in self._module.modules():
-                own = {self._entries[id(p)] for p in child.parameters(recurse=False) if id(p) in self._entries}
+                own = {
+                    self._entries[id(p)]
+                    for p in child.parameters(recurse=False)
+                    if id(p) in self._entries
+                }
                 if waited_for := sorted(watch.gates.get(child, set()) | own):
                     child.register_forward_pre_hook(self._gate(waited_for))
 
@@ -140,5 +146,8 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def _is_opaque(module: torch.nn.Module) -> bool:
     """Return whether a module runs as something else than its own Python code."""
-    compiled = type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    compiled = (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
     return compiled or isinstance(module, torch.jit.ScriptModule)

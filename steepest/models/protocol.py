@@ -70,10 +70,13 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise ModelError(f"a metric is named {name!r:.200}, {describe(name)}: name each by a string")
+            raise ModelError(
+                f"a metric is named {name!r:.200}, {describe(name)}: name each by a string"
+            )
         if (number := as_number(value)) is None:
             raise ModelError(
-                f"metric {name!r} is {describe(value)}: return a real number, a NumPy scalar or a tensor without "
+                f"metric {name!r} is {describe(value)}: return a real number, a NumPy scalar or a "
+                "tensor without "
                 "dimensions"
             )
         found[name] = number
@@ -87,10 +90,14 @@ def validate_computed(computed: Any) -> Computed:
         ModelError: it is no `Computed`, or one of its numbers is none.
     """
     if not isinstance(computed, Computed):
-        raise ModelError(f"the model computed {describe(computed)}: return a steepest.models.protocol.Computed")
+        raise ModelError(
+            f"the model computed {describe(computed)}: return a steepest.models.protocol.Computed"
+        )
     loss, samples = map(as_number, (computed.loss, computed.samples))
     if loss is None:
-        raise ModelError(f"the loss is {describe(computed.loss)}: return the batch's mean as a number")
+        raise ModelError(
+            f"the loss is {describe(computed.loss)}: return the batch's mean as a number"
+        )
     weight = checked_weight(computed.weight)
     if samples is None or not 0 <= samples < math.inf or samples != int(samples):
         raise ModelError(f"the batch has {computed.samples!r:.200} samples: return how many it has")
@@ -106,7 +113,9 @@ def checked_weight(value: Any) -> float:
     weight = as_number(value)
     if weight is None or not 0 <= weight <= _HEAVIEST:
         given = describe(value) if weight is None else weight
-        raise ModelError(f"the loss weighs {given}: return a weight of zero or more, and at most {_HEAVIEST:g}")
+        raise ModelError(
+            f"the loss weighs {given}: return a weight of zero or more, and at most {_HEAVIEST:g}"
+        )
     return weight
 
 

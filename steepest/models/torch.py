@@ -96,11 +96,21 @@ class TorchModel:
     ) -> None:
         _check_module(module)
         if loss is None and type(self).loss is TorchModel.loss:
-            raise ModelError("no loss: give loss=, or subclass TorchModel and write loss(self, batch)")
+            raise ModelError(
+                "no loss: give loss=, or subclass TorchModel and write loss(self, batch)"
+            )
         if autocast not in (None, torch.bfloat16, torch.float16):
-            raise ConfigurationError(f"autocast={autocast!r}: give torch.bfloat16, torch.float16 or None")
-        if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)) or not 0 < loss_scale < math.inf:
-            raise ConfigurationError(f"loss_scale={loss_scale!r}: give a positive number, a power of two to be exact")
+            raise ConfigurationError(
+                f"autocast={autocast!r}: give torch.bfloat16, torch.float16 or None"
+            )
+        if (
+            isinstance(loss_scale, bool)
+            or not isinstance(loss_scale, (int, float))
+            or not 0 < loss_scale < math.inf
+        ):
+            raise ConfigurationError(
+                f"loss_scale={loss_scale!r}: give a positive number, a power of two to be exact"
+            )
         self._autocast = autocast
         self._loss_scale = float(loss_scale)
         self.module = module
@@ -114,11 +124,17 @@ class TorchModel:
         self._aliases = _aliases(module, names)
         with without_compiler():
             chosen = optimizer(module)
-        self.optimizer_spec = OptimizerSpec.read(chosen, names, lr_scheduler=lr_scheduler, learning_rate=learning_rate)
+        self.optimizer_spec = OptimizerSpec.read(
+            chosen, names, lr_scheduler=lr_scheduler, learning_rate=learning_rate
+        )
         updated = self.optimizer_spec.trainable()
-        self._trainable = {name for name, p in self._parameters.items() if p.requires_grad and name in updated}
+        self._trainable = {
+            name for name, p in self._parameters.items() if p.requires_grad and name in updated
+        }
         if not self._trainable:
-            raise ModelError("nothing to train: every parameter is frozen or unknown to the optimizer")
+            raise ModelError(
+                "nothing to train: every parameter is frozen or unknown to the optimizer"
+            )
         self.layout = self._plan(ChunkSpec())
         self._device = torch.device("cpu")
         self._vector: torch.Tensor | None = None  # the flat weights, after `bind`
@@ -208,7 +224,8 @@ class TorchModel:
             if self._missing.pop(index, None) is None:
                 name = self.layout.entries[index].name
                 raise ModelError(
-                    f"the gradient of {name!r} was accumulated twice: leave backward() to the library, and "
+                    f"the gradient of {name!r} was accumulated twice: leave backward() to the "
+                    "library, and "
                     "checkpoint activations with use_reentrant=False"
                 )
             gradient = parameter.grad
@@ -220,7 +237,11 @@ class TorchModel:
                 self._ready(index, self._weight, True)
             else:  # the first part leaves while the next one is copied
                 for chunk in chunks:
-                    where = next(slice(p.start, p.stop) for p in self.layout.chunks[chunk].slices if p.entry == index)
+                    where = next(
+                        slice(p.start, p.stop)
+                        for p in self.layout.chunks[chunk].slices
+                        if p.entry == index
+                    )
                     self._take(dense.view(-1)[where], view.view(-1)[where])
                     self._ready(index, self._weight, True, chunk)
             parameter.grad = None
@@ -242,7 +263,9 @@ class TorchModel:
         """
         batch = self._to_device(batch)
         if self._gates is None:
-            trainable = ((self._parameters[name], self.layout.index[name]) for name in self._trainable)
+            trainable = (
+                (self._parameters[name], self.layout.index[name]) for name in self._trainable
+            )
             self._gates = Gates(self.module, dict(trainable))
         if self._writes.compares:
             arrive(None)
@@ -251,7 +274,9 @@ class TorchModel:
         arrive(None)
         loss, samples, self._weight = self._weigh(batch, result)
         if not loss.requires_grad:
-            raise ModelError("the loss does not depend on any trainable parameter (was it detached?)")
+            raise ModelError(
+                "the loss does not depend on any trainable parameter (was it detached?)"
+            )
         self._missing = {self.layout.index[name]: view for name, view in self._gradients.items()}
         for name in self._gradients:
             self._parameters[name].grad = None
@@ -325,7 +350,9 @@ class TorchModel:
         with torch.no_grad():
             for name, value in state.items():
                 if name not in buffers and name not in frozen:
-                    raise ModelError(f"the module has no buffer named {name!r}: was it made by another model?")
+                    raise ModelError(
+                        f"the module has no buffer named {name!r}: was it made by another model?"
+                    )
                 own = buffers[name] if name in buffers else frozen[name][0]
                 if own.shape != value.shape:
                     raise ModelError(
@@ -353,11 +380,14 @@ class TorchModel:
             holder, key = self._holders[entry.name]
             own = holder.get(key)  # the model may have put another object there
             if own is None:
-                raise ModelError(f"frozen parameter {entry.name!r} is gone: let the model write to it instead")
+                raise ModelError(
+                    f"frozen parameter {entry.name!r} is gone: let the model write to it instead"
+                )
             if (tuple(own.shape), own.dtype) != (entry.shape, entry.dtype):
                 raise ModelError(
-                    f"frozen parameter {entry.name!r} was {entry.dtype} of shape {entry.shape}, the model has made it "
-                    f"{own.dtype} of shape {tuple(own.shape)}: give it values of the same"
+                    f"frozen parameter {entry.name!r} was {entry.dtype} of shape {entry.shape}, "
+                    f"the model has made it {own.dtype} of shape {tuple(own.shape)}: give it "
+                    "values of the same"
                 )
             yield entry.name, own, self.layout.entry_view(self._vector, index)
 
@@ -380,11 +410,14 @@ class TorchModel:
     def _weigh(self, batch: Any, result: Any) -> tuple[torch.Tensor, int, float]:
         samples = _count(batch)
         if isinstance(result, tuple) and len(result) != 2:
-            raise ModelError(f"the loss is a tuple of {len(result)}: return it alone, or (loss, weight)")
+            raise ModelError(
+                f"the loss is a tuple of {len(result)}: return it alone, or (loss, weight)"
+            )
         loss, weight = result if isinstance(result, tuple) else (result, float(samples))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
             raise ModelError(
-                f"the loss is {describe(loss)}: return the batch's mean as a tensor with one real number, which knows "
+                f"the loss is {describe(loss)}: return the batch's mean as a tensor with one real "
+                "number, which knows "
                 "its gradient"
             )
         return loss, samples, checked_weight(weight)
@@ -416,8 +449,16 @@ def _count(batch: Any) -> int:
 
 def _leaves(batch: Any) -> Iterator[Any]:
     """Yield the parts of a batch: arrays, scalars, and whole lists of scalars."""
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    if isinstance(batch, Mapping) or any(isinstance(v, (tuple, list, Mapping)) or hasattr(v, "ndim") for v in values):
+    values = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, (tuple, list))
+        else ()
+    )
+    if isinstance(batch, Mapping) or any(
+        isinstance(v, (tuple, list, Mapping)) or hasattr(v, "ndim") for v in values
+    ):
         for value in values:
             yield from _leaves(value)
     else:
@@ -428,14 +469,22 @@ def _check_module(module: Any) -> None:
     """Raise ModelError if an object is no module, or one that cannot be trained in several processes."""
     if not isinstance(module, torch.nn.Module):
         raise ModelError(f"module is a {type(module).__name__}: give a torch.nn.Module")
-    synchronised = [name for name, child in module.named_modules() if isinstance(child, torch.nn.SyncBatchNorm)]
-    if synchronised and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    synchronised = [
+        name for name, child in module.named_modules() if isinstance(child, torch.nn.SyncBatchNorm)
+    ]
+    if synchronised and not (
+        torch.distributed.is_available() and torch.distributed.is_initialized()
+    ):
         raise ModelError(
-            f"module {synchronised[0]!r} is a SyncBatchNorm, which without a process group of torch.distributed "
-            "does not synchronise: use BatchNorm, or a norm without running statistics (GroupNorm, LayerNorm)"
+            f"module {synchronised[0]!r} is a SyncBatchNorm, which without a process group of "
+            "torch.distributed "
+            "does not synchronise: use BatchNorm, or a norm without running statistics (GroupNorm, "
+            "LayerNorm)"
         )
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
-        raise ModelError(f"parameter {lazy[0]!r} is lazy: run the module once before handing it over")
+        raise ModelError(
+            f"parameter {lazy[0]!r} is lazy: run the module once before handing it over"
+        )
 
 
 def _aliases(module: torch.nn.Module, names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:

@@ -11,7 +11,8 @@ from steepest.errors import ModelError
 from steepest.tensors.layout import ParameterLayout
 
 _NOT_UNDONE = (
-    "; with one worker, or under allreduce, it may keep what was written: restore() or set_weights() before you go on"
+    "; with one worker, or under allreduce, it may keep what was written: restore() or "
+    "set_weights() before you go on"
 )
 _SMALL = 1 << 16  # bytes of weights that are compared after each pass: it takes some microseconds
 
@@ -55,7 +56,9 @@ class WriteCheck:
             holders: as `holders_of` returns them.
             weights: the flat vector of which the trainable parameters are views.
         """
-        trained = [(i, entry) for i, entry in enumerate(layout.entries) if entry.trainable and entry.numel]
+        trained = [
+            (i, entry) for i, entry in enumerate(layout.entries) if entry.trainable and entry.numel
+        ]
         self._views = {entry.name: layout.entry_view(weights, i) for i, entry in trained}
         self._parameters = [parameters[name] for name in self._views]
         self._holders = [holders[name] for name in self._views]
@@ -94,7 +97,9 @@ class WriteCheck:
             found = self._find(versions, before)
             if found is not None:
                 views = self._views.values()
-                for parameter, (holder, key), view in zip(self._parameters, self._holders, views, strict=True):
+                for parameter, (holder, key), view in zip(
+                    self._parameters, self._holders, views, strict=True
+                ):
                     parameter.data, holder[key] = view, parameter
                 if before is not None:
                     self._values.copy_(before)
@@ -105,13 +110,19 @@ class WriteCheck:
         """Return the name of the first parameter that was written to, or None."""
         now = zip(self._views, self._parameters, self._holders, versions, self._places, strict=True)
         for name, parameter, (holder, key), version, place in now:
-            if parameter._version != version or parameter.data_ptr() != place or holder.get(key) is not parameter:
+            if (
+                parameter._version != version
+                or parameter.data_ptr() != place
+                or holder.get(key) is not parameter
+            ):
                 return name
         if before is None or torch.equal(before, self._values):
             return None
         differs = before.view(torch.uint8) != self._values.view(torch.uint8)
         at = self._values.data_ptr() + int(differs.nonzero()[0])
-        return next(name for name, view in self._views.items() if at < view.data_ptr() + view.nbytes)
+        return next(
+            name for name, view in self._views.items() if at < view.data_ptr() + view.nbytes
+        )
 
 
 def holders_of(module: torch.nn.Module, names: Iterable[str]) -> Holders:
@@ -124,7 +135,9 @@ def holders_of(module: torch.nn.Module, names: Iterable[str]) -> Holders:
 def refusal(name: str) -> str:
     """Return the text of the error for a trainable parameter that a model has written to."""
     return (
-        f"the model has written to its trainable parameter {name!r}, which only the optimizer changes, because the "
-        "other replicas would not see it: use a parametrization (torch.nn.utils.parametrize); for an embedding, "
-        "normalise its output instead of giving max_norm=; or call set_weights() between steps"
+        f"the model has written to its trainable parameter {name!r}, which only the optimizer "
+        "changes, because the "
+        "other replicas would not see it: use a parametrization (torch.nn.utils.parametrize); for "
+        "an embedding, normalise its output instead of giving max_norm=; or call set_weights() "
+        "between steps"
     )

@@ -22,8 +22,8 @@ class Run(Protocol):
 class Callback:
     """Base class of what `DistributedSGD.fit` calls on the driver, in the thread of `fit`; override what you need.
 
-    `sgd` is the trainer. Callbacks are called in the order in which they were given. An error that one raises ends
-    `fit`, which raises it after `on_fit_end`.
+    `sgd` is the trainer. Callbacks are called in the order in which they were given. An error that
+    one raises ends `fit`, which raises it after `on_fit_end`.
     """
 
     def on_fit_begin(self, sgd: Any, steps: int) -> None:
@@ -35,14 +35,15 @@ class Callback:
     def on_event(self, sgd: Any, event: Event) -> None:
         """Take note of a death, a resize or another event of `Stats.events`; called once for each, in order.
 
-        It is called between two calls of `on_step`, or before `on_fit_end`, while workers may compute. Events since the
-        last `fit` come right after `on_fit_begin`.
+        It is called between two calls of `on_step`, or before `on_fit_end`, while workers may
+        compute. Events since the last `fit` come right after `on_fit_begin`.
         """
 
     def on_epoch_end(self, sgd: Any, result: StepResult) -> None:
         """Take note that an epoch ended with this step.
 
-        Workers are idle: the trainer may evaluate or save. They pause for it only if a callback overrides this method.
+        Workers are idle: the trainer may evaluate or save. They pause for it only if a callback
+        overrides this method.
         """
 
     def on_fit_end(self, sgd: Any) -> None:

@@ -8,7 +8,19 @@ from typing import Any
 
 import numpy as np
 
-_NUMPY = {"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+_NUMPY = {
+    "float16",
+    "float32",
+    "float64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+}
 
 
 def to_json(value: Any) -> Any:

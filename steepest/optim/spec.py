@@ -81,19 +81,27 @@ class OptimizerSpec:
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
-                f"the optimizer factory returned {type(optimizer).__name__}: return a torch.optim.Optimizer"
+                f"the optimizer factory returned {type(optimizer).__name__}: return a "
+                "torch.optim.Optimizer"
             )
         if lr_scheduler is not None and learning_rate is not None:
-            raise ConfigurationError("both lr_scheduler= and learning_rate= are given: give one of them")
+            raise ConfigurationError(
+                "both lr_scheduler= and learning_rate= are given: give one of them"
+            )
         groups = []
         for group in optimizer.param_groups:
             unknown = [p for p in group["params"] if id(p) not in names]
             if unknown:
                 raise ConfigurationError(
-                    f"the optimizer holds a tensor of shape {tuple(unknown[0].shape)} that is not a parameter of "
+                    f"the optimizer holds a tensor of shape {tuple(unknown[0].shape)} that is not "
+                    "a parameter of "
                     "the module: build it over module.parameters()"
                 )
-            hyper = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+            hyper = {
+                key: _plain(value)
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            }
             groups.append((tuple(names[id(p)] for p in group["params"]), hyper))
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items()}
         spec = cls(type(optimizer), defaults, tuple(groups), True, lr_scheduler, learning_rate)
@@ -124,7 +132,9 @@ class OptimizerSpec:
         return {name for names, _ in self.groups for name in names}
 
     @without_compiler()
-    def build(self, slices: Sequence[tuple[str, torch.Tensor]]) -> tuple[torch.optim.Optimizer, list[int]]:
+    def build(
+        self, slices: Sequence[tuple[str, torch.Tensor]]
+    ) -> tuple[torch.optim.Optimizer, list[int]]:
         """Return an optimizer over slices of parameters, fused where torch has that.
 
         Args:
@@ -179,7 +189,9 @@ class Schedule:
             there were steps.
     """
 
-    def __init__(self, spec: OptimizerSpec, count: Callable[[int], int] = lambda step: step) -> None:
+    def __init__(
+        self, spec: OptimizerSpec, count: Callable[[int], int] = lambda step: step
+    ) -> None:
         self._spec = spec
         self._count = count
         self._base = [dict(hyper) for _, hyper in spec.groups]
@@ -199,7 +211,9 @@ class Schedule:
         if spec.learning_rate is not None:
             rate = spec.learning_rate(step)
             if isinstance(rate, bool) or not isinstance(rate, Real) or not math.isfinite(rate):
-                raise ConfigurationError(f"learning_rate({step}) returned {rate!r}: return a finite number")
+                raise ConfigurationError(
+                    f"learning_rate({step}) returned {rate!r}: return a finite number"
+                )
             return [{"lr": float(rate)} for _ in self._base]
         if spec.lr_scheduler is None:
             return [{} for _ in self._base]
@@ -212,12 +226,13 @@ class Schedule:
         for key, value in ((key, value) for group in changed for key, value in group.items()):
             if not _is_plain(value):
                 raise ConfigurationError(
-                    f"{type(self._scheduler).__name__} set {key!r} to {value!r:.200} in step {step}: let it set numbers"
+                    f"{type(self._scheduler).__name__} set {key!r} to {value!r:.200} in step "
+                    f"{step}: let it set numbers"
                 )
         if len(changed) > _MANY_GROUPS and (size := len(json.dumps(changed))) > MOST_BYTES:
             raise ConfigurationError(
-                f"the schedule changes {size} bytes of hyperparameters of {len(changed)} parameter groups, at most "
-                f"{MOST_BYTES} fit into a commit: make fewer groups"
+                f"the schedule changes {size} bytes of hyperparameters of {len(changed)} parameter "
+                f"groups, at most {MOST_BYTES} fit into a commit: make fewer groups"
             )
         return changed
 
@@ -248,7 +263,8 @@ class Schedule:
             self._scheduler = self._optimizer = None  # it may be half a step further
             if isinstance(error, TypeError):
                 raise ConfigurationError(
-                    f"{name} needs more than the step ({error}): use a scheduler of the step alone, or learning_rate="
+                    f"{name} needs more than the step ({error}): use a scheduler of the step "
+                    "alone, or learning_rate="
                 ) from error
             raise
         return self._step == step
@@ -262,13 +278,26 @@ class Schedule:
             return None
         groups = []
         for base, group in zip(self._base, self._optimizer.param_groups, strict=True):
-            own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({k: v for k, v in own.items() if k not in base or (type(v), v) != (type(base[k]), base[k])})
+            own = {
+                key: value for key, value in group.items() if key not in ("params", "param_names")
+            }
+            groups.append(
+                {
+                    k: v
+                    for k, v in own.items()
+                    if k not in base or (type(v), v) != (type(base[k]), base[k])
+                }
+            )
         try:
             scheduler, changed = to_json(self._scheduler.state_dict()), to_json(groups)
         except Exception:  # noqa: BLE001 - the user's scheduler, whose state is no longer plain
             return None
-        state = {"schedule": self._spec.schedule_id, "step": self._step, "scheduler": scheduler, "groups": changed}
+        state = {
+            "schedule": self._spec.schedule_id,
+            "step": self._step,
+            "scheduler": scheduler,
+            "groups": changed,
+        }
         return None if len(groups) > _MANY_GROUPS and len(json.dumps(state)) > MOST_BYTES else state
 
     def load_state(self, state: ScheduleState | None) -> None:
@@ -285,7 +314,9 @@ class Schedule:
         try:
             self._load(state)
         except Exception:  # of the user's scheduler, or of a state that was written by hand
-            log.exception("the schedule cannot go on from its state, and is computed from its beginning")
+            log.exception(
+                "the schedule cannot go on from its state, and is computed from its beginning"
+            )
             self._scheduler = self._optimizer = None
 
     def _load(self, state: ScheduleState) -> None:
@@ -295,7 +326,9 @@ class Schedule:
         self._optimizer.step()  # else the scheduler warns that no step was made before it
         self._scheduler.load_state_dict(from_json(state["scheduler"]))
         changes = from_json(state["groups"])
-        for base, group, changed in zip(self._base, self._optimizer.param_groups, changes, strict=True):
+        for base, group, changed in zip(
+            self._base, self._optimizer.param_groups, changes, strict=True
+        ):
             group.update({**base, **changed})
         if not isinstance(state["step"], int) or state["step"] < 0:
             raise ValueError(f"a schedule cannot stand at step {state['step']!r}")
@@ -304,13 +337,15 @@ class Schedule:
     def _begin(self) -> None:
         assert self._spec.lr_scheduler is not None
         groups = [
-            {"params": [torch.nn.Parameter(torch.zeros(1, 1))], **hyper} for _, hyper in self._spec.groups
+            {"params": [torch.nn.Parameter(torch.zeros(1, 1))], **hyper}
+            for _, hyper in self._spec.groups
         ]  # a matrix, because Muon takes nothing else
         self._optimizer = self._spec.cls(groups, **self._spec._arguments())
         self._scheduler = self._spec.lr_scheduler(self._optimizer)
         if not isinstance(self._scheduler, LRScheduler):
             raise ConfigurationError(
-                f"lr_scheduler= returned {type(self._scheduler).__name__}: return a torch.optim.lr_scheduler, or "
+                f"lr_scheduler= returned {type(self._scheduler).__name__}: return a "
+                "torch.optim.lr_scheduler, or "
                 "give a function of the step as learning_rate="
             )
         self._step = 0
@@ -369,7 +404,9 @@ def _is_elementwise(spec: OptimizerSpec) -> bool:
     halves = [torch.nn.Parameter(flat[:7].clone()), torch.nn.Parameter(flat[7:].clone())]
     name = next((name for names, _ in spec.groups for name in names), None)
     if name is None:
-        raise ConfigurationError("the optimizer has no parameters: build it over module.parameters()")
+        raise ConfigurationError(
+            "the optimizer has no parameters: build it over module.parameters()"
+        )
 
     def steps(parameters: list[torch.nn.Parameter], gradients: list[list[torch.Tensor]]) -> None:
         toy = replace(spec, groups=((tuple("p" for _ in parameters), _lively(spec.groups[0][1])),))
@@ -384,14 +421,17 @@ def _is_elementwise(spec: OptimizerSpec) -> bool:
         steps([whole], [[gradient.clone()] for gradient in gradients])
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"{spec.name} cannot be rebuilt or stepped on a server ({error}): use an optimizer whose step() "
+            f"{spec.name} cannot be rebuilt or stepped on a server ({error}): use an optimizer "
+            "whose step() "
             "needs no closure, takes dense gradients, and whose constructor takes its defaults"
         ) from error
     try:
         steps(halves, [[g.flatten()[:7].clone(), g.flatten()[7:].clone()] for g in gradients])
     except (ValueError, RuntimeError, AssertionError, IndexError):
         return False  # it wants the tensor's own shape
-    return torch.allclose(whole.detach().flatten(), torch.cat([half.detach() for half in halves]), rtol=1e-9, atol=0)
+    return torch.allclose(
+        whole.detach().flatten(), torch.cat([half.detach() for half in halves]), rtol=1e-9, atol=0
+    )
 
 
 def _lively(hyper: Hyperparameters) -> Hyperparameters:

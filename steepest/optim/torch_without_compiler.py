@@ -26,7 +26,11 @@ def without_compiler() -> Iterator[None]:
     Nothing else is different. Other threads see the change, too.
     """
     decorated = torch.optim.Optimizer.add_param_group
-    if _ADD is None or "torch._dynamo" in sys.modules or getattr(decorated, "__wrapped__", None) is not _ADD:
+    if (
+        _ADD is None
+        or "torch._dynamo" in sys.modules
+        or getattr(decorated, "__wrapped__", None) is not _ADD
+    ):
         yield
         return
     setattr(torch.optim.Optimizer, _NAME, _ADD)
@@ -40,10 +44,16 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
     """Step an optimizer; torch's own ones without the wrappers that profile and compile `step`."""
     step: Any = type(optimizer).step
     hooks = any(getattr(torch_optimizer, name, None) for name in _HOOKS)
-    if hooks or not type(optimizer).__module__.startswith("torch.optim.") or optimizer.defaults.get("differentiable"):
+    if (
+        hooks
+        or not type(optimizer).__module__.startswith("torch.optim.")
+        or optimizer.defaults.get("differentiable")
+    ):
         optimizer.step()
         return
-    while getattr(step, "__globals__", None) is vars(torch_optimizer) and hasattr(step, "__wrapped__"):
+    while getattr(step, "__globals__", None) is vars(torch_optimizer) and hasattr(
+        step, "__wrapped__"
+    ):
         step = step.__wrapped__
     with torch.no_grad():
         step(optimizer)

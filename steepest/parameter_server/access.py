@@ -51,7 +51,9 @@ class Access:
         """How to reach the first servers."""
         if self.addresses:
             return list(self.addresses[:count])
-        hosted = [(server_peer(i), COORDINATOR) if i == 0 else (server_peer(i),) for i in range(count)]
+        hosted = [
+            (server_peer(i), COORDINATOR) if i == 0 else (server_peer(i),) for i in range(count)
+        ]
         return [Callee(peers, actor) for peers, actor in zip(hosted, self.servers, strict=False)]
 
     def connect(self) -> Connection:
@@ -77,7 +79,9 @@ class Access:
         connection = Connection(
             router,
             pusher,
-            lambda: group.host_client(router, index),  # not of `self`, whose actors the connection would keep alive
+            lambda: group.host_client(
+                router, index
+            ),  # not of `self`, whose actors the connection would keep alive
             name=self.name,
             timeout=self.timeout,
             max_in_flight=self.max_in_flight,

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class ServerActor:
     """A `ServerProcess`, which is imported where the actor runs.
 
-    Whoever receives an actor's handle imports the actor's class: users of a server would import torch with it.
+    Whoever receives an actor's handle imports the actor's class: users of a server would import
+    torch with it.
 
     Args:
         name: for threads and logs.
@@ -31,7 +32,12 @@ class ServerActor:
         self._process = ServerProcess(name, token, 1)
 
     def open_group(
-        self, group: ServerGroup, spec: OptimizerSpec | None, index: int, initial: Mapping[str, Bytes], ways: str
+        self,
+        group: ServerGroup,
+        spec: OptimizerSpec | None,
+        index: int,
+        initial: Mapping[str, Bytes],
+        ways: str,
     ) -> Address | None:
         """See `ServerProcess.open_group`."""
         return self._process.open_group(group, spec, index, initial, ways)

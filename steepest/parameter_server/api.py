@@ -50,31 +50,39 @@ T = TypeVar("T")
 _START_SECONDS = 60.0  # for the servers to start, where `timeout` is shorter
 _USERS_BY_CALLS = 32  # processes that can use a server by actor calls at the same time
 
-# The connections of this process, by token: each task gets a handle of its own, the connection is kept between tasks.
+# The connections of this process, by token: each task gets a handle of its own, the connection is
+# kept between tasks.
 _connections: dict[bytes, Connection] = {}
 _opening = threading.RLock()
-_handles: WeakValueDictionary[int, ParameterServer] = WeakValueDictionary()  # of this process, by id
+_handles: WeakValueDictionary[int, ParameterServer] = (
+    WeakValueDictionary()
+)  # of this process, by id
 
 
 class ParameterServer:
     """Arrays on server processes, which any number of Ray tasks and actors pull, and push updates to.
 
-    Each push is one update: it is applied on all servers or on none, at most once, in one order for all processes. A
-    pull returns all arrays at one version, never a half-applied update. The object is a handle: pass it to tasks and
-    actors as an argument. The servers end with `shutdown`, or when no process has a handle any more.
+    Each push is one update: it is applied on all servers or on none, at most once, in one order for
+    all processes. A pull returns all arrays at one version, never a half-applied update. The object
+    is a handle: pass it to tasks and actors as an argument. The servers end with `shutdown`, or
+    when no process has a handle any more.
 
     Args:
-        initial: a NumPy array or torch tensor (CPU, floating-point or integer) of any size and shape, or a dict of them
-            by name. Arrays are cut into chunks, which are distributed over the servers.
+        initial: a NumPy array or torch tensor (CPU, floating-point or integer) of any size and
+            shape, or a dict of them by name. Arrays are cut into chunks, which are distributed over
+            the servers.
         num_servers: server processes, which work in parallel.
-        optimizer: builds a torch optimizer over a list of parameters; pushes are then gradients, each one optimizer
-            step. None for pushes that are added to the arrays.
-        nonfinite: what happens to a push with NaN or infinity: "refuse" (the push raises), "skip" (it is left
-            out, and makes a version that changes nothing) or "pass" (it is applied).
+        optimizer: builds a torch optimizer over a list of parameters; pushes are then gradients,
+            each one optimizer step. None for pushes that are added to the arrays.
+        nonfinite: what happens to a push with NaN or infinity: "refuse" (the push raises), "skip"
+            (it is left out, and makes a version that changes nothing) or "pass" (it is applied).
         transport: "wire", "shared", "unix", "tcp" or "ray": how processes communicate, as for
-            `ParameterServerStrategy`. With "shared" the servers, and all processes that use them, must be on this node.
-        timeout: seconds that any call may take; the start of the servers may take a minute in any case.
-        max_in_flight: asynchronous pushes of one process that can be uncommitted; one more waits for the first.
+            `ParameterServerStrategy`. With "shared" the servers, and all processes that use them,
+            must be on this node.
+        timeout: seconds that any call may take; the start of the servers may take a minute in any
+            case.
+        max_in_flight: asynchronous pushes of one process that can be uncommitted; one more waits
+            for the first.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -112,7 +120,10 @@ class ParameterServer:
         spec = None if optimizer is None else _read_optimizer(optimizer, initial)
         arrays = Arrays.plan(initial, spec, None)
         group = ServerGroup(arrays, count, nonfinite)
-        limits = (require_seconds("timeout", timeout), require_count("max_in_flight", max_in_flight))
+        limits = (
+            require_seconds("timeout", timeout),
+            require_count("max_in_flight", max_in_flight),
+        )
         patience = max(timeout, _START_SECONDS)
         self._holder: Holder | None = hold("a parameter server")
         self._shut_down = False
@@ -120,7 +131,9 @@ class ParameterServer:
         servers: list[Any] = []
         try:
             concurrency = 16 + (threads_for(_USERS_BY_CALLS + count) if transport == "ray" else 0)
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            here = NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            )
             where = here if transport == "shared" else "SPREAD"
             actor = ray.remote(ServerActor).options(
                 num_cpus=0, scheduling_strategy=where, max_concurrency=concurrency, max_restarts=0
@@ -128,12 +141,21 @@ class ParameterServer:
             servers = [actor.remote(f"steepest server {i}", token) for i in range(count)]
             memory = arrays.bytes_of(initial, "initial")
             stored = ray.put(memory)
-            opened = [s.open_group.remote(group, spec, i, stored, transport) for i, s in enumerate(servers)]
+            opened = [
+                s.open_group.remote(group, spec, i, stored, transport)
+                for i, s in enumerate(servers)
+            ]
             addresses = _get(opened, patience, "the servers to start")
-            self._access = Access(group, tuple(servers), tuple(a for a in addresses if a), token, *limits, transport)
+            self._access = Access(
+                group, tuple(servers), tuple(a for a in addresses if a), token, *limits, transport
+            )
             _handles[id(self)] = self
             first = self._access.callees(1)
-            _get([s.connect.remote(first, patience) for s in servers[1:]], patience, "the servers to connect")
+            _get(
+                [s.connect.remote(first, patience) for s in servers[1:]],
+                patience,
+                "the servers to connect",
+            )
         except BaseException:
             for server in servers:
                 ray.kill(server, no_restart=True)
@@ -154,7 +176,8 @@ class ParameterServer:
         Args:
             names: one name for that array alone, several for a dict of those; None for all.
             range: (begin, end) for those elements of one array, flattened.
-            out: arrays of the same shapes and dtypes to write to and return, which saves the time to allocate new ones.
+            out: arrays of the same shapes and dtypes to write to and return, which saves the time
+                to allocate new ones.
 
         Raises:
             ConfigurationError: a name is unknown, or `range` or `out` does not fit.
@@ -179,26 +202,32 @@ class ParameterServer:
             The version that the update made.
 
         Raises:
-            ConfigurationError: a name is unknown, or an array has another shape or dtype; nothing was sent.
-            NonFiniteError: the update holds NaN or infinity (see `nonfinite`); nothing of it was applied.
-            DeadlineError: no answer came within `timeout` seconds; the update may still be committed.
+            ConfigurationError: a name is unknown, or an array has another shape or dtype; nothing
+                was sent.
+            NonFiniteError: the update holds NaN or infinity (see `nonfinite`); nothing of it was
+                applied.
+            DeadlineError: no answer came within `timeout` seconds; the update may still be
+                committed.
             PeerLostError: a server was shut down by another process, or died.
             ShutdownError: this handle is shut down.
         """
         memory = self._owned(update)
-        return self._run(lambda connection: connection.pusher.push(memory), "a push to be committed", memory)
+        return self._run(
+            lambda connection: connection.pusher.push(memory), "a push to be committed", memory
+        )
 
     def push_async(self, update: ArrayTree) -> Future[int]:
         """Push an update without waiting for its commit; the arrays may be changed as soon as this returns.
 
-        With `max_in_flight` pushes uncommitted, this waits for the first. When the last handle of a process is deleted,
-        or the process ends, its uncommitted pushes are waited for.
+        With `max_in_flight` pushes uncommitted, this waits for the first. When the last handle of a
+        process is deleted, or the process ends, its uncommitted pushes are waited for.
 
         Args:
             update: as for `push`.
 
         Returns:
-            A future of the version that the update made; it raises what the servers find, such as NonFiniteError.
+            A future of the version that the update made; it raises what the servers find, such as
+            NonFiniteError.
 
         Raises:
             ConfigurationError, DeadlineError, PeerLostError, ShutdownError: as `push`.
@@ -215,18 +244,23 @@ class ParameterServer:
             out: as for `pull`.
 
         Raises:
-            ConfigurationError, NonFiniteError, DeadlineError, PeerLostError, ShutdownError: as `push`.
+            ConfigurationError, NonFiniteError, DeadlineError, PeerLostError, ShutdownError: as
+                `push`.
         """
         memory = self._arrays.bytes_of(update, "update")
         wanted, pulled = self._arrays.request(None, None, out, self._connection().recycler)
-        self._run(lambda connection: connection.pusher.push(memory, wanted), "a push to be committed", memory)
+        self._run(
+            lambda connection: connection.pusher.push(memory, wanted),
+            "a push to be committed",
+            memory,
+        )
         return pulled
 
     def empty(self) -> ArrayTree:
         """Return new, uninitialized arrays in the form of `initial`, which servers of this host read without a copy.
 
-        Fill them and give them to `push_pull`, which copies other arrays first. After a `DeadlineError` leave their
-        values alone and use new ones: the push may still be committed.
+        Fill them and give them to `push_pull`, which copies other arrays first. After a
+        `DeadlineError` leave their values alone and use new ones: the push may still be committed.
 
         Example:
             >>> update = server.empty()                                      # doctest: +SKIP
@@ -254,41 +288,71 @@ class ParameterServer:
     def state_dict(self) -> dict[str, Any]:
         """Return everything at one version: "version", "arrays", the "update" rule, and the "optimizer" state, if any.
 
-        It consists of plain tensors in dicts and lists, as `torch.save`, and `torch.load` with ``weights_only=True``,
-        take them.
+        It consists of plain tensors in dicts and lists, as `torch.save`, and `torch.load` with
+        ``weights_only=True``, take them.
         """
-        snapshot: Snapshot = self._run(lambda connection: connection.client.read("state"), "the state")
+        snapshot: Snapshot = self._run(
+            lambda connection: connection.client.read("state"), "the state"
+        )
         records = [[chunk, about, value] for chunk, about, value in snapshot.records]
         arrays = self._arrays.layout.named(snapshot.weights)
-        return {"version": snapshot.version, "update": self._arrays.rule, "arrays": arrays, "optimizer": records}
+        return {
+            "version": snapshot.version,
+            "update": self._arrays.rule,
+            "arrays": arrays,
+            "optimizer": records,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set arrays and optimizer state, which makes a new version.
 
         Args:
-            state: what `state_dict` returned, of a parameter server of the same arrays and optimizer.
+            state: what `state_dict` returned, of a parameter server of the same arrays and
+                optimizer.
 
         Raises:
-            ConfigurationError: the state is of other arrays, or of another optimizer; nothing has changed.
+            ConfigurationError: the state is of other arrays, or of another optimizer; nothing has
+                changed.
         """
         layout = self._arrays.layout
         if {"arrays", "optimizer"} - set(state):
-            raise ConfigurationError("state has no 'arrays' or no 'optimizer': give what state_dict() returned")
+            raise ConfigurationError(
+                "state has no 'arrays' or no 'optimizer': give what state_dict() returned"
+            )
         names = {entry.name for entry in layout.entries}
         if set(state["arrays"]) != names:
-            raise ConfigurationError(f"state holds {sorted(state['arrays'])}, this server {sorted(names)}")
+            raise ConfigurationError(
+                f"state holds {sorted(state['arrays'])}, this server {sorted(names)}"
+            )
         rule = self._arrays.rule
         if state.get("update", rule) != rule:
-            raise ConfigurationError(f"state is of updates by {state['update']!r}, this server's are by {rule!r}")
-        self._arrays.bytes_of(state["arrays"][""] if self._arrays.single else state["arrays"], "state")
+            raise ConfigurationError(
+                f"state is of updates by {state['update']!r}, this server's are by {rule!r}"
+            )
+        self._arrays.bytes_of(
+            state["arrays"][""] if self._arrays.single else state["arrays"], "state"
+        )
         weights = layout.allocate()
         layout.write(weights, state["arrays"])
-        records: list[Record] = [(int(chunk), dict(about), value) for chunk, about, value in state["optimizer"]]
-        places = {(c.index, layout.entries[s.entry].name, s.start, s.stop) for c in layout.chunks for s in c.slices}
-        theirs = {(chunk, about["name"], about["start"], about["stop"]) for chunk, about, _ in records}
+        records: list[Record] = [
+            (int(chunk), dict(about), value) for chunk, about, value in state["optimizer"]
+        ]
+        places = {
+            (c.index, layout.entries[s.entry].name, s.start, s.stop)
+            for c in layout.chunks
+            for s in c.slices
+        }
+        theirs = {
+            (chunk, about["name"], about["start"], about["stop"]) for chunk, about, _ in records
+        }
         if not theirs <= places or (records and rule == "add"):
-            raise ConfigurationError("state is of an optimizer or of a cut into chunks that this server does not have")
-        self._run(lambda connection: connection.client.install(0, weights, records), "the state to be installed")
+            raise ConfigurationError(
+                "state is of an optimizer or of a cut into chunks that this server does not have"
+            )
+        self._run(
+            lambda connection: connection.client.install(0, weights, records),
+            "the state to be installed",
+        )
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -311,7 +375,10 @@ class ParameterServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.shutdown()
 
@@ -344,7 +411,10 @@ class ParameterServer:
     def _owned(self, update: ArrayTree) -> dict[str, Bytes]:
         """Return an update's memory, copied where a server would read the caller's memory after this call returns."""
         memory = self._arrays.bytes_of(update, "update")
-        return {name: part.copy() if segment_of(part) is not None else part for name, part in memory.items()}
+        return {
+            name: part.copy() if segment_of(part) is not None else part
+            for name, part in memory.items()
+        }
 
     def _connection(self) -> Connection:
         if self._shut_down:
@@ -359,7 +429,12 @@ class ParameterServer:
                     connection = _connections[access.token] = access.connect()
         return connection
 
-    def _run(self, begin: Callable[[Connection], Future[T]], what: str, memory: Mapping[str, Bytes] | None = None) -> T:
+    def _run(
+        self,
+        begin: Callable[[Connection], Future[T]],
+        what: str,
+        memory: Mapping[str, Bytes] | None = None,
+    ) -> T:
         connection = self._connection()
         return connection.run(lambda: begin(connection), what, (memory or {}).values())
 
@@ -392,7 +467,9 @@ def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
             f"a server failed: waited for {what}, and {error.cause}"
         ) from RemoteTraceback(error.cause.told["traceback"])
     except ray.exceptions.RayActorError as error:
-        raise PeerLostError(f"a server died while starting: {' '.join(str(error).split())}") from error
+        raise PeerLostError(
+            f"a server died while starting: {' '.join(str(error).split())}"
+        ) from error
     return results
 
 

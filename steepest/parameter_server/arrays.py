@@ -46,7 +46,8 @@ class Arrays:
 
     Attributes:
         layout: chunks.
-        rule: what is done with updates: "add", or the optimizer's name with the switches that change its state.
+        rule: what is done with updates: "add", or the optimizer's name with the switches that
+            change its state.
         numpy: names of those that are NumPy arrays; the others are torch tensors.
     """
 
@@ -55,11 +56,14 @@ class Arrays:
     numpy: frozenset[str]
 
     @classmethod
-    def plan(cls, initial: ArrayTree, spec: OptimizerSpec | None, chunk_bytes: int | None) -> Arrays:
+    def plan(
+        cls, initial: ArrayTree, spec: OptimizerSpec | None, chunk_bytes: int | None
+    ) -> Arrays:
         """Lay arrays out in chunks.
 
         Args:
-            spec: the optimizer of the servers, over parameters of the arrays' names; None where updates are added.
+            spec: the optimizer of the servers, over parameters of the arrays' names; None where
+                updates are added.
             chunk_bytes: size of a chunk; None for the layout's own choice.
 
         Raises:
@@ -76,8 +80,12 @@ class Arrays:
             integers=True,
         )
         flags = {} if spec is None else spec.state_flags()
-        rule = " ".join(["add" if spec is None else spec.name, *(flag for flag, on in flags.items() if on)])
-        return cls(layout, rule, frozenset(n for n, v in named.items() if isinstance(v, np.ndarray)))
+        rule = " ".join(
+            ["add" if spec is None else spec.name, *(flag for flag, on in flags.items() if on)]
+        )
+        return cls(
+            layout, rule, frozenset(n for n, v in named.items() if isinstance(v, np.ndarray))
+        )
 
     @property
     def single(self) -> bool:
@@ -100,14 +108,19 @@ class Arrays:
         for name, array in named.items():
             if name not in self.layout.index:
                 known = ", ".join(repr(entry.name) for entry in reversed(self.layout.entries[-8:]))
-                raise ConfigurationError(f"{what} has {name!r}, which this server does not: it has {known}")
+                raise ConfigurationError(
+                    f"{what} has {name!r}, which this server does not: it has {known}"
+                )
             entry = self.layout.entries[self.layout.index[name]]
             if tuple(array.shape) != entry.shape:
-                raise ConfigurationError(f"{what}: {called(name)} has shape {tuple(array.shape)}, not {entry.shape}")
+                raise ConfigurationError(
+                    f"{what}: {called(name)} has shape {tuple(array.shape)}, not {entry.shape}"
+                )
             element = element_type(array, name)
             if element != entry.element:
                 raise ConfigurationError(
-                    f"{what}: {called(name)} is {element.name}, not {entry.element.name}: convert it, so that no "
+                    f"{what}: {called(name)} is {element.name}, not {entry.element.name}: convert "
+                    "it, so that no "
                     "precision is lost or gained unseen"
                 )
             found[name] = _flat_bytes(array)
@@ -119,7 +132,11 @@ class Arrays:
         A chunk that lies in one array is a view of it; others are gathered.
         """
         names = [self.layout.entries[piece.entry].name for piece in chunk.slices]
-        absent = [piece.entry for piece, name in zip(chunk.slices, names, strict=True) if name not in given]
+        absent = [
+            piece.entry
+            for piece, name in zip(chunk.slices, names, strict=True)
+            if name not in given
+        ]
         if len(absent) == len(names):
             return None, absent
         size = chunk.element.itemsize
@@ -146,14 +163,19 @@ class Arrays:
 
         Args:
             names: which arrays; None for all.
-            span: elements [begin, end) of the one array that is meant, as if it were flat; None for all.
+            span: elements [begin, end) of the one array that is meant, as if it were flat; None for
+                all.
             out: arrays to write to; None for new ones.
             recycler: where memory for new ones comes from.
 
         Raises:
             ConfigurationError: an unknown name, a span out of range, an `out` that does not fit.
         """
-        wanted = [entry.name for entry in reversed(self.layout.entries)] if names is None else list(names)
+        wanted = (
+            [entry.name for entry in reversed(self.layout.entries)]
+            if names is None
+            else list(names)
+        )
         for name in wanted:
             if name not in self.layout.index:
                 raise ConfigurationError(f"there is no array named {name!r} on this server")
@@ -163,23 +185,32 @@ class Arrays:
             entry = self.layout.entries[self.layout.index[wanted[0]]]
             begin, end = _whole(span)
             if not 0 <= begin < end <= entry.numel:
-                raise ConfigurationError(f"range {span}: {called(wanted[0])} has elements 0 to {entry.numel}")
+                raise ConfigurationError(
+                    f"range {span}: {called(wanted[0])} has elements 0 to {entry.numel}"
+                )
             piece = empty_bytes((end - begin) * entry.element.itemsize)
             pulled = self._as_given(wanted[0], piece, (end - begin,))
             return {wanted[0]: Wanted(begin, end, piece)}, pulled
         if out is not None:
             memory = self.bytes_of(out, "out")
-            if (names is not None and memory.keys() != set(wanted)) or (names is None and len(memory) != len(wanted)):
+            if (names is not None and memory.keys() != set(wanted)) or (
+                names is None and len(memory) != len(wanted)
+            ):
                 raise ConfigurationError("out= must hold just the arrays that are pulled")
             for name, array in named_arrays(out, "out").items():
-                if (memory[name].size and address_of(memory[name]) != address_of(array)) or not _writable(array):
+                if (
+                    memory[name].size and address_of(memory[name]) != address_of(array)
+                ) or not _writable(array):
                     raise ConfigurationError(f"out: {called(name)} must be contiguous and writable")
             pulled = out
         else:
             entries = {name: self.layout.entries[self.layout.index[name]] for name in wanted}
             empty = (recycler or Recycler()).empty
             memory = {name: empty(entry.nbytes) for name, entry in entries.items()}
-            pulled = {name: self._as_given(name, memory[name], entry.shape) for name, entry in entries.items()}
+            pulled = {
+                name: self._as_given(name, memory[name], entry.shape)
+                for name, entry in entries.items()
+            }
             pulled = pulled[_ONLY] if self.single else pulled
         sizes = {name: self.layout.entries[self.layout.index[name]].numel for name in wanted}
         return {name: Wanted(0, sizes[name], memory[name]) for name in wanted}, pulled
@@ -199,7 +230,12 @@ class Arrays:
         """Where a chunk can be received as it is; None when only parts of it are wanted."""
         piece = chunk.slices[0]
         want = wanted.get(self.layout.entries[piece.entry].name)
-        if len(chunk.slices) > 1 or want is None or piece.start < want.start or piece.stop > want.stop:
+        if (
+            len(chunk.slices) > 1
+            or want is None
+            or piece.start < want.start
+            or piece.stop > want.stop
+        ):
             return None
         size = chunk.element.itemsize
         return want.memory[(piece.start - want.start) * size : (piece.stop - want.start) * size]
@@ -212,7 +248,9 @@ class Arrays:
             if want is not None:
                 begin, end = max(piece.start, want.start), min(piece.stop, want.stop)
                 if begin < end:
-                    source = payload[(at + begin - piece.start) * size : (at + end - piece.start) * size]
+                    source = payload[
+                        (at + begin - piece.start) * size : (at + end - piece.start) * size
+                    ]
                     want.memory[(begin - want.start) * size : (end - want.start) * size] = source
             at += piece.stop - piece.start
 
@@ -244,7 +282,8 @@ def named_arrays(value: ArrayTree, what: str) -> dict[str, Any]:
             raise ConfigurationError(f"{what} has a key {name!r}: give names as text")
         if not isinstance(array, np.ndarray) and not is_tensor(array):
             raise ConfigurationError(
-                f"{what}{f'[{name!r}]' if name else ''} is a {type(array).__name__}: give NumPy arrays or torch "
+                f"{what}{f'[{name!r}]' if name else ''} is a {type(array).__name__}: give NumPy "
+                "arrays or torch "
                 "tensors, one or a dict of them"
             )
     return named
@@ -259,10 +298,15 @@ def element_type(array: Any, name: str) -> ElementType:
     """Return the element type of an array or tensor.
 
     Raises:
-        ConfigurationError: it is none that can be added to, or the tensor is not a dense one on the CPU.
+        ConfigurationError: it is none that can be added to, or the tensor is not a dense one on the
+            CPU.
     """
     is_torch = is_tensor(array)
-    element = _ELEMENTS.get(str(array.dtype).removeprefix("torch.")) if is_torch else _OF_NUMPY.get(array.dtype)
+    element = (
+        _ELEMENTS.get(str(array.dtype).removeprefix("torch."))
+        if is_torch
+        else _OF_NUMPY.get(array.dtype)
+    )
     if element is None:
         raise ConfigurationError(
             f"{called(name)} has dtype {array.dtype}: give a floating-point or integer type "
@@ -281,7 +325,9 @@ def _flat_bytes(array: Any) -> Bytes:
         import torch
 
         # not view(-1), which keeps the strides of no elements and of one
-        return as_array(array.detach().contiguous().as_strided((array.numel(),), (1,)).view(torch.uint8))
+        return as_array(
+            array.detach().contiguous().as_strided((array.numel(),), (1,)).view(torch.uint8)
+        )
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 

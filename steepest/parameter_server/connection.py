@@ -25,8 +25,9 @@ _TURN_SECONDS = 0.05
 class Connection:
     """A user's end of a parameter server in one process; may be used from any thread.
 
-    Whoever waits moves the bytes itself, so that a small request costs no hand-over between threads. A
-    thread of the connection's own does so only while pushes that nobody waits for are in flight.
+    Whoever waits moves the bytes itself, so that a small request costs no hand-over between
+    threads. A thread of the connection's own does so only while pushes that nobody waits for are in
+    flight.
 
     Args:
         router: with its transport; nobody else runs it.
@@ -180,7 +181,8 @@ class Connection:
     def _require_another_thread(self) -> None:
         if self.turning_here:
             raise SteepestError(
-                f"{self._name}: a callback of a future may push_async, but not wait: nobody else would move its bytes"
+                f"{self._name}: a callback of a future may push_async, but not wait: nobody else "
+                "would move its bytes"
             )
 
     def _own(self, memory: Iterable[Bytes]) -> None:
@@ -231,7 +233,9 @@ class Connection:
         with self._changed:
             done = future is not None and future.done()
             if self._turner is not None and timeout and not done:
-                self._changed.wait(timeout)  # for its turn to end, which may have done what is awaited
+                self._changed.wait(
+                    timeout
+                )  # for its turn to end, which may have done what is awaited
             if self._turner is not None or (future is not None and future.done()):
                 return False
             self._turner = threading.get_ident()

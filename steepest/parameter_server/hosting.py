@@ -26,31 +26,43 @@ def read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> Optimizer
     """Return the recipe of the optimizer that a user's function builds over arrays.
 
     Raises:
-        ConfigurationError: no optimizer over all of them, or they are not arrays of floating-point numbers.
+        ConfigurationError: no optimizer over all of them, or they are not arrays of floating-point
+            numbers.
     """
     named = named_arrays(initial, "initial")
     elements = {name: element_type(value, name) for name, value in named.items()}
     for name, element in elements.items():
         if not element.is_floating_point:
-            raise ConfigurationError(f"{called(name)} is {element.name}: only floating-point arrays take an optimizer")
+            raise ConfigurationError(
+                f"{called(name)} is {element.name}: only floating-point arrays take an optimizer"
+            )
     if not callable(optimizer):
         raise ConfigurationError(
-            f"optimizer= is a {type(optimizer).__name__}: give a function that builds a torch optimizer over "
+            f"optimizer= is a {type(optimizer).__name__}: give a function that builds a torch "
+            "optimizer over "
             "a list of parameters"
         )
     parameters = {
         name: torch.nn.Parameter(torch.zeros(tuple(value.shape), dtype=elements[name].dtype))
         for name, value in named.items()
     }
-    spec = OptimizerSpec.read(optimizer(list(parameters.values())), {id(p): n for n, p in parameters.items()})
+    spec = OptimizerSpec.read(
+        optimizer(list(parameters.values())), {id(p): n for n, p in parameters.items()}
+    )
     missing = parameters.keys() - spec.trainable()
     if missing:
-        raise ConfigurationError(f"the optimizer leaves out {called(min(missing))}: build it over all of them")
+        raise ConfigurationError(
+            f"the optimizer leaves out {called(min(missing))}: build it over all of them"
+        )
     return spec
 
 
 def host_server(
-    group: ServerGroup, spec: OptimizerSpec | None, router: Router, index: int, weights: torch.Tensor
+    group: ServerGroup,
+    spec: OptimizerSpec | None,
+    router: Router,
+    index: int,
+    weights: torch.Tensor,
 ) -> Server:
     """Host a server in this process, and the coordinator if it is the first.
 

@@ -24,7 +24,12 @@ class ServerProcess(Process):
     """A Ray actor's body: one server of a group."""
 
     def open_group(
-        self, group: ServerGroup, spec: OptimizerSpec | None, index: int, initial: Mapping[str, Bytes], ways: str
+        self,
+        group: ServerGroup,
+        spec: OptimizerSpec | None,
+        index: int,
+        initial: Mapping[str, Bytes],
+        ways: str,
     ) -> Address | None:
         """Host a server, and listen; return where, or None when it is reached by calls.
 
@@ -39,7 +44,12 @@ class ServerProcess(Process):
 
     @on_router
     def _open_server(
-        self, group: ServerGroup, spec: OptimizerSpec | None, index: int, initial: Mapping[str, Bytes], ways: str
+        self,
+        group: ServerGroup,
+        spec: OptimizerSpec | None,
+        index: int,
+        initial: Mapping[str, Bytes],
+        ways: str,
     ) -> Address | None:
         peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
         layout = group.arrays.layout

@@ -27,7 +27,9 @@ class _Request:
     wanted: Mapping[str, Wanted]
     chunks: set[int]  # still to come
     servers: set[int]  # which have not ended a read yet
-    landed: dict[int, Bytes] = field(default_factory=dict)  # payloads by chunk that are where they are wanted
+    landed: dict[int, Bytes] = field(
+        default_factory=dict
+    )  # payloads by chunk that are where they are wanted
 
 
 class Pusher:
@@ -43,7 +45,9 @@ class Pusher:
         send: how to send.
     """
 
-    def __init__(self, index: int, arrays: Arrays, owners: tuple[int, ...], num_servers: int, send: Send) -> None:
+    def __init__(
+        self, index: int, arrays: Arrays, owners: tuple[int, ...], num_servers: int, send: Send
+    ) -> None:
         self.version = 0
         self.pushing = 0  # pushes in flight
         self._index = index
@@ -61,7 +65,9 @@ class Pusher:
         """Why nothing is pushed or pulled any more; None while all is well."""
         return None if self._gone is None else self._gone()
 
-    def push(self, update: Mapping[str, Bytes], wanted: Mapping[str, Wanted] | None = None) -> Future[int]:
+    def push(
+        self, update: Mapping[str, Bytes], wanted: Mapping[str, Wanted] | None = None
+    ) -> Future[int]:
         """Pushes some arrays; the future holds the version that the update made.
 
         Args:
@@ -75,7 +81,9 @@ class Pusher:
         request = self._begin(self._sequence, wanted or {}, awaited, set())
         if self._gone is None:
             self.pushing += 1
-            self._send(COORDINATOR, Pushed(self._sequence, self.version, pull=wanted is not None).pack())
+            self._send(
+                COORDINATOR, Pushed(self._sequence, self.version, pull=wanted is not None).pack()
+            )
             for chunk in chunks:
                 payload, absent = self._arrays.payload(chunk, update)
                 push = Push(0, 0, self._sequence, self.version, chunk.index)
@@ -94,7 +102,9 @@ class Pusher:
             self._send(COORDINATOR, Read(self._reads, chunks=some).pack())
         return future
 
-    def _begin(self, sequence: int, wanted: Mapping[str, Wanted], chunks: set[int], servers: set[int]) -> Future[int]:
+    def _begin(
+        self, sequence: int, wanted: Mapping[str, Wanted], chunks: set[int], servers: set[int]
+    ) -> Future[int]:
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # what is sent cannot be cancelled
         if self._gone is not None:
@@ -109,7 +119,9 @@ class Pusher:
         """Where an arriving payload goes: into the memory that was given, where a chunk fits it."""
         request = self._requests.get(message.sequence)
         if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._owners):
-            raise ProtocolError(f"a parameter server's user takes no payload of {message.kind.name}")
+            raise ProtocolError(
+                f"a parameter server's user takes no payload of {message.kind.name}"
+            )
         chunk = self._arrays.layout.chunks[message.chunk]
         if size != chunk.nbytes:
             raise ProtocolError(f"chunk {message.chunk} has {chunk.nbytes} bytes, {size} arrive")
@@ -135,7 +147,8 @@ class Pusher:
                 names = ", ".join(repr(name) for _, name in culprits if name) or "the array"
                 self._end(message.sequence).set_exception(
                     NonFiniteError(
-                        f"the update was refused, and nothing of it applied: {names} holds NaN or infinity; "
+                        f"the update was refused, and nothing of it applied: {names} holds NaN or "
+                        "infinity; "
                         'nonfinite="skip" leaves such updates out, nonfinite="pass" applies them'
                     )
                 )

@@ -36,7 +36,8 @@ class CommitRule(Protocol):
     A worker's *clock* is how many of its pushes were committed.
     """
 
-    #: whether every member contributes to every version, so that servers may reduce as pushes arrive
+    #: whether every member contributes to every version, so that servers may reduce as pushes
+    #: arrive
     together: bool
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
@@ -63,7 +64,11 @@ class CommitAll:
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
         """All or nothing, in the order of the workers."""
-        return Decision(tuple(sorted(staged))) if {push.worker for push in staged} >= members else Decision()
+        return (
+            Decision(tuple(sorted(staged)))
+            if {push.worker for push in staged} >= members
+            else Decision()
+        )
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
         """New weights are all that a worker waits for."""
@@ -121,12 +126,13 @@ class CommitEach:
     """Asynchronous: every push by itself, in the order in which they are complete.
 
     Args:
-        lead: no worker begins a push while its clock is more than this ahead of the slowest's (stale
-            synchronous parallel, Ho et al. 2013); None for no bound. A worker that has to wait finds its
-            push committed all the same: it waits for new weights.
+        lead: no worker begins a push while its clock is more than this ahead of the slowest's
+            (stale synchronous parallel, Ho et al. 2013); None for no bound. A worker that has to
+            wait finds its push committed all the same: it waits for new weights.
         drop_above: pushes of greater staleness are dropped; None to keep all.
 
-    Reference: More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS 2013.
+    Reference: More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NIPS
+    2013.
     """
 
     lead: int | None = None

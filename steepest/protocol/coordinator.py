@@ -20,7 +20,15 @@ from steepest.messages.gradients import (
     Report,
     VersionStaged,
 )
-from steepest.messages.membership import Failed, Grant, Join, Lease, Members, WorkerEnded, WorkerJoined
+from steepest.messages.membership import (
+    Failed,
+    Grant,
+    Join,
+    Lease,
+    Members,
+    WorkerEnded,
+    WorkerJoined,
+)
 from steepest.messages.message import Kind, Message, Peer, PushId, server_peer, worker_peer
 from steepest.messages.snapshots import Install, Installed, InstallRefused, Read, Snapshot
 from steepest.optim.spec import Schedule, ScheduleState
@@ -41,16 +49,17 @@ from steepest.protocol.step_summary import OpenStep
 Outgoing = list[tuple[Peer, Message]]
 _MOST_WAITING = 64  # states that wait to be installed
 
-#: Commits from one that tells servers where the schedule stands to the next: what another coordinator may have to go.
+#: Commits from one that tells servers where the schedule stands to the next: what another
+#: coordinator may have to go.
 SCHEDULE_EVERY = 100
 
 
 class Coordinator:
     """Membership, versions and commits of one job.
 
-    Under a rule by which every member contributes to every version, workers go on by themselves up to a
-    limit, each with its own share of the samples. Under any other, each push begins with a GRANT that
-    leases the worker the next free share.
+    Under a rule by which every member contributes to every version, workers go on by themselves up
+    to a limit, each with its own share of the samples. Under any other, each push begins with a
+    GRANT that leases the worker the next free share.
 
     Args:
         members: indices of the workers that must join before the first step.
@@ -64,10 +73,10 @@ class Coordinator:
         clip_norm: the greatest norm of an update's gradient; None for any.
         scale_rate: whether the learning rate is divided by the staleness.
         keep_log: whether to keep every commit, for a replay.
-        waits: whether a worker that is lost is waited for, because another one will join in its place; otherwise the
-            loss is a failure.
-        witnessed: whether servers remember what is decided, so that it outlives this process: a client is told of a
-            commit when a server elsewhere has heard of it.
+        waits: whether a worker that is lost is waited for, because another one will join in its
+            place; otherwise the loss is a failure.
+        witnessed: whether servers remember what is decided, so that it outlives this process: a
+            client is told of a commit when a server elsewhere has heard of it.
     """
 
     def __init__(  # noqa: PLR0913 - rules of a job, each a plain value with a name
@@ -106,10 +115,14 @@ class Coordinator:
         self._waits = waits
         self._witnessed = witnessed
         self._decisions_told = 0  # that servers were told
-        self.logged = 0 if witnessed else math.inf  # the last version of which another process has heard
+        self.logged = (
+            0 if witnessed else math.inf
+        )  # the last version of which another process has heard
         self._stats = True
         self._client: Peer | None = None
-        self._waiting: list[tuple[Peer, int]] = []  # clients that installed and wait for the members
+        self._waiting: list[
+            tuple[Peer, int]
+        ] = []  # clients that installed and wait for the members
         self._asked: dict[Peer, int] = {}  # the last request of each client: none is taken twice
         self._staging: Staging = StagedTogether(holding) if rule.together else StagedEach(holding)
         self._per_step = rule.versions_per_step(max(len(members), 1))  # versions that make one step
@@ -132,7 +145,9 @@ class Coordinator:
         match message.kind:
             case Kind.JOIN | Kind.REPORT | Kind.FAILED if not self._is_member(source.index):
                 raise ProtocolError(f"worker {source.index} is not a member of this job")
-            case Kind.VERSION_STAGED | Kind.PUSH_STAGED | Kind.LOGGED if source.index not in self._servers:
+            case Kind.VERSION_STAGED | Kind.PUSH_STAGED | Kind.LOGGED if (
+                source.index not in self._servers
+            ):
                 raise ProtocolError(f"{source} is not a server of this job")
             case Kind.JOIN:
                 return self._join(source.index, Join.unpack(message).incarnation)
@@ -148,7 +163,9 @@ class Coordinator:
                 return self._take_note(Logged.unpack(message))
             case Kind.GIVE_UP:
                 return self._give_up(driver.GiveUp.unpack(message))
-            case Kind.ASK | Kind.REVOKE | Kind.STOP | Kind.INSTALL if message.sequence <= self._asked.get(source, 0):
+            case Kind.ASK | Kind.REVOKE | Kind.STOP | Kind.INSTALL if (
+                message.sequence <= self._asked.get(source, 0)
+            ):
                 return []  # a copy of one that was taken
             case Kind.ASK:
                 return self._ask(source, driver.Ask.unpack(message))
@@ -164,7 +181,12 @@ class Coordinator:
                 return [(source, self._counters(message.sequence).pack())]
             case Kind.READ_LOG:
                 asked = driver.ReadLog.unpack(message)
-                return [(source, driver.LogPage(asked.sequence, **self._history.page(asked.first)).pack())]
+                return [
+                    (
+                        source,
+                        driver.LogPage(asked.sequence, **self._history.page(asked.first)).pack(),
+                    )
+                ]
             case _:
                 raise ProtocolError(f"a coordinator does not take {message.kind.name}")
 
@@ -183,7 +205,9 @@ class Coordinator:
             if now - self._since < self._step_timeout:
                 return []
         absent = self._members - self.joined
-        workers = overdue or sorted(absent or (self._members if self._rule.together else self._leases.busy))
+        workers = overdue or sorted(
+            absent or (self._members if self._rule.together else self._leases.busy)
+        )
         awaited = [str(peer) for peer in self._staging.awaited(workers)]
         return self._fail("deadline", awaited=awaited, seconds=self._step_timeout)
 
@@ -210,14 +234,16 @@ class Coordinator:
 
     def _give_up(self, given: driver.GiveUp) -> Outgoing:
         """Do without a worker whose channel is open, if that life of it is still a member."""
-        known = self._waits and given.worker in self.joined and self._lives[given.worker] == given.life
+        known = (
+            self._waits and given.worker in self.joined and self._lives[given.worker] == given.life
+        )
         return self._wait_for(given.worker, given.why) if known else []
 
     def _wait_for(self, worker: int, reason: str) -> Outgoing:
         """A worker is gone, and another one will join in its place.
 
-        Where every member contributes to every version the open step is void, and taken again then. Otherwise the
-        others go on, also with what it was at.
+        Where every member contributes to every version the open step is void, and taken again then.
+        Otherwise the others go on, also with what it was at.
         """
         self.joined.discard(worker)
         life = self._lives.get(worker, 0)
@@ -267,10 +293,16 @@ class Coordinator:
         self._staging.clear()
         self._since = math.inf
         self._leases.clear(self.joined, self.version)
-        reload = reload or not self._rule.together  # who was in the middle of a push may hold older weights
-        install = self._to_install() if self.joined == self._members else []  # they wait for the others
+        reload = (
+            reload or not self._rule.together
+        )  # who was in the middle of a push may hold older weights
+        install = (
+            self._to_install() if self.joined == self._members else []
+        )  # they wait for the others
         again = again and not install
-        members = Members(self.generation, self.version, sorted(self.joined), reload, install, again)
+        members = Members(
+            self.generation, self.version, sorted(self.joined), reload, install, again
+        )
         out = self._to_servers(members)
         out += [(worker_peer(worker), members.pack()) for worker in sorted(self.joined)]
         return out + (self._tell_installed() if install else [])
@@ -281,7 +313,10 @@ class Coordinator:
 
     def _tell_installed(self) -> Outgoing:
         waiting, self._waiting = self._waiting, []
-        return [(client, Installed(self.generation, sequence, self.version).pack()) for client, sequence in waiting]
+        return [
+            (client, Installed(self.generation, sequence, self.version).pack())
+            for client, sequence in waiting
+        ]
 
     def _state(self) -> dict[str, Any]:
         """What another coordinator needs to go on from here, beside the schedule."""
@@ -298,7 +333,11 @@ class Coordinator:
             self._decisions_told += 1
             due = isinstance(decision, Commit) and self.version % SCHEDULE_EVERY == 0
             schedule = self._where_scheduled() if due or isinstance(decision, Members) else {}
-            remembered: dict[str, Any] = {"number": self._decisions_told, "state": self._state(), **schedule}
+            remembered: dict[str, Any] = {
+                "number": self._decisions_told,
+                "state": self._state(),
+                **schedule,
+            }
             decision = replace(decision, **remembered)
         return [(server_peer(server), decision.pack()) for server in self._servers]
 
@@ -315,7 +354,9 @@ class Coordinator:
         if self.version == self.limit:
             self._since = math.inf  # the clock of a step starts when it is asked for
         self.limit += asked.steps * self._per_step
-        self.limit -= self.limit % self._per_step  # a step that was given up half-way is finished first
+        self.limit -= (
+            self.limit % self._per_step
+        )  # a step that was given up half-way is finished first
         return self._go_on()
 
     def _revoke(self, source: Peer, asked: driver.Revoke) -> Outgoing:
@@ -323,7 +364,10 @@ class Coordinator:
         self._client = source
         self._asked[source] = asked.sequence
         out = self._begin_generation(reload=False)
-        return [*out, (source, driver.Revoked(self.generation, asked.sequence, self.version).pack())]
+        return [
+            *out,
+            (source, driver.Revoked(self.generation, asked.sequence, self.version).pack()),
+        ]
 
     def _stop(self, source: Peer, asked: driver.Stop) -> Outgoing:
         """Take back the steps that are granted and not begun."""
@@ -341,11 +385,16 @@ class Coordinator:
     def _read(self, source: Peer, asked: Read) -> Outgoing:
         """Order a snapshot between two commits, so that all servers send one version."""
         state = None if asked.what == "weights" else self._state()
-        order = Snapshot(self.generation, asked.sequence, self.version, source, asked.what, asked.chunks, state)
+        order = Snapshot(
+            self.generation, asked.sequence, self.version, source, asked.what, asked.chunks, state
+        )
         orders = [order] * len(self._servers)
         if state is not None:  # the schedule's may be long, and one server to pass it on is enough
             orders[0] = replace(order, state={**state, **self._where_scheduled()})
-        return [(server_peer(server), order.pack()) for server, order in zip(self._servers, orders, strict=True)]
+        return [
+            (server_peer(server), order.pack())
+            for server, order in zip(self._servers, orders, strict=True)
+        ]
 
     def _install(self, source: Peer, asked: Install) -> Outgoing:
         if len(self._waiting) >= _MOST_WAITING:
@@ -379,7 +428,9 @@ class Coordinator:
     def _counters(self, sequence: int) -> driver.Counters:
         step = self.version // self._per_step
         taken = (Ledger(step * self._pushes) if self._rule.together else self._leases.ledger).look()
-        return driver.Counters(self.generation, sequence, self.version, step, **taken, **self._history.look())
+        return driver.Counters(
+            self.generation, sequence, self.version, step, **taken, **self._history.look()
+        )
 
     # -- going on ------------------------------------------------------------------------------
 
@@ -402,7 +453,9 @@ class Coordinator:
         When nothing more is to be done, everybody who is idle gets the last weights.
         """
         count = 0 if self.version == self.limit else math.inf  # how many may be busy
-        if self._per_step > 1:  # each push is an update, and no more than are to be made may be on their way
+        if (
+            self._per_step > 1
+        ):  # each push is an update, and no more than are to be made may be on their way
             count = self.limit - self.version
         grants: Outgoing = []
         chosen = []
@@ -417,19 +470,29 @@ class Coordinator:
     # -- stage and commit ----------------------------------------------------------------------
 
     def _report(self, worker: int, report: Report) -> Outgoing:
-        if not self._is_current(report.generation, report.pulled) or self._is_over(worker, report.incarnation):
+        if not self._is_current(report.generation, report.pulled) or self._is_over(
+            worker, report.incarnation
+        ):
             return []
         if report.pulled > self.version:
-            raise ProtocolError(f"REPORT of a push from version {report.pulled}, the newest is {self.version}")
+            raise ProtocolError(
+                f"REPORT of a push from version {report.pulled}, the newest is {self.version}"
+            )
         push = PushId(worker, report.incarnation, report.sequence)
-        if isinstance(self._staging, StagedEach) and not self._staging.is_done(push) and not self._claim(push):
+        if (
+            isinstance(self._staging, StagedEach)
+            and not self._staging.is_done(push)
+            and not self._claim(push)
+        ):
             raise ProtocolError(f"REPORT of {push}, for which worker {worker} has no lease")
         self._staging.report(push, report)
         return self._decide()
 
     def _is_current(self, generation: int, version: int) -> bool:
         """Return whether a push from a version, made in a generation, may still be committed."""
-        return generation == self.generation and (version == self.version or not self._rule.together)
+        return generation == self.generation and (
+            version == self.version or not self._rule.together
+        )
 
     def _version_staged(self, server: int, staged: VersionStaged) -> Outgoing:
         if not isinstance(self._staging, StagedTogether):
@@ -441,7 +504,9 @@ class Coordinator:
 
     def _push_staged(self, server: int, staged: PushStaged) -> Outgoing:
         if not isinstance(self._staging, StagedEach):
-            raise ProtocolError("PUSH_STAGED under a rule that commits all pushes of a version together")
+            raise ProtocolError(
+                "PUSH_STAGED under a rule that commits all pushes of a version together"
+            )
         if not self._is_current(staged.generation, staged.pulled):
             return []
         if self._is_over(staged.worker, staged.incarnation):
@@ -482,7 +547,9 @@ class Coordinator:
 
     def _scheduled(self) -> bool:
         """Whether the schedule stands at the open step; towards a far one it goes a part of the way each time."""
-        self._behind = self._schedule is not None and not self._schedule.reach(self.version // self._per_step)
+        self._behind = self._schedule is not None and not self._schedule.reach(
+            self.version // self._per_step
+        )
         return not self._behind
 
     def _commit(self, chosen: tuple[Staged, ...], *, skip: bool) -> Outgoing:
@@ -495,9 +562,15 @@ class Coordinator:
         staleness = {push.worker: self.version - push.pulled for push in chosen}
         rate = 1.0 / max(1, *staleness.values()) if self._scale_rate else 1.0
         norm = self._staging.norm(chosen)
-        clip = 1.0 if norm is None or self._clip_norm is None or skip else clip_factor(norm, self._clip_norm)
+        clip = (
+            1.0
+            if norm is None or self._clip_norm is None or skip
+            else clip_factor(norm, self._clip_norm)
+        )
         self._step.add_norm(norm)
-        self._history.add(entry := self._entry(chosen, hyper, rate, skip, clip), staleness.values(), skipped=skip)
+        self._history.add(
+            entry := self._entry(chosen, hyper, rate, skip, clip), staleness.values(), skipped=skip
+        )
         reports = self._staging.take(chosen)
         self._account(reports, staleness, step)
         self.version += 1
@@ -523,7 +596,9 @@ class Coordinator:
             self._step.add(report, staleness[worker])
             self._history.time(worker, report.timings, step)
 
-    def _answer(self, chosen: tuple[Staged, ...], reports: Reports) -> tuple[Outgoing, list[list[int]]]:
+    def _answer(
+        self, chosen: tuple[Staged, ...], reports: Reports
+    ) -> tuple[Outgoing, list[list[int]]]:
         """What those whose pushes were committed are told, and who is sent the new weights."""
         if self._rule.together:
             return [], [[push.worker, 0] for push in chosen]
@@ -533,7 +608,9 @@ class Coordinator:
         grants, behind = self._lease()
         return grants, [[worker, 0] for worker in behind]
 
-    def _entry(self, chosen: Sequence[Staged], hyper: list[dict[str, Any]], *rest: Any) -> list[Any]:
+    def _entry(
+        self, chosen: Sequence[Staged], hyper: list[dict[str, Any]], *rest: Any
+    ) -> list[Any]:
         """One line of the log: version, pushes with their leases, hyperparameters, and the rest of a `Commit`."""
         pushes = []
         for push in chosen:
@@ -556,7 +633,9 @@ class Coordinator:
         for lease in () if others else back:
             self._leases.ledger.give_back(lease)
         grants, behind = self._lease()
-        for lease in back if others else ():  # else who is too slow for a share gets it again and again
+        for lease in (
+            back if others else ()
+        ):  # else who is too slow for a share gets it again and again
             self._leases.ledger.give_back(lease)
         readers = [[worker, 0] for worker in behind]
         discard = Discard(self.generation, self.version, tuple(push.id for push in pushes), readers)
@@ -575,13 +654,25 @@ class Coordinator:
     def _failed(self, worker: int, failed: Failed) -> Outgoing:
         if failed.generation != self.generation:
             return []
-        about = {"worker": worker, "error": failed.error, "traceback": failed.traceback, "kind": failed.kind}
-        return self._fail("raised", reload=True, **about)  # the model may have written to its weights before
+        about = {
+            "worker": worker,
+            "error": failed.error,
+            "traceback": failed.traceback,
+            "kind": failed.kind,
+        }
+        return self._fail(
+            "raised", reload=True, **about
+        )  # the model may have written to its weights before
 
     def _fail(self, reason: str, *, reload: bool = False, **about: Any) -> Outgoing:
         """Give the open step up: nothing of it is applied, all staged pushes are void; see `Failure` for `about`."""
         out = self._begin_generation(reload=reload)
         if self._client is not None:
             step = self.version // self._per_step
-            out.append((self._client, driver.Failure(self.generation, self.version, step, reason, **about).pack()))
+            out.append(
+                (
+                    self._client,
+                    driver.Failure(self.generation, self.version, step, reason, **about).pack(),
+                )
+            )
         return out

@@ -47,5 +47,10 @@ def missing(heard: Sequence[Decision], everything: Iterable[Sequence[Decision]])
         everything: what each server has heard.
     """
     last = heard[-1].number if heard else 0
-    others = {decision.number: decision for decisions in everything for decision in decisions if decision.number > last}
+    others = {
+        decision.number: decision
+        for decisions in everything
+        for decision in decisions
+        if decision.number > last
+    }
     return [others[number] for number in sorted(others)]

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-#: Bytes of JSON that entries of the log have in one answer; one entry is always taken, which has less than a message
-#: may have: a commit's hyperparameters are limited (see `Schedule.at`), and each of its pushes is some numbers.
+#: Bytes of JSON that entries of the log have in one answer; one entry is always taken, which has
+#: less than a message may have: a commit's hyperparameters are limited (see `Schedule.at`), and
+#: each of its pushes is some numbers.
 LOG_PAGE = 1 << 20
 #: A worker is a straggler when it computes so many times as long as the median of the others.
 SLOW = 2.0
@@ -21,7 +22,8 @@ class History:
         keep_log: whether to keep each of them, for a replay.
 
     Attributes:
-        committed, skipped, dropped: updates, those of them that changed nothing, and pushes that became none.
+        committed, skipped, dropped: updates, those of them that changed nothing, and pushes that
+            became none.
         staleness: of the pushes that were committed: how many had which.
         paces: seconds of computing that a push of each worker takes, a running mean.
     """
@@ -62,7 +64,11 @@ class History:
 
     def load_state(self, told: dict[str, Any]) -> None:
         """Takes the counters over that another one told, by `counts` or `look`."""
-        self.committed, self.skipped, self.dropped = told["committed"], told["skipped"], told["dropped"]
+        self.committed, self.skipped, self.dropped = (
+            told["committed"],
+            told["skipped"],
+            told["dropped"],
+        )
         self.staleness = Counter(dict(told["staleness"]))
 
     @property

@@ -26,11 +26,15 @@ class OpenCoordinator(Coordinator):
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """A peer's channel closed."""
-        return self._abandon(peer.index, None) if peer.role == "worker" else super().lost(peer, reason)
+        return (
+            self._abandon(peer.index, None) if peer.role == "worker" else super().lost(peer, reason)
+        )
 
     def _pushed(self, user: int, pushed: Pushed) -> Outgoing:
         if pushed.pulled > self.version:
-            raise ProtocolError(f"PUSHED from version {pushed.pulled}, the newest is {self.version}")
+            raise ProtocolError(
+                f"PUSHED from version {pushed.pulled}, the newest is {self.version}"
+            )
         self._staging.report(PushId(user, 0, pushed.sequence), pushed)
         return self._decide()
 
@@ -54,7 +58,9 @@ class OpenCoordinator(Coordinator):
     def _account(self, reports: Reports, staleness: dict[int, int], step: int) -> None:
         """A user's step is no part of a training step."""
 
-    def _answer(self, chosen: tuple[Staged, ...], reports: Reports) -> tuple[Outgoing, list[list[int]]]:
+    def _answer(
+        self, chosen: tuple[Staged, ...], reports: Reports
+    ) -> tuple[Outgoing, list[list[int]]]:
         answers: Outgoing = []
         readers = []
         for push in chosen:
@@ -62,14 +68,21 @@ class OpenCoordinator(Coordinator):
             if isinstance(pushed, Pushed) and pushed.pull:
                 readers.append([push.worker, push.sequence])
             else:
-                answers.append((worker_peer(push.worker), PushCommitted(push.sequence, self.version).pack()))
+                answers.append(
+                    (worker_peer(push.worker), PushCommitted(push.sequence, self.version).pack())
+                )
         return answers, readers
 
     def _refuse(self, pushes: tuple[Staged, ...], culprits: Culprits) -> Outgoing:
         """Commit none of these pushes, and tell the users why."""
         self._staging.take(pushes)
-        out = self._to_servers(Discard(self.generation, self.version, tuple(push.id for push in pushes)))
-        out += [(worker_peer(push.worker), PushRefused(push.sequence, culprits).pack()) for push in pushes]
+        out = self._to_servers(
+            Discard(self.generation, self.version, tuple(push.id for push in pushes))
+        )
+        out += [
+            (worker_peer(push.worker), PushRefused(push.sequence, culprits).pack())
+            for push in pushes
+        ]
         return [*out, *self._decide()]
 
     def _abandon(self, worker: int, server: int | None) -> Outgoing:

@@ -18,7 +18,8 @@ Culprits = list[tuple[int, str]]
 Reported = Report | Pushed
 #: By worker.
 Reports = dict[int, Reported]
-#: Pairs of a worker and a parameter with NaN or infinity that one message names, of maybe all workers' parameters.
+#: Pairs of a worker and a parameter with NaN or infinity that one message names, of maybe all
+#: workers' parameters.
 MOST_CULPRITS = 100
 
 #: Pushes of one worker that are remembered before they are committed.
@@ -73,7 +74,9 @@ class StagedTogether:
         Raises:
             ProtocolError: it has reported another push of this version.
         """
-        if push not in self._reports and any(other.worker == push.worker for other in self._reports):
+        if push not in self._reports and any(
+            other.worker == push.worker for other in self._reports
+        ):
             raise ProtocolError(f"worker {push.worker} has reported another push of this version")
         self._reports[push] = report
 
@@ -89,7 +92,11 @@ class StagedTogether:
 
     def culprits(self, chosen: Sequence[Staged]) -> Culprits:
         """Each once, although a tensor may lie in many chunks."""
-        return list(dict.fromkeys((w, name) for staged in self._servers.values() for w, name in staged.culprits))
+        return list(
+            dict.fromkeys(
+                (w, name) for staged in self._servers.values() for w, name in staged.culprits
+            )
+        )
 
     def norm(self, chosen: Sequence[Staged]) -> float | None:
         """Of the mean of all."""
@@ -109,7 +116,9 @@ class StagedTogether:
         """Silent workers, or else silent servers."""
         said = {key.worker for key in self._reports}
         silent = [worker_peer(worker) for worker in workers if worker not in said]
-        return silent or [server_peer(server) for server in sorted(self.holding - self._servers.keys())]
+        return silent or [
+            server_peer(server) for server in sorted(self.holding - self._servers.keys())
+        ]
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -189,7 +198,9 @@ class StagedEach:
     _waiting: dict[PushId, _Waiting] = field(default_factory=dict)
     _ready: dict[PushId, Staged] = field(default_factory=dict)
     _done: ClosedPushes = field(default_factory=ClosedPushes)
-    _left: dict[int, set[int | None]] = field(default_factory=dict)  # who has seen which workers leave
+    _left: dict[int, set[int | None]] = field(
+        default_factory=dict
+    )  # who has seen which workers leave
 
     def report(self, push: PushId, report: Reported) -> None:
         """Take a worker's report; of a push that is decided on it is ignored."""
@@ -216,14 +227,21 @@ class StagedEach:
         """
         waiting = self._waiting.get(key)
         if waiting is None:
-            if len(self._waiting) >= MOST_PUSHES and sum(k.worker == key.worker for k in self._waiting) >= MOST_PUSHES:
+            if (
+                len(self._waiting) >= MOST_PUSHES
+                and sum(k.worker == key.worker for k in self._waiting) >= MOST_PUSHES
+            ):
                 raise ProtocolError(f"{MOST_PUSHES} pushes of worker {key.worker} are not complete")
             waiting = self._waiting[key] = _Waiting()
         return waiting
 
     def _look(self, key: PushId) -> None:
         waiting = self._waiting[key]
-        if waiting.report is not None and waiting.servers.keys() >= self.holding and key not in self._ready:
+        if (
+            waiting.report is not None
+            and waiting.servers.keys() >= self.holding
+            and key not in self._ready
+        ):
             self._ready[key] = Staged(*key, waiting.report.pulled)
 
     def ready(self) -> list[Staged]:
@@ -291,9 +309,17 @@ class StagedEach:
 
     def awaited(self, workers: Iterable[int]) -> list[Peer]:
         """Workers that have not reported, or the servers that have not staged what they reported."""
-        reported = {key.worker: waiting for key, waiting in self._waiting.items() if waiting.report is not None}
+        reported = {
+            key.worker: waiting
+            for key, waiting in self._waiting.items()
+            if waiting.report is not None
+        }
         silent = [worker_peer(worker) for worker in workers if worker not in reported]
-        missing = {server for waiting in reported.values() for server in self.holding - waiting.servers.keys()}
+        missing = {
+            server
+            for waiting in reported.values()
+            for server in self.holding - waiting.servers.keys()
+        }
         return silent or [server_peer(server) for server in sorted(missing)]
 
     def clear(self) -> None:

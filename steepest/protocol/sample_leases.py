@@ -17,9 +17,9 @@ from steepest.protocol.commit_rules import CommitRule, Staged
 class Ledger:
     """The numbers of shares that were given out, and of those that came back.
 
-    With n shares in a step, number ``L`` is share ``L % n`` of step ``L // n`` of the sample plan. Each is given to
-    one worker at a time; numbers that come back are given out first, so that every sample is in exactly one
-    committed push.
+    With n shares in a step, number ``L`` is share ``L % n`` of step ``L // n`` of the sample plan.
+    Each is given to one worker at a time; numbers that come back are given out first, so that every
+    sample is in exactly one committed push.
 
     Args:
         following: the lowest number that was never given out.
@@ -114,7 +114,9 @@ class Leases:
         """Give shares to idle workers, the slowest first, until `count` are busy; return (worker, share) of each."""
         chosen = []
         clocks = {worker: self.clocks[worker] for worker in joined}
-        for worker in sorted(joined - self._busy.keys(), key=lambda worker: (self.clocks[worker], worker)):
+        for worker in sorted(
+            joined - self._busy.keys(), key=lambda worker: (self.clocks[worker], worker)
+        ):
             if len(self._busy) >= count:
                 break
             if self._rule.may_go_on(worker, clocks):
@@ -140,7 +142,9 @@ class Leases:
 
     def drop(self, pushes: Iterable[Staged]) -> list[int]:
         """Take note that pushes are dropped: their workers are idle. Return the shares that no worker has now."""
-        return [share for push in pushes if (share := self._busy.pop(push.worker).share) is not None]
+        return [
+            share for push in pushes if (share := self._busy.pop(push.worker).share) is not None
+        ]
 
     def give_back(self, workers: Iterable[int]) -> None:
         """Make the shares of some workers free for others, although these still compute them."""
@@ -153,7 +157,8 @@ class Leases:
     def begin(self, worker: int, version: int, joined: Collection[int]) -> None:
         """Take note that a process joins as a worker.
 
-        It has pushed nothing yet, has the weights of `version`, and its clock holds up no other worker.
+        It has pushed nothing yet, has the weights of `version`, and its clock holds up no other
+        worker.
         """
         self.last.pop(worker, None)
         self.sent[worker] = version

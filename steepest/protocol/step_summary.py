@@ -36,7 +36,9 @@ class OpenStep:
         return summary
 
 
-def summarize(reports: Sequence[tuple[Report, int]], norms: Iterable[float | None], stats: bool) -> dict[str, Any]:
+def summarize(
+    reports: Sequence[tuple[Report, int]], norms: Iterable[float | None], stats: bool
+) -> dict[str, Any]:
     """Return the fields of a `Result` about its pushes: means by sample weight, times by push.
 
     Args:
@@ -65,9 +67,12 @@ def summarize(reports: Sequence[tuple[Report, int]], norms: Iterable[float | Non
     metrics = [(r.metrics, r.total) for r in told]  # a report may leave them out
     names = sorted({name for values, _ in metrics for name in values})
     summary["metrics"] = {
-        name: mean([(values[name], weight) for values, weight in metrics if name in values]) for name in names
+        name: mean([(values[name], weight) for values, weight in metrics if name in values])
+        for name in names
     }
     timings = [r.timings for r in told]
     parts = sorted({name for values in timings for name in values})
-    summary["timings"] = {name: sum(values.get(name, 0.0) for values in timings) / len(timings) for name in parts}
+    summary["timings"] = {
+        name: sum(values.get(name, 0.0) for values in timings) / len(timings) for name in parts
+    }
     return summary

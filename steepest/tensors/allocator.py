@@ -107,7 +107,9 @@ def start_thread(body: Callable[[], None], name: str) -> threading.Thread:
     for _ in range(_CANDIDATES):
         chosen: Future[bool] = Future()
         has_main: Future[bool] = Future()
-        thread = threading.Thread(target=_candidate, args=(body, has_main, chosen), name=name, daemon=True)
+        thread = threading.Thread(
+            target=_candidate, args=(body, has_main, chosen), name=name, daemon=True
+        )
         thread.start()
         candidates.append((thread, chosen))
         if has_main.result():
@@ -132,7 +134,9 @@ def on_main_arena() -> bool:
     """
     try:
         with open("/proc/self/maps") as maps:
-            heaps = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("[heap]")]
+            heaps = [
+                line.split()[0].split("-") for line in maps if line.rstrip().endswith("[heap]")
+            ]
     except OSError:
         return True
     if platform.libc_ver()[0] != "glibc" or not heaps:
@@ -143,7 +147,9 @@ def on_main_arena() -> bool:
     block = libc.malloc(_PROBE_BYTES)
     try:
         with open("/proc/self/maps") as maps:  # the heap may have grown
-            heaps = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("[heap]")]
+            heaps = [
+                line.split()[0].split("-") for line in maps if line.rstrip().endswith("[heap]")
+            ]
         return any(int(begin, 16) <= block < int(end, 16) for begin, end in heaps)
     finally:
         libc.free(block)

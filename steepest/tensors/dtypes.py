@@ -17,7 +17,9 @@ class Tensors(dict[str, torch.Tensor]):
     """Tensors by name that are pickled as their bytes, whatever their dtypes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        parts = [(name, value.dtype, tuple(value.shape), as_bytes(value)) for name, value in self.items()]
+        parts = [
+            (name, value.dtype, tuple(value.shape), as_bytes(value)) for name, value in self.items()
+        ]
         return _restored, (parts,)
 
 

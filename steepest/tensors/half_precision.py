@@ -58,4 +58,6 @@ def rounded(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
         New flat bytes of float32, 4 n; those of `values` where they do not fit into the dtype.
     """
     half = torch.empty(values.numel() // 2, dtype=torch.uint8)
-    return half.view(wire).float().view(torch.uint8) if narrow(values, wire, half) else values.clone()
+    return (
+        half.view(wire).float().view(torch.uint8) if narrow(values, wire, half) else values.clone()
+    )

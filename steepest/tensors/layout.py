@@ -188,8 +188,17 @@ class ParameterLayout:
                 raise ModelError(f"two parameters are named {name!r}: names must be unique")
             seen.add(name)
             if trainable and not dtype.is_floating_point and not integers:
-                raise ModelError(f"parameter {name!r} is {dtype}: only floating-point parameters can be trained")
-            entry = Entry(name, tuple(shape), ElementType.of(dtype), trainable, 0, (aliases or {}).get(name, ()))
+                raise ModelError(
+                    f"parameter {name!r} is {dtype}: only floating-point parameters can be trained"
+                )
+            entry = Entry(
+                name,
+                tuple(shape),
+                ElementType.of(dtype),
+                trainable,
+                0,
+                (aliases or {}).get(name, ()),
+            )
             kinds.setdefault((not trainable, entry.element), []).append(entry)
         total = sum(entry.nbytes for group in kinds.values() for entry in group)
         target = chunk_bytes or min(max(total // 16, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
@@ -202,7 +211,9 @@ class ParameterLayout:
             entries += [entry for _, entry in placed]
             offset = placed[-1][1].offset + placed[-1][1].nbytes
             if split_tensors:
-                cuts = _even_cuts(begin, offset, target, element.itemsize, 1 if chunk_bytes else _DIVISIBLE)
+                cuts = _even_cuts(
+                    begin, offset, target, element.itemsize, 1 if chunk_bytes else _DIVISIBLE
+                )
                 borders = list(pairwise(cuts))
             for start, stop in borders:
                 slices = _slices(placed, start, stop, element.itemsize)
@@ -237,7 +248,9 @@ class ParameterLayout:
     def entry_view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         """Return one parameter as a view of a flat vector, in its own shape and dtype."""
         entry = self.entries[index]
-        return buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+        return (
+            buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+        )
 
     def chunk_view(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         """Return one chunk as a uint8 view of a flat vector."""
@@ -252,7 +265,9 @@ class ParameterLayout:
             begin = entry.offset + piece.start * entry.element.itemsize - chunk.start
             end = entry.offset + piece.stop * entry.element.itemsize - chunk.start
             view = data[begin:end].view(entry.dtype)
-            views.append(view.view(entry.shape) if piece.stop - piece.start == entry.numel else view)
+            views.append(
+                view.view(entry.shape) if piece.stop - piece.start == entry.numel else view
+            )
         return views
 
     def assign_servers(self, num_servers: int) -> tuple[int, ...]:
@@ -278,13 +293,19 @@ class ParameterLayout:
         """
         import torch
 
-        known = {name: i for i, entry in enumerate(self.entries) for name in (entry.name, *entry.aliases)}
+        known = {
+            name: i for i, entry in enumerate(self.entries) for name in (entry.name, *entry.aliases)
+        }
         given = {name: torch.as_tensor(value) for name, value in weights.items()}
         for name, value in given.items():
             if name not in known:
-                raise ConfigurationError(f"no parameter is named {name!r}: there are {', '.join(list(known)[:8])} ...")
+                raise ConfigurationError(
+                    f"no parameter is named {name!r}: there are {', '.join(list(known)[:8])} ..."
+                )
             if tuple(value.shape) != (shape := self.entries[known[name]].shape):
-                raise ConfigurationError(f"{name!r} has shape {tuple(value.shape)}, the model's has {shape}")
+                raise ConfigurationError(
+                    f"{name!r} has shape {tuple(value.shape)}, the model's has {shape}"
+                )
         for name, value in given.items():
             self.entry_view(buffer, known[name]).copy_(value)
 
@@ -330,7 +351,9 @@ def _place(
         left -= entry.nbytes
         if whole and offset > start and (offset - start >= target or not left):
             borders.append((start, offset))
-            offset = start = _aligned(offset, _PAGE) if left and _unit(target, 1) == _PAGE else offset
+            offset = start = (
+                _aligned(offset, _PAGE) if left and _unit(target, 1) == _PAGE else offset
+            )
     return placed, borders
 
 
@@ -360,10 +383,14 @@ def _even_cuts(start: int, stop: int, target: int, itemsize: int, multiple: int)
     return [start, *sorted(cut for cut in cuts if start < cut < stop), stop]
 
 
-def _slices(placed: Sequence[tuple[int, Entry]], start: int, stop: int, itemsize: int) -> tuple[Slice, ...]:
+def _slices(
+    placed: Sequence[tuple[int, Entry]], start: int, stop: int, itemsize: int
+) -> tuple[Slice, ...]:
     found = []
     for index, entry in placed:
         begin, end = max(start, entry.offset), min(stop, entry.offset + entry.nbytes)
         if begin < end:
-            found.append(Slice(index, (begin - entry.offset) // itemsize, (end - entry.offset) // itemsize))
+            found.append(
+                Slice(index, (begin - entry.offset) // itemsize, (end - entry.offset) // itemsize)
+            )
     return tuple(found)

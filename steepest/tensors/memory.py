@@ -36,7 +36,11 @@ def as_tensor(memory: Memory) -> torch.Tensor:
 
 def address_of(memory: Memory) -> int:
     """Return the address of memory's first byte."""
-    address: int = memory.__array_interface__["data"][0] if isinstance(memory, np.ndarray) else memory.data_ptr()
+    address: int = (
+        memory.__array_interface__["data"][0]
+        if isinstance(memory, np.ndarray)
+        else memory.data_ptr()
+    )
     return address
 
 

@@ -37,7 +37,9 @@ def no_progress(path: Path) -> None:
     """Do nothing."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], progress: Progress = no_progress) -> dict[str, Any]:
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], progress: Progress = no_progress
+) -> dict[str, Any]:
     """Write a safetensors file, and return when it is on the disk.
 
     Args:
@@ -59,7 +61,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], progress: Pro
     for name in order:
         value = stored[name]
         end = at + value.numel() * value.dtype.itemsize
-        header[name] = {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [at, end]}
+        header[name] = {
+            "dtype": _NAMES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [at, end],
+        }
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -109,7 +115,9 @@ def _sync(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _to_stored(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _to_stored(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     stored: dict[str, torch.Tensor] = {}
     dtypes: dict[str, str] = {}
     for name, value in tensors.items():
@@ -117,18 +125,29 @@ def _to_stored(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Ten
         if value.dtype not in _NAMES:
             dtypes[name] = str(value.dtype).removeprefix("torch.")
             unit = value.dtype.to_real() if value.is_complex() else torch.uint8
-            stored[name] = as_bytes(value).view(unit).view(*value.shape, value.dtype.itemsize // unit.itemsize)
+            stored[name] = (
+                as_bytes(value).view(unit).view(*value.shape, value.dtype.itemsize // unit.itemsize)
+            )
     return stored, dtypes
 
 
-def _from_stored(stored: Mapping[str, torch.Tensor], dtypes: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def _from_stored(
+    stored: Mapping[str, torch.Tensor], dtypes: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
     tensors = dict(stored)
     for name, told in dtypes.items():
         dtype, value = getattr(torch, told, None), tensors.get(name)
-        if not isinstance(dtype, torch.dtype) or dtype in _NAMES or value is None or not value.dim():
+        if (
+            not isinstance(dtype, torch.dtype)
+            or dtype in _NAMES
+            or value is None
+            or not value.dim()
+        ):
             raise ValueError(f"no {name!r} of {told!r} is stored")
         unit = dtype.to_real() if dtype.is_complex else torch.uint8
         if value.dtype is not unit or value.shape[-1] * unit.itemsize != dtype.itemsize:
-            raise ValueError(f"{name!r}, of {value.dtype} and shape {tuple(value.shape)}, holds no {told}")
+            raise ValueError(
+                f"{name!r}, of {value.dtype} and shape {tuple(value.shape)}, holds no {told}"
+            )
         tensors[name] = as_bytes(value).view(dtype).view(value.shape[:-1])
     return tensors

@@ -92,7 +92,9 @@ class Segment(mmap.mmap):
         """
         try:
             if fcntl.fcntl(descriptor, _GET_SEALS) & _SEALS != _SEALS:
-                raise ProtocolError("the shared memory of a peer could be pulled away: it is not sealed")
+                raise ProtocolError(
+                    "the shared memory of a peer could be pulled away: it is not sealed"
+                )
             size = os.fstat(descriptor).st_size
             if writable:
                 return cls._map(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -107,7 +109,9 @@ class Segment(mmap.mmap):
             os.close(descriptor)
 
     @classmethod
-    def _map(cls, descriptor: int, nbytes: int, protection: int, flags: int = mmap.MAP_SHARED) -> Segment:
+    def _map(
+        cls, descriptor: int, nbytes: int, protection: int, flags: int = mmap.MAP_SHARED
+    ) -> Segment:
         segment = cls(descriptor, nbytes, prot=protection, flags=flags)
         segment.descriptor = descriptor
         segment.address = np.frombuffer(segment, dtype=np.uint8).ctypes.data
@@ -194,7 +198,9 @@ def make_writable(memory: Memory, *, whole_pages: bool = True) -> bool:
     if not whole_pages or not os.access(_PAGEMAP, os.R_OK):
         return False
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    return not _libc.mprotect(ctypes.c_void_p(segment.address), ctypes.c_size_t(len(segment)), protection)
+    return not _libc.mprotect(
+        ctypes.c_void_p(segment.address), ctypes.c_size_t(len(segment)), protection
+    )
 
 
 def forget_writes(memory: Memory) -> list[int]:
@@ -219,7 +225,9 @@ def forget_writes(memory: Memory) -> list[int]:
     for page in written.tolist():
         part = seen[page * mmap.PAGESIZE : (page + 1) * mmap.PAGESIZE]
         before, address = part.copy(), segment.address + page * mmap.PAGESIZE
-        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.MADV_DONTNEED):
+        if _libc.madvise(
+            ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.MADV_DONTNEED
+        ):
             raise OSError(ctypes.get_errno(), "madvise")
         if (differs := np.flatnonzero(before != part)).size:
             changed.append(address + int(differs[0]) - address_of(memory))
@@ -281,7 +289,14 @@ class Lending:
         self._outbox.clear()
 
     def _place(self, size: int) -> Bytes | None:
-        return next((place for region in self._outbox if (place := region.take(size, self._lent)) is not None), None)
+        return next(
+            (
+                place
+                for region in self._outbox
+                if (place := region.take(size, self._lent)) is not None
+            ),
+            None,
+        )
 
     def _collect(self) -> None:
         for lender in self._lenders:
@@ -384,8 +399,12 @@ class Lender:
     def confirm(self) -> None:
         """Free the payloads of segments that the reader has mapped."""
         assert self._board is not None
-        self._mapped |= {number for slot, (number, _, _) in self._doubts.items() if self._board[slot]}
-        self._doubts = {slot: doubt for slot, doubt in self._doubts.items() if doubt[0] not in self._mapped}
+        self._mapped |= {
+            number for slot, (number, _, _) in self._doubts.items() if self._board[slot]
+        }
+        self._doubts = {
+            slot: doubt for slot, doubt in self._doubts.items() if doubt[0] not in self._mapped
+        }
         if not self._doubts:
             self._lending._doubting.discard(self)
 
@@ -451,7 +470,9 @@ class Borrower:
         self._board: Segment | None = None
         self._has_board = False  # whether its descriptor has come; it may not have been mapped
 
-    def borrow(self, notice: bytes | memoryview, size: int, descriptors: deque[int | None]) -> Bytes | None:
+    def borrow(
+        self, notice: bytes | memoryview, size: int, descriptors: deque[int | None]
+    ) -> Bytes | None:
         """Return the payload that a notice names: uint8, flat, not to be written to.
 
         It is given back when the last view of it is garbage-collected.

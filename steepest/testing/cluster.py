@@ -90,12 +90,15 @@ class InProcessCluster:
         config = strategy or ParameterServerStrategy(num_servers=1)
         chosen = make_strategy(config)
         self.network = Network(shuffle)
-        self.network.lends = (Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS, Kind.WEIGHTS_SHARED) if lend else ()
+        self.network.lends = (
+            (Kind.PUSH, Kind.HOST_PUSH, Kind.WEIGHTS, Kind.WEIGHTS_SHARED) if lend else ()
+        )
         self.lives = [0] * num_workers
         self._script = Script(self, faults, model_creator, accumulate * chosen.updates)
         self._creator = self._script.creator if faults else model_creator
         built = [
-            build_models(self._creator, worker, devices_per_worker, seed, chosen.cut) for worker in range(num_workers)
+            build_models(self._creator, worker, devices_per_worker, seed, chosen.cut)
+            for worker in range(num_workers)
         ]
         for worker, (_, described) in enumerate(built):
             check_agreement(built[0][1], described, "worker 0", f"worker {worker}")
@@ -107,7 +110,10 @@ class InProcessCluster:
         self.left: list[Message] = []
         self.on_left: Callable[[int], None] = self.replace
         cpu = [torch.device("cpu")] * devices_per_worker
-        replicas = [build_replicas(self.job, worker, models, cpu) for worker, (models, _) in enumerate(built)]
+        replicas = [
+            build_replicas(self.job, worker, models, cpu)
+            for worker, (models, _) in enumerate(built)
+        ]
         self.client_router = self.network.router()
         self.server_routers = [self.network.router() for _ in range(num_servers)]
         hosted = chosen.in_workers
@@ -116,7 +122,11 @@ class InProcessCluster:
         for index, router in enumerate(self.server_routers):
             in_place = hosted and chosen.in_place
             weights = replicas[index].weights if in_place else replicas[0].weights.clone()
-            self.servers.append(host_server(router, self.job, index, weights, shared=in_place or index in aggregators))
+            self.servers.append(
+                host_server(
+                    router, self.job, index, weights, shared=in_place or index in aggregators
+                )
+            )
             if index in aggregators:
                 host_aggregator(router, self.job, index, weights)
         self.coordinator = host_coordinator(self.server_routers[0], self.job)
@@ -126,7 +136,9 @@ class InProcessCluster:
         self.links: dict[Peer, list[Link]] = {}
         for index, copies in enumerate(replicas):
             router = self.server_routers[index] if hosted else self.network.router()
-            self.workers.append(host_worker(router, self.job, index, copies, partial(self.network.wait, router)))
+            self.workers.append(
+                host_worker(router, self.job, index, copies, partial(self.network.wait, router))
+            )
             self.worker_routers.append(router)
         self._wire()
         if faults:
@@ -139,7 +151,9 @@ class InProcessCluster:
             }
             self._script.check(counts)
             self.network.script = self._script
-            for server_role, peer in zip(self.servers, map(server_peer, range(num_servers)), strict=True):
+            for server_role, peer in zip(
+                self.servers, map(server_peer, range(num_servers)), strict=True
+            ):
                 self._script.watch(server_role, peer)
         for worker_role in self.workers:
             worker_role.join()
@@ -147,16 +161,22 @@ class InProcessCluster:
     def _wire(self) -> None:
         """Connect the processes, each channel once."""
         in_workers = self.job.strategy.in_workers
-        everybody = bool(self.job.places.aggregators) or in_workers  # all have something to say to all
+        everybody = (
+            bool(self.job.places.aggregators) or in_workers
+        )  # all have something to say to all
         client_peers = (Peer("client", 0),)
         for server, router in enumerate(self.server_routers):
             peers = self._server_peers(server)
             self._connect(Peer("client", 0), self.client_router, client_peers, router, peers)
             for index, worker_router in enumerate(() if in_workers else self.worker_routers):
-                self._connect(worker_peer(index), worker_router, (worker_peer(index),), router, peers)
+                self._connect(
+                    worker_peer(index), worker_router, (worker_peer(index),), router, peers
+                )
             for other in range(server if everybody else min(server, 1)):
                 other_peers = self._server_peers(other)
-                self._connect(Peer("server", server), router, peers, self.server_routers[other], other_peers)
+                self._connect(
+                    Peer("server", server), router, peers, self.server_routers[other], other_peers
+                )
 
     def kill(self, worker: int) -> None:
         """End a worker's process at once, in the middle of whatever it does."""
@@ -189,13 +209,17 @@ class InProcessCluster:
         models, _ = build_models(self._creator, worker, job.devices_per_worker, job.seed, cut)
         cpu = [torch.device("cpu")] * job.devices_per_worker
         replicas = build_replicas(job, worker, models, cpu)
-        replicas.begin_with(self._mean_state(index for index in range(len(self.workers)) if index != worker))
+        replicas.begin_with(
+            self._mean_state(index for index in range(len(self.workers)) if index != worker)
+        )
         router = self.worker_routers[worker] = self.network.router()
         wait, life = partial(self.network.wait, router), self.lives[worker]
         self.workers[worker] = host_worker(router, job, worker, replicas, wait, incarnation=life)
         self.links[worker_peer(worker)] = []
         for server, far in enumerate(self.server_routers):
-            self._connect(worker_peer(worker), router, (worker_peer(worker),), far, self._server_peers(server))
+            self._connect(
+                worker_peer(worker), router, (worker_peer(worker),), far, self._server_peers(server)
+            )
         self.workers[worker].join()
 
     def _server_peers(self, index: int) -> tuple[Peer, ...]:
@@ -205,7 +229,9 @@ class InProcessCluster:
             peers = (*peers, worker_peer(index))
         return (*peers, aggregator_peer(index)) if index in self.job.places.aggregators else peers
 
-    def _connect(self, near: Peer, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]) -> None:
+    def _connect(
+        self, near: Peer, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]
+    ) -> None:
         self.links.setdefault(near, []).append(self.network.connect(a, a_peers, b, b_peers))
 
     def step(self, steps: int = 1) -> list[Message]:
@@ -240,9 +266,18 @@ class InProcessCluster:
         """Return every commit; empty without `keep_log`."""
         found = self.wait(read_log(self.client), "the log")
         job = self.job
-        where = (job.config, job.num_workers, job.devices_per_worker, job.seed, job.hosts, job.accumulate)
+        where = (
+            job.config,
+            job.num_workers,
+            job.devices_per_worker,
+            job.seed,
+            job.hosts,
+            job.accumulate,
+        )
         threads = (job.description.threads,) * 2
-        return CommitLog(tuple(found), *where, plan=job.plan(), cuts=(job.shares, job.parts), threads=threads)
+        return CommitLog(
+            tuple(found), *where, plan=job.plan(), cuts=(job.shares, job.parts), threads=threads
+        )
 
     def snapshot(self, what: str = "weights") -> Snapshot:
         """Return the servers' weights, with "state" the optimizer's state too."""
@@ -252,15 +287,23 @@ class InProcessCluster:
         """Return the servers' weights by parameter name."""
         snapshot = self.snapshot()
         layout = self.job.description.layout
-        return {e.name: layout.entry_view(snapshot.weights, i).clone() for i, e in enumerate(layout.entries)}
+        return {
+            e.name: layout.entry_view(snapshot.weights, i).clone()
+            for i, e in enumerate(layout.entries)
+        }
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return `weights`, and the values that replicas change themselves, averaged over them."""
         return self.weights() | self._mean_state(range(len(self.workers)))
 
     def _mean_state(self, workers: Iterable[int]) -> dict[str, torch.Tensor]:
-        replicas = [self.workers[index].at_version(0, -1, lambda replicas: replicas).result() for index in workers]
-        states = all_states(lambda function, *arguments: [function(each, *arguments) for each in replicas])
+        replicas = [
+            self.workers[index].at_version(0, -1, lambda replicas: replicas).result()
+            for index in workers
+        ]
+        states = all_states(
+            lambda function, *arguments: [function(each, *arguments) for each in replicas]
+        )
         return mean_states(states, [1.0] * len(states)) if states else {}
 
     def disconnect(self, peer: Peer) -> None:

@@ -56,7 +56,11 @@ class InProcessCollective(Collective):
 
 class _Receipt:
     def __init__(
-        self, member: InProcessCollective, post: _Post, place: tuple[int, int, int], memory: torch.Tensor
+        self,
+        member: InProcessCollective,
+        post: _Post,
+        place: tuple[int, int, int],
+        memory: torch.Tensor,
     ) -> None:
         self._member, self._post, self._place, self._memory = member, post, place, memory
 
@@ -64,7 +68,8 @@ class _Receipt:
         found = self._post.take(self._place, self._member.deadline)
         if found.numel() != self._memory.numel():
             raise ConfigurationError(
-                f"member {self._place[0]} sent {found.numel()} bytes, {self._memory.numel()} are awaited"
+                f"member {self._place[0]} sent {found.numel()} bytes, {self._memory.numel()} are "
+                "awaited"
             )
         self._memory.copy_(found)
 
@@ -89,7 +94,8 @@ class _Post:
             self._raise_if_aborted()
             if not there:
                 raise DeadlineError(
-                    f"member {place[1]} waited {deadline:g} s in vain for a message by member {place[0]}"
+                    f"member {place[1]} waited {deadline:g} s in vain for a message by member "
+                    f"{place[0]}"
                 )
             return self._laid.pop(place)
 

@@ -79,7 +79,9 @@ class Fault:
 
     def __post_init__(self) -> None:
         messages, server = self.what in OF_MESSAGES, self.role == "server"
-        roles: tuple[str, ...] = ("worker", "server", "coordinator") if messages else ("worker", "server")
+        roles: tuple[str, ...] = (
+            ("worker", "server", "coordinator") if messages else ("worker", "server")
+        )
         moments: tuple[Moment, ...] = _OF_SERVERS if server else (*COMPUTING, "pull")
         if self.what == "raise":
             roles, moments = ("worker",), COMPUTING
@@ -88,22 +90,33 @@ class Fault:
             ("index", self.index, "0 or more", self.index >= 0),
             ("step", self.step, "0 or more", self.step >= 0),
             ("life", self.life, "0 or more, or None", self.life is None or self.life >= 0),
-            ("at", self.at, f"one of {', '.join(moments)}", messages or self.what == "slow" or self.at in moments),
+            (
+                "at",
+                self.at,
+                f"one of {', '.join(moments)}",
+                messages or self.what == "slow" or self.at in moments,
+            ),
             ("count", self.count, "1 or more", self.count >= 1),
             ("rounds", self.rounds, "1 or more", self.rounds >= 1),
             ("factor", self.factor, "1 or more, and finite", 1 <= self.factor < math.inf),
             ("steps", self.steps, "1 or more", self.steps >= 1),
         ):
             if not right:
-                raise ConfigurationError(f"{name}={value!r} of a fault {self.what!r}: give {allowed}")
+                raise ConfigurationError(
+                    f"{name}={value!r} of a fault {self.what!r}: give {allowed}"
+                )
 
     @classmethod
-    def raises(cls, role: str, index: int, *, step: int, at: Moment = "forward", life: int | None = 0) -> Fault:
+    def raises(
+        cls, role: str, index: int, *, step: int, at: Moment = "forward", life: int | None = 0
+    ) -> Fault:
         """Return a fault in which the model raises a RuntimeError."""
         return cls("raise", role, index, step, at, life)
 
     @classmethod
-    def kill(cls, role: str, index: int, *, step: int, at: Moment | None = None, life: int | None = 0) -> Fault:
+    def kill(
+        cls, role: str, index: int, *, step: int, at: Moment | None = None, life: int | None = 0
+    ) -> Fault:
         """Return a fault in which the process dies: its channels close; what it has sent arrives.
 
         In a real process: SIGKILL. By default at "forward" of a worker, at "push" of a server.
@@ -131,7 +144,14 @@ class Fault:
 
     @classmethod
     def slow(
-        cls, role: str, index: int, *, step: int, factor: float, steps: float = math.inf, life: int | None = 0
+        cls,
+        role: str,
+        index: int,
+        *,
+        step: int,
+        factor: float,
+        steps: float = math.inf,
+        life: int | None = 0,
     ) -> Fault:
         """Return a fault in which the process takes `factor` times as long, for so many steps.
 
@@ -216,15 +236,21 @@ class Fault:
 
         Those behind them in the channel wait.
         """
-        return cls("delay", role, index, step, life=life, kind=kind, peer=peer, count=count, rounds=rounds)
+        return cls(
+            "delay", role, index, step, life=life, kind=kind, peer=peer, count=count, rounds=rounds
+        )
 
     def concerns(self, process: Peer, life: int, step: int) -> bool:
         """Return whether the fault is to happen in that step of that life of a process."""
-        return process == (self.role, self.index) and self.life in (None, life) and self.step == step
+        return (
+            process == (self.role, self.index) and self.life in (None, life) and self.step == step
+        )
 
     def slows(self, process: Peer, life: int, step: int) -> bool:
         """Return whether the fault makes that step slow."""
-        own = self.what == "slow" and process == (self.role, self.index) and self.life in (None, life)
+        own = (
+            self.what == "slow" and process == (self.role, self.index) and self.life in (None, life)
+        )
         return own and self.step <= step < self.step + self.steps
 
     def __str__(self) -> str:
@@ -270,7 +296,9 @@ class Clock:
         compute = model.compute_gradients
         self._last = model
 
-        def watched(batch: Any, ready: Any, metrics: bool, arrive: Arrive | None = None) -> Computed:
+        def watched(
+            batch: Any, ready: Any, metrics: bool, arrive: Arrive | None = None
+        ) -> Computed:
             if arrive is None:  # a warm-up
                 return compute(batch, ready, metrics)
             if model is not self._last:
@@ -291,7 +319,13 @@ class Clock:
         model.compute_gradients = watched  # type: ignore[method-assign]
 
     def _compute_reporting(
-        self, model: Model, compute: Callable[..., Computed], batch: Any, ready: Any, metrics: bool, arrive: Arrive
+        self,
+        model: Model,
+        compute: Callable[..., Computed],
+        batch: Any,
+        ready: Any,
+        metrics: bool,
+        arrive: Arrive,
     ) -> Computed:
         missing = {index for index, entry in enumerate(model.layout.entries) if entry.trainable}
         everything = len(missing)
@@ -337,7 +371,10 @@ class WatchedCreator:
     """
 
     def __init__(
-        self, creator: ModelCreator, make_clock: Callable[[int], Clock], attend: Callable[..., None] | None = None
+        self,
+        creator: ModelCreator,
+        make_clock: Callable[[int], Clock],
+        attend: Callable[..., None] | None = None,
     ) -> None:
         self._creator = creator
         self._make_clock = make_clock

@@ -59,7 +59,9 @@ def weight_buffers_of(holder: Server | MemberCollective) -> int:
 
     A server's buffers that were given back take no memory but stay mapped, and count here.
     """
-    return len(holder._weight_buffers._buffers if isinstance(holder, Server) else holder._lending_buffers)
+    return len(
+        holder._weight_buffers._buffers if isinstance(holder, Server) else holder._lending_buffers
+    )
 
 
 def buffers_of(server: Server) -> int:

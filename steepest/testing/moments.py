@@ -31,7 +31,11 @@ def watch_applying(server: Server, reached: Report) -> None:
             now.append(held.chunk.index)
             if len(now) == (len(chunks) + 1) // 2:
                 others = sorted({other.chunk.index for other in chunks} - {*now})
-                reached(server.version - 1, "apply", f"chunks {sorted(now)} are updated, {others} are not")
+                reached(
+                    server.version - 1,
+                    "apply",
+                    f"chunks {sorted(now)} are updated, {others} are not",
+                )
 
         held.apply = applied  # type: ignore[method-assign, assignment]
 
@@ -71,7 +75,11 @@ def watch_worker(worker: Worker, clock: Clock, reached: Report) -> None:
         complete = receive(source, message)
         if message.kind is Kind.WEIGHTS and not clock.computing:
             rest = "others are not" if complete is None else "all are"
-            reached(clock.step, "pull", f"chunk {message.chunk} of version {message.version} is here, {rest}")
+            reached(
+                clock.step,
+                "pull",
+                f"chunk {message.chunk} of version {message.version} is here, {rest}",
+            )
         return complete
 
     worker._exchange.receive = received  # type: ignore[method-assign]

@@ -48,7 +48,9 @@ class Link:
         other: the other end.
     """
 
-    def __init__(self, network: Network, name: str, peers: tuple[Peer, ...], far: InProcessTransport) -> None:
+    def __init__(
+        self, network: Network, name: str, peers: tuple[Peer, ...], far: InProcessTransport
+    ) -> None:
         self.name = name
         self.peers = peers
         self.pending = 0
@@ -72,7 +74,9 @@ class Link:
         copy = Message(**{name: getattr(message, name) for name in Message.__slots__})
         if message.payload is not None:
             copy.payload = (
-                self._lent(message.payload) if message.kind in self._network.lends else clone(message.payload)
+                self._lent(message.payload)
+                if message.kind in self._network.lends
+                else clone(message.payload)
             )
         self._network.deliver(self._far, self.other, copy)
 
@@ -195,7 +199,9 @@ class Network:
         self._late: dict[Link, deque[tuple[int, InProcessTransport, Message]]] = {}
         self.filter: Callable[[Message], Sequence[Message]] = lambda message: [message]
         self.latency: Callable[[Message], int] = lambda message: 0
-        self.script: Callable[[Link, Message], Sequence[tuple[Message, int]]] = lambda link, message: [(message, 0)]
+        self.script: Callable[[Link, Message], Sequence[tuple[Message, int]]] = (
+            lambda link, message: [(message, 0)]
+        )
 
     def router(self) -> Router:
         """Return the router of a new process."""
@@ -210,7 +216,9 @@ class Network:
 
     def remove(self, router: Router) -> None:
         """End a process at once; processes with a channel to it see that channel close."""
-        self._transports = [transport for transport in self._transports if transport.router is not router]
+        self._transports = [
+            transport for transport in self._transports if transport.router is not router
+        ]
         for link in _transport(router).links:
             link.close()
 
@@ -256,7 +264,9 @@ class Network:
             for link in transport.links:
                 link.held_until = 0.0
 
-    def connect(self, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]) -> Link:
+    def connect(
+        self, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]
+    ) -> Link:
         """Connect two processes, and return the end that `a` holds."""
         near, far = _transport(a), _transport(b)
         there = Link(self, " + ".join(map(str, b_peers)), b_peers, far)
@@ -312,7 +322,9 @@ class Network:
     @property
     def _coming(self) -> bool:
         """Whether something will move by itself in a later round."""
-        hung = [t.hung_until for t in self._transports if self._hangs(t) and (t.has_work or t.unsent)]
+        hung = [
+            t.hung_until for t in self._transports if self._hangs(t) and (t.has_work or t.unsent)
+        ]
         return any(map(math.isfinite, [*hung, *(link.held_until for link in self._late)]))
 
     def run_until(self, done: Callable[[], bool], what: str) -> None:
@@ -343,7 +355,9 @@ class Network:
         Raises:
             DeadlineError: a message waits for ever, as on a link that is cut.
         """
-        self.run_until(lambda: not (self._late or any(t.has_work for t in self._transports)), "silence")
+        self.run_until(
+            lambda: not (self._late or any(t.has_work for t in self._transports)), "silence"
+        )
 
     def wait(self, router: Router) -> None:
         """Give every process a turn in the middle of one's work.
@@ -370,12 +384,18 @@ class Network:
         before = self.delivered
         self.rounds += 1
         self._arrive()
-        order = [transport for transport in self._transports if transport.has_work and not self._hangs(transport)]
+        order = [
+            transport
+            for transport in self._transports
+            if transport.has_work and not self._hangs(transport)
+        ]
         if self._random is not None:
             self._random.shuffle(order)
         busy = bool(order) or self._coming
         for transport in order:
-            if self.rounds % transport.every == 0 and (self._random is None or self._random.random() < transport.speed):
+            if self.rounds % transport.every == 0 and (
+                self._random is None or self._random.random() < transport.speed
+            ):
                 try:
                     transport.router.turn(0.0)
                 except ShutdownError:  # the process died in the middle of its turn

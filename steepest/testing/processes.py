@@ -22,7 +22,11 @@ from steepest.transport.router import Role, Router
 
 
 def with_faults(
-    model_creator: ModelCreator, faults: Iterable[Fault], lives: str | os.PathLike[str], *, batches: int = 1
+    model_creator: ModelCreator,
+    faults: Iterable[Fault],
+    lives: str | os.PathLike[str],
+    *,
+    batches: int = 1,
 ) -> ModelCreator:
     """Return a model creator whose jobs' processes misbehave as scripted, wherever they run.
 
@@ -52,10 +56,13 @@ def with_faults(
     """
     chosen = tuple(faults)
     for fault in chosen:
-        possible = fault.what in ("kill", "hang") or (fault.role == "worker" and fault.what in ("raise", "slow"))
+        possible = fault.what in ("kill", "hang") or (
+            fault.role == "worker" and fault.what in ("raise", "slow")
+        )
         if not possible or fault.rounds < math.inf:
             raise ConfigurationError(
-                f"{fault} cannot happen inside a real process: give kill or hang (without rounds) of workers and "
+                f"{fault} cannot happen inside a real process: give kill or hang (without rounds) "
+                "of workers and "
                 "servers, raises or slow of workers, or use InProcessCluster(faults=...)"
             )
     inside = _ProcessScript(chosen, Path(lives).absolute(), batches)
@@ -111,7 +118,9 @@ class _ProcessScript:
 
         def reached(step: int, moment: Moment, arrive: Arrive) -> None:
             if moment == "forward":
-                clock.factor = max((f.factor for f in self.faults if f.slows(own, life.number, step)), default=1.0)
+                clock.factor = max(
+                    (f.factor for f in self.faults if f.slows(own, life.number, step)), default=1.0
+                )
             self._reach(own, life, step, moment)
 
         clock = life.clock = Clock(self.batches, reached)
@@ -119,7 +128,10 @@ class _ProcessScript:
 
     def attend(self, router: Router, own: Peer, role: Role) -> None:
         """Watch a worker or server that was put into this process, if a fault is to strike it."""
-        if not any(own == (fault.role, fault.index) and fault.at not in _by_model(own) for fault in self.faults):
+        if not any(
+            own == (fault.role, fault.index) and fault.at not in _by_model(own)
+            for fault in self.faults
+        ):
             return
         if (life := _LIVES.get((self.lives, own))) is None:
             life = _LIVES[self.lives, own] = _Life(self.lives, own)
@@ -142,7 +154,11 @@ class _ProcessScript:
         flush: Callable[[], None] | None = None,
     ) -> None:
         for fault in self.faults:
-            if fault.at != moment or fault in life.happened or not fault.concerns(own, life.number, step):
+            if (
+                fault.at != moment
+                or fault in life.happened
+                or not fault.concerns(own, life.number, step)
+            ):
                 continue
             life.happened.add(fault)
             if flush is not None:

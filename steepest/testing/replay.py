@@ -96,17 +96,26 @@ class _Run:
         carried: from the part of the log before this one; None for the first.
     """
 
-    def __init__(self, log: CommitLog, model_creator: ModelCreator, carried: _Carried | None) -> None:
-        if log.commits and (log.commits[0].version != log.start + 1 or (carried is None and log.start)):
+    def __init__(
+        self, log: CommitLog, model_creator: ModelCreator, carried: _Carried | None
+    ) -> None:
+        if log.commits and (
+            log.commits[0].version != log.start + 1 or (carried is None and log.start)
+        ):
             raise ConfigurationError(
-                f"the log begins at version {log.commits[0].version - 1}, where weights were set or restored: a replay "
+                f"the log begins at version {log.commits[0].version - 1}, where weights were set "
+                "or restored: a replay "
                 "needs a run from its beginning"
             )
         models, self._job = _models_and_job(log, model_creator)
-        if carried is not None and (self._job.compresses or isinstance(log.strategy, LocalStrategy)):
+        if carried is not None and (
+            self._job.compresses or isinstance(log.strategy, LocalStrategy)
+        ):
             raise ConfigurationError(
-                f"the run went on at version {log.start} with other processes, under a strategy in which workers have "
-                "a state of their own, which the log does not tell: only the part before can be replayed"
+                f"the run went on at version {log.start} with other processes, under a strategy in "
+                "which workers have "
+                "a state of their own, which the log does not tell: only the part before can be "
+                "replayed"
             )
         self._log = log
         self._layout = self._job.description.layout
@@ -123,7 +132,9 @@ class _Run:
             self._workers[0].begin_with(carried.own)
         self._senders = _Senders(self._job, self._server)
         self._threads = log.threads or [torch.get_num_threads()] * 2  # of workers, of servers
-        self._last_use = {push.pulled: commit.version for commit in log.commits for push in commit.pushes}
+        self._last_use = {
+            push.pulled: commit.version for commit in log.commits for push in commit.pushes
+        }
         self._history = {log.start: self._weights.clone()}
         #: of each worker's replicas: buffers, and frozen parameters that they change
         self._states = [self._workers[0].states()] * log.num_workers
@@ -136,7 +147,13 @@ class _Run:
         for push in commit.pushes:
             self._compute(push)
         order = gradients.Commit(
-            *(0, commit.version, commit.rate, tuple(PushId(*push[:3]) for push in commit.pushes), ()),
+            *(
+                0,
+                commit.version,
+                commit.rate,
+                tuple(PushId(*push[:3]) for push in commit.pushes),
+                (),
+            ),
             hyper=commit.hyperparameters,
             skip=commit.skipped,
             clip=commit.clip,
@@ -170,7 +187,11 @@ class _Run:
         own = {name: value for name, value in mean.items() if name in self._layout.index}
         if self._succeeded:
             _refuse_if(list(own), self._log)
-        differing = [name for name in own if any(not same_bits(own[name], state[name]) for state in everything)]
+        differing = [
+            name
+            for name in own
+            if any(not same_bits(own[name], state[name]) for state in everything)
+        ]
         weights = self._layout.named(self._weights) | own
         return _Carried(weights, mean, differing, *assemble(self._layout, records))
 
@@ -178,20 +199,35 @@ class _Run:
 def _models_and_job(log: CommitLog, model_creator: ModelCreator) -> tuple[list[Model], Job]:
     strategy, devices = make_strategy(log.strategy), log.devices_per_worker
     models, description = build_models(model_creator, 0, devices, log.seed, strategy.cut)
-    servers = strategy.num_servers(1, log.num_workers) if log.hosts is None else len(log.hosts.servers)
+    servers = (
+        strategy.num_servers(1, log.num_workers) if log.hosts is None else len(log.hosts.servers)
+    )
     return models, Job(
-        description, log.strategy, log.num_workers, devices, servers, log.seed, 1.0, False, log.hosts, log.accumulate
+        description,
+        log.strategy,
+        log.num_workers,
+        devices,
+        servers,
+        log.seed,
+        1.0,
+        False,
+        log.hosts,
+        log.accumulate,
     )
 
 
-def _workers(log: CommitLog, job: Job, models: list[Model], model_creator: ModelCreator) -> list[Replicas]:
+def _workers(
+    log: CommitLog, job: Job, models: list[Model], model_creator: ModelCreator
+) -> list[Replicas]:
     """Return each worker's replicas: the same for all workers, unless each has a state of its own."""
     devices = log.devices_per_worker
     cpu = [torch.device("cpu")] * devices
     workers = [build_replicas(job, 0, models, cpu)] * log.num_workers
     if isinstance(log.strategy, LocalStrategy):
         workers = [
-            build_replicas(job, i, build_models(model_creator, i, devices, log.seed, job.strategy.cut)[0], cpu)
+            build_replicas(
+                job, i, build_models(model_creator, i, devices, log.seed, job.strategy.cut)[0], cpu
+            )
             for i in range(log.num_workers)
         ]
     for replicas in workers:
@@ -223,8 +259,9 @@ def _refuse_if(names: list[str], log: CommitLog) -> None:
     """
     if names:
         raise ConfigurationError(
-            f"after version {log.start} a worker began with the mean of what the others had made of frozen parameters "
-            f"({names[0]!r}), and the log does not tell what that was: only what came before can be replayed"
+            f"after version {log.start} a worker began with the mean of what the others had made "
+            f"of frozen parameters ({names[0]!r}), and the log does not tell what that was: only "
+            "what came before can be replayed"
         )
 
 
@@ -281,7 +318,9 @@ class _Senders:
         message.source, message.target = source, target
         if message.payload is not None:
             message.payload = message.payload.clone()  # the next push overwrites it
-        (self._relays[target.index] if target.role == "aggregator" else self._server).handle(source, message)
+        (self._relays[target.index] if target.role == "aggregator" else self._server).handle(
+            source, message
+        )
 
 
 def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> None:
@@ -290,8 +329,15 @@ def _pull(weights: torch.Tensor, replicas: Replicas, worker: int, job: Job) -> N
     replicas.weights.copy_(weights)
     for chunk in layout.chunks:
         holders = job.holders[chunk.index]
-        near = (job.strategy.in_workers and worker in holders) or job.places.beside(worker, holders[0])
-        if wire is not None and chunk.trainable and not near and narrow_size(chunk.dtype, chunk.nbytes, wire):
+        near = (job.strategy.in_workers and worker in holders) or job.places.beside(
+            worker, holders[0]
+        )
+        if (
+            wire is not None
+            and chunk.trainable
+            and not near
+            and narrow_size(chunk.dtype, chunk.nbytes, wire)
+        ):
             view = layout.chunk_view(replicas.weights, chunk.index)
             view.copy_(rounded(view, wire))
     replicas.weights_changed()

@@ -55,7 +55,11 @@ class Script:
     """
 
     def __init__(
-        self, cluster: ScriptedJob, faults: Sequence[Fault], model_creator: ModelCreator, batches: int
+        self,
+        cluster: ScriptedJob,
+        faults: Sequence[Fault],
+        model_creator: ModelCreator,
+        batches: int,
     ) -> None:
         self._cluster = cluster
         self._faults = tuple(faults)
@@ -75,7 +79,9 @@ class Script:
         for fault in self._faults:
             for role, index in [(fault.role, fault.index), *([fault.peer] if fault.peer else [])]:
                 if not 0 <= index < counts.get(role, 0):
-                    raise ConfigurationError(f"{fault}: there is no {role} {index}; there are {counts}")
+                    raise ConfigurationError(
+                        f"{fault}: there is no {role} {index}; there are {counts}"
+                    )
 
     @property
     def unmet(self) -> list[Fault]:
@@ -133,8 +139,12 @@ class Script:
         if link.closed:
             return []
         copies, rounds = [message], 0
-        for position, fault in enumerate(self._faults if source.role in ("worker", "server", "coordinator") else ()):
-            if fault.what not in OF_MESSAGES or not fault.concerns(source, self._life(source), self._step(source)):
+        for position, fault in enumerate(
+            self._faults if source.role in ("worker", "server", "coordinator") else ()
+        ):
+            if fault.what not in OF_MESSAGES or not fault.concerns(
+                source, self._life(source), self._step(source)
+            ):
                 continue
             key = (position, self._life(source))
             if fault.kind not in (None, message.kind) or fault.peer not in (None, target):
@@ -164,7 +174,11 @@ class Script:
         """Return the faults that are to happen to a process now, and count them as happened."""
         life, found = self._life(process), []
         for position, fault in enumerate(self._faults):
-            if fault.what in (*OF_MESSAGES, "slow") or fault.at != moment or self._happened[position, life]:
+            if (
+                fault.what in (*OF_MESSAGES, "slow")
+                or fault.at != moment
+                or self._happened[position, life]
+            ):
                 continue
             if fault.concerns(process, life, step):
                 self._happened[position, life] += 1
@@ -187,7 +201,11 @@ class Script:
     def _set_pace(self, process: Peer, step: int) -> None:
         """Make a process as slow as its faults say."""
         life = self._life(process)
-        own = [(n, f) for n, f in enumerate(self._faults) if f.what == "slow" and process == (f.role, f.index)]
+        own = [
+            (n, f)
+            for n, f in enumerate(self._faults)
+            if f.what == "slow" and process == (f.role, f.index)
+        ]
         now = [(position, fault) for position, fault in own if fault.slows(process, life, step)]
         self._happened.update((position, life) for position, _ in now)
         if own:
@@ -198,7 +216,9 @@ class Script:
         if process.role == "worker":
             return self.creator.clocks[process.index].step
         cluster = self._cluster
-        return (cluster.servers[process.index] if process.role == "server" else cluster.coordinator).version
+        return (
+            cluster.servers[process.index] if process.role == "server" else cluster.coordinator
+        ).version
 
     def _life(self, process: Peer) -> int:
         return self._cluster.lives[process.index] if process.role == "worker" else 0

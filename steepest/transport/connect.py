@@ -7,7 +7,9 @@ from steepest.transport.ray_calls import Callee, CallTransport
 from steepest.transport.sockets import WireTransport
 
 
-def connect(transport: WireTransport | CallTransport, other: Address | Callee, timeout: float) -> Channel:
+def connect(
+    transport: WireTransport | CallTransport, other: Address | Callee, timeout: float
+) -> Channel:
     """Open a channel to another process of the job."""
     if isinstance(other, Callee):
         assert isinstance(transport, CallTransport)

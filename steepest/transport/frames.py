@@ -24,19 +24,24 @@ ROLES = ("coordinator", "server", "worker", "client", "aggregator", "member")
 _ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
 _KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
 _READ_AHEAD = 1 << 16
-_to_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: `json.dumps` makes one for each call
-_from_json = json.JSONDecoder().raw_decode  # `decode` looks for white space, too, which takes half as long again
+_to_json = json.JSONEncoder(
+    separators=(",", ":")
+).encode  # made once: `json.dumps` makes one for each call
+_from_json = (
+    json.JSONDecoder().raw_decode
+)  # `decode` looks for white space, too, which takes half as long again
 _LENT = 1 << 63  # in the size of a payload: it lies in shared memory, a notice follows in its place
 
-# Between the channels themselves: a reader wants a lent payload sent, because it cannot map it; the message that
-# follows is that one, and comes before those that have arrived since.
+# Between the channels themselves: a reader wants a lent payload sent, because it cannot map it; the
+# message that follows is that one, and comes before those that have arrived since.
 _CONTROL = struct.Struct(f"<2sBI{HEADER.size - 7}x")
 _CONTROL_MAGIC = b"sC"
 SEND_AGAIN, SENT_AGAIN = 1, 2
 
-#: Where an arriving payload of that many bytes goes: memory of just that size, or None to receive and discard
-#: it. When the message has its payload already, a NumPy array, it lies in memory of the sender: that memory may be
-#: returned, to leave it there, and must not be written to. Raises ProtocolError to refuse it.
+#: Where an arriving payload of that many bytes goes: memory of just that size, or None to receive
+#: and discard it. When the message has its payload already, a NumPy array, it lies in memory of the
+#: sender: that memory may be returned, to leave it there, and must not be written to. Raises
+#: ProtocolError to refuse it.
 Sink = Callable[[Message, int], Memory | None]
 
 
@@ -79,8 +84,8 @@ def encode_meta(message: Message) -> bytes:
     meta = b"" if message.meta is None else _to_json(message.meta).encode()
     if len(meta) > MAX_META:
         raise MessageTooLargeError(
-            f"{message.kind.name} for {message.target} carries {len(meta)} bytes beside its payload, "
-            f"at most {MAX_META} fit into a message"
+            f"{message.kind.name} for {message.target} carries {len(meta)} bytes beside its "
+            f"payload, at most {MAX_META} fit into a message"
         )
     return meta
 
@@ -94,11 +99,17 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, i
     (magic, protocol, kind, source_role, source_index, target_role, target_index, generation, incarnation,
      sequence, version, chunk, weight, total, meta_size, payload_size) = HEADER.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
-        raise ProtocolError(f"frame starts with {magic!r}, not {MAGIC!r}: the sender is not a steepest process")
+        raise ProtocolError(
+            f"frame starts with {magic!r}, not {MAGIC!r}: the sender is not a steepest process"
+        )
     if protocol != PROTOCOL:
-        raise ProtocolError(f"frame of protocol {protocol}, this process speaks {PROTOCOL}: update one of them")
+        raise ProtocolError(
+            f"frame of protocol {protocol}, this process speaks {PROTOCOL}: update one of them"
+        )
     if meta_size > MAX_META or payload_size & ~_LENT > MAX_PAYLOAD:
-        raise ProtocolError(f"oversized frame: {meta_size} bytes of JSON, {payload_size} bytes of payload")
+        raise ProtocolError(
+            f"oversized frame: {meta_size} bytes of JSON, {payload_size} bytes of payload"
+        )
     try:
         message = Message(
             _KINDS[kind], generation, incarnation, sequence, version, chunk, weight, total, None, None,
@@ -136,11 +147,11 @@ class FrameReader:
     """Turns a byte stream into messages; payloads are received straight into the sink's memory.
 
     Args:
-        receive_into: reads into a buffer and returns the number of bytes, 0 at the end of the stream;
-            raises BlockingIOError when nothing is there.
+        receive_into: reads into a buffer and returns the number of bytes, 0 at the end of the
+            stream; raises BlockingIOError when nothing is there.
         sink: tells where each payload goes.
-        borrow: a payload that is not in the stream, by its notice and size; None when it cannot be had there. Messages
-            that follow are then held back until it has been sent again.
+        borrow: a payload that is not in the stream, by its notice and size; None when it cannot be
+            had there. Messages that follow are then held back until it has been sent again.
         send_again: called with a slot when the other end cannot have what was lent to it there.
     """
 
@@ -155,10 +166,16 @@ class FrameReader:
         self._sink = sink
         self._borrow = borrow
         self._send_again = send_again
-        self._held: deque[Message | None] = deque()  # behind a message whose payload is to come, which is None
-        self._is_missing = False  # whether the payload of the message that is being read cannot be had
+        self._held: deque[Message | None] = (
+            deque()
+        )  # behind a message whose payload is to come, which is None
+        self._is_missing = (
+            False  # whether the payload of the message that is being read cannot be had
+        )
         self._is_again = False  # whether the message that is being read comes for the second time
-        self._lent = False  # whether the payload of the message that is being read is not in the stream
+        self._lent = (
+            False  # whether the payload of the message that is being read is not in the stream
+        )
         self._ahead = bytearray(_READ_AHEAD)  # bytes read but not yet understood: [start, end)
         self._view = memoryview(self._ahead)
         self._start = 0
@@ -197,7 +214,9 @@ class FrameReader:
         try:
             full = True
             while full:  # what does not fill its buffer is all that is there
-                full = self._read_payload(self._payload) if self._payload is not None else self._fill()
+                full = (
+                    self._read_payload(self._payload) if self._payload is not None else self._fill()
+                )
                 self._parse(messages)
             return messages
         except BlockingIOError:
@@ -205,7 +224,9 @@ class FrameReader:
         except (EOFError, OSError, ProtocolError) as error:
             if not messages:
                 raise
-            self._failure = error.with_traceback(None)  # without the frames, and the messages in them
+            self._failure = error.with_traceback(
+                None
+            )  # without the frames, and the messages in them
             return messages
 
     def _fill(self) -> bool:
@@ -258,7 +279,9 @@ class FrameReader:
                 if self._end - self._start < self._meta_size + NOTICE.size * self._lent:
                     return
                 if self._meta_size:
-                    message.meta = decode_meta(self._view[self._start : self._start + self._meta_size])
+                    message.meta = decode_meta(
+                        self._view[self._start : self._start + self._meta_size]
+                    )
                     self._start += self._meta_size
                 if self._lent:
                     self._take_lent(message)

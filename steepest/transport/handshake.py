@@ -1,12 +1,13 @@
 """The opening of a connection, in which both ends prove that they know the job's token.
 
-======== ====================================================================================================
-from     bytes
-======== ====================================================================================================
+========
+====================================================================================================
+from     bytes ========
+====================================================================================================
 acceptor the greeting, its nonce caller   the greeting, its nonce, the size of its hello, the hello
 (its own roles, those it means), its proof acceptor the size of its answer, the answer (its own
-roles), its proof
-======== ====================================================================================================
+roles), its proof ========
+====================================================================================================
 
 A proof is an HMAC-SHA256 of both nonces and of the hello or answer of the same end. In place of the
 answer's size the acceptor may say that the proof is wrong, or that it needs the place for another
@@ -92,7 +93,11 @@ def _unpack_hello(data: bytes) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
 
 
 def prove(
-    sock: socket.socket, token: bytes, own: tuple[Peer, ...], meant: tuple[Peer, ...], deadline: float
+    sock: socket.socket,
+    token: bytes,
+    own: tuple[Peer, ...],
+    meant: tuple[Peer, ...],
+    deadline: float,
 ) -> tuple[Peer, ...]:
     """Open a connected socket, blocking, and return the roles that the other end proves to host.
 
@@ -121,7 +126,9 @@ def prove(
         sock.sendall(_GREETING + second + struct.pack("<I", len(hello)) + hello + proof)
     prefix = _receive_exactly(sock, 4, deadline)
     if prefix == _REFUSED:
-        raise AuthenticationError("the other end refuses this process: the two have different tokens")
+        raise AuthenticationError(
+            "the other end refuses this process: the two have different tokens"
+        )
     if prefix == _BUSY:
         raise BusyError
     size = struct.unpack("<I", prefix)[0]
@@ -134,7 +141,8 @@ def prove(
     found = _unpack(answer)
     if meant and set(found) != set(meant):
         raise ProtocolError(
-            f"{names_of(meant)} was meant, but {names_of(found)} answers there: the address is out of date"
+            f"{names_of(meant)} was meant, but {names_of(found)} answers there: the address is out "
+            "of date"
         )
     return found
 
@@ -181,7 +189,11 @@ class Refusals:
         """
         if self._untold and (now or self._clock() >= self._next):
             self._next = self._clock() + LOG_SECONDS
-            number = "a connection" if self._untold == 1 else f"{self._untold} connections, the last of them"
+            number = (
+                "a connection"
+                if self._untold == 1
+                else f"{self._untold} connections, the last of them"
+            )
             log.warning("refused %s from %s", number, self._last)
             self._untold = 0
 
@@ -248,7 +260,9 @@ class Openings:
         """Accept the connections of a listening socket from now on."""
         listener.setblocking(False)
         self._reserve()
-        self._selector.register(listener, selectors.EVENT_READ, lambda: self._ready.append(listener))
+        self._selector.register(
+            listener, selectors.EVENT_READ, lambda: self._ready.append(listener)
+        )
 
     def limit(self, timeout: float) -> float:
         """Return the shorter of `timeout` and the seconds until the next connection has to be closed."""
@@ -340,7 +354,9 @@ class Openings:
     def _make_room(self) -> None:
         crowds = Counter(opening.origin for opening in self._open)
         most = max(crowds.values())
-        victim = self._random.choice([opening for opening in self._open if crowds[opening.origin] == most])
+        victim = self._random.choice(
+            [opening for opening in self._open if crowds[opening.origin] == most]
+        )
         self._refuse(victim, "others want its place", _BUSY)
 
     def _hear(self, opening: _Opening) -> None:
@@ -380,7 +396,10 @@ class Openings:
         data += part
         if not _GREETING.startswith(data[: len(_GREETING)]):
             raise ProtocolError("the other end is not a steepest process of this version")
-        if len(data) < _FIXED or len(data) < _FIXED + struct.unpack_from("<I", data, _FIXED - 4)[0] + _PROOF:
+        if (
+            len(data) < _FIXED
+            or len(data) < _FIXED + struct.unpack_from("<I", data, _FIXED - 4)[0] + _PROOF
+        ):
             return None
         second, hello = bytes(data[len(_GREETING) : _FIXED - 4]), bytes(data[_FIXED:-_PROOF])
         expected = _proof(self._token, b"connect", opening.nonce, second, hello)
@@ -400,7 +419,9 @@ class Openings:
         # It fits into the socket's buffer, to which only the greeting was written.
         opening.sock.send(struct.pack("<I", len(mine)) + mine + proof)
         if meant and set(meant) != set(self._peers):
-            raise ProtocolError(f"{names_of(peers)} means {names_of(meant)}, not {names_of(self._peers)}")
+            raise ProtocolError(
+                f"{names_of(peers)} means {names_of(meant)}, not {names_of(self._peers)}"
+            )
         del self._open[opening]
         self._selector.unregister(opening.sock)
         self._adopt(opening.sock, peers)
@@ -424,7 +445,9 @@ def _origin(sock: socket.socket, address: object) -> tuple[str, bool]:
     IPv6 addresses of one network of 64 bits are one origin.
     """
     if sock.family == socket.AF_UNIX:
-        uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
+        uid = struct.unpack(
+            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        )[1]
         return f"user {uid}", uid not in (os.geteuid(), _ROOT)
     assert isinstance(address, tuple)
     host = str(address[0]).partition("%")[0]

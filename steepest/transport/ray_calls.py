@@ -1,14 +1,15 @@
 """Messages as Ray actor calls, payloads through Ray's object store: no socket of our own.
 
-Of two processes one is the caller and the other, an actor, the callee. A call carries the caller's messages and
-returns the callee's. The caller keeps a call in flight; the callee holds the newest one until it has a message for
-the caller, `_HOLD_SECONDS` are over, or a newer call has come: so either end may send at any time. Ray runs the calls
-of a threaded actor in any order and completes them in any order, therefore calls are numbered: the callee takes them
-in the order of their numbers, only the newest call returns messages, and the caller takes what calls return in the
-order of the calls. Ray's threads only wait for futures; everything else happens on the router's thread.
+Of two processes one is the caller and the other, an actor, the callee. A call carries the caller's
+messages and returns the callee's. The caller keeps a call in flight; the callee holds the newest
+one until it has a message for the caller, `_HOLD_SECONDS` are over, or a newer call has come: so
+either end may send at any time. Ray runs the calls of a threaded actor in any order and completes
+them in any order, therefore calls are numbered: the callee takes them in the order of their
+numbers, only the newest call returns messages, and the caller takes what calls return in the order
+of the calls. Ray's threads only wait for futures; everything else happens on the router's thread.
 
-A caller that closes its channel says so in a last call. The death of a caller is not noticed here (messages for it are
-kept): that is left to the driver, which watches all processes through Ray.
+A caller that closes its channel says so in a last call. The death of a caller is not noticed here
+(messages for it are kept): that is left to the driver, which watches all processes through Ray.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ from steepest.transport.frames import HEADER, Sink, decode_header, decode_meta, 
 
 log = logging.getLogger(__name__)
 
-#: What a call returns: one byte, whether more follows unasked, and messages; and the payloads that are not small.
+#: What a call returns: one byte, whether more follows unasked, and messages; and the payloads that
+#: are not small.
 Answer = tuple[bytes, list[Bytes]]
 NOTHING: Answer = (b"", [])
-#: Head of a call: the caller's key, the call's number, and what it is; Ray takes long for every further argument.
+#: Head of a call: the caller's key, the call's number, and what it is; Ray takes long for every
+#: further argument.
 CALL_HEAD = struct.Struct("<QQB")
 HELLO, SAY, END = range(3)  # followed by the caller's peers as JSON; by messages; by nothing
 
@@ -62,7 +65,8 @@ class Callee(NamedTuple):
     Attributes:
         peers: the roles that it hosts.
         actor: its handle; its method `exchange` returns the result of `CallTransport.answer`.
-        pause: seconds without a call in flight after an answer; spares calls to an actor that only answers.
+        pause: seconds without a call in flight after an answer; spares calls to an actor that only
+            answers.
     """
 
     peers: tuple[Peer, ...]
@@ -273,7 +277,9 @@ class CallTransport:
         self.calling: list[CallingChannel] = []
         self.callers: dict[int, AnsweringChannel] = {}  # by their keys
         self._sink = sink
-        self._called: deque[tuple[bytes, Sequence[Bytes], Future[Answer]]] = deque()  # left by Ray's threads
+        self._called: deque[tuple[bytes, Sequence[Bytes], Future[Answer]]] = (
+            deque()
+        )  # left by Ray's threads
         self._events: list[Event] = []
         self._woken = threading.Event()
         self._stored: dict[tuple[int, ...], Any] = {}
@@ -292,7 +298,9 @@ class CallTransport:
             channel.call(HELLO, json.dumps(self.peers).encode()).result(timeout)
         except FutureTimeoutError:
             channel.close()
-            raise DeadlineError(f"{channel.name} did not answer a call within {timeout:g} s") from None
+            raise DeadlineError(
+                f"{channel.name} did not answer a call within {timeout:g} s"
+            ) from None
         except ray.exceptions.RayError as error:
             channel.close()
             raise PeerLostError(f"cannot call {channel.name}: {_reason(error)}") from error
@@ -302,8 +310,8 @@ class CallTransport:
         """Take the arguments of a call of `exchange`; any thread may do this.
 
         Returns:
-            What the call has to return, or to raise: ShutdownError when this process does not serve any more,
-            PeerLostError when this end of the channel is closed.
+            What the call has to return, or to raise: ShutdownError when this process does not serve
+            any more, PeerLostError when this end of the channel is closed.
         """
         answer: Future[Answer] = Future()
         self._called.append((call, payloads, answer))
@@ -387,7 +395,9 @@ class CallTransport:
             channel.answered(more=bool(text[0]))
             self._deliver(channel, memoryview(text)[1:], payloads)
 
-    def _take_call(self, channel: AnsweringChannel, what: int, text: memoryview, payloads: Sequence[Bytes]) -> None:
+    def _take_call(
+        self, channel: AnsweringChannel, what: int, text: memoryview, payloads: Sequence[Bytes]
+    ) -> None:
         if what == HELLO:
             succeeding = {peer for peer in channel.peers if peer.role in SUCCEEDED}
             for other in list(self.callers.values()):
@@ -402,7 +412,12 @@ class CallTransport:
         else:
             self._deliver(channel, text, payloads)
 
-    def _deliver(self, channel: CallingChannel | AnsweringChannel, text: memoryview, payloads: Sequence[Bytes]) -> None:
+    def _deliver(
+        self,
+        channel: CallingChannel | AnsweringChannel,
+        text: memoryview,
+        payloads: Sequence[Bytes],
+    ) -> None:
         if channel.closed:
             return
         try:

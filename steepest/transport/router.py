@@ -55,9 +55,9 @@ def _start_thread(body: Callable[[], None], name: str) -> threading.Thread:
 class Router:
     """Delivers messages between the roles of this process and, over a transport, those of others.
 
-    Everything happens on the thread that runs `run`, one thing at a time, so that roles need no locks.
-    Other threads use `call`. What comes from another process is checked here, before any role sees it: whether its
-    sender is at the other end of the channel, and what `admission` says.
+    Everything happens on the thread that runs `run`, one thing at a time, so that roles need no
+    locks. Other threads use `call`. What comes from another process is checked here, before any
+    role sees it: whether its sender is at the other end of the channel, and what `admission` says.
 
     Args:
         tick_seconds: how often roles are told the time while nothing happens.
@@ -99,8 +99,8 @@ class Router:
     def attach(self, channel: Channel) -> None:
         """Makes a channel the way to the roles at its other end.
 
-        It is closed instead, and counted as refused, if it speaks for a role that lives here, for one whose channel is
-        open and which has no successors, or for a server that there is not.
+        It is closed instead, and counted as refused, if it speaks for a role that lives here, for
+        one whose channel is open and which has no successors, or for a server that there is not.
         """
         if (why := self._why_not(channel)) is not None:
             self.refused += 1
@@ -116,7 +116,9 @@ class Router:
             other = self._channels.get(peer, channel)
             if not self.admission.exists(peer):
                 return f"{peer} is not of this job"
-            if peer in self._roles or (other is not channel and peer.role not in self.admission.succeeded):
+            if peer in self._roles or (
+                other is not channel and peer.role not in self.admission.succeeded
+            ):
                 return f"{peer} is connected already"
         return None
 
@@ -151,7 +153,8 @@ class Router:
     def destination(self, channel: Channel, message: Message, size: int) -> Memory | None:
         """The sink of this process' transport: asks the role that the message is for.
 
-        What it returns is overwritten before the message is delivered, so the sender is checked here already.
+        What it returns is overwritten before the message is delivered, so the sender is checked
+        here already.
 
         Raises:
             ProtocolError: nobody here takes the payload, from that sender or at all.
@@ -179,7 +182,10 @@ class Router:
 
     def in_use(self, memory: Memory) -> bool:
         """Whether that memory (flat, uint8) must not change: somebody may be reading it, or has yet to be sent it."""
-        if any(message.payload is not None and overlap(message.payload, memory) for message in self._local):
+        if any(
+            message.payload is not None and overlap(message.payload, memory)
+            for message in self._local
+        ):
             return True
         return self.transport is not None and self.transport.in_use(memory)
 
@@ -235,7 +241,10 @@ class Router:
         source = message.source
         if source is None or source not in channel.peers:
             raise ProtocolError(f"{channel.name} speaks for another")
-        if self._channels.get(source) is not channel and source.role not in self.admission.succeeded:
+        if (
+            self._channels.get(source) is not channel
+            and source.role not in self.admission.succeeded
+        ):
             raise ProtocolError(f"{channel.name} is not the {source} that is connected")
 
     def _check_arriving(self, channel: Channel, message: Message) -> None:
@@ -290,7 +299,9 @@ class Router:
         """
         if self._stopping.is_set():
             raise ShutdownError("the process is shut down")
-        self._turn_and_tick(0.0 if self._local else timeout)  # what lies here may be what it waits for
+        self._turn_and_tick(
+            0.0 if self._local else timeout
+        )  # what lies here may be what it waits for
 
     def _turn_and_tick(self, timeout: float = math.inf) -> None:
         self.turn(min(timeout, self._tick_seconds))

@@ -31,7 +31,13 @@ import socket
 import time
 from collections.abc import Callable
 
-from steepest.errors import AuthenticationError, ConfigurationError, DeadlineError, PeerLostError, ProtocolError
+from steepest.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    ProtocolError,
+)
 from steepest.messages.message import Message, Peer
 from steepest.tensors.memory import Memory
 from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, Lending
@@ -64,7 +70,9 @@ def check_ways(ways: str, *nodes: str) -> None:
     if ways != "shared":
         return
     if not AVAILABLE:
-        raise ConfigurationError('transport="shared" needs shared memory as Linux has it (memfd): give "wire"')
+        raise ConfigurationError(
+            'transport="shared" needs shared memory as Linux has it (memfd): give "wire"'
+        )
     for other in nodes:
         if other != nodes[0]:
             raise ConfigurationError(
@@ -179,19 +187,25 @@ class WireTransport:
         """
         check_ways(self.ways, self.node, address.node)
         host = f"[{address.host}]" if ":" in address.host else address.host
-        where = f"{names_of(address.peers)} at {host}" + (f":{address.port}" if address.port else "")
+        where = f"{names_of(address.peers)} at {host}" + (
+            f":{address.port}" if address.port else ""
+        )
         deadline = time.monotonic() + timeout
         while True:
             sock = None
             try:
                 sock = self._dial(address, deadline)
-                return self._adopt(sock, where, prove(sock, self._token, self.peers, address.peers, deadline))
+                return self._adopt(
+                    sock, where, prove(sock, self._token, self.peers, address.peers, deadline)
+                )
             except BusyError:
                 _close(sock)
                 time.sleep(_PAUSE_SECONDS * (1 + secrets.randbelow(4)))
             except TimeoutError:
                 _close(sock)
-                raise DeadlineError(f"{where} did not answer the handshake within {timeout:g} s") from None
+                raise DeadlineError(
+                    f"{where} did not answer the handshake within {timeout:g} s"
+                ) from None
             except OSError as error:
                 _close(sock)
                 if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -209,7 +223,8 @@ class WireTransport:
             except ConnectionRefusedError as error:
                 if self.ways != "wire":
                     raise ConnectionRefusedError(
-                        f"{error}; it has ended, or this process is in another network namespace of the node, where "
+                        f"{error}; it has ended, or this process is in another network namespace "
+                        "of the node, where "
                         f'transport="{self.ways}" reaches nobody: give "wire" or "tcp"'
                     ) from error
         return _dial_tcp(address, deadline)
@@ -261,7 +276,11 @@ class WireTransport:
             return self._selector.select(0)
         began = time.perf_counter()
         found: list[tuple[selectors.SelectorKey, int]] = []
-        while self._short >= _BRISK_AFTER and not found and time.perf_counter() - began < _BRISK_SECONDS:
+        while (
+            self._short >= _BRISK_AFTER
+            and not found
+            and time.perf_counter() - began < _BRISK_SECONDS
+        ):
             found = self._selector.select(0)
             if not found:
                 os.sched_yield()
@@ -297,7 +316,9 @@ class WireTransport:
 
     def in_use(self, memory: Memory) -> bool:
         """Return whether a peer may still be reading this memory, or some of it has not left yet."""
-        return self.lending.in_use(memory) or any(c.holds(memory) for c in self._channels if c.pending)
+        return self.lending.in_use(memory) or any(
+            c.holds(memory) for c in self._channels if c.pending
+        )
 
     def wake(self) -> None:
         """End a `poll` in progress; may be called from any thread."""

@@ -17,7 +17,14 @@ from steepest.messages.message import Message, Peer
 from steepest.tensors import shared_memory
 from steepest.tensors.memory import Bytes, Memory, address_of
 from steepest.transport.channel import Channel
-from steepest.transport.frames import SEND_AGAIN, SENT_AGAIN, FrameReader, buffer_of, control, encode
+from steepest.transport.frames import (
+    SEND_AGAIN,
+    SENT_AGAIN,
+    FrameReader,
+    buffer_of,
+    control,
+    encode,
+)
 
 _BUFFERS_PER_CALL = 64
 _WORTH_WAKING = 1 << 21  # bytes; for fewer of a large message a process is not woken
@@ -65,7 +72,9 @@ class WireChannel:
         peers: the roles at the other end.
     """
 
-    def __init__(self, transport: StreamOwner, sock: socket.socket, name: str, peers: tuple[Peer, ...]) -> None:
+    def __init__(
+        self, transport: StreamOwner, sock: socket.socket, name: str, peers: tuple[Peer, ...]
+    ) -> None:
         self.name = name
         self.peers = peers
         self.pending = 0
@@ -97,7 +106,11 @@ class WireChannel:
         if self.closed or self._broken:
             return
         payload, notice = message.payload, b""
-        if payload is not None and self._lender is not None and payload.nbytes >= shared_memory.SHARED_FROM:
+        if (
+            payload is not None
+            and self._lender is not None
+            and payload.nbytes >= shared_memory.SHARED_FROM
+        ):
             notice = self._lender.lend(payload, self._to_pass, functools.partial(encode, message))
         self._append(memoryview(encode(message, notice)))
         if payload is not None and not notice:
@@ -137,7 +150,8 @@ class WireChannel:
     def _send_bytes(self) -> None:
         """Send the bytes of one system call."""
         parts = [data for data, _ in itertools.islice(self._queue, _BUFFERS_PER_CALL)]
-        # One descriptor at a time: a reader whose table is full does not learn how many are missing.
+        # One descriptor at a time: a reader whose table is full does not learn how many are
+        # missing.
         if self._to_pass:
             descriptor = array.array("i", [self._to_pass[0].descriptor])
             parts = parts if len(self._to_pass) == 1 else [parts[0][:1]]
@@ -155,7 +169,9 @@ class WireChannel:
 
     def _receive(self, into: memoryview) -> int:
         """Receive bytes as `recv_into` does, and descriptors with them."""
-        count, ancillary, flags, _ = self._socket.recvmsg_into([into], _DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC)
+        count, ancillary, flags, _ = self._socket.recvmsg_into(
+            [into], _DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC
+        )
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._descriptors += array.array("i", data[: len(data) // 4 * 4])
@@ -204,7 +220,10 @@ class WireChannel:
         """Return whether queued bytes lie in this memory."""
         begin = address_of(memory)
         end = begin + memory.nbytes
-        return any(address and address < end and begin < address + data.nbytes for data, address in self._queue)
+        return any(
+            address and address < end and begin < address + data.nbytes
+            for data, address in self._queue
+        )
 
     def own_pending(self, memory: Memory) -> None:
         """Copy queued bytes that lie in this memory, so that it may change."""
