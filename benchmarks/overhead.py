@@ -4,32 +4,28 @@
     python -m benchmarks.overhead --model convnet --rounds 3 --only ddp tutorial
     python -m benchmarks.overhead --strategies ps allreduce --json overhead.json
 
-Workloads on random data held in memory: ``convnet``, 1,960 parameters at batch 128 and plain SGD,
-where the cost of a message counts; ``mlp``, 25 million parameters at batch 8 and plain SGD, where
-the cost of moving gradients counts; and ``mlp-adam``, the same with Adam, where the update counts
-too. All use torch's fused Adam.
+Workloads on random data held in memory: ``convnet``, 1,960 parameters at batch 128 and plain SGD, where the
+cost of a message counts; ``mlp``, 25 million parameters at batch 8 and plain SGD, where the cost of moving
+gradients counts; and ``mlp-adam``, the same with Adam, where the update counts too. All use torch's fused Adam.
 
 Two baselines: two processes that compute next to each other and never communicate.
 
-``free``            the computation alone: load a batch, zero_grad, forward, backward; no optimizer
-step ``free+sgd``        the same and the local optimizer step (``free+adam`` where that is Adam)
+``free``            the computation alone: load a batch, zero_grad, forward, backward; no optimizer step
+``free+sgd``        the same and the local optimizer step (``free+adam`` where that is Adam)
 
 Contenders: the same computation as one synchronous step of two workers.
 
 ``ddp``             torch's DistributedDataParallel on Gloo over loopback, gradients as bucket views
 ``ddp kept``        the same with the C library told to keep freed memory, as steepest's workers do
-``tutorial``        the design of Ray's parameter-server tutorial: one server actor, two worker
-actors,
+``tutorial``        the design of Ray's parameter-server tutorial: one server actor, two worker actors,
                     and a driver that waits for the new weights once every step
-``tutorial+numpy``  the same with its weights sent as numpy arrays, which Ray moves faster than
-tensors ``steepest NAME``   ``DistributedSGD(..., strategy=NAME)``; not measured when it cannot be
-imported
+``tutorial+numpy``  the same with its weights sent as numpy arrays, which Ray moves faster than tensors
+``steepest NAME``   ``DistributedSGD(..., strategy=NAME)``; not measured when it cannot be imported
 
-Every process has one torch thread. All contenders stay alive, blocked while idle, and take turns: a
-round is one turn of ``--steps`` steps for each of them, and odd rounds run in reverse order. A
-ratio compares a contender with a baseline, or with ``ddp``, in the same round, so that a slow spell
-of the machine strikes both. Local processes are timed inside (the slower of the two counts); Ray
-contenders by the driver.
+Every process has one torch thread. All contenders stay alive, blocked while idle, and take turns: a round
+is one turn of ``--steps`` steps for each of them, and odd rounds run in reverse order. A ratio compares a
+contender with a baseline, or with ``ddp``, in the same round, so that a slow spell of the machine strikes
+both. Local processes are timed inside (the slower of the two counts); Ray contenders by the driver.
 """
 
 from __future__ import annotations

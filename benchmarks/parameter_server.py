@@ -1,36 +1,30 @@
 """The parameter server beside what one would use or write in its place.
 
-    python -m benchmarks.parameter_server                          # every table python -m
-    benchmarks.parameter_server --only sharded small --rounds 3 python -m
-    benchmarks.parameter_server --only-rivals            # without steepest python -m
-    benchmarks.parameter_server --scaling                # steepest alone, workers by servers
+    python -m benchmarks.parameter_server                          # every table
+    python -m benchmarks.parameter_server --only sharded small --rounds 3
+    python -m benchmarks.parameter_server --only-rivals            # without steepest
+    python -m benchmarks.parameter_server --scaling                # steepest alone, workers by servers
 
 Tables:
 
-``sharded``      the classic exercise: 100 MB of float64 in two shards; four Ray tasks, five times
-each, pull
-                 all of it, make an update of ones, and push it. Rival: an actor for each shard.
-                 Ours by ``push_pull`` of an update made in ``empty()``, and also of an array of the
-                 user's, and by ``pull`` and ``push``. The time of the whole exercise.
-``mnist_async``  the network of 1,960 parameters at batch 128, two workers, asynchronous SGD.
-Rivals: the
-                 asynchronous loop of Ray's tutorial, its weights as tensors and as numpy arrays.
-                 "free" only computes the gradients: the most that is possible.
-``network-N``    N workers push 100 MB of float32 each and pull as much, between two network
-namespaces
-                 joined by veth. Rivals: Gloo, which sends back what it received (the network
-                 alone), as one message or in pieces of 4 MB; and Gloo that adds each piece first.
-                 The time of a round of the slowest worker.
-``host-N``       the same on one host without namespaces, where Gloo goes over loopback. Ours by
-``push_pull`` of an
-                 update made in ``empty()``; also with one server, and of an array of the user's.
-                 Needs no root.
+``sharded``      the classic exercise: 100 MB of float64 in two shards; four Ray tasks, five times each, pull
+                 all of it, make an update of ones, and push it. Rival: an actor for each shard. Ours by
+                 ``push_pull`` of an update made in ``empty()``, and also of an array of the user's, and by
+                 ``pull`` and ``push``. The time of the whole exercise.
+``mnist_async``  the network of 1,960 parameters at batch 128, two workers, asynchronous SGD. Rivals: the
+                 asynchronous loop of Ray's tutorial, its weights as tensors and as numpy arrays. "free" only
+                 computes the gradients: the most that is possible.
+``network-N``    N workers push 100 MB of float32 each and pull as much, between two network namespaces
+                 joined by veth. Rivals: Gloo, which sends back what it received (the network alone), as one
+                 message or in pieces of 4 MB; and Gloo that adds each piece first. The time of a round of
+                 the slowest worker.
+``host-N``       the same on one host without namespaces, where Gloo goes over loopback. Ours by ``push_pull`` of an
+                 update made in ``empty()``; also with one server, and of an array of the user's. Needs no root.
 ``small``        push 1 kB and pull 1 kB from the driver. Rival: one actor call.
 
-Every process has one torch thread. The contenders of a table stay alive, blocked while idle, and
-take turns; odd rounds run in reverse order. A ratio is the median over rounds of our time over a
-rival's time in the same round, with its range: below 1, ours is faster. Every contender checks that
-no update was lost.
+Every process has one torch thread. The contenders of a table stay alive, blocked while idle, and take turns;
+odd rounds run in reverse order. A ratio is the median over rounds of our time over a rival's time in the same
+round, with its range: below 1, ours is faster. Every contender checks that no update was lost.
 """
 
 from __future__ import annotations

@@ -1,37 +1,31 @@
 """What a death costs: from the kill of a process to the next committed step, beside Ray Train.
 
-    python -m benchmarks.recovery                        # every section, about twenty minutes with
-    MNIST python -m benchmarks.recovery --only worker ray-train --rounds 5 STEEPEST_DATA=/path
-    python -m benchmarks.recovery --only straggler
+    python -m benchmarks.recovery                        # every section, about twenty minutes with MNIST
+    python -m benchmarks.recovery --only worker ray-train --rounds 5
+    STEEPEST_DATA=/path python -m benchmarks.recovery --only straggler
 
 Sections:
 
-``worker``      ``DistributedSGD`` under ``"ps"`` and ``"async"``, with and without a spare process,
-whose last worker
-                is killed (SIGKILL) when the driver hears of step 191; how long training stood
-                still, when the successor was there, and from the log whether each share of the
-                samples is in exactly one commit: `benchmarks.recovery_bodies`
-``ray-train``   Ray Train's ``TorchTrainer`` on Gloo with the same network, data and number of
-workers, a checkpoint
-                every 50 steps, the last worker killed by SIGKILL in step 192:
-                `benchmarks.recovery_rivals`
-``server``      the same for a server, and the coordinator beside the first, with ``replication=2``
-and with
+``worker``      ``DistributedSGD`` under ``"ps"`` and ``"async"``, with and without a spare process, whose last worker
+                is killed (SIGKILL) when the driver hears of step 191; how long training stood still, when the successor
+                was there, and from the log whether each share of the samples is in exactly one commit:
+                `benchmarks.recovery_bodies`
+``ray-train``   Ray Train's ``TorchTrainer`` on Gloo with the same network, data and number of workers, a checkpoint
+                every 50 steps, the last worker killed by SIGKILL in step 192: `benchmarks.recovery_rivals`
+``server``      the same for a server, and the coordinator beside the first, with ``replication=2`` and with
                 ``snapshot_every=20``
-``joining``     a worker more while training is under way: for how long the others stop:
-`benchmarks.elasticity` ``replication`` a step of 25 million parameters with copies of everything,
-and with snapshots ``checkpoints`` a step of 25 million parameters with `Checkpoints(every=50)` and
-without: `benchmarks.elasticity` ``resizing``    for how long training stops when 25 million
-parameters with momentum grow, or lose a worker ``straggler``   one of four workers five times
-slower: seconds to 97 % on MNIST: `benchmarks.stragglers`
+``joining``     a worker more while training is under way: for how long the others stop: `benchmarks.elasticity`
+``replication`` a step of 25 million parameters with copies of everything, and with snapshots
+``checkpoints`` a step of 25 million parameters with `Checkpoints(every=50)` and without: `benchmarks.elasticity`
+``resizing``    for how long training stops when 25 million parameters with momentum grow, or lose a worker
+``straggler``   one of four workers five times slower: seconds to 97 % on MNIST: `benchmarks.stragglers`
 
-The network is a perceptron of 4,810 parameters on scikit-learn's digits. Each gradient waits for 50
-ms, so that a step that is taken again costs what a middling one does, whatever the machine; in
-steps of 10 ms it would cost less, and Ray Train, which looks at its workers every two seconds,
-would not know of the last checkpoint yet. Every turn is a job of its own. ``worker`` and
-``ray-train`` take turns in each round, odd rounds in reverse order, on one Ray cluster; a ratio
-compares with ``TorchTrainer`` in the same round. "next step" is when training went on at all, "new
-step" when it did a step that had not been done before. Ray Train needs pandas and pyarrow.
+The network is a perceptron of 4,810 parameters on scikit-learn's digits. Each gradient waits for 50 ms, so that a step
+that is taken again costs what a middling one does, whatever the machine; in steps of 10 ms it would cost less, and Ray
+Train, which looks at its workers every two seconds, would not know of the last checkpoint yet. Every turn is a job of
+its own. ``worker`` and ``ray-train`` take turns in each round, odd rounds in reverse order, on one Ray cluster; a ratio
+compares with ``TorchTrainer`` in the same round. "next step" is when training went on at all, "new step" when it did a
+step that had not been done before. Ray Train needs pandas and pyarrow.
 """
 
 from __future__ import annotations

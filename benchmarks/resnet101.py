@@ -1,19 +1,16 @@
 """Images per second of ResNet-101 against the number of workers, strategies side by side.
 
-    python -m benchmarks.resnet101                       # a small stand-in; writes
-    resnet101-small.csv and .png python -m benchmarks.resnet101 --size full --workers 1 2 4 8 --out
-    /tmp/figure
+    python -m benchmarks.resnet101                       # a small stand-in; writes resnet101-small.csv and .png
+    python -m benchmarks.resnet101 --size full --workers 1 2 4 8 --out /tmp/figure
 
-The classic figure of data-parallel training, on random images that are in memory, and with plain
-SGD. ``--size full`` is ResNet-101 on images of 224 x 224, 8 a worker and step; ``small`` is a
-network of the same kind that two cores train in two minutes. All processes have one torch thread
-and are on one host unless Ray knows of more, so that no more workers than it has cores can be of
-use.
+The classic figure of data-parallel training, on random images that are in memory, and with plain SGD. ``--size full``
+is ResNet-101 on images of 224 x 224, 8 a worker and step; ``small`` is a network of the same kind that two cores
+train in two minutes. All processes have one torch thread and are on one host unless Ray knows of more, so that no
+more workers than it has cores can be of use.
 
-The strategies of one number of workers are alive together, blocked while idle, and take turns; a
-rate is the median over rounds, with its range. Ideal is the number of workers times the best rate
-of one worker, which is measured always. The picture needs matplotlib (``pip install -e .[bench]``);
-the table is written without it.
+The strategies of one number of workers are alive together, blocked while idle, and take turns; a rate is the median
+over rounds, with its range. Ideal is the number of workers times the best rate of one worker, which is measured
+always. The picture needs matplotlib (``pip install -e .[bench]``); the table is written without it.
 """
 
 from __future__ import annotations

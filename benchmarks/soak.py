@@ -1,21 +1,19 @@
 """Minutes of training in which a worker is killed every few seconds: is anything lost, does anything grow?
 
-    make soak                                            # ten minutes: python -m benchmarks.soak
-    --minutes 10 python -m benchmarks.soak --minutes 3 --strategy async --workers 3
+    make soak                                            # ten minutes: python -m benchmarks.soak --minutes 10
+    python -m benchmarks.soak --minutes 3 --strategy async --workers 3
 
-A perceptron learns scikit-learn's digits. Training goes in bouts of some hundred steps; in each, a
-random worker gets SIGKILL at a random step, and is replaced before the bout ends. Worker 0 is
-spared after the first quarter of a job, so that one worker lives long enough to be compared with
-itself. Each strategy has an equal part of the time and a job of its own, in one driver and on one
-Ray cluster. The paragraphs about dead workers are Ray's.
+A perceptron learns scikit-learn's digits. Training goes in bouts of some hundred steps; in each, a random worker gets
+SIGKILL at a random step, and is replaced before the bout ends. Worker 0 is spared after the first quarter of a job, so
+that one worker lives long enough to be compared with itself. Each strategy has an equal part of the time and a job of
+its own, in one driver and on one Ray cluster. The paragraphs about dead workers are Ray's.
 
-After each bout the log is read, each share of the samples must be in exactly one commit, and the
-log begins anew (`set_weights` with the weights that are there), so that it does not count as
-growth. Then the driver, the servers and the workers are looked at: memory, threads, open files,
-sockets; and files in /dev/shm and Ray's processes. At the end the median of the first third of a
-process' samples is compared with that of its last third. The exit status is 1 when something grows
-beyond the bound in the table (`soak_samples.BOUNDS`), a share was lost or repeated, or the network
-has not learned.
+After each bout the log is read, each share of the samples must be in exactly one commit, and the log begins anew
+(`set_weights` with the weights that are there), so that it does not count as growth. Then the driver, the servers and
+the workers are looked at: memory, threads, open files, sockets; and files in /dev/shm and Ray's processes. At the end
+the median of the first third of a process' samples is compared with that of its last third. The exit status is 1 when
+something grows beyond the bound in the table (`soak_samples.BOUNDS`), a share was lost or repeated, or the network has
+not learned.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Loss against time and against samples, for every mode of the parameter server, with and without a slow worker.
 
-    python -m benchmarks.staleness                       # writes docs/staleness.csv and
-    docs/staleness.png python -m benchmarks.staleness --seconds 5 --out /tmp/picture
+    python -m benchmarks.staleness                       # writes docs/staleness.csv and docs/staleness.png
+    python -m benchmarks.staleness --seconds 5 --out /tmp/picture
 
-A perceptron on scikit-learn's handwritten digits, three workers with one torch thread each. Each
-gradient is made to take at least 10 ms by waiting, 100 ms on the slow worker, so that the picture
-shows the modes and not the machine; with two cores for three workers nothing else would. A run
-lasts a fixed time, and its losses are means over windows of steps. The picture needs matplotlib
-(``pip install matplotlib``); the table is written without it.
+A perceptron on scikit-learn's handwritten digits, three workers with one torch thread each. Each gradient is made to
+take at least 10 ms by waiting, 100 ms on the slow worker, so that the picture shows the modes and not the machine;
+with two cores for three workers nothing else would. A run lasts a fixed time, and its losses are means over windows
+of steps. The picture needs matplotlib (``pip install matplotlib``); the table is written without it.
 """
 
 from __future__ import annotations

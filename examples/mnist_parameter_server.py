@@ -1,12 +1,11 @@
 """A small network learns handwritten digits on two workers, by a parameter server.
 
     python examples/mnist_parameter_server.py                  # every step waits for all workers
-    python examples/mnist_parameter_server.py --mode async     # each worker at its own pace python
-    examples/mnist_parameter_server.py --mode ssp       # likewise, but never more than 3 steps
-    ahead
+    python examples/mnist_parameter_server.py --mode async     # each worker at its own pace
+    python examples/mnist_parameter_server.py --mode ssp       # likewise, but never more than 3 steps ahead
 
-MNIST is read from `--data FOLDER`, and downloaded into it if need be (11 MB); without a folder and
-without the environment variable STEEPEST_DATA, scikit-learn's small digits are used.
+MNIST is read from `--data FOLDER`, and downloaded into it if need be (11 MB); without a folder and without
+the environment variable STEEPEST_DATA, scikit-learn's small digits are used.
 """
 
 from __future__ import annotations

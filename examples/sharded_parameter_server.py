@@ -1,8 +1,8 @@
 """Four Ray tasks add ones to 100 MB of numbers that lie in two server processes, while the driver looks on.
 
-    python examples/sharded_parameter_server.py python examples/sharded_parameter_server.py --plain
-    # pull and push, one after the other python examples/sharded_parameter_server.py --megabytes 8
-    --servers 3     # smaller, on more servers
+    python examples/sharded_parameter_server.py
+    python examples/sharded_parameter_server.py --plain                       # pull and push, one after the other
+    python examples/sharded_parameter_server.py --megabytes 8 --servers 3     # smaller, on more servers
 
 Every push is added exactly once, so that in the end every number is workers times rounds.
 """

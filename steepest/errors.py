@@ -1,24 +1,24 @@
 """The exceptions of steepest.
 
-SteepestError ├── ConfigurationError (ValueError)       an argument is wrong; nothing was started or
-changed ├── ResourcesError                        the cluster cannot place what was asked ├──
-StepError                             the job's processes did not do what they were asked │   ├──
-ModelError (ConfigurationError)   a model breaks the protocol, or replicas disagree │   ├──
-ModelRaisedError                  the user's code or data raised (its traceback is the cause) │
-├── NonFiniteError                    a gradient holds NaN or infinity │   ├── DeadlineError
-(TimeoutError)      something was awaited in vain; names what, from whom, and in which step │   └──
-PeerLostError (ConnectionError)   a process died; names it, its node and its last log lines ├──
-MessageTooLargeError                  a message does not fit into a frame; raised where it is sent
+SteepestError
+├── ConfigurationError (ValueError)       an argument is wrong; nothing was started or changed
+├── ResourcesError                        the cluster cannot place what was asked
+├── StepError                             the job's processes did not do what they were asked
+│   ├── ModelError (ConfigurationError)   a model breaks the protocol, or replicas disagree
+│   ├── ModelRaisedError                  the user's code or data raised (its traceback is the cause)
+│   ├── NonFiniteError                    a gradient holds NaN or infinity
+│   ├── DeadlineError (TimeoutError)      something was awaited in vain; names what, from whom, and in which step
+│   └── PeerLostError (ConnectionError)   a process died; names it, its node and its last log lines
+├── MessageTooLargeError                  a message does not fit into a frame; raised where it is sent
 ├── ProtocolError                         a frame is malformed, truncated, oversized or out of place
-│   └── AuthenticationError               a peer did not prove the job's token ├── CheckpointError
-a checkpoint is missing, damaged or of another model, or its place is taken └── ShutdownError
-the trainer was used after `shutdown()`
+│   └── AuthenticationError               a peer did not prove the job's token
+├── CheckpointError                       a checkpoint is missing, damaged or of another model, or its place is taken
+└── ShutdownError                         the trainer was used after `shutdown()`
 
-`DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; weights and
-optimizer state are then those of the last commit, less what a dead process alone held. Each
-subclass names a cause. Other calls raise the same classes for the same causes: a start, a
-handshake, an evaluation, a push or a collective operation can meet an exception of the user's code,
-a deadline or a dead process as a step can.
+`DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; weights and optimizer state are then
+those of the last commit, less what a dead process alone held. Each subclass names a cause. Other calls raise the same
+classes for the same causes: a start, a handshake, an evaluation, a push or a collective operation can meet an exception
+of the user's code, a deadline or a dead process as a step can.
 """
 
 from __future__ import annotations

@@ -86,14 +86,14 @@ def test_servers_in_the_same_process_use_the_same_memory_and_none_of_it_stays_be
     trained(before, 3)
     server = before.servers[0]
     kept, nbytes = RetainedChunks([server]), before.job.description.layout.nbytes
-    room = kept.room(nbytes)
-    assert room.data_ptr() == server.room.data_ptr()
+    room = kept.vector(nbytes)
+    assert room.data_ptr() == server.vector.data_ptr()
     assert (
         room.data_ptr()
         <= next(iter(server.chunks.values())).weights.data_ptr()
         < room.data_ptr() + nbytes
     )
-    assert kept.room(nbytes + 1).numel() == nbytes + 1
+    assert kept.vector(nbytes + 1).numel() == nbytes + 1
     given = kept.give(server.chunks)
     assert {chunk: state.weights.nbytes for chunk, state in given.items()} == {
         chunk: held.chunk.nbytes for chunk, held in server.chunks.items()

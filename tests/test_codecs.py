@@ -165,7 +165,7 @@ def test_powersgd_sends_what_is_no_matrix_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("packing", "shapes", "size"),
+    ("codec", "shapes", "size"),
     [
         (Largest(0.01), ((200_000,),), 4 + 4 * 4 + 4 * 2000),
         (Largest(1e-9), ((1000,),), 4 + 4 + 4),  # one at least

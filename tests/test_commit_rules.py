@@ -19,7 +19,7 @@ from steepest.protocol.commit_rules import (
     Decision,
     Staged,
 )
-from steepest.protocol.push_tracking import Done, SequenceSet, StagedEach, StagedTogether
+from steepest.protocol.push_tracking import ClosedPushes, SequenceSet, StagedEach, StagedTogether
 from steepest.protocol.sample_leases import Ledger
 from steepest.testing.inspection import ranges_of, remembered_by, undecided
 from tests.drawn import examples
@@ -210,7 +210,7 @@ def test_counting_takes_no_memory_wherever_it_begins(first: int) -> None:
 
 
 def test_pushes_are_done_by_worker_and_life() -> None:
-    done = Done()
+    done = ClosedPushes()
     done.add(PushId(1, 0, 5))
     assert PushId(1, 0, 5) in done
     assert all(

@@ -134,7 +134,7 @@ def test_workers_with_a_relay_compute_on_the_vector_that_its_server_updates(plac
 def test_members_of_an_allreduce_stay_with_the_vectors_that_their_servers_update(
     hosts: tuple[int, ...],
 ) -> None:
-    """Between processes a aggregator's vector is not theirs to write to: what comes later would be forgotten."""
+    """Between processes an aggregator's vector is not theirs to write to: what comes later would be forgotten."""
     cluster = make("allreduce", FLOAT64, len(hosts), hosts=HostMap(hosts, hosts, gathers=True))
     assert cluster.job.places.aggregators
     trained(cluster, 3)

@@ -40,7 +40,7 @@ SAID: list[Body] = [
         True,
         0.5,
         [4, []],
-        word=3,
+        number=3,
         state=STATE,
         schedule={},
     ),

@@ -4,9 +4,9 @@ A checkpoint is a directory. `manifest.json` names the other files and their SHA
 its own; it is written last and replaced in one step, so that a directory always holds one whole
 checkpoint.
 
-    weights-*.safetensors    parameters and buffers by the user's own names; loads into the plain
-    module optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however they
-    were split replicas-*.safetensors   each replica's own buffers as "replica/buffer"
+    weights-*.safetensors    parameters and buffers by the user's own names; loads into the plain module
+    optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however they were split
+    replicas-*.safetensors   each replica's own buffers as "replica/buffer"
 """
 
 from __future__ import annotations

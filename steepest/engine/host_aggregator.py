@@ -101,7 +101,7 @@ class HostAggregator:
         """The coordinator decides what a loss means; what was gathered is void in the next generation."""
 
     def tick(self, now: float) -> None:
-        """A aggregator has no deadlines of its own."""
+        """An aggregator has no deadlines of its own."""
 
     # -- weights -------------------------------------------------------------------------------
 

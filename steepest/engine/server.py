@@ -450,7 +450,9 @@ class Server:
                 held.clip(commit.clip)
                 held.apply(hyper, commit.rate, self._make_way(held))
             for push in pushes:
-                if push in held.staged:  # what a aggregator added up is staged as the first of them
+                if (
+                    push in held.staged
+                ):  # what an aggregator added up is staged as the first of them
                     held.forget(push)
             for reader, sequence in readers:
                 self._send_weights(reader, held, sequence)
@@ -477,7 +479,7 @@ class Server:
         missing = self._together and self._together_now.missing > 0
         if (
             not self._together and not self._hosts.aggregators
-        ):  # what a aggregator added up is staged as the first of them
+        ):  # what an aggregator added up is staged as the first of them
             staged = self._trainable[0].staged if self._trainable else dict.fromkeys(pushes)
             missing = any(push in self._arriving or push not in staged for push in pushes)
         if missing and not commit.skip:

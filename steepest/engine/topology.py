@@ -21,10 +21,10 @@ class HostMap:
         workers: the host of each worker.
         servers: the host of each server.
         gathers: whether gradients and weights that several workers of a host have in common pass
-            through a aggregator.
+            through an aggregator.
 
     Example:
-        >>> hosts = Hosts(workers=(0, 0, 1), servers=(0, 1), gathers=True)
+        >>> hosts = HostMap(workers=(0, 0, 1), servers=(0, 1), gathers=True)
         >>> hosts.aggregators
         {0: (0, 1)}
     """
@@ -42,7 +42,7 @@ class HostMap:
     def aggregators(self) -> dict[int, tuple[int, ...]]:
         """The workers that each aggregator serves, by the index of the server beside the aggregator.
 
-        A host has a aggregator, beside its first server, if it has a server and several workers.
+        A host has an aggregator, beside its first server, if it has a server and several workers.
         """
         found: dict[int, tuple[int, ...]] = {}
         for host in sorted(set(self.servers)) if self.gathers else ():
@@ -64,7 +64,7 @@ class HostMap:
         return worker_peer(worker) if aggregator is None else aggregator_peer(aggregator)
 
     def host_of(self, peer: Peer) -> int | None:
-        """Return the host of a worker, a server or a aggregator; None for other peers."""
+        """Return the host of a worker, a server or an aggregator; None for other peers."""
         where = (
             self.workers
             if peer.role == "worker"
@@ -87,7 +87,7 @@ class Topology:
         layout: of the model.
         holders: the servers of each chunk: the first answers for it, the others have copies,
             updated alike.
-        hosts: where workers and servers run, and which workers have a aggregator.
+        hosts: where workers and servers run, and which workers have an aggregator.
         wire_formats: how float32 chunks are pushed to servers of other hosts, and in which dtype
             they are pulled from there; None for as they are.
     """

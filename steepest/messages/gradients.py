@@ -223,7 +223,7 @@ class Logged(Body):
 @body(Kind.WEIGHTS)
 @dataclass(frozen=True)
 class Weights(Body):
-    """One chunk of the weights; from a server to its readers, or from a aggregator to the workers of its host.
+    """One chunk of the weights; from a server to its readers, or from an aggregator to the workers of its host.
 
     Attributes:
         sequence: of the reader's request or push that it answers; 0 for workers.
@@ -241,7 +241,7 @@ class Weights(Body):
 @body(Kind.WEIGHTS_SHARED)
 @dataclass(frozen=True)
 class WeightsShared(Body):
-    """The vector in which the weights of a host lie, as payload; from a aggregator to the workers of the host."""
+    """The vector in which the weights of a host lie, as payload; from an aggregator to the workers of the host."""
 
     generation: Generation
     payload: Payload = field(default=None, compare=False)
