@@ -17,8 +17,10 @@ from steepest.messages.gradients import Report
 from steepest.messages.membership import Grant, Members
 from steepest.messages.message import Kind, Message, Peer, server_peer, worker_peer
 from steepest.messages.snapshots import InstallRefused
+from steepest.protocol.closed_job import ClosedJob
 from steepest.protocol.commit_rules import CommitAll, CommitEach, Staged
-from steepest.protocol.coordinator import Coordinator, Outgoing
+from steepest.protocol.commit_state import CommitState, Outgoing
+from steepest.protocol.coordinator import Coordinator
 from steepest.protocol.step_summary import summarize
 
 CLIENT = Peer("client", 0)
@@ -29,13 +31,15 @@ def make(
     workers: int = 2, servers: int = 2, holding: set[int] | None = None, **settings: Any
 ) -> Coordinator:
     """A coordinator whose members have not joined."""
-    return Coordinator(
+    state = CommitState(
         members=frozenset(range(workers)),
         servers=tuple(range(servers)),
         holding=frozenset(range(servers) if holding is None else holding),
         rule=CommitAll(),
-        hyperparameters=settings.pop("hyperparameters", lambda step: [{}]),
-        step_timeout=settings.pop("step_timeout", 10.0),
+    )
+    return Coordinator(
+        ClosedJob(state, step_timeout=settings.pop("step_timeout", 10.0)),
+        settings.pop("hyperparameters", lambda step: [{}]),
     )
 
 
@@ -521,14 +525,10 @@ def test_what_happened_before_the_first_tick_is_not_ages_ago() -> None:
 
 
 def test_shares_leased_before_the_first_tick_have_all_their_time() -> None:
-    coordinator = Coordinator(
-        members=frozenset(range(2)),
-        servers=(0,),
-        holding=frozenset([0]),
-        rule=CommitEach(),
-        hyperparameters=lambda step: [{}],
-        step_timeout=10.0,
+    state = CommitState(
+        members=frozenset(range(2)), servers=(0,), holding=frozenset([0]), rule=CommitEach()
     )
+    coordinator = Coordinator(ClosedJob(state, step_timeout=10.0), lambda step: [{}])
     for worker in range(2):
         coordinator.handle(worker_peer(worker), Message(Kind.JOIN))
     ask(coordinator, 3)

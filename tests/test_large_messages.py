@@ -15,8 +15,10 @@ from steepest.errors import ConfigurationError, MessageTooLargeError
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.optim.spec import OptimizerSpec, Schedule
 from steepest.protocol import history
+from steepest.protocol.closed_job import ClosedJob
 from steepest.protocol.commit_rules import CommitAll, CommitEach, CommitRule
-from steepest.protocol.coordinator import Coordinator, Outgoing
+from steepest.protocol.commit_state import CommitState, Outgoing
+from steepest.protocol.coordinator import Coordinator
 from steepest.protocol.history import History
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.network import Network
@@ -88,18 +90,16 @@ def many_groups() -> OptimizerSpec:
 
 def large(rule: CommitRule, servers: int) -> Coordinator:
     schedule = Schedule(many_groups())
-    return Coordinator(
+    state = CommitState(
         members=frozenset(range(MANY)),
         servers=tuple(range(servers)),
         holding=frozenset(range(servers)),
         rule=rule,
-        hyperparameters=schedule.at,
         schedule=schedule,
-        step_timeout=60.0,
         keep_log=True,
         witnessed=True,
-        waits=True,
     )
+    return Coordinator(ClosedJob(state, step_timeout=60.0, replaces=True), schedule.at)
 
 
 def largest(out: Outgoing, seen: Counter[str]) -> None:

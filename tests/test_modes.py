@@ -18,7 +18,9 @@ from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.observe.results import StepResult
 from steepest.optim.spec import Schedule
+from steepest.protocol.closed_job import ClosedJob
 from steepest.protocol.commit_rules import CommitEach
+from steepest.protocol.commit_state import CommitState
 from steepest.protocol.coordinator import Coordinator
 from steepest.testing import InProcessCluster, replay
 from tests.drawn import seeds
@@ -560,14 +562,8 @@ def test_with_a_bound_the_others_wait_for_who_never_came_back_and_the_deadline_n
 
 @pytest.mark.parametrize("rule", [CommitEach(), CommitEach(lead=0)])
 def test_who_has_not_joined_is_awaited(rule: CommitEach) -> None:
-    coordinator = Coordinator(
-        members=frozenset({0, 1}),
-        servers=(0,),
-        holding=frozenset({0}),
-        rule=rule,
-        hyperparameters=lambda step: [{}],
-        step_timeout=10.0,
-    )
+    state = CommitState(members=frozenset({0, 1}), servers=(0,), holding=frozenset({0}), rule=rule)
+    coordinator = Coordinator(ClosedJob(state, step_timeout=10.0), lambda step: [{}])
     coordinator.handle(worker_peer(0), Message(Kind.JOIN))
     coordinator.handle(("client", 0), Message(Kind.ASK, sequence=1, meta={"steps": 1}))  # type: ignore[arg-type]
     assert coordinator.tick(0.0) == []

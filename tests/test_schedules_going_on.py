@@ -20,7 +20,7 @@ from steepest.engine.survivors import assemble, catch_up, state_of
 from steepest.messages.message import Kind, Message
 from steepest.optim.json_values import from_json, to_json
 from steepest.optim.spec import OptimizerSpec, Schedule
-from steepest.protocol.coordinator import SCHEDULE_EVERY
+from steepest.protocol.commit_state import SCHEDULE_EVERY
 from steepest.testing import InProcessCluster
 from tests.modes import make, settle, trained
 from tests.reference import Task, same_bits, samples

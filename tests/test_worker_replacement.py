@@ -136,7 +136,7 @@ def test_who_has_a_gradient_of_weights_that_were_replaced_meanwhile_computes_it_
     cluster = doomed("sync", [(1, Kind.PUSH, 5)])
     cluster.on_left = lambda worker: None  # nobody comes for now
     cluster.client.ask(9, True)
-    cluster.network.run_until(lambda: len(cluster.coordinator.joined) < 3, "its death")
+    cluster.network.run_until(lambda: len(cluster.coordinator.membership.joined) < 3, "its death")
     settle(cluster)
     version = cluster.coordinator.version
     installed = other_weights(cluster)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from steepest.errors import ProtocolError
 from steepest.messages.message import Kind, Message, Peer, Send
-from steepest.protocol.coordinator import Coordinator, Outgoing
+from steepest.protocol.commit_state import Outgoing
+from steepest.protocol.coordinator import Coordinator
 
 
 class CoordinatorRole:

@@ -30,6 +30,8 @@ from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server
 from steepest.messages.permissions import TRAINING, Admission
 from steepest.models.protocol import Model
 from steepest.optim.spec import OptimizerSpec, Schedule
+from steepest.protocol.closed_job import ClosedJob
+from steepest.protocol.commit_state import CommitState
 from steepest.protocol.coordinator import Coordinator
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.transport.router import Role, Router
@@ -361,22 +363,23 @@ def build_replicas(
 def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
     """Makes the coordinator live in this process; for `pause` see `CoordinatorRole`."""
     chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec, job.updates_before)
-    coordinator = Coordinator(
+    state = CommitState(
         members=frozenset(range(job.num_workers)),
         servers=tuple(range(job.num_servers)),
         holding=frozenset(
             server for chunk in chunks if chunk.trainable for server in job.holders[chunk.index]
         ),
         rule=job.strategy.rule,
-        hyperparameters=schedule.at,
         schedule=schedule,
-        step_timeout=job.step_timeout,
+        keep_log=job.keep_log,
+        witnessed=job.replication > 1,
+    )
+    coordinator = Coordinator(
+        ClosedJob(state, step_timeout=job.step_timeout, replaces=job.workers_are_replaced),
+        schedule.at,
         nonfinite=job.strategy.nonfinite,
         clip_norm=job.strategy.clip_norm,
         scale_rate=job.strategy.scale_rate,
-        keep_log=job.keep_log,
-        waits=job.workers_are_replaced,
-        witnessed=job.replication > 1,
     )
     _host(
         router,

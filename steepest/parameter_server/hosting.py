@@ -15,7 +15,9 @@ from steepest.optim.spec import OptimizerSpec
 from steepest.parameter_server.arrays import ArrayTree, called, element_type, named_arrays
 from steepest.parameter_server.group import ServerGroup
 from steepest.protocol.commit_rules import CommitEach
-from steepest.protocol.open_coordinator import OpenCoordinator
+from steepest.protocol.commit_state import CommitState
+from steepest.protocol.coordinator import Coordinator
+from steepest.protocol.open_group import OpenGroup
 from steepest.transport.router import Router
 
 #: Builds a torch optimizer over the parameters, given in the order of their names.
@@ -89,13 +91,11 @@ def host_server(
 
 
 def _host_coordinator(group: ServerGroup, router: Router) -> None:
-    coordinator = OpenCoordinator(
+    state = CommitState(
         members=frozenset(),
         servers=tuple(range(group.num_servers)),
         holding=frozenset(group.owners),
         rule=CommitEach(),
-        hyperparameters=lambda step: [],
-        step_timeout=float("inf"),
-        nonfinite=group.nonfinite,
     )
+    coordinator = Coordinator(OpenGroup(state), nonfinite=group.nonfinite)
     router.host(COORDINATOR, CoordinatorRole(coordinator, router.sender(COORDINATOR)))

@@ -57,6 +57,10 @@ class History:
         else:
             self._slow_since.pop(worker, None)
 
+    def count_dropped(self, pushes: int) -> None:
+        """Add a number of pushes that will never be committed."""
+        self.dropped += pushes
+
     def counts(self) -> dict[str, Any]:
         """What `load_state` takes."""
         counts = {"committed": self.committed, "skipped": self.skipped, "dropped": self.dropped}

@@ -6,7 +6,7 @@ A share is one part of one step's samples; its number counts the shares of all s
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,20 @@ class Leases:
                 self._busy[worker] = _Busy(share, now)
                 chosen.append((worker, share))
         return chosen
+
+    def restore(self, shares: Sequence[int]) -> None:
+        """Continue with another ledger.
+
+        Args:
+            shares: the lowest that was never given out, followed by all below it that are free; as
+                `state` returns them.
+        """
+        self.ledger = Ledger(shares[0], shares[1:])
+
+    def free(self, shares: Iterable[int]) -> None:
+        """Make shares free that no worker has any more."""
+        for share in shares:
+            self.ledger.give_back(share)
 
     def claim(self, push: PushId) -> bool:
         """Return whether a push is of the share that its worker has; the share takes no other push from then on."""

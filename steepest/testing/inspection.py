@@ -12,6 +12,7 @@ from steepest.engine.server import Server
 from steepest.engine.worker import Worker
 from steepest.messages.message import Peer
 from steepest.parameter_server.pusher import Pusher
+from steepest.protocol.closed_job import ClosedJob
 from steepest.protocol.coordinator import Coordinator
 from steepest.protocol.push_tracking import SequenceSet, StagedEach, StagedTogether, Staging
 from steepest.transport.router import Role, Router
@@ -35,7 +36,7 @@ def exchange_of(worker: Worker) -> PushPull:
 
 def log_of(coordinator: Coordinator) -> list[Commit]:
     """Return the commits of a coordinator that keeps a log."""
-    return [Commit.from_entry(entry) for entry in coordinator._history.page(0)["log"]]
+    return [Commit.from_entry(entry) for entry in coordinator._state.history.page(0)["log"]]
 
 
 def gradient_of(worker: Worker) -> torch.Tensor:
@@ -84,7 +85,8 @@ def puts_of(server: Server) -> int:
 def undecided(of: Coordinator | Staging) -> int:
     """Return the number of pushes that were announced and are neither committed nor dropped."""
     if isinstance(of, Coordinator):
-        return undecided(of._staging) + len(of._step._reports)
+        reports = of.membership._step._reports if isinstance(of.membership, ClosedJob) else ()
+        return undecided(of._state.staging) + len(reports)
     if isinstance(of, StagedTogether):
         return len(of._reports) + len(of._servers)
     assert isinstance(of, StagedEach)
@@ -103,6 +105,6 @@ def ranges_of(counted: SequenceSet) -> list[tuple[int, int]]:
 
 def remembered_by(of: Server | Coordinator | StagedEach) -> set[int]:
     """Return the workers with pushes that are remembered as committed or dropped."""
-    holder = of._staging if isinstance(of, Coordinator) else of
+    holder = of._state.staging if isinstance(of, Coordinator) else of
     assert isinstance(holder, Server | StagedEach)
     return {worker for worker, _ in holder._done._counted}

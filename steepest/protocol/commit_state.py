@@ -1,0 +1,172 @@
+"""What a coordinator has decided so far, and the form in which servers are told. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from steepest.errors import ProtocolError
+from steepest.messages.gradients import Commit, Decision
+from steepest.messages.membership import Members
+from steepest.messages.message import Message, Peer, server_peer
+from steepest.messages.snapshots import Install
+from steepest.optim.spec import Schedule, ScheduleState
+from steepest.protocol.commit_rules import CommitRule
+from steepest.protocol.history import History
+from steepest.protocol.push_tracking import StagedEach, StagedTogether, Staging
+from steepest.protocol.sample_leases import Leases
+
+#: Messages in the order in which they are sent, each with its receiver.
+Outgoing = list[tuple[Peer, Message]]
+
+#: Commits from one that tells servers the state of the schedule to the next: the most steps by which
+#: another coordinator may have to advance it.
+SCHEDULE_EVERY = 100
+
+
+class CommitState:
+    """The versions of one job or parameter server: what a coordinator and its membership both act on.
+
+    Args:
+        members: indices of the workers of a closed job; none for an open group.
+        servers: indices of all servers.
+        holding: the servers that hold trainable chunks, whose staging is awaited.
+        rule: decides which staged pushes become the next version.
+        schedule: of the hyperparameters, if it has a state.
+        keep_log: whether to keep every commit, for a replay.
+        witnessed: whether servers remember the decisions, so that these outlive this process: a
+            client is told of a commit when a server in another process knows it.
+
+    Attributes:
+        members, servers, rule: as given.
+        version: number of updates committed.
+        generation: number of the present membership; pushes of earlier ones are void.
+        logged: the newest version of which clients may be told; infinity where no server remembers.
+        staging: the pushes that are reported or staged, and not decided on.
+        leases: which worker computes which share of the samples.
+        history: counters, and the log if it is kept.
+        versions_per_step, pushes_per_step: how many versions, and pushes, make one training step.
+        schedule_behind: whether the schedule has not reached the open step yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        members: frozenset[int],
+        servers: tuple[int, ...],
+        holding: frozenset[int],
+        rule: CommitRule,
+        schedule: Schedule | None = None,
+        keep_log: bool = False,
+        witnessed: bool = False,
+    ) -> None:
+        self.members = members
+        self.servers = servers
+        self.rule = rule
+        self.version = 0
+        self.generation = 0
+        self.logged = 0 if witnessed else math.inf
+        self.staging: Staging = StagedTogether(holding) if rule.together else StagedEach(holding)
+        self.leases = Leases(rule, members)
+        self.history = History(keep_log)
+        self.versions_per_step = rule.versions_per_step(max(len(members), 1))
+        self.pushes_per_step = rule.pushes_per_step(max(len(members), 1))
+        self.schedule_behind = False
+        self._schedule = schedule
+        self._witnessed = witnessed
+        self._decisions = 0  # that servers were sent; counted where servers remember them
+
+    @property
+    def step(self) -> int:
+        """Number of the open training step: of those that are committed."""
+        return self.version // self.versions_per_step
+
+    def is_current(self, generation: int, pulled: int) -> bool:
+        """Return whether a push of a generation, computed from version `pulled`, may still be committed."""
+        return generation == self.generation and (pulled == self.version or not self.rule.together)
+
+    def advance(self) -> None:
+        """Begin the next version."""
+        self.version += 1
+
+    def begin_generation(self, joined: Collection[int]) -> None:
+        """Begin the next generation: every staged push is void, and every leased share is free.
+
+        Args:
+            joined: indices of the workers that take part, and are sent the weights.
+        """
+        self.generation += 1
+        self.staging.clear()
+        self.leases.clear(joined, self.version)
+
+    def install(self, install: Install, joined: Collection[int]) -> None:
+        """Continue from another version, with the ledger, counters and schedule that a client gives.
+
+        Staged pushes stay until the next generation begins.
+
+        Args:
+            install: the client's request; what its state lacks begins anew.
+            joined: indices of the workers that have joined.
+        """
+        self.version = install.version
+        self.logged = self.version if self._witnessed else math.inf
+        first = self.step * self.pushes_per_step  # the first share of that step
+        if install.anew:
+            self.leases.clear(joined, self.version)
+            self.leases.restore([first])
+        if state := install.state:
+            self.leases.restore(state.get("ledger", [first]))
+            if "history" in state:
+                self.history.load_state(state["history"])
+        if self._schedule is not None:
+            self._schedule.load_state((state or {}).get("schedule"))
+            self.schedule_behind = True
+        self.history.forget_log()
+
+    def confirm(self, version: int) -> None:
+        """Let clients be told of the commits up to a version: another process knows them.
+
+        Raises:
+            ProtocolError: that version is not committed.
+        """
+        if version > self.version:
+            raise ProtocolError(f"LOGGED of version {version}, the last is {self.version}")
+        self.logged = max(self.logged, version)
+
+    def reach_schedule(self) -> bool:
+        """Advance the schedule towards the open step for a fraction of a second; return whether it is there."""
+        self.schedule_behind = self._schedule is not None and not self._schedule.reach(self.step)
+        return not self.schedule_behind
+
+    def to_servers(self, decision: Decision) -> Outgoing:
+        """Return a decision as messages for every server.
+
+        Where servers remember decisions it gets its number and what another coordinator would need
+        to go on from it.
+        """
+        if self._witnessed:
+            self._decisions += 1
+            due = isinstance(decision, Commit) and self.version % SCHEDULE_EVERY == 0
+            schedule = self.schedule_state() if due or isinstance(decision, Members) else {}
+            remembered: dict[str, Any] = {
+                "number": self._decisions,
+                "state": self.recovery_state(),
+                **schedule,
+            }
+            decision = replace(decision, **remembered)
+        return [(server_peer(server), decision.pack()) for server in self.servers]
+
+    def log_entry(self, entry: list[Any]) -> list[Any] | None:
+        """Return an entry of the log if servers are to remember it, else None."""
+        return entry if self._witnessed and self.history.keeps_log else None
+
+    def recovery_state(self) -> dict[str, Any]:
+        """Return the "ledger" and "history" that another coordinator needs to go on from here."""
+        return {"ledger": self.leases.state(), "history": self.history.counts()}
+
+    def schedule_state(self) -> dict[str, ScheduleState]:
+        """Return the state of the schedule as "schedule"; empty if it has none."""
+        state = None if self._schedule is None else self._schedule.state()
+        return {} if state is None else {"schedule": state}

@@ -1,0 +1,83 @@
+"""What a coordinator asks its membership: who may push, and what they are told of commits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from steepest.messages.message import Message, Peer
+from steepest.protocol.commit_rules import Staged
+from steepest.protocol.commit_state import CommitState, Outgoing
+from steepest.protocol.push_tracking import Reports
+
+#: (worker, sequence) of the workers that are sent new weights, and of the push that these answer;
+#: sequence 0 where they answer none.
+Readers = list[list[int]]
+
+
+class Membership(Protocol):
+    """The processes that push to one coordinator: a closed job's workers, or an open group's users."""
+
+    @property
+    def state(self) -> CommitState:
+        """Versions and staged pushes, which the coordinator acts on too."""
+
+    @property
+    def limit(self) -> int:
+        """The version up to which steps are granted; the present version when none is."""
+
+    def handle(self, source: Peer, message: Message) -> Outgoing:
+        """Act on a message about membership or steps; return the messages to send.
+
+        A request of a client arrives here once, however often the client sent it.
+
+        Raises:
+            ProtocolError: this membership takes no such message, or not from this peer.
+        """
+
+    def report(self, source: Peer, message: Message) -> bool:
+        """Stage the report of a push; return whether it may complete one.
+
+        Raises:
+            ProtocolError: the report contradicts what is known of the push or its sender.
+        """
+
+    def lost(self, peer: Peer, reason: str) -> Outgoing:
+        """Act on the loss of a peer, whose channel closed for that reason; return the messages to send."""
+
+    def tick(self, now: float) -> Outgoing:
+        """Give up what is overdue at time `now`, in seconds; return the messages to send."""
+
+    def is_over(self, worker: int, incarnation: int) -> bool:
+        """Return whether the process that made a push is no member any more."""
+
+    def committed(
+        self,
+        pushes: tuple[Staged, ...],
+        reports: Reports,
+        staleness: Mapping[int, int],
+        norm: float | None,
+    ) -> tuple[Readers, Outgoing]:
+        """Take note that pushes became the present version.
+
+        Args:
+            pushes: in the order in which they are added up.
+            reports: of these, by worker.
+            staleness: of these, by worker.
+            norm: of the gradient; None where it is not known.
+
+        Returns:
+            Who is sent the new weights, and the messages to send after the commit.
+        """
+
+    def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
+        """Take note that pushes will never be committed; return as `committed`."""
+
+    def refuse(self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]) -> Outgoing:
+        """Commit none of some pushes, which are not staged any more afterwards.
+
+        Args:
+            pushes: that the rule chose for the next version.
+            reason: "nonfinite" or "schedule".
+            about: the fields of a `Failure` that say more.
+        """

@@ -1,0 +1,130 @@
+"""The membership of a parameter server by itself: any user may push, nothing is leased or granted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from steepest.errors import ProtocolError
+from steepest.messages.gradients import Discard
+from steepest.messages.membership import Members
+from steepest.messages.message import Kind, Message, Peer, PushId, worker_peer
+from steepest.messages.snapshots import Install, Installed, InstallPut
+from steepest.messages.users import PushCommitted, Pushed, PushRefused, UserLeft
+from steepest.protocol.commit_rules import Staged
+from steepest.protocol.commit_state import CommitState, Outgoing
+from steepest.protocol.membership import Readers
+from steepest.protocol.push_tracking import Reports, StagedEach
+
+
+class OpenGroup:
+    """Users that come and leave, and know nothing of each other; see `Membership` for the methods.
+
+    A user speaks as a worker whose index the servers do not know beforehand.
+
+    Args:
+        state: without members, and with a rule that commits each push by itself and drops none.
+    """
+
+    def __init__(self, state: CommitState) -> None:
+        assert isinstance(state.staging, StagedEach)
+        self.state = state
+        self._staging = state.staging
+
+    @property
+    def limit(self) -> int:
+        """The present version: nobody asks for steps."""
+        return self.state.version
+
+    def handle(self, source: Peer, message: Message) -> Outgoing:
+        """Act on USER_LEFT of a server, or INSTALL of a client."""
+        match message.kind:
+            case Kind.USER_LEFT if source.index in self.state.servers:
+                return self._abandon(UserLeft.unpack(message).worker, source.index)
+            case Kind.INSTALL:
+                return self._install(source, Install.unpack(message))
+            case _:
+                raise ProtocolError(
+                    f"the coordinator of an open group does not take {message.kind.name} of {source}"
+                )
+
+    def report(self, source: Peer, message: Message) -> bool:
+        """Stage PUSHED of a user, see `Membership.report`."""
+        if message.kind is not Kind.PUSHED:
+            raise ProtocolError(f"{source} is not a member of a job")
+        pushed = Pushed.unpack(message)
+        if pushed.pulled > self.state.version:
+            raise ProtocolError(
+                f"PUSHED from version {pushed.pulled}, the newest is {self.state.version}"
+            )
+        self._staging.report(PushId(source.index, 0, pushed.sequence), pushed)
+        return True
+
+    def lost(self, peer: Peer, reason: str) -> Outgoing:
+        """Discard what cannot be complete any more without a user, or everything without a server."""
+        if peer.role == "worker":
+            return self._abandon(peer.index, None)
+        if peer.role != "server":
+            return []
+        state = self.state
+        state.begin_generation(())
+        return state.to_servers(Members(state.generation, state.version, [], reload=True))
+
+    def tick(self, now: float) -> Outgoing:
+        """Return nothing: users keep their own deadlines."""
+        return []
+
+    def is_over(self, worker: int, incarnation: int) -> bool:
+        """Return False: whether a user is still connected is not asked when its push is complete."""
+        return False
+
+    def committed(
+        self,
+        pushes: tuple[Staged, ...],
+        reports: Reports,
+        staleness: Mapping[int, int],
+        norm: float | None,
+    ) -> tuple[Readers, Outgoing]:
+        """Answer the users: with the new weights where these were asked for, else with the version."""
+        answers: Outgoing = []
+        readers = []
+        for push in pushes:
+            pushed = reports[push.worker]
+            if isinstance(pushed, Pushed) and pushed.pull:
+                readers.append([push.worker, push.sequence])
+            else:
+                committed = PushCommitted(push.sequence, self.state.version)
+                answers.append((worker_peer(push.worker), committed.pack()))
+        return readers, answers
+
+    def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
+        """Fail: users are not told of dropped pushes, so the rule must drop none."""
+        raise AssertionError(f"the rule of an open group dropped {pushes}")
+
+    def refuse(self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]) -> Outgoing:
+        """Have servers discard pushes that hold NaN or infinity, and tell each user why."""
+        assert reason == "nonfinite", reason
+        self._staging.take(pushes)
+        out = self._discard([push.id for push in pushes])
+        for push in pushes:
+            refused = PushRefused(push.sequence, about["culprits"])
+            out.append((worker_peer(push.worker), refused.pack()))
+        return out
+
+    def _install(self, client: Peer, install: Install) -> Outgoing:
+        """Make what a client has put the next version."""
+        self.state.advance()
+        generation, version = self.state.generation, self.state.version
+        order = InstallPut(generation, version, [[*client, install.sequence]])
+        installed = Installed(generation, install.sequence, version)
+        return [*self.state.to_servers(order), (client, installed.pack())]
+
+    def _abandon(self, user: int, server: int | None) -> Outgoing:
+        """Discard the pushes that a user can no longer complete, see `StagedEach.abandon`."""
+        lost = self._staging.abandon(user, server)
+        return self._discard(lost) if lost else []
+
+    def _discard(self, pushes: list[PushId]) -> Outgoing:
+        return self.state.to_servers(
+            Discard(self.state.generation, self.state.version, tuple(pushes))
+        )
