@@ -247,13 +247,13 @@ def test_together_nothing_is_ready_before_every_server_has_reduced() -> None:
     staging.report(*report(1, 7, 3))
     staging.staged(0, VersionStaged(0, 0))
     staging.staged(1, VersionStaged(0, 0))  # it holds nothing to train
-    assert staging.ready() == []
+    assert staging.complete() == []
     assert staging.awaited([0, 1]) == [worker_peer(0)]
     assert staging.awaited([1]) == [server_peer(2)]
     staging.staged(2, VersionStaged(0, 0))
-    assert staging.ready() == [push(1, 7, 3)]
-    assert staging.take(staging.ready()) == {1: report(1, 7, 3)[1]}
-    assert staging.ready() == []
+    assert staging.complete() == [push(1, 7, 3)]
+    assert staging.take(staging.complete()) == {1: report(1, 7, 3)[1]}
+    assert staging.complete() == []
     assert staging.awaited([1]) == [worker_peer(1)]
 
 
@@ -267,7 +267,7 @@ def test_each_culprit_is_named_once_however_many_chunks_it_spoils() -> None:
         each.staged(server, staged(2, 1, [[2, "c"]]))
     each.report(*report(1, 1))
     assert together.culprits([]) == [(1, "a"), (0, "b")]
-    assert each.culprits(each.ready()) == [(1, "a"), (1, "b")]
+    assert each.culprits(each.complete()) == [(1, "a"), (1, "b")]
 
 
 def test_who_is_awaited_is_the_worker_that_did_not_report_or_the_server_that_did_not_stage() -> (
@@ -306,7 +306,7 @@ def test_every_push_is_ready_once_in_any_order_of_words_and_copies(
             staging.staged(who, staged(worker, sequence))
         heard[worker, sequence].add(who)
         complete += [p for p in pushes if heard[p] == {-1, *holding} and p not in complete]
-        ready = staging.ready()
+        ready = staging.complete()
         assert [(p.worker, p.sequence) for p in ready] == [p for p in complete if p not in taken]
         assert all(p.pulled == p.sequence + 5 for p in ready)
         if rng.random() < 0.5:
@@ -315,7 +315,7 @@ def test_every_push_is_ready_once_in_any_order_of_words_and_copies(
             chosen = list(by_worker.values())
             assert staging.take(chosen).keys() == by_worker.keys()
             taken += [(p.worker, p.sequence) for p in chosen]
-    for p in staging.ready():
+    for p in staging.complete():
         staging.take([p])
         taken.append((p.worker, p.sequence))
     assert sorted(taken) == sorted(pushes)
@@ -348,7 +348,7 @@ def test_what_a_lost_worker_left_half_way_is_never_ready_and_nothing_of_it_is_ke
             staging.report(*report(1, sequence))
         elif who in holding:
             staging.staged(who, staged(1, sequence))
-        for ready in staging.ready():
+        for ready in staging.complete():
             staging.take([ready])
             taken.append(ready.sequence)
     assert taken == list(range(1, complete + 1))

@@ -106,7 +106,7 @@ class ClosedJob:
         push = PushId(worker, report.incarnation, report.sequence)
         if (
             isinstance(state.staging, StagedEach)
-            and not state.staging.is_done(push)
+            and not state.staging.is_closed(push)
             and not state.leases.claim(push)
         ):
             raise ProtocolError(f"REPORT of {push}, for which worker {worker} has no lease")

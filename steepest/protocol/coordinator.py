@@ -201,7 +201,7 @@ class Coordinator:
         """Commit, drop or refuse every staged push that the rule decides on; return the messages."""
         state = self._state
         out: Outgoing = []
-        while (complete := state.staging.ready()) and state.reach_schedule():
+        while (complete := state.staging.complete()) and state.reach_schedule():
             chosen, late = state.rule.decide(state.version, state.members, complete)
             if late:
                 out += self._drop(late)

@@ -1,11 +1,11 @@
-"""What is staged where, as the coordinator sees it: reports of workers, and the servers' word."""
+"""Which pushes are complete: reported by their workers, and staged on every server that holds trainable chunks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from steepest.errors import ProtocolError
 from steepest.messages.gradients import PushStaged, Report, VersionStaged
@@ -13,66 +13,106 @@ from steepest.messages.message import Peer, PushId, server_peer, worker_peer
 from steepest.messages.users import Pushed
 from steepest.protocol.commit_rules import Staged
 
+#: (worker, parameter) of NaN and infinity.
 Culprits = list[tuple[int, str]]
-#: What a worker, or a parameter server's user, says when all of a push has left.
+#: What a worker, or a parameter server's user, says when every chunk of a push was sent.
 Reported = Report | Pushed
 #: By worker.
 Reports = dict[int, Reported]
-#: Pairs of a worker and a parameter with NaN or infinity that one message names, of maybe all
-#: workers' parameters.
+#: The most culprits that one message names, of maybe all workers' parameters.
 MOST_CULPRITS = 100
 
-#: Pushes of one worker that are remembered before they are committed.
+#: The most pushes of one worker that are tracked before they are decided on.
 MOST_PUSHES = 1024
 _MOST_RANGES = 1024
-_MOST_LEFT = 4096
+_MOST_CLOSING = 4096
 
 
-class Staging(Protocol):
-    """Pushes on their way to being complete everywhere."""
+class Staging(ABC):
+    """The pushes that are reported or staged, and not decided on.
 
-    def report(self, push: PushId, report: Reported) -> None:
-        """A worker says that it has pushed everything."""
-
-    def ready(self) -> list[Staged]:
-        """Pushes that are complete on every server and reported, oldest first."""
-
-    def culprits(self, chosen: Sequence[Staged]) -> Culprits:
-        """(worker, parameter) of the NaN or infinity in what would be committed."""
-
-    def norm(self, chosen: Sequence[Staged]) -> float | None:
-        """Of the gradient that would be committed; None where it is not known."""
-
-    def take(self, done: Sequence[Staged]) -> Reports:
-        """Forgets pushes that are decided on; their reports by worker, which are refused from now on."""
-
-    def end(self, worker: int) -> tuple[list[PushId], bool]:
-        """A worker is gone: its pushes that are void now, and whether one is complete and may be committed yet."""
-
-    def awaited(self, workers: Iterable[int]) -> list[Peer]:
-        """Who has not said what is needed: workers first."""
-
-    def clear(self) -> None:
-        """A new generation: everything staged is void."""
-
-
-@dataclass
-class StagedTogether:
-    """For rules by which every member contributes to every version: one word of each server per version.
+    A push is complete when its worker has reported it and every server that holds trainable chunks
+    has staged it.
 
     Args:
-        holding: servers that hold trainable chunks.
+        holding: the servers that hold trainable chunks.
     """
 
-    holding: frozenset[int]
-    _reports: dict[PushId, Reported] = field(default_factory=dict)
-    _servers: dict[int, VersionStaged] = field(default_factory=dict)
+    def __init__(self, holding: frozenset[int]) -> None:
+        self.holding = holding
 
+    @abstractmethod
     def report(self, push: PushId, report: Reported) -> None:
-        """Take a worker's report.
+        """Add the report of a push; a copy changes nothing.
 
         Raises:
-            ProtocolError: it has reported another push of this version.
+            ProtocolError: the worker has reported more than it may.
+        """
+
+    @abstractmethod
+    def complete(self) -> list[Staged]:
+        """Return the complete pushes; those of one worker in the order of their sequence numbers."""
+
+    @abstractmethod
+    def take(self, pushes: Sequence[Staged]) -> Reports:
+        """Remove complete pushes, which are decided on, and return their reports by worker."""
+
+    @abstractmethod
+    def end(self, worker: int) -> tuple[list[PushId], bool]:
+        """Remove the incomplete pushes of a worker's process that is no member any more.
+
+        Returns:
+            These pushes, and whether the worker has a complete one, which may still be committed.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything: a new generation begins, and every push is void."""
+
+    @abstractmethod
+    def _messages(self, pushes: Sequence[Staged]) -> Collection[VersionStaged | PushStaged]:
+        """Return what servers said of complete pushes."""
+
+    @abstractmethod
+    def _missing(self) -> Mapping[int, Collection[int]]:
+        """Return, for each worker with a reported push, the servers that have not staged it."""
+
+    def culprits(self, pushes: Sequence[Staged]) -> Culprits:
+        """Return the NaN and infinity in complete pushes, each once although a tensor may lie in many chunks."""
+        found = (
+            (worker, name)
+            for message in self._messages(pushes)
+            for worker, name in message.culprits
+        )
+        return list(dict.fromkeys(found))
+
+    def norm(self, pushes: Sequence[Staged]) -> float | None:
+        """Return the norm of the gradient that complete pushes make together; None where it is not known."""
+        messages = self._messages(pushes)
+        known = [message.squares for message in messages if message.squares is not None]
+        return math.sqrt(sum(sorted(known))) if len(known) == len(messages) else None
+
+    def awaited(self, workers: Iterable[int]) -> list[Peer]:
+        """Return which of some workers have not reported; if none, the servers that have not staged."""
+        missing = self._missing()
+        silent = [worker_peer(worker) for worker in workers if worker not in missing]
+        servers = {server for part in missing.values() for server in part}
+        return silent or [server_peer(server) for server in sorted(servers)]
+
+
+class StagedTogether(Staging):
+    """For rules by which every member contributes to every version: one message of each server per version."""
+
+    def __init__(self, holding: frozenset[int]) -> None:
+        super().__init__(holding)
+        self._reports: dict[PushId, Reported] = {}
+        self._servers: dict[int, VersionStaged] = {}
+
+    def report(self, push: PushId, report: Reported) -> None:
+        """Add the report of a push, see `Staging.report`.
+
+        Raises:
+            ProtocolError: the worker has reported another push of this version.
         """
         if push not in self._reports and any(
             other.worker == push.worker for other in self._reports
@@ -81,53 +121,40 @@ class StagedTogether:
         self._reports[push] = report
 
     def staged(self, server: int, staged: VersionStaged) -> None:
-        """Take note that a server has reduced the gradients of all members."""
+        """Add that a server has reduced the gradients of all members."""
         self._servers[server] = staged
 
-    def ready(self) -> list[Staged]:
-        """All reported pushes, once every server has reduced them."""
+    def complete(self) -> list[Staged]:
+        """Return all reported pushes once every server has reduced them; none before."""
         if not self._servers.keys() >= self.holding:
             return []
-        return [Staged(*key, report.pulled) for key, report in self._reports.items()]
+        return [Staged(*push, report.pulled) for push, report in self._reports.items()]
 
-    def culprits(self, chosen: Sequence[Staged]) -> Culprits:
-        """Each once, although a tensor may lie in many chunks."""
-        return list(
-            dict.fromkeys(
-                (w, name) for staged in self._servers.values() for w, name in staged.culprits
-            )
-        )
-
-    def norm(self, chosen: Sequence[Staged]) -> float | None:
-        """Of the mean of all."""
-        return _norm(self._servers.values())
-
-    def take(self, done: Sequence[Staged]) -> Reports:
-        """Everything is decided on at once."""
-        reports = {push.worker: self._reports[push.id] for push in done}
+    def take(self, pushes: Sequence[Staged]) -> Reports:
+        """Return the reports of pushes by worker, and forget everything: the version is decided on."""
+        reports = {push.worker: self._reports[push.id] for push in pushes}
         self.clear()
         return reports
 
     def end(self, worker: int) -> tuple[list[PushId], bool]:
-        """Without it the version cannot be committed: a new generation will void everything."""
+        """Return that nothing is void yet: without the worker a new generation begins, which voids all."""
         return [], False
 
-    def awaited(self, workers: Iterable[int]) -> list[Peer]:
-        """Silent workers, or else silent servers."""
-        said = {key.worker for key in self._reports}
-        silent = [worker_peer(worker) for worker in workers if worker not in said]
-        return silent or [
-            server_peer(server) for server in sorted(self.holding - self._servers.keys())
-        ]
-
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._reports = {}
         self._servers = {}
 
+    def _messages(self, pushes: Sequence[Staged]) -> Collection[VersionStaged | PushStaged]:
+        return self._servers.values()
+
+    def _missing(self) -> Mapping[int, Collection[int]]:
+        missing = self.holding - self._servers.keys()
+        return {push.worker: missing for push in self._reports}
+
 
 class SequenceSet:
-    """Sequence numbers of one process that are done with: a few ranges, however many they are."""
+    """A set of sequence numbers, kept as a few ranges however many they are."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []  # first and last, ascending, none touches the next
@@ -136,7 +163,7 @@ class SequenceSet:
         return any(first <= sequence <= last for first, last in reversed(self._ranges))
 
     def add(self, sequence: int) -> None:
-        """This one is done with."""
+        """Add a number; beyond 1024 ranges the two lowest become one, with the gap between them."""
         if self._ranges and sequence == self._ranges[-1][1] + 1:  # nearly always
             self._ranges[-1] = (self._ranges[-1][0], sequence)
             return
@@ -152,12 +179,12 @@ class SequenceSet:
             else:
                 apart.append((low, high))
         self._ranges = sorted([*apart, (first, last)])
-        if len(self._ranges) > _MOST_RANGES:  # what was left out so long ago will not come
+        if len(self._ranges) > _MOST_RANGES:  # numbers missing for so long will not come
             self._ranges[:2] = [(self._ranges[0][0], self._ranges[1][1])]
 
 
 class ClosedPushes:
-    """Pushes that are done with, committed or not: none of them is taken again."""
+    """The pushes that are decided on or void: nothing that is said of them later is taken."""
 
     def __init__(self) -> None:
         self._counted: dict[tuple[int, int], SequenceSet] = {}
@@ -167,177 +194,172 @@ class ClosedPushes:
         return counted is not None and push.sequence in counted
 
     def add(self, push: PushId) -> None:
-        """This one is done with."""
+        """Add a push."""
         self._counted.setdefault(push[:2], SequenceSet()).add(push.sequence)
 
     def forget(self, worker: int) -> None:
-        """A worker that will send nothing more."""
+        """Remove all pushes of a worker, which will send nothing more."""
         for key in [key for key in self._counted if key[0] == worker]:
             del self._counted[key]
 
     def clear(self) -> None:
-        """A new generation: what is older is refused for that."""
+        """Remove all pushes: a new generation begins, and older messages are refused for that."""
         self._counted.clear()
 
 
 @dataclass
-class _Waiting:
+class _Progress:
+    """What is known of one push: its report, and what servers said that have staged it."""
+
     report: Reported | None = None
     servers: dict[int, PushStaged] = field(default_factory=dict)
 
 
-@dataclass
-class StagedEach:
-    """For rules that choose among pushes: one word of each server per push.
+class StagedEach(Staging):
+    """For rules that choose among pushes: one message of each server per push."""
 
-    Args:
-        holding: servers that hold trainable chunks.
-    """
-
-    holding: frozenset[int]
-    _waiting: dict[PushId, _Waiting] = field(default_factory=dict)
-    _ready: dict[PushId, Staged] = field(default_factory=dict)
-    _done: ClosedPushes = field(default_factory=ClosedPushes)
-    _left: dict[int, set[int | None]] = field(
-        default_factory=dict
-    )  # who has seen which workers leave
+    def __init__(self, holding: frozenset[int]) -> None:
+        super().__init__(holding)
+        self._tracked: dict[PushId, _Progress] = {}
+        self._complete: dict[PushId, Staged] = {}
+        self._closed = ClosedPushes()
+        # by worker, the ends of its closed channels: servers, and None for the coordinator
+        self._closing: dict[int, set[int | None]] = {}
 
     def report(self, push: PushId, report: Reported) -> None:
-        """Take a worker's report; of a push that is decided on it is ignored."""
-        if push not in self._done:
-            self._await(push).report = report
-            self._look(push)
-
-    def is_done(self, push: PushId) -> bool:
-        """Whether it is decided on, and what is said of it comes too late."""
-        return push in self._done
-
-    def staged(self, server: int, staged: PushStaged) -> None:
-        """Take note that a server has all of a push; of one that is decided on it is ignored."""
-        push = staged.push
-        if push not in self._done:
-            self._await(push).servers[server] = staged
-            self._look(push)
-
-    def _await(self, key: PushId) -> _Waiting:
-        """What is known of a push.
+        """Add the report of a push, see `Staging.report`; of a closed push it is ignored.
 
         Raises:
-            ProtocolError: too many others of its worker are not complete.
+            ProtocolError: too many other pushes of the worker are not complete.
         """
-        waiting = self._waiting.get(key)
-        if waiting is None:
+        if push not in self._closed:
+            self._track(push).report = report
+            self._check_complete(push)
+
+    def is_closed(self, push: PushId) -> bool:
+        """Return whether a push is decided on or void, so that what is said of it comes too late."""
+        return push in self._closed
+
+    def staged(self, server: int, staged: PushStaged) -> None:
+        """Add that a server has staged all of a push; of a closed push it is ignored.
+
+        Raises:
+            ProtocolError: too many other pushes of the worker are not complete.
+        """
+        push = staged.push
+        if push not in self._closed:
+            self._track(push).servers[server] = staged
+            self._check_complete(push)
+
+    def _track(self, push: PushId) -> _Progress:
+        progress = self._tracked.get(push)
+        if progress is None:
             if (
-                len(self._waiting) >= MOST_PUSHES
-                and sum(k.worker == key.worker for k in self._waiting) >= MOST_PUSHES
+                len(self._tracked) >= MOST_PUSHES
+                and sum(other.worker == push.worker for other in self._tracked) >= MOST_PUSHES
             ):
-                raise ProtocolError(f"{MOST_PUSHES} pushes of worker {key.worker} are not complete")
-            waiting = self._waiting[key] = _Waiting()
-        return waiting
+                raise ProtocolError(
+                    f"{MOST_PUSHES} pushes of worker {push.worker} are not complete"
+                )
+            progress = self._tracked[push] = _Progress()
+        return progress
 
-    def _look(self, key: PushId) -> None:
-        waiting = self._waiting[key]
+    def _check_complete(self, push: PushId) -> None:
+        progress = self._tracked[push]
         if (
-            waiting.report is not None
-            and waiting.servers.keys() >= self.holding
-            and key not in self._ready
+            progress.report is not None
+            and progress.servers.keys() >= self.holding
+            and push not in self._complete
         ):
-            self._ready[key] = Staged(*key, waiting.report.pulled)
+            self._complete[push] = Staged(*push, progress.report.pulled)
 
-    def ready(self) -> list[Staged]:
-        """Complete pushes; those of one worker in the order of their sequence numbers."""
-        return list(self._ready.values())
+    def complete(self) -> list[Staged]:
+        """Return the complete pushes in the order in which they became so."""
+        return list(self._complete.values())
 
-    def culprits(self, chosen: Sequence[Staged]) -> Culprits:
-        """Each once, although a tensor may lie in many chunks."""
-        found: dict[tuple[int, str], None] = {}
-        for push in chosen:
-            for staged in self._waiting[push.id].servers.values():
-                found |= dict.fromkeys((worker, name) for worker, name in staged.culprits)
-        return list(found)
+    def norm(self, pushes: Sequence[Staged]) -> float | None:
+        """Return the norm of one push; None for several, whose mean is formed later."""
+        return super().norm(pushes) if len(pushes) == 1 else None
 
-    def norm(self, chosen: Sequence[Staged]) -> float | None:
-        """Of one push; the mean of several is formed later."""
-        return _norm(self._waiting[chosen[0].id].servers.values()) if len(chosen) == 1 else None
-
-    def take(self, done: Sequence[Staged]) -> Reports:
-        """These are decided on."""
+    def take(self, pushes: Sequence[Staged]) -> Reports:
+        """Remove and close complete pushes, and return their reports by worker."""
         reports = {}
-        for push in done:
-            report = self._waiting.pop(push.id).report
+        for push in pushes:
+            report = self._tracked.pop(push.id).report
             assert report is not None
             reports[push.worker] = report
-            del self._ready[push.id]
-            self._done.add(push.id)
+            del self._complete[push.id]
+            self._closed.add(push.id)
         return reports
 
     def abandon(self, worker: int, server: int | None) -> list[PushId]:
-        """A worker's channel to a server (None: to the coordinator) closed: what can never be complete now.
+        """Close the pushes that a worker can no longer complete, as one of its channels is closed.
 
-        Some of its words may still be on their way, until everybody has said so.
+        The worker is forgotten when all its channels are; until then messages about its pushes may
+        still arrive from other processes.
+
+        Args:
+            worker: a parameter server's user.
+            server: the other end of the channel; None for the coordinator.
+
+        Returns:
+            The pushes that are void now.
         """
         if server is not None and server not in self.holding:
             return []
-        left = self._left.setdefault(worker, set())
-        left.add(server)
-        if len(self._left) > _MOST_LEFT:  # whoever was connected to some servers only
-            oldest = next(iter(self._left))
-            del self._left[oldest]
-            self._done.forget(oldest)
-        everybody = left >= {None, *self.holding}
-        lost = []
-        for key, waiting in self._waiting.items():
-            missing = waiting.report is None if server is None else server not in waiting.servers
-            if key.worker == worker and key not in self._ready and (missing or everybody):
-                lost.append(key)
-        for key in lost:
-            del self._waiting[key]
-            self._done.add(key)
-        if everybody:
-            del self._left[worker]
-            self._done.forget(worker)
-        return lost
+        closing = self._closing.setdefault(worker, set())
+        closing.add(server)
+        if len(self._closing) > _MOST_CLOSING:  # one that was connected to some servers only
+            oldest = next(iter(self._closing))
+            del self._closing[oldest]
+            self._closed.forget(oldest)
+        all_closed = closing >= {None, *self.holding}
+        void = []
+        for push, progress in self._tracked.items():
+            missing = progress.report is None if server is None else server not in progress.servers
+            if push.worker == worker and push not in self._complete and (missing or all_closed):
+                void.append(push)
+        self._close(void)
+        if all_closed:
+            del self._closing[worker]
+            self._closed.forget(worker)
+        return void
 
     def end(self, worker: int) -> tuple[list[PushId], bool]:
-        """What is not complete is void, although words of it may still be on their way."""
-        own = [key for key in self._waiting if key.worker == worker]
-        lost = [key for key in own if key not in self._ready]
-        for key in lost:
-            del self._waiting[key]
-            self._done.add(key)
-        return lost, len(lost) < len(own)
+        """Close a worker's incomplete pushes, see `Staging.end`; messages about them may still arrive."""
+        own = [push for push in self._tracked if push.worker == worker]
+        void = [push for push in own if push not in self._complete]
+        self._close(void)
+        return void, len(void) < len(own)
 
-    def awaited(self, workers: Iterable[int]) -> list[Peer]:
-        """Workers that have not reported, or the servers that have not staged what they reported."""
-        reported = {
-            key.worker: waiting
-            for key, waiting in self._waiting.items()
-            if waiting.report is not None
-        }
-        silent = [worker_peer(worker) for worker in workers if worker not in reported]
-        missing = {
-            server
-            for waiting in reported.values()
-            for server in self.holding - waiting.servers.keys()
-        }
-        return silent or [server_peer(server) for server in sorted(missing)]
+    def _close(self, pushes: Iterable[PushId]) -> None:
+        for push in pushes:
+            del self._tracked[push]
+            self._closed.add(push)
 
     def clear(self) -> None:
-        """Forgets everything."""
-        self._waiting.clear()
-        self._ready.clear()
-        self._done.clear()
+        """Forget everything."""
+        self._tracked.clear()
+        self._complete.clear()
+        self._closed.clear()
 
+    def _messages(self, pushes: Sequence[Staged]) -> Collection[VersionStaged | PushStaged]:
+        return [message for push in pushes for message in self._tracked[push.id].servers.values()]
 
-def _norm(servers: Iterable[VersionStaged | PushStaged]) -> float | None:
-    """Return the norm by the squares of all servers; None if one did not compute them."""
-    squares = [staged.squares for staged in servers]
-    known = [each for each in squares if each is not None]
-    return math.sqrt(sum(sorted(known))) if len(known) == len(squares) else None
+    def _missing(self) -> Mapping[int, Collection[int]]:
+        return {
+            push.worker: self.holding - progress.servers.keys()
+            for push, progress in self._tracked.items()
+            if progress.report is not None
+        }
 
 
 def clip_factor(norm: float, greatest: float) -> float:
-    """What a gradient of that norm is multiplied by, as `torch.nn.utils.clip_grad_norm_` does; NaN if it is NaN.
+    """Return the factor by which `torch.nn.utils.clip_grad_norm_` multiplies a gradient.
+
+    Args:
+        norm: of the gradient; NaN gives NaN.
+        greatest: the norm that it may have.
 
     Example:
         >>> round(clip_factor(4.0, 1.0), 3), clip_factor(0.5, 1.0)

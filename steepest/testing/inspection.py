@@ -90,7 +90,7 @@ def undecided(of: Coordinator | Staging) -> int:
     if isinstance(of, StagedTogether):
         return len(of._reports) + len(of._servers)
     assert isinstance(of, StagedEach)
-    return len(of._waiting) + len(of._ready) + len(of._left)
+    return len(of._tracked) + len(of._complete) + len(of._closing)
 
 
 def unanswered(pusher: Pusher) -> int:
@@ -105,6 +105,8 @@ def ranges_of(counted: SequenceSet) -> list[tuple[int, int]]:
 
 def remembered_by(of: Server | Coordinator | StagedEach) -> set[int]:
     """Return the workers with pushes that are remembered as committed or dropped."""
-    holder = of._state.staging if isinstance(of, Coordinator) else of
-    assert isinstance(holder, Server | StagedEach)
-    return {worker for worker, _ in holder._done._counted}
+    if isinstance(of, Server):
+        return {worker for worker, _ in of._done._counted}
+    staging = of._state.staging if isinstance(of, Coordinator) else of
+    assert isinstance(staging, StagedEach)
+    return {worker for worker, _ in staging._closed._counted}
