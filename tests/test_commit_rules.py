@@ -242,7 +242,7 @@ def staged(worker: int, sequence: int, culprits: Any = ()) -> PushStaged:
     return PushStaged(0, 0, sequence, 0, worker, culprits=culprits)
 
 
-def test_together_nothing_is_ready_before_every_server_has_reduced() -> None:
+def test_together_nothing_is_complete_before_every_server_has_reduced() -> None:
     staging = StagedTogether(frozenset({0, 2}))
     staging.report(*report(1, 7, 3))
     staging.staged(0, VersionStaged(0, 0))
@@ -289,7 +289,7 @@ PUSHES = st.lists(
 
 @many
 @given(PUSHES, st.sets(st.integers(0, 2)), st.randoms(use_true_random=False))
-def test_every_push_is_ready_once_in_any_order_of_words_and_copies(
+def test_every_push_is_complete_once_in_any_order_of_words_and_copies(
     pushes: list[tuple[int, int]], holding: set[int], rng: Any
 ) -> None:
     staging = StagedEach(frozenset(holding))
@@ -306,11 +306,11 @@ def test_every_push_is_ready_once_in_any_order_of_words_and_copies(
             staging.staged(who, staged(worker, sequence))
         heard[worker, sequence].add(who)
         complete += [p for p in pushes if heard[p] == {-1, *holding} and p not in complete]
-        ready = staging.complete()
-        assert [(p.worker, p.sequence) for p in ready] == [p for p in complete if p not in taken]
-        assert all(p.pulled == p.sequence + 5 for p in ready)
+        found = staging.complete()
+        assert [(p.worker, p.sequence) for p in found] == [p for p in complete if p not in taken]
+        assert all(p.pulled == p.sequence + 5 for p in found)
         if rng.random() < 0.5:
-            chosen = ready[: rng.randint(0, len(ready))]
+            chosen = found[: rng.randint(0, len(found))]
             by_worker = {p.worker: p for p in chosen}
             chosen = list(by_worker.values())
             assert staging.take(chosen).keys() == by_worker.keys()
@@ -324,7 +324,7 @@ def test_every_push_is_ready_once_in_any_order_of_words_and_copies(
 
 @many
 @given(st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_what_a_lost_worker_left_half_way_is_never_ready_and_nothing_of_it_is_kept(
+def test_what_a_lost_worker_left_half_way_is_never_complete_and_nothing_of_it_is_kept(
     servers: int, sequences: int, rng: Any
 ) -> None:
     """Each channel tells what came through it, in order, and then that it is closed."""
@@ -348,9 +348,9 @@ def test_what_a_lost_worker_left_half_way_is_never_ready_and_nothing_of_it_is_ke
             staging.report(*report(1, sequence))
         elif who in holding:
             staging.staged(who, staged(1, sequence))
-        for ready in staging.complete():
-            staging.take([ready])
-            taken.append(ready.sequence)
+        for found in staging.complete():
+            staging.take([found])
+            taken.append(found.sequence)
     assert taken == list(range(1, complete + 1))
     assert not undecided(staging)
     assert not remembered_by(staging)
