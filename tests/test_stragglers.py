@@ -11,11 +11,11 @@ from tests.modes import counters, make, trained
 
 def take(history: History, timings: dict[int, dict[str, float]], step: int) -> None:
     for worker, each in timings.items():
-        history.time(worker, each, step)
+        history.add_timings(worker, each, step)
 
 
 def told(history: History) -> tuple[Straggler, ...]:
-    found = history.look()
+    found = history.counters()
     return stragglers(dict(found["paces"]), dict(found["slow"]))
 
 

@@ -23,15 +23,16 @@ from steepest.transport.sockets import WireTransport
 
 @dataclass(frozen=True)
 class Access:
-    """All that a process needs to use a parameter server.
+    """What a process needs to use a parameter server.
 
     Attributes:
-        servers: their actors; whoever holds these keeps the servers alive.
-        addresses: where they listen; empty when they are reached by calls.
-        token: the secret of these servers.
+        group: the servers' arrays.
+        servers: handles of their actors, which live as long as any process holds these.
+        addresses: at which the servers listen; empty when they are reached by actor calls.
+        token: the secret by which processes of this parameter server know each other.
         timeout: seconds that a call may take.
-        max_in_flight: pushes that nobody waits for.
-        ways: how everybody talks; "ray" for calls.
+        max_in_flight: asynchronous pushes of one process that may be uncommitted.
+        ways: the transport, see `ParameterServer`; "ray" for actor calls.
     """
 
     group: ServerGroup
@@ -44,11 +45,11 @@ class Access:
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """Name of the parameter server in error messages."""
         return f"parameter server of {self.group.num_servers} servers"
 
     def callees(self, count: int) -> list[Address | Callee]:
-        """How to reach the first servers."""
+        """Return how to reach the first `count` servers: addresses, or actors to call."""
         if self.addresses:
             return list(self.addresses[:count])
         hosted = [
@@ -57,11 +58,11 @@ class Access:
         return [Callee(peers, actor) for peers, actor in zip(hosted, self.servers, strict=False)]
 
     def connect(self) -> Connection:
-        """Connect this process.
+        """Connect this process to all servers within `timeout` seconds; return the connection.
 
         Raises:
-            PeerLostError: a server is not there any more.
-            DeadlineError: one does not answer.
+            PeerLostError: a server was shut down or died.
+            DeadlineError: a server does not answer.
             ConfigurationError: this process is on another node, which the transport excludes.
         """
         deadline, group = time.monotonic() + self.timeout, self.group
@@ -103,10 +104,14 @@ class Access:
 
 
 def _always() -> bool:
+    """Return True: sockets are usable whatever Ray does."""
     return True
 
 
 def _same_ray() -> Callable[[], bool]:
-    """Tells whether Ray is still what it is now; a call that finds it shut down would begin another one."""
+    """Return a function that tells whether this process is still connected to the present Ray job.
+
+    Any call of Ray's would start another Ray if it were not.
+    """
     job = ray.get_runtime_context().get_job_id()
     return lambda: ray.is_initialized() and ray.get_runtime_context().get_job_id() == job

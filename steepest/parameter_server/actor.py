@@ -1,4 +1,4 @@
-"""The Ray actor that one server of a parameter server is."""
+"""The Ray actor of one server of a parameter server."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class ServerActor:
-    """A `ServerProcess`, which is imported where the actor runs.
+    """A `ServerProcess` that is imported only where the actor runs.
 
-    Whoever receives an actor's handle imports the actor's class: users of a server would import
-    torch with it.
+    A process that receives an actor's handle imports the actor's class: with `ServerProcess` as the
+    actor, users would import torch.
 
     Args:
-        name: for threads and logs.
-        token: the secret of these servers.
+        name: of the server's threads, and in logs.
+        token: the secret by which processes of this parameter server know each other.
     """
 
     def __init__(self, name: str, token: bytes) -> None:
@@ -39,21 +39,21 @@ class ServerActor:
         initial: Mapping[str, Bytes],
         ways: str,
     ) -> Address | None:
-        """See `ServerProcess.open_group`."""
+        """Host a server, see `ServerProcess.open_group`."""
         return self._process.open_group(group, spec, index, initial, ways)
 
     def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
-        """See `Process.connect`."""
+        """Connect to other servers, see `Process.connect`."""
         self._process.connect(others, timeout)
 
     def exchange(self, call: bytes, *payloads: Bytes) -> Answer:
-        """See `Process.exchange`."""
+        """Take messages that arrive by an actor call, see `Process.exchange`."""
         return self._process.exchange(call, *payloads)
 
     def place(self) -> Place:
-        """See `Process.place`."""
+        """Return where the process runs, see `Process.place`."""
         return self._process.place()
 
     def counters(self) -> dict[str, int]:
-        """See `Process.counters`."""
+        """Return the counters of the process, see `Process.counters`."""
         return self._process.counters()

@@ -1,4 +1,4 @@
-"""ParameterServer: shared arrays that any Ray task or actor pulls, and pushes updates to."""
+"""ParameterServer: shared arrays that Ray tasks and actors pull, and push updates to."""
 
 from __future__ import annotations
 
@@ -54,13 +54,12 @@ _USERS_BY_CALLS = 32  # processes that can use a server by actor calls at the sa
 # kept between tasks.
 _connections: dict[bytes, Connection] = {}
 _opening = threading.RLock()
-_handles: WeakValueDictionary[int, ParameterServer] = (
-    WeakValueDictionary()
-)  # of this process, by id
+# The handles of this process, by id.
+_handles: WeakValueDictionary[int, ParameterServer] = WeakValueDictionary()
 
 
 class ParameterServer:
-    """Arrays on server processes, which any number of Ray tasks and actors pull, and push updates to.
+    """Arrays on server processes, which any number of Ray tasks and actors pull and update.
 
     Each push is one update: it is applied on all servers or on none, at most once, in one order for
     all processes. A pull returns all arrays at one version, never a half-applied update. The object
@@ -193,7 +192,7 @@ class ParameterServer:
         return pulled[names] if isinstance(names, str) and range is None and out is None else pulled
 
     def push(self, update: ArrayTree) -> int:
-        """Push an update and return when it is committed: every later pull, by any process, shows it.
+        """Push an update and wait for its commit: every later pull, by any process, shows it.
 
         Args:
             update: arrays of the shapes and dtypes of `initial`; of a dict, some may be left out.
@@ -217,10 +216,11 @@ class ParameterServer:
         )
 
     def push_async(self, update: ArrayTree) -> Future[int]:
-        """Push an update without waiting for its commit; the arrays may be changed as soon as this returns.
+        """Push an update without waiting for its commit.
 
-        With `max_in_flight` pushes uncommitted, this waits for the first. When the last handle of a
-        process is deleted, or the process ends, its uncommitted pushes are waited for.
+        The arrays may be changed as soon as this returns. With `max_in_flight` pushes uncommitted,
+        this waits for the first. When the last handle of a process is deleted, or the process ends,
+        its uncommitted pushes are waited for.
 
         Args:
             update: as for `push`.
@@ -237,7 +237,7 @@ class ParameterServer:
         return connection.push_async(lambda: connection.pusher.push(memory), list(memory.values()))
 
     def push_pull(self, update: ArrayTree, *, out: ArrayTree | None = None) -> ArrayTree:
-        """Push an update and return all arrays at the version that it made, in one round trip instead of two.
+        """Push an update and return all arrays at the version that it makes, in one round trip.
 
         Args:
             update: as for `push`.
@@ -257,10 +257,11 @@ class ParameterServer:
         return pulled
 
     def empty(self) -> ArrayTree:
-        """Return new, uninitialized arrays in the form of `initial`, which servers of this host read without a copy.
+        """Return new, uninitialized arrays in the form of `initial`, for `push_pull`.
 
-        Fill them and give them to `push_pull`, which copies other arrays first. After a
-        `DeadlineError` leave their values alone and use new ones: the push may still be committed.
+        Servers of this host read them without a copy. Fill them and give them to `push_pull`, which
+        copies other arrays first. After a `DeadlineError` leave their values alone and use new
+        ones: the push may still be committed.
 
         Example:
             >>> update = server.empty()                                      # doctest: +SKIP
@@ -286,10 +287,11 @@ class ParameterServer:
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything at one version: "version", "arrays", the "update" rule, and the "optimizer" state, if any.
+        """Return everything at one version.
 
-        It consists of plain tensors in dicts and lists, as `torch.save`, and `torch.load` with
-        ``weights_only=True``, take them.
+        The dict has "version", "arrays" by name, the "update" rule, and the "optimizer" state,
+        empty if there is none. It consists of plain tensors in dicts and lists, as `torch.save`,
+        and `torch.load` with ``weights_only=True``, take them.
         """
         snapshot: Snapshot = self._run(
             lambda connection: connection.client.read("state"), "the state"
@@ -304,7 +306,7 @@ class ParameterServer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set arrays and optimizer state, which makes a new version.
+        """Replace arrays and optimizer state on all servers, which makes a new version.
 
         Args:
             state: what `state_dict` returned, of a parameter server of the same arrays and
@@ -337,7 +339,7 @@ class ParameterServer:
         records: list[Record] = [
             (int(chunk), dict(about), value) for chunk, about, value in state["optimizer"]
         ]
-        places = {
+        slices = {
             (c.index, layout.entries[s.entry].name, s.start, s.stop)
             for c in layout.chunks
             for s in c.slices
@@ -345,7 +347,7 @@ class ParameterServer:
         theirs = {
             (chunk, about["name"], about["start"], about["stop"]) for chunk, about, _ in records
         }
-        if not theirs <= places or (records and rule == "add"):
+        if not theirs <= slices or (records and rule == "add"):
             raise ConfigurationError(
                 "state is of an optimizer or of a cut into chunks that this server does not have"
             )
@@ -357,7 +359,10 @@ class ParameterServer:
     # -- life ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the servers, for all processes; a second call does nothing."""
+        """End the servers, for all processes, and close this process' connection.
+
+        A second call does nothing.
+        """
         if self._shut_down:
             return
         self._shut_down = True
@@ -385,7 +390,10 @@ class ParameterServer:
     def __repr__(self) -> str:
         entries = self._arrays.layout.entries
         elements = sum(entry.numel for entry in entries)
-        return f"ParameterServer({len(entries)} arrays, {elements} elements, num_servers={self.num_servers})"
+        return (
+            f"ParameterServer({len(entries)} arrays, {elements} elements, "
+            f"num_servers={self.num_servers})"
+        )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _handle, (self._access,)
@@ -406,10 +414,11 @@ class ParameterServer:
 
     @property
     def _arrays(self) -> Arrays:
+        """Names, shapes, dtypes and chunks of the arrays."""
         return self._access.group.arrays
 
     def _owned(self, update: ArrayTree) -> dict[str, Bytes]:
-        """Return an update's memory, copied where a server would read the caller's memory after this call returns."""
+        """Return an update's memory, copied where servers could read it after the call."""
         memory = self._arrays.bytes_of(update, "update")
         return {
             name: part.copy() if segment_of(part) is not None else part
@@ -417,6 +426,12 @@ class ParameterServer:
         }
 
     def _connection(self) -> Connection:
+        """Return this process' connection, made now if there is none or it is closed.
+
+        Raises:
+            ShutdownError: this handle is shut down.
+            PeerLostError, DeadlineError: see `Access.connect`.
+        """
         if self._shut_down:
             raise ShutdownError("this parameter server is shut down: make another one")
         access = self._access
@@ -435,12 +450,13 @@ class ParameterServer:
         what: str,
         memory: Mapping[str, Bytes] | None = None,
     ) -> T:
+        """Begin a request on this process' connection and wait for it, see `Connection.run`."""
         connection = self._connection()
         return connection.run(lambda: begin(connection), what, (memory or {}).values())
 
 
 def _handle(access: Access) -> ParameterServer:
-    """Return the handle that another process gets."""
+    """Return a handle of the same servers, in the process that unpickles it."""
     server = ParameterServer.__new__(ParameterServer)
     server._access = access
     _handles[id(server)] = server
@@ -449,13 +465,25 @@ def _handle(access: Access) -> ParameterServer:
 
 
 def _read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> OptimizerSpec:
-    """See `read_optimizer`, which needs torch."""
+    """Return the recipe of an optimizer, see `hosting.read_optimizer`; imports torch."""
     from steepest.parameter_server.hosting import read_optimizer
 
     return read_optimizer(optimizer, initial)
 
 
 def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
+    """Return the results of Ray calls on servers, with their failures as errors of this library.
+
+    Args:
+        refs: of the calls.
+        timeout: in seconds.
+        what: is waited for, in error messages.
+
+    Raises:
+        DeadlineError: not all calls returned in time.
+        PeerLostError: a server died, or failed by an error that is none of this library's.
+        SteepestError: that a server raised.
+    """
     try:
         results: list[Any] = ray.get(refs, timeout=timeout)
     except ray.exceptions.GetTimeoutError:
@@ -474,7 +502,7 @@ def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
 
 
 def _close_lost() -> None:
-    """Close this process' connections to parameter servers that have ended; a long-lived process may use many."""
+    """Close connections to servers that have ended: a long-lived process may use many."""
     for token, connection in list(_connections.items()):
         if not connection.turning_here and connection.lost():
             del _connections[token]
@@ -492,6 +520,7 @@ def _flush(connection: Connection) -> None:
 
 @atexit.register
 def _flush_all() -> None:
+    """Wait for uncommitted pushes as the interpreter ends, and close all connections."""
     for connection in list(_connections.values()):
         with contextlib.suppress(RuntimeError):  # interpreters that end refuse new threads
             _flush(connection)

@@ -1,4 +1,4 @@
-"""Arrays by name as chunks: what users of a parameter server hold, and how it lies on the servers."""
+"""The arrays of a parameter server by name, and as the chunks that servers hold."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ArrayTree = Any
 _ELEMENTS = {
     name: ElementType(name, itemsize, "float" in name)
     for name, itemsize in (
-        ("float64", 8), ("float32", 4), ("float16", 2), ("bfloat16", 2), ("int64", 8), ("int32", 4), ("int16", 2),
-        ("int8", 1), ("uint8", 1),
+        ("float64", 8), ("float32", 4), ("float16", 2), ("bfloat16", 2),
+        ("int64", 8), ("int32", 4), ("int16", 2), ("int8", 1), ("uint8", 1),
     )
 }  # fmt: skip
 _OF_NUMPY = {np.dtype(name): element for name, element in _ELEMENTS.items() if name != "bfloat16"}
@@ -33,7 +33,7 @@ _ONLY = ""  # the name of an array that was given by itself
 
 @dataclass(frozen=True)
 class Wanted:
-    """Elements [start, stop) of one array, and the memory (flat, uint8) that they go to."""
+    """Elements [start, stop) of a flattened array, and the memory (flat, uint8) for them."""
 
     start: int
     stop: int
@@ -42,13 +42,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Arrays:
-    """The arrays of one parameter server: names, shapes, dtypes, chunks; no values.
+    """Names, shapes, dtypes and chunks of one parameter server's arrays, without their values.
 
     Attributes:
-        layout: chunks.
-        rule: what is done with updates: "add", or the optimizer's name with the switches that
-            change its state.
-        numpy: names of those that are NumPy arrays; the others are torch tensors.
+        layout: the arrays as parameters, cut into chunks.
+        rule: "add", or the optimizer's name and those of its switches that change its state.
+        numpy: names of the arrays that users see as NumPy arrays; the others are torch tensors.
     """
 
     layout: ParameterLayout
@@ -59,15 +58,17 @@ class Arrays:
     def plan(
         cls, initial: ArrayTree, spec: OptimizerSpec | None, chunk_bytes: int | None
     ) -> Arrays:
-        """Lay arrays out in chunks.
+        """Return the arrays of a new parameter server, cut into chunks.
 
         Args:
+            initial: the arrays.
             spec: the optimizer of the servers, over parameters of the arrays' names; None where
                 updates are added.
             chunk_bytes: size of a chunk; None for the layout's own choice.
 
         Raises:
-            ConfigurationError: not arrays, or of a dtype that cannot be added.
+            ConfigurationError: something in `initial` is no array, or of a dtype that cannot be
+                added; or there is no element at all.
         """
         named = named_arrays(initial, "initial")
         elements = {name: element_type(value, name) for name, value in named.items()}
@@ -89,20 +90,28 @@ class Arrays:
 
     @property
     def single(self) -> bool:
-        """Whether one array was given by itself, not in a dict."""
+        """Whether the user gave one array by itself, not in a dict."""
         return _ONLY in self.layout.index
 
     def bytes_of(self, value: ArrayTree, what: str) -> dict[str, Bytes]:
-        """Memory of arrays by name, not copied where it is contiguous; some names may be left out.
+        """Return the memory (flat, uint8) of arrays by name, not copied where it is contiguous.
+
+        Args:
+            value: one array, or a dict of some or all arrays, in the form of `initial`.
+            what: the argument's name in error messages.
 
         Raises:
-            ConfigurationError: an unknown name, another shape or dtype.
+            ConfigurationError: a name is unknown, or an array has another shape or dtype.
         """
         named = named_arrays(value, what)
         if (_ONLY in named) != self.single:
             raise ConfigurationError(
                 f"{what} is {'one array' if _ONLY in named else 'a dict'}, initial was "
-                f"{'one array' if self.single else 'a dict: give a dict with some or all of its names'}"
+                + (
+                    "one array"
+                    if self.single
+                    else "a dict: give a dict with some or all of its names"
+                )
             )
         found = {}
         for name, array in named.items():
@@ -120,16 +129,21 @@ class Arrays:
             if element != entry.element:
                 raise ConfigurationError(
                     f"{what}: {called(name)} is {element.name}, not {entry.element.name}: convert "
-                    "it, so that no "
-                    "precision is lost or gained unseen"
+                    "it, so that no precision is lost or gained unseen"
                 )
             found[name] = _flat_bytes(array)
         return found
 
     def payload(self, chunk: Chunk, given: Mapping[str, Bytes]) -> tuple[Bytes | None, list[int]]:
-        """One chunk of some arrays, and the entries in it that are left out; None when all are.
+        """Return one chunk of an update, and the entries of the layout in it that the update lacks.
 
-        A chunk that lies in one array is a view of it; others are gathered.
+        Args:
+            chunk: of the layout.
+            given: memory (flat, uint8) of the update's arrays by name.
+
+        Returns:
+            The chunk's bytes: a view where it lies in one array, gathered otherwise, with zeros for
+            what the update lacks; None when it lacks all of the chunk.
         """
         names = [self.layout.entries[piece.entry].name for piece in chunk.slices]
         absent = [
@@ -159,17 +173,16 @@ class Arrays:
         out: ArrayTree | None,
         recycler: Recycler | None = None,
     ) -> tuple[dict[str, Wanted], ArrayTree]:
-        """Memory for what is to be pulled, and the same as the user will see it.
+        """Return the memory for a pull by array name, and the arrays over it that the user gets.
 
         Args:
-            names: which arrays; None for all.
-            span: elements [begin, end) of the one array that is meant, as if it were flat; None for
-                all.
-            out: arrays to write to; None for new ones.
-            recycler: where memory for new ones comes from.
+            names: of the arrays; None for all.
+            span: elements (begin, end) of the one named array, flattened; None for all elements.
+            out: arrays to receive into; None for new ones.
+            recycler: gives the memory of new arrays.
 
         Raises:
-            ConfigurationError: an unknown name, a span out of range, an `out` that does not fit.
+            ConfigurationError: a name is unknown, `span` is out of range, or `out` does not fit.
         """
         wanted = (
             [entry.name for entry in reversed(self.layout.entries)]
@@ -216,7 +229,7 @@ class Arrays:
         return {name: Wanted(0, sizes[name], memory[name]) for name in wanted}, pulled
 
     def chunks_for(self, wanted: Mapping[str, Wanted]) -> set[int]:
-        """The chunks that hold something of it."""
+        """Return the indices of the chunks that hold a wanted element."""
         return {
             chunk.index
             for chunk in self.layout.chunks
@@ -227,7 +240,7 @@ class Arrays:
         }
 
     def target(self, chunk: Chunk, wanted: Mapping[str, Wanted]) -> Bytes | None:
-        """Where a chunk can be received as it is; None when only parts of it are wanted."""
+        """Return the wanted memory that a chunk fills; None if only parts of it are wanted."""
         piece = chunk.slices[0]
         want = wanted.get(self.layout.entries[piece.entry].name)
         if (
@@ -241,7 +254,7 @@ class Arrays:
         return want.memory[(piece.start - want.start) * size : (piece.stop - want.start) * size]
 
     def scatter(self, chunk: Chunk, payload: Bytes, wanted: Mapping[str, Wanted]) -> None:
-        """Copies what is wanted of a chunk that was received elsewhere."""
+        """Copy the wanted parts of a chunk from its payload to the wanted memory."""
         size, at = chunk.element.itemsize, 0
         for piece in chunk.slices:
             want = wanted.get(self.layout.entries[piece.entry].name)
@@ -255,7 +268,7 @@ class Arrays:
             at += piece.stop - piece.start
 
     def _as_given(self, name: str, memory: Bytes, shape: tuple[int, ...]) -> Any:
-        """Memory as an array of the kind that the user gave."""
+        """Return memory as an array of the kind, NumPy or torch, that the user gave."""
         element = self.layout.entries[self.layout.index[name]].element
         if name in self.numpy:
             return memory.view(element.name).reshape(shape)
@@ -263,6 +276,7 @@ class Arrays:
 
 
 def _whole(span: tuple[int, int]) -> tuple[int, int]:
+    """Return (begin, end) as integers; raise ConfigurationError if it is none."""
     try:
         begin, end = span
         return operator.index(begin), operator.index(end)
@@ -272,6 +286,10 @@ def _whole(span: tuple[int, int]) -> tuple[int, int]:
 
 def named_arrays(value: ArrayTree, what: str) -> dict[str, Any]:
     """Return arrays by name; an array that was given by itself has an empty name.
+
+    Args:
+        value: one array, or a dict of arrays.
+        what: the argument's name in error messages.
 
     Raises:
         ConfigurationError: something is neither a NumPy array nor a tensor, or has no name.
@@ -283,14 +301,13 @@ def named_arrays(value: ArrayTree, what: str) -> dict[str, Any]:
         if not isinstance(array, np.ndarray) and not is_tensor(array):
             raise ConfigurationError(
                 f"{what}{f'[{name!r}]' if name else ''} is a {type(array).__name__}: give NumPy "
-                "arrays or torch "
-                "tensors, one or a dict of them"
+                "arrays or torch tensors, one or a dict of them"
             )
     return named
 
 
 def called(name: str) -> str:
-    """Return what errors call an array."""
+    """Return the name of an array in error messages."""
     return repr(name) if name else "the array"
 
 
@@ -298,8 +315,8 @@ def element_type(array: Any, name: str) -> ElementType:
     """Return the element type of an array or tensor.
 
     Raises:
-        ConfigurationError: it is none that can be added to, or the tensor is not a dense one on the
-            CPU.
+        ConfigurationError: the type is none that can be added to, or a tensor is sparse or not on
+            the CPU.
     """
     is_torch = is_tensor(array)
     element = (
@@ -320,7 +337,7 @@ def element_type(array: Any, name: str) -> ElementType:
 
 
 def _flat_bytes(array: Any) -> Bytes:
-    """The memory of an array, without a copy if it is contiguous."""
+    """Return the memory (flat, uint8) of an array, without a copy if it is contiguous."""
     if is_tensor(array):
         import torch
 
@@ -332,4 +349,5 @@ def _flat_bytes(array: Any) -> Bytes:
 
 
 def _writable(array: Any) -> bool:
+    """Return whether pulled elements can be written to an array."""
     return is_tensor(array) or array.flags.writeable

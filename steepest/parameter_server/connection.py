@@ -1,4 +1,4 @@
-"""A connection that its callers drive: no thread of its own unless something is left in flight."""
+"""A user's connection to a parameter server, driven by the threads that call it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,28 @@ _TURN_SECONDS = 0.05
 
 
 class Connection:
-    """A user's end of a parameter server in one process; may be used from any thread.
+    """The connection of one process to a parameter server; may be used from any thread.
 
-    Whoever waits moves the bytes itself, so that a small request costs no hand-over between
-    threads. A thread of the connection's own does so only while pushes that nobody waits for are in
-    flight.
+    The thread that waits for a result moves the bytes itself, so that a small request costs no
+    hand-over between threads. A thread of the connection's own moves them only while asynchronous
+    pushes are in flight. One thread at a time runs the router; while it does, it owns the roles.
 
     Args:
-        router: with its transport; nobody else runs it.
-        pusher: which it hosts.
-        host_client: hosts a client on the router, when state is read or set for the first time.
-        name: for errors.
+        router: with its transport; run by the connection alone.
+        pusher: the role on the router that pushes and pulls.
+        host_client: hosts a client on the router; called when state is read or set for the first
+            time.
+        name: of the parameter server in error messages.
         timeout: seconds that a call may take.
-        max_in_flight: pushes; a further one waits until one of them is committed.
-        usable: whether its transport can still be used, if only to close it.
-        clock: tells the time, in seconds, against which `timeout` is held.
+        max_in_flight: pushes that may be uncommitted; a further asynchronous one waits.
+        usable: returns whether the transport can still be used, if only to close it.
+        clock: returns the time, in seconds, by which `timeout` is measured.
+
+    Attributes:
+        pusher: as given.
+        recycler: of memory for arrays that are pulled.
+        updates: recycler of memory for arrays that are pushed, which servers of this host read
+            without a copy where that is possible.
     """
 
     def __init__(
@@ -53,8 +60,8 @@ class Connection:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pusher = pusher
-        self.recycler = Recycler()  # for what is pulled
-        # for what is pushed; a push that nobody waits for any more may still be read
+        self.recycler = Recycler()
+        # servers may still read the memory of a push whose caller has given up
         self.updates = Recycler(_for_updates, lambda: pusher.pushing == 0)
         self._router = router
         self._host_client = host_client
@@ -72,28 +79,33 @@ class Connection:
 
     @property
     def client(self) -> Client:
-        """Reads and installs state; for use on the thread that owns the roles.
+        """The role that reads and installs state; for use on the thread that owns the roles.
 
         Raises:
-            PeerLostError, ShutdownError: there is no server to ask any more.
+            PeerLostError, ShutdownError: a server is lost, or the connection is closed.
         """
         if self._client is None:
-            if (failure := self.pusher.failure) is not None:  # of which a new client would not hear
+            if (failure := self.pusher.failure) is not None:  # a new client would not learn of it
                 raise failure
             self._client = self._host_client()
         return self._client
 
     def run(self, begin: Callable[[], Future[T]], what: str, memory: Iterable[Bytes] = ()) -> T:
-        """Begins something and waits for it.
+        """Begin a request, wait for it, and return its result.
 
         Args:
-            begin: called on the thread that owns the roles; its future is waited for.
-            what: for errors.
-            memory: of what is sent; it may be changed when this returns or raises.
+            begin: begins the request and returns its future; called on the thread that owns the
+                roles.
+            what: the request in error messages.
+            memory: of what the request sends; it may be changed when this returns or raises.
 
         Raises:
-            DeadlineError: it takes longer than `timeout`.
-            PeerLostError, NonFiniteError, ShutdownError
+            DeadlineError: the request takes longer than `timeout` seconds; it may still be carried
+                out.
+            PeerLostError: a server is lost.
+            ShutdownError: the connection is closed.
+            SteepestError: this thread runs a callback of a future, which may not wait.
+            Exception: of the request's future, such as NonFiniteError.
         """
         self._require_another_thread()
         deadline = self._clock() + self._timeout
@@ -108,7 +120,19 @@ class Connection:
             raise
 
     def push_async(self, begin: Callable[[], Future[int]], memory: list[Bytes]) -> Future[int]:
-        """Begins a push that nobody waits for; its memory may be changed as soon as this returns."""
+        """Begin a push without waiting for its commit.
+
+        Args:
+            begin: begins the push and returns its future; called on the thread that owns the roles.
+            memory: of the update; it may be changed when this returns.
+
+        Returns:
+            The future of the version that the push makes.
+
+        Raises:
+            DeadlineError: `max_in_flight` pushes stay uncommitted for `timeout` seconds.
+            ShutdownError: the connection is closed.
+        """
         deadline = self._clock() + self._timeout
         what = "a push to leave"
         while self.pusher.pushing >= self._max_in_flight:
@@ -127,11 +151,12 @@ class Connection:
         return future
 
     def flush(self) -> None:
-        """Waits until no push is in flight.
+        """Wait until no push is in flight.
 
         Raises:
-            DeadlineError: that takes longer than `timeout`.
-            PeerLostError, ShutdownError: those that were in flight may be lost.
+            DeadlineError: a push is in flight for longer than `timeout` seconds.
+            PeerLostError, ShutdownError: pushes that were in flight may be committed or not.
+            SteepestError: this thread runs a callback of a future, which may not wait.
         """
         self._require_another_thread()
         deadline = self._clock() + self._timeout
@@ -141,7 +166,7 @@ class Connection:
             raise self.pusher.failure
 
     def close(self) -> None:
-        """Closes the connection; whatever waits fails."""
+        """Close the connection; every request that is waited for raises ShutdownError."""
         self._closed = True
         self._in_flight.set()
         if self.turning_here:
@@ -155,6 +180,7 @@ class Connection:
             self._release()
 
     def _close(self, why: str) -> None:
+        """Fail all requests and close the transport, on the thread that runs the router."""
         self._closed = True
         self.pusher.close(why)
         if self._client is not None:
@@ -164,57 +190,75 @@ class Connection:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or broke: another one is needed."""
+        """Whether the connection was closed, or broke off."""
         return self._closed
 
     @property
     def turning_here(self) -> bool:
-        """Whether this thread is moving bytes: it runs a callback of a future, or a finalizer."""
+        """Whether this thread runs the router, as callbacks of futures and finalizers may."""
         return self._turner == threading.get_ident()
 
     def lost(self) -> bool:
-        """Whether a server is known, or found now, to be gone."""
+        """Look at the transport without waiting; return whether a server is lost."""
         if not self._closed and not self.turning_here:
             self._turn_once(0.0)
         return self.pusher.failure is not None
 
     def _require_another_thread(self) -> None:
+        """Raise SteepestError if this thread runs the router, and so may not wait."""
         if self.turning_here:
             raise SteepestError(
-                f"{self._name}: a callback of a future may push_async, but not wait: nobody else "
-                "would move its bytes"
+                f"{self._name}: a callback of a future may push_async, but not wait: no other "
+                "thread would move its bytes"
             )
 
     def _own(self, memory: Iterable[Bytes]) -> None:
+        """Have the router copy what of some memory is not sent yet."""
         for part in memory:
             self._router.own_pending(part)
 
     def _begin(self, begin: Callable[[], Future[T]], deadline: float, what: str) -> Future[T]:
+        """Call `begin` on the thread that owns the roles, this one if it can; return its future."""
         if self.turning_here:
             return begin()
         try:
-            if self._acquire(0.0):  # nobody else is at it: no hand-over
+            if self._acquire(0.0):  # no other thread runs the router: no hand-over
                 return begin()
         finally:
             self._release()
         return self._wait(self._router.call(begin), deadline, what).result()
 
     def _wait(self, future: Future[T], deadline: float, what: str) -> Future[T]:
+        """Run the router until a future is done or the deadline has passed; return the future."""
         while not future.done():
             self._turn(deadline, what, future)
         return future
 
     def _turn(self, deadline: float, what: str, future: Future[T] | None = None) -> None:
+        """Run the router once, see `_turn_once`.
+
+        Args:
+            deadline: in seconds on `clock`.
+            what: is waited for, in error messages.
+            future: that ends the wait.
+
+        Raises:
+            DeadlineError: the deadline has passed.
+            ShutdownError: the connection is closed.
+        """
         self._require_another_thread()
-        left = deadline - self._clock()
-        if left <= 0:
+        remaining = deadline - self._clock()
+        if remaining <= 0:
             raise DeadlineError(f"{self._name}: waited {self._timeout:g} s in vain for {what}")
         if self._closed:
             raise ShutdownError(f"{self._name}: it is shut down")
-        self._turn_once(min(left, _TURN_SECONDS), future)
+        self._turn_once(min(remaining, _TURN_SECONDS), future)
 
     def _turn_once(self, seconds: float, future: Future[Any] | None = None) -> None:
-        """Moves bytes, or waits while another thread does, until something happens or the future is done."""
+        """Run the router once, or wait while another thread does.
+
+        This takes at most `seconds`, and ends early when something happens or `future` is done.
+        """
         try:
             if self._acquire(seconds, future) and not self._closed:
                 if self._usable():
@@ -222,34 +266,37 @@ class Connection:
                 else:
                     self._close("what this parameter server is reached through is shut down")
         except BaseException:
-            if self.turning_here:  # Ctrl-C, most likely: nobody knows what was left half done
+            if self.turning_here:  # Ctrl-C, most likely: the roles' state is unknown
                 self._close("the connection broke off: what was in flight may be committed or not")
             raise
         finally:
             self._release()
 
     def _acquire(self, timeout: float, future: Future[Any] | None = None) -> bool:
-        """Becomes the thread that moves bytes; False when another one does, or when the future is done."""
+        """Make this the thread that runs the router, within `timeout` seconds.
+
+        Returns:
+            False when another thread runs the router, or the future is done.
+        """
         with self._changed:
             done = future is not None and future.done()
             if self._turner is not None and timeout and not done:
-                self._changed.wait(
-                    timeout
-                )  # for its turn to end, which may have done what is awaited
+                # until that thread stops, which may have completed the request
+                self._changed.wait(timeout)
             if self._turner is not None or (future is not None and future.done()):
                 return False
             self._turner = threading.get_ident()
             return True
 
     def _release(self) -> None:
-        """Lets others move bytes, if this thread did."""
+        """Let other threads run the router, if this thread did."""
         with self._changed:
             if self.turning_here:
                 self._turner = None
                 self._changed.notify_all()
 
     def _drive(self) -> None:
-        """Moves bytes while pushes are in flight that nobody waits for."""
+        """Run the router while pushes are in flight; the body of the connection's own thread."""
         while not self._closed:
             self._in_flight.wait()
             self._in_flight.clear()
@@ -258,6 +305,6 @@ class Connection:
 
 
 def _for_updates(nbytes: int) -> Bytes:
-    """New memory that servers of this host read where it lies, if there is any."""
+    """Return new memory, of the kind that servers of this host read without a copy if possible."""
     memory = lendable(nbytes)
     return empty_bytes(nbytes) if memory is None else memory

@@ -1,4 +1,4 @@
-"""A parameter server by itself: the facts that all its processes share, and what a user's process hosts."""
+"""What all processes of a parameter server know of it, and the roles in a user's process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """The servers of some arrays, which anybody may push to; every push is an update of its own.
+    """The servers of some arrays, to which any user may push; every push is an update of its own.
 
     Attributes:
-        arrays: what they hold.
-        num_servers: how many they are.
+        arrays: names, shapes, dtypes and chunks of what the servers hold.
+        num_servers: number of servers.
         nonfinite: "refuse", "skip" or "pass" updates with NaN or infinity.
     """
 
@@ -33,22 +33,22 @@ class ServerGroup:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The server of each chunk."""
+        """The index of the server that holds each chunk."""
         return self.arrays.layout.assign_servers(self.num_servers)
 
     @cached_property
     def holders(self) -> tuple[tuple[int], ...]:
-        """The servers of each chunk: that one."""
+        """The indices of the servers that hold each chunk: its owner alone."""
         return tuple((owner,) for owner in self.owners)
 
     @property
     def admission(self) -> Admission:
-        """What its processes take from others: nobody takes the place of anybody."""
+        """The messages that its processes accept; no process succeeds another."""
         limits = Limits(servers=self.num_servers, chunks=len(self.arrays.layout.chunks))
         return Admission(OPEN, limits, succeeded=())
 
     def host_user(self, router: Router, index: int) -> Pusher:
-        """Host a user's end in this process: what pushes and pulls."""
+        """Host the role that pushes and pulls on a router, under the index of a user; return it."""
         worker, _ = self.user_peers(index)
         pusher = Pusher(index, self.arrays, self.owners, self.num_servers, router.sender(worker))
         router.host(worker, pusher)
@@ -56,7 +56,10 @@ class ServerGroup:
         return pusher
 
     def host_client(self, router: Router, index: int) -> Client:
-        """Host a client of a user's in this process, which reads and installs state; imports torch."""
+        """Host a client on a router, which reads and installs state for a user; return it.
+
+        Imports torch.
+        """
         from steepest.engine.client import Client
 
         _, peer = self.user_peers(index)
@@ -66,5 +69,5 @@ class ServerGroup:
 
     @staticmethod
     def user_peers(index: int) -> tuple[Peer, Peer]:
-        """The roles of a user's end."""
+        """Return the peers of a user's process: the worker that pushes, and the client."""
         return worker_peer(index), Peer("client", index)

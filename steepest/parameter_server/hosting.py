@@ -1,4 +1,4 @@
-"""What server processes of a parameter server host: servers, and the coordinator beside the first."""
+"""The roles in the server processes of a parameter server: servers and the coordinator."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimize
 
 
 def read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> OptimizerSpec:
-    """Return the recipe of the optimizer that a user's function builds over arrays.
+    """Return the recipe of the optimizer that a user's function builds over the arrays.
+
+    Args:
+        optimizer: the user's function; called once, with parameters of zeros.
+        initial: the arrays.
 
     Raises:
-        ConfigurationError: no optimizer over all of them, or they are not arrays of floating-point
-            numbers.
+        ConfigurationError: the function builds no optimizer over all arrays, or some array is not
+            of floating-point numbers.
     """
     named = named_arrays(initial, "initial")
     elements = {name: element_type(value, name) for name, value in named.items()}
@@ -41,8 +45,7 @@ def read_optimizer(optimizer: OptimizerFactory, initial: ArrayTree) -> Optimizer
     if not callable(optimizer):
         raise ConfigurationError(
             f"optimizer= is a {type(optimizer).__name__}: give a function that builds a torch "
-            "optimizer over "
-            "a list of parameters"
+            "optimizer over a list of parameters"
         )
     parameters = {
         name: torch.nn.Parameter(torch.zeros(tuple(value.shape), dtype=elements[name].dtype))
@@ -66,12 +69,15 @@ def host_server(
     index: int,
     weights: torch.Tensor,
 ) -> Server:
-    """Host a server in this process, and the coordinator if it is the first.
+    """Host a server on a router, and the coordinator if its index is 0; return the server.
 
     Args:
-        spec: the optimizer; None where updates are added.
+        group: the servers' arrays.
+        spec: the optimizer; None where updates are added to the arrays.
+        router: of this process.
         index: of the server.
-        weights: the flat vector, with the initial values where the server holds a chunk.
+        weights: (layout.nbytes,) of uint8, with the initial values of the chunks that the server
+            holds.
     """
     peer = server_peer(index)
     server = Server(
@@ -91,6 +97,7 @@ def host_server(
 
 
 def _host_coordinator(group: ServerGroup, router: Router) -> None:
+    """Host the coordinator on a router."""
     state = CommitState(
         members=frozenset(),
         servers=tuple(range(group.num_servers)),

@@ -1,4 +1,4 @@
-"""The process that Ray runs for one server of a parameter server."""
+"""The process of one server of a parameter server, which a Ray actor runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ServerProcess(Process):
-    """A Ray actor's body: one server of a group."""
+    """A process that hosts one server of a group, and the coordinator beside the first."""
 
     def open_group(
         self,
@@ -31,12 +31,17 @@ class ServerProcess(Process):
         initial: Mapping[str, Bytes],
         ways: str,
     ) -> Address | None:
-        """Host a server, and listen; return where, or None when it is reached by calls.
+        """Host a server and listen for connections. Called once, on any thread.
 
         Args:
-            spec: the optimizer; None where updates are added.
-            initial: memory of all arrays by name.
-            ways: how it talks, "ray" for calls.
+            group: the servers' arrays.
+            spec: the optimizer; None where updates are added to the arrays.
+            index: of the server.
+            initial: memory (flat, uint8) of all arrays by name.
+            ways: the transport, see `ParameterServer`; "ray" for actor calls.
+
+        Returns:
+            The address at which the server listens; None when it is reached by actor calls.
         """
         address = self._open_server(group, spec, index, initial, ways)
         self.router.finished.add_done_callback(_log_end)
@@ -51,6 +56,7 @@ class ServerProcess(Process):
         initial: Mapping[str, Bytes],
         ways: str,
     ) -> Address | None:
+        """Carry out `open_group` on the router's thread."""
         peers = (server_peer(index), COORDINATOR) if index == 0 else (server_peer(index),)
         layout = group.arrays.layout
         weights = allocate(layout.nbytes)
@@ -72,6 +78,6 @@ class ServerProcess(Process):
 
 
 def _log_end(finished: Future[None]) -> None:
-    """Nobody watches these servers: what ended one must be found in its log."""
+    """Log the error that ended a server: no other process asks for it."""
     if finished.exception() is not None:
         log.error("a server of a parameter server ended", exc_info=finished.exception())

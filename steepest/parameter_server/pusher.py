@@ -1,4 +1,4 @@
-"""The end of a parameter server that users hold: pushes and pulls, as a state machine."""
+"""The role in a user's process that pushes to and pulls from a parameter server."""
 
 from __future__ import annotations
 
@@ -16,40 +16,51 @@ from steepest.messages.users import PushCommitted, Pushed, PushRefused
 from steepest.parameter_server.arrays import Arrays, Wanted
 from steepest.tensors.memory import Bytes
 
-_READS = 1 << 62  # sequence numbers of reads; below are pushes, which servers count
+_READS = 1 << 62  # sequence numbers of reads begin here; those below are of pushes
 
 
 @dataclass
 class _Request:
-    """Something that is being waited for."""
+    """A push or a read that is not answered yet.
+
+    Attributes:
+        future: of the version that the push makes, or that is read.
+        wanted: memory for the weights, by array.
+        chunks: of the weights, that have not arrived.
+        servers: that have not ended the read.
+        in_place: by chunk, the payloads that are received into the wanted memory.
+    """
 
     future: Future[int]
     wanted: Mapping[str, Wanted]
-    chunks: set[int]  # still to come
-    servers: set[int]  # which have not ended a read yet
-    landed: dict[int, Bytes] = field(
-        default_factory=dict
-    )  # payloads by chunk that are where they are wanted
+    chunks: set[int]
+    servers: set[int]
+    in_place: dict[int, Bytes] = field(default_factory=dict)
 
 
 class Pusher:
-    """Whoever pushes to and pulls from a parameter server; a role, used on its router's thread.
+    """The pushes and pulls of one user; a role, used on the thread that runs its router.
 
-    It speaks as a worker. Each push has a sequence number, under which it is applied at most once.
+    To the servers it is a worker. Each push has a sequence number, under which it is applied at
+    most once.
 
     Args:
         index: of this worker; servers do not know it beforehand.
-        arrays: what the servers hold.
-        owners: the server of each chunk.
-        num_servers: how many there are.
-        send: how to send.
+        arrays: names, shapes, dtypes and chunks of what the servers hold.
+        owners: the index of the server that holds each chunk.
+        num_servers: number of servers.
+        send: sends a message to a peer.
+
+    Attributes:
+        version: the newest version that an answer had.
+        pushing: number of pushes in flight.
     """
 
     def __init__(
         self, index: int, arrays: Arrays, owners: tuple[int, ...], num_servers: int, send: Send
     ) -> None:
         self.version = 0
-        self.pushing = 0  # pushes in flight
+        self.pushing = 0
         self._index = index
         self._arrays = arrays
         self._owners = owners
@@ -58,28 +69,32 @@ class Pusher:
         self._sequence = 0
         self._reads = _READS
         self._requests: dict[int, _Request] = {}
-        self._gone: Callable[[], Exception] | None = None
+        self._failure: Callable[[], Exception] | None = None  # makes the error of each request
 
     @property
     def failure(self) -> Exception | None:
-        """Why nothing is pushed or pulled any more; None while all is well."""
-        return None if self._gone is None else self._gone()
+        """A new error that says why every request fails; None while requests can be answered."""
+        return None if self._failure is None else self._failure()
 
     def push(
         self, update: Mapping[str, Bytes], wanted: Mapping[str, Wanted] | None = None
     ) -> Future[int]:
-        """Pushes some arrays; the future holds the version that the update made.
+        """Push an update, and receive the weights that it makes if they are wanted.
 
         Args:
-            update: memory of arrays by name, unchanged until the future is done, unless it is owned
-                (`Router.own_pending`).
-            wanted: receive the weights of that version too.
+            update: memory (flat, uint8) of some or all arrays by name; unchanged until the future
+                is done, unless the router owns it (`Router.own_pending`).
+            wanted: memory for the weights by array name; None for no weights.
+
+        Returns:
+            The future of the version that the update makes. It raises NonFiniteError if the update
+            is refused, PeerLostError or ShutdownError if it may or may not be committed.
         """
         self._sequence += 1
         chunks = self._arrays.layout.chunks
         awaited = set() if wanted is None else {chunk.index for chunk in chunks}
         request = self._begin(self._sequence, wanted or {}, awaited, set())
-        if self._gone is None:
+        if self._failure is None:
             self.pushing += 1
             self._send(
                 COORDINATOR, Pushed(self._sequence, self.version, pull=wanted is not None).pack()
@@ -93,11 +108,18 @@ class Pusher:
         return request
 
     def pull(self, wanted: Mapping[str, Wanted]) -> Future[int]:
-        """Receives arrays at one version, which the future holds."""
+        """Receive arrays, or parts of them, at one version.
+
+        Args:
+            wanted: memory for them by array name; empty to learn the version alone.
+
+        Returns:
+            The future of that version. It raises PeerLostError or ShutdownError.
+        """
         self._reads += 1
         chunks = self._arrays.chunks_for(wanted)
         future = self._begin(self._reads, wanted, set(chunks), set(self._servers))
-        if self._gone is None:
+        if self._failure is None:
             some = None if len(chunks) == len(self._owners) else sorted(chunks)
             self._send(COORDINATOR, Read(self._reads, chunks=some).pack())
         return future
@@ -105,10 +127,11 @@ class Pusher:
     def _begin(
         self, sequence: int, wanted: Mapping[str, Wanted], chunks: set[int], servers: set[int]
     ) -> Future[int]:
+        """Add a request, or fail it at once if none can be answered any more; return its future."""
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # what is sent cannot be cancelled
-        if self._gone is not None:
-            future.set_exception(self._gone())
+        if self._failure is not None:
+            future.set_exception(self._failure())
         else:
             self._requests[sequence] = _Request(future, wanted, chunks, servers)
         return future
@@ -116,7 +139,15 @@ class Pusher:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> Bytes | None:
-        """Where an arriving payload goes: into the memory that was given, where a chunk fits it."""
+        """Return the memory for an arriving chunk of weights.
+
+        Returns:
+            The wanted memory itself where all of the chunk belongs there, new memory where a part
+            does, None for a chunk that is not awaited.
+
+        Raises:
+            ProtocolError: the message may not have this payload.
+        """
         request = self._requests.get(message.sequence)
         if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._owners):
             raise ProtocolError(
@@ -130,15 +161,19 @@ class Pusher:
         target = self._arrays.target(chunk, request.wanted)
         if target is None:
             return np.empty(size, dtype=np.uint8)
-        request.landed[message.chunk] = target
+        request.in_place[message.chunk] = target
         return target
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Acts on one message."""
+        """Act on one message; one that answers no open request is ignored.
+
+        Raises:
+            ProtocolError: a kind that no user of a parameter server receives.
+        """
         request = self._requests.get(message.sequence)
         match message.kind:
             case _ if request is None:
-                return  # nobody waits for it any more
+                return  # a copy, or the request has failed
             case Kind.PUSH_COMMITTED:
                 committed = PushCommitted.unpack(message)
                 self._finish(committed.sequence, committed.version)
@@ -148,8 +183,8 @@ class Pusher:
                 self._end(message.sequence).set_exception(
                     NonFiniteError(
                         f"the update was refused, and nothing of it applied: {names} holds NaN or "
-                        "infinity; "
-                        'nonfinite="skip" leaves such updates out, nonfinite="pass" applies them'
+                        'infinity; nonfinite="skip" leaves such updates out, nonfinite="pass" '
+                        "applies them"
                     )
                 )
             case Kind.WEIGHTS:
@@ -157,50 +192,53 @@ class Pusher:
             case Kind.SNAPSHOT_END:
                 end = SnapshotEnd.unpack(message)
                 request.servers.discard(source.index)
-                self._look(end, request)
+                self._finish_if_complete(end, request)
             case _:
                 raise ProtocolError(f"a parameter server's user does not take {message.kind.name}")
 
     def _take(self, weights: Weights, request: _Request) -> None:
+        """Take a chunk of weights, copying what was not received into its place."""
         if weights.payload is None or weights.chunk not in request.chunks:
             return  # a copy
         chunk = self._arrays.layout.chunks[weights.chunk]
-        if weights.payload is not request.landed.pop(weights.chunk, None):
+        if weights.payload is not request.in_place.pop(weights.chunk, None):
             self._arrays.scatter(chunk, weights.payload, request.wanted)
         request.chunks.discard(weights.chunk)
-        self._look(weights, request)
+        self._finish_if_complete(weights, request)
 
-    def _look(self, message: Weights | SnapshotEnd, request: _Request) -> None:
-        """The message that completes a request is of its version, also when the request came twice."""
+    def _finish_if_complete(self, message: Weights | SnapshotEnd, request: _Request) -> None:
+        """Finish a request if nothing more is awaited, with the version of its last message."""
         if not request.chunks and not request.servers:
             self._finish(message.sequence, message.version)
 
     def _finish(self, sequence: int, version: int) -> None:
+        """Complete a request with the version of its answer."""
         self.version = max(self.version, version)
         self._end(sequence).set_result(version)
 
     def _end(self, sequence: int) -> Future[int]:
+        """Remove a request; return its future."""
         self.pushing -= sequence < _READS
         return self._requests.pop(sequence).future
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """A server or the coordinator is gone: whatever waits fails, now and later."""
+        """Fail all requests, open and later ones, if a server or the coordinator is lost."""
         if peer.role in ("server", "coordinator"):
             text = f"{peer} of the parameter server is gone ({reason}): it was shut down or died"
             self._fail(lambda: PeerLostError(text))
 
     def close(self, why: str) -> None:
-        """Nothing will arrive any more."""
+        """Fail all requests, open and later ones, with a ShutdownError that gives `why`."""
         self._fail(lambda: ShutdownError(why))
 
     def _fail(self, error: Callable[[], Exception]) -> None:
-        """Every future has an exception of its own: raising one adds to its traceback."""
-        if self._gone is None:
-            self._gone = error
+        """Fail all requests, each with a new error: raising an error adds to its traceback."""
+        if self._failure is None:
+            self._failure = error
         requests, self._requests = self._requests, {}
         self.pushing = 0
         for request in requests.values():
             request.future.set_exception(error())
 
     def tick(self, now: float) -> None:
-        """Deadlines are those of the callers."""
+        """Do nothing: the calling threads keep the deadlines."""

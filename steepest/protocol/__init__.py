@@ -1,1 +1,1 @@
-"""What is decided, without I/O and without tensors: membership, commits, leases, the log."""
+"""Decisions without I/O and without tensors: membership, commits, leases of samples, the log."""

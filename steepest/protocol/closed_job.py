@@ -1,4 +1,4 @@
-"""The membership of a training job: numbered workers that join, are replaced, and are granted steps."""
+"""The membership of a training job: numbered workers that join, are replaced and get steps."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ _MOST_INSTALLS = 64  # states of clients that wait for workers to join
 
 
 class ClosedJob:
-    """The workers of one job, and the steps that a client asks of them; see `Membership` for the methods.
+    """The workers of one job, and the steps that a client asks of them.
 
-    Under a rule by which every member contributes to every version, workers go on by themselves up
-    to a limit, each with its own share of the samples. Under any other, each push begins with a
-    LEASE of the next free share to its worker.
+    `Membership` describes the methods that the coordinator calls. Under a rule by which every
+    member contributes to every version, workers go on by themselves up to a limit, each with its
+    own share of the samples. Under any other, each push begins with a LEASE of the next free share
+    to its worker.
 
     Args:
         state: with the indices of the workers that must join before the first step.
@@ -152,18 +153,23 @@ class ClosedJob:
         return self._begin_generation(reload=False)  # the next ASK fails
 
     def _require_member(self, peer: Peer) -> None:
+        """Raise ProtocolError if a peer is no worker of this job."""
         if peer.index not in self.state.members:
             raise ProtocolError(f"worker {peer.index} is not a member of this job")
 
     # -- workers that come and go --------------------------------------------------------------
 
     def is_over(self, worker: int, incarnation: int) -> bool:
-        """Return whether a push is void because its process is no member, see `Membership.is_over`."""
+        """Return whether a push's process is no member any more, see `Membership.is_over`."""
         known = worker in self.joined and self._incarnations[worker] == incarnation
         return not (known or self.state.rule.together)
 
     def _join(self, worker: int, incarnation: int) -> Outgoing:
-        """Make a process a member; begin a generation once all are, or let it join the others' work."""
+        """Make a process a member.
+
+        A generation begins once all workers have joined; a successor may join while the others go
+        on.
+        """
         state = self.state
         known = self._incarnations.get(worker, -1)
         if incarnation < known or (worker in self.joined and known == incarnation):
@@ -180,7 +186,7 @@ class ClosedJob:
         return self._begin_generation(reload=True, again=True) + self._go_on()
 
     def _join_running(self, worker: int) -> Outgoing:
-        """Let a worker join while the others, which are not told, go on."""
+        """Let a worker join the present generation, while the others go on."""
         state = self.state
         members = Members(state.generation, state.version, sorted(self.joined), reload=True)
         joined = state.to_servers(WorkerJoined(state.generation, state.version, worker))
@@ -216,7 +222,9 @@ class ClosedJob:
         return out
 
     def _begin_generation(self, *, reload: bool, again: bool = False) -> Outgoing:
-        """Begin a generation, which voids every staged push; install waiting states if all workers have joined.
+        """Begin a generation, which voids every staged push.
+
+        States of clients that wait for it are installed if all workers have joined.
 
         Args:
             reload: whether servers send all weights to all members.
@@ -284,7 +292,7 @@ class ClosedJob:
         return [*out, (client, stopped.pack())]
 
     def _install(self, client: Peer, install: Install) -> Outgoing:
-        """Continue from a client's state, in a new generation as soon as all workers have joined."""
+        """Continue from a client's state, in a new generation once all workers have joined."""
         if len(self._installs) >= _MOST_INSTALLS:
             raise ProtocolError(f"{_MOST_INSTALLS} states wait for the workers to join")
         self._client = client
@@ -315,9 +323,11 @@ class ClosedJob:
         return [(worker_peer(worker), grant.pack()) for worker in sorted(self.joined)]
 
     def _lease(self) -> tuple[Readers, Outgoing]:
-        """Lease shares to idle workers, the slowest first; return who needs new weights, and the leases.
+        """Lease shares to idle workers, the slowest first.
 
-        When no further share is leased, every idle worker gets the last weights.
+        Returns:
+            The workers that need new weights, among them every idle one when all granted steps are
+            committed; and the messages with the leases.
         """
         state = self.state
         granted = self.limit - state.version
@@ -325,9 +335,9 @@ class ClosedJob:
         most = granted if state.versions_per_step > 1 or not granted else math.inf
         out: Outgoing = []
         chosen = []
-        for worker, share in state.leases.choose(self.joined, most, self._now):
+        for worker, share in state.leases.lease(self.joined, most, self._now):
             chosen.append(worker)
-            last = state.leases.last.get(worker, 0)
+            last = state.leases.last_committed.get(worker, 0)
             lease = Lease(state.generation, state.version, share, self._stats, last)
             out.append((worker_peer(worker), lease.pack()))
         idle = () if granted else sorted(self.joined - set(state.leases.busy))
@@ -348,7 +358,7 @@ class ClosedJob:
         for worker, report in reports.items():
             assert isinstance(report, Report)
             self._step.add(report, staleness[worker])
-            state.history.time(worker, report.timings, step)
+            state.history.add_timings(worker, report.timings, step)
         self._since = self._now if state.version < self.limit else math.inf
         out: Outgoing = []
         if state.rule.together:
@@ -388,6 +398,7 @@ class ClosedJob:
         return self._fail(reason, about)
 
     def _fail_for_loss(self) -> Outgoing:
+        """Fail the open step because of the first loss."""
         peer, why = next(iter(self.losses.items()))
         return self._fail("lost", {"peer": peer, "why": why})
 

@@ -1,4 +1,4 @@
-"""Commit rules: which staged pushes become the next version. Pure functions; the rule is the mode."""
+"""Commit rules: which staged pushes become the next version, as pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from steepest.messages.message import PushId
 
 
 class Staged(NamedTuple):
-    """A push that lies complete on every server: who, which life, its own count, the version it was made from."""
+    """A push that is staged completely on every server.
+
+    Attributes:
+        worker: index of its worker.
+        incarnation: number of the worker's process.
+        sequence: number of the push among those of that process.
+        pulled: the version whose weights it was computed from.
+    """
 
     worker: int
     incarnation: int
@@ -19,51 +26,70 @@ class Staged(NamedTuple):
 
     @property
     def id(self) -> PushId:
-        """What tells it from every other push."""
+        """Its identity: worker, incarnation and sequence number."""
         return PushId(self.worker, self.incarnation, self.sequence)
 
 
 class Decision(NamedTuple):
-    """What becomes of staged pushes: those to commit as the next version, and those that never will be."""
+    """What a rule decides on staged pushes.
+
+    Attributes:
+        commit: pushes that make the next version, in the order in which they are added up; empty to
+            wait for more.
+        drop: pushes that will never be committed.
+    """
 
     commit: tuple[Staged, ...] = ()
     drop: tuple[Staged, ...] = ()
 
 
 class CommitRule(Protocol):
-    """A mode of training, as decisions over plain values.
+    """A mode of training, as pure functions of plain values.
 
-    A worker's *clock* is how many of its pushes were committed.
+    A worker's *clock* is the number of its pushes that are committed.
+
+    Attributes:
+        together: whether every member contributes to every version, so that servers may add pushes
+            up as they arrive.
     """
 
-    #: whether every member contributes to every version, so that servers may reduce as pushes
-    #: arrive
     together: bool
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
-        """What to do with the staged pushes (oldest first) at a version."""
+        """Return which staged pushes to commit and to drop.
+
+        Args:
+            version: the present version.
+            members: indices of all workers of the job.
+            staged: the complete pushes, oldest first.
+        """
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        """Whether a worker may begin its next push."""
+        """Return whether a worker may begin its next push.
+
+        Args:
+            worker: index of the worker.
+            clocks: of all workers that have joined, it included.
+        """
 
     def needs(self, workers: int) -> int:
-        """How many of them must be there for the others to go on."""
+        """Return how many of a job's workers must have joined for these to go on."""
 
     def pushes_per_step(self, workers: int) -> int:
-        """How many batches make one step."""
+        """Return how many pushes make one training step of a job with that many workers."""
 
     def versions_per_step(self, workers: int) -> int:
-        """How many updates make one step."""
+        """Return how many versions make one training step of a job with that many workers."""
 
 
 @dataclass(frozen=True)
 class CommitAll:
-    """Synchronous: one push of every member."""
+    """Synchronous training: a version is one push of every member."""
 
     together = True
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
-        """All or nothing, in the order of the workers."""
+        """Commit all staged pushes, ordered by worker, once each member has one."""
         return (
             Decision(tuple(sorted(staged)))
             if {push.worker for push in staged} >= members
@@ -71,25 +97,28 @@ class CommitAll:
         )
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        """New weights are all that a worker waits for."""
+        """Return True: a worker waits for new weights alone."""
         return True
 
     def needs(self, workers: int) -> int:
-        """All."""
+        """Return the number of all workers."""
         return workers
 
     def pushes_per_step(self, workers: int) -> int:
-        """One of each worker."""
+        """Return one push for each worker."""
         return workers
 
     def versions_per_step(self, workers: int) -> int:
-        """A step is an update."""
+        """Return 1."""
         return 1
 
 
 @dataclass(frozen=True)
 class CommitFirst:
-    """Synchronous with backup workers: the first gradients of a version, all but `backup` (Chen et al. 2016).
+    """Synchronous training with backup workers (Chen et al. 2016).
+
+    Args:
+        backup: how many of the workers' pushes for a version are not waited for.
 
     Reference: Revisiting Distributed Synchronous SGD, arXiv:1604.00981.
     """
@@ -98,32 +127,32 @@ class CommitFirst:
     together = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
-        """Those of this version as soon as they are enough; later ones are of older weights, and dropped."""
+        """Commit the first pushes of this version once they are enough; drop older ones."""
         drop = tuple(push for push in staged if push.pulled < version)
         fresh = [push for push in staged if push.pulled == version]
         enough = self.pushes_per_step(len(members))
         return Decision(tuple(sorted(fresh[:enough])) if len(fresh) >= enough else (), drop)
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        """New weights are all that a worker waits for."""
+        """Return True: a worker waits for new weights alone."""
         return True
 
     def needs(self, workers: int) -> int:
-        """As many as a step takes."""
+        """Return the number of workers whose pushes make a version."""
         return self.pushes_per_step(workers)
 
     def pushes_per_step(self, workers: int) -> int:
-        """All but the backup."""
+        """Return one push for each worker but the backup; at least one."""
         return max(workers - self.backup, 1)
 
     def versions_per_step(self, workers: int) -> int:
-        """A step is an update."""
+        """Return 1."""
         return 1
 
 
 @dataclass(frozen=True)
 class CommitEach:
-    """Asynchronous: every push by itself, in the order in which they are complete.
+    """Asynchronous training: each push is a version, in the order in which pushes are complete.
 
     Args:
         lead: no worker begins a push while its clock is more than this ahead of the slowest's
@@ -140,7 +169,7 @@ class CommitEach:
     together = False
 
     def decide(self, version: int, members: frozenset[int], staged: Sequence[Staged]) -> Decision:
-        """The oldest that is not too stale."""
+        """Commit the oldest push that is not too stale; drop the older ones."""
         if self.drop_above is None:
             return Decision(tuple(staged[:1]))
         for index, push in enumerate(staged):
@@ -149,17 +178,17 @@ class CommitEach:
         return Decision((), tuple(staged))
 
     def may_go_on(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        """Whether it is within the bound."""
+        """Return whether the worker is at most `lead` pushes ahead of the slowest."""
         return self.lead is None or clocks[worker] - min(clocks.values()) <= self.lead
 
     def needs(self, workers: int) -> int:
-        """Any."""
+        """Return 1: any worker goes on by itself."""
         return 1
 
     def pushes_per_step(self, workers: int) -> int:
-        """As many as workers, of whichever."""
+        """Return as many pushes as there are workers, whichever made them."""
         return workers
 
     def versions_per_step(self, workers: int) -> int:
-        """Each push is an update."""
+        """Return as many versions as there are workers: each push is one."""
         return workers

@@ -1,4 +1,4 @@
-"""What a coordinator has decided so far, and the form in which servers are told. Pure."""
+"""The state of a coordinator: versions, staged pushes, and how servers learn of decisions. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from steepest.protocol.sample_leases import Leases
 #: Messages in the order in which they are sent, each with its receiver.
 Outgoing = list[tuple[Peer, Message]]
 
-#: Commits from one that tells servers the state of the schedule to the next: the most steps by which
-#: another coordinator may have to advance it.
+#: Commits from one that tells servers the state of the schedule to the next: the most steps by
+#: which another coordinator may have to advance it.
 SCHEDULE_EVERY = 100
 
 
 class CommitState:
-    """The versions of one job or parameter server: what a coordinator and its membership both act on.
+    """The versions of a job or parameter server, on which coordinator and membership both act.
 
     Args:
         members: indices of the workers of a closed job; none for an open group.
@@ -37,13 +37,13 @@ class CommitState:
         schedule: of the hyperparameters, if it has a state.
         keep_log: whether to keep every commit, for a replay.
         witnessed: whether servers remember the decisions, so that these outlive this process: a
-            client is told of a commit when a server in another process knows it.
+            client learns of a commit when a server in another process knows it.
 
     Attributes:
         members, servers, rule: as given.
         version: number of updates committed.
         generation: number of the present membership; pushes of earlier ones are void.
-        logged: the newest version of which clients may be told; infinity where no server remembers.
+        logged: the newest version that clients may learn of; infinity where no server remembers.
         staging: the pushes that are reported or staged, and not decided on.
         leases: which worker computes which share of the samples.
         history: counters, and the log if it is kept.
@@ -80,11 +80,16 @@ class CommitState:
 
     @property
     def step(self) -> int:
-        """Number of the open training step: of those that are committed."""
+        """Number of whole training steps that are committed."""
         return self.version // self.versions_per_step
 
     def is_current(self, generation: int, pulled: int) -> bool:
-        """Return whether a push of a generation, computed from version `pulled`, may still be committed."""
+        """Return whether a push may still be committed.
+
+        Args:
+            generation: in which it was made.
+            pulled: the version whose weights it was computed from.
+        """
         return generation == self.generation and (pulled == self.version or not self.rule.together)
 
     def advance(self) -> None:
@@ -102,7 +107,7 @@ class CommitState:
         self.leases.clear(joined, self.version)
 
     def install(self, install: Install, joined: Collection[int]) -> None:
-        """Continue from another version, with the ledger, counters and schedule that a client gives.
+        """Continue from another version, ledger, counters and schedule.
 
         Staged pushes stay until the next generation begins.
 
@@ -126,7 +131,7 @@ class CommitState:
         self.history.forget_log()
 
     def confirm(self, version: int) -> None:
-        """Let clients be told of the commits up to a version: another process knows them.
+        """Let clients learn of the commits up to a version, which another process knows.
 
         Raises:
             ProtocolError: that version is not committed.
@@ -136,7 +141,7 @@ class CommitState:
         self.logged = max(self.logged, version)
 
     def reach_schedule(self) -> bool:
-        """Advance the schedule towards the open step for a fraction of a second; return whether it is there."""
+        """Advance the schedule for a fraction of a second; return whether it is up to date."""
         self.schedule_behind = self._schedule is not None and not self._schedule.reach(self.step)
         return not self.schedule_behind
 

@@ -26,13 +26,13 @@ from steepest.protocol.sample_leases import Ledger
 class Coordinator:
     """Decides which staged pushes become versions, and orders reads between them.
 
-    Its membership decides who may push, and what is granted and answered. Every method is called on
-    the thread of the process' router; each returns the messages to send, in order.
+    Its membership decides which processes may push, and what they are granted and answered. Methods
+    are called on the thread of the process' router, and return the messages to send, in order.
 
     Args:
         membership: a `ClosedJob` of numbered workers, or an `OpenGroup` of users.
-        hyperparameters: returns those of a step, by parameter group; only what differs from the
-            servers' own.
+        hyperparameters: returns the hyperparameters of a step that differ from the servers' own, by
+            parameter group.
         nonfinite: "refuse", "skip" or "pass" an update with NaN or infinity.
         clip_norm: the greatest norm of an update's gradient; None for any.
         scale_rate: whether the learning rate is divided by the staleness.
@@ -74,7 +74,7 @@ class Coordinator:
 
     @property
     def logged(self) -> float:
-        """The newest version of which clients may be told; infinity for all."""
+        """The newest version that clients may learn of; infinity for all."""
         return self._state.logged
 
     # -- events --------------------------------------------------------------------------------
@@ -158,6 +158,7 @@ class Coordinator:
         ]
 
     def _counters(self, sequence: int) -> driver.Counters:
+        """Return the answer to a request for counters."""
         state = self._state
         ledger = state.leases.ledger
         if state.rule.together:  # no share is leased
@@ -167,16 +168,18 @@ class Coordinator:
             sequence,
             state.version,
             state.step,
-            **ledger.look(),
-            **state.history.look(),
+            **ledger.counters(),
+            **state.history.counters(),
         )
 
     def _log_page(self, read: driver.ReadLog) -> driver.LogPage:
+        """Return the page of the log that a request asks for."""
         return driver.LogPage(read.sequence, **self._state.history.page(read.first))
 
     # -- stage and commit ----------------------------------------------------------------------
 
     def _version_staged(self, server: int, staged: VersionStaged) -> Outgoing:
+        """Take note that a server has reduced the gradients of all members for the next version."""
         if not isinstance(self._state.staging, StagedTogether):
             raise ProtocolError("VERSION_STAGED under a rule that commits pushes one by one")
         if not self._state.is_current(staged.generation, staged.version):
@@ -185,6 +188,7 @@ class Coordinator:
         return self._decide()
 
     def _push_staged(self, server: int, staged: PushStaged) -> Outgoing:
+        """Take note that a server has staged a push; discard one of a process that is no member."""
         state = self._state
         if not isinstance(state.staging, StagedEach):
             raise ProtocolError(
@@ -198,7 +202,7 @@ class Coordinator:
         return self._decide()
 
     def _decide(self) -> Outgoing:
-        """Commit, drop or refuse every staged push that the rule decides on; return the messages."""
+        """Commit, drop or refuse every complete push that the rule decides on."""
         state = self._state
         out: Outgoing = []
         while (complete := state.staging.complete()) and state.reach_schedule():
@@ -220,7 +224,7 @@ class Coordinator:
         state = self._state
         try:
             hyper = self._hyperparameters(state.step)
-        except BaseException as error:  # noqa: BLE001 - the user's schedule; sent to the driver with its traceback
+        except BaseException as error:  # noqa: BLE001 - the user's; sent to the driver
             return self.membership.refuse(pushes, "schedule", {**describe_error(error)})
         staleness = {push.worker: state.version - push.pulled for push in pushes}
         rate = 1.0 / max(1, *staleness.values()) if self._scale_rate else 1.0
@@ -245,7 +249,10 @@ class Coordinator:
     def _entry(
         self, pushes: Sequence[Staged], hyper: list[dict[str, Any]], *rest: Any
     ) -> list[Any]:
-        """Return the log's entry: version, pushes with their leases, hyperparameters, and the rest of a `Commit`."""
+        """Return the log's entry of the next version.
+
+        See `steepest.engine.commit_log.Commit.from_entry`.
+        """
         state = self._state
         rows = []
         for push in pushes:
@@ -256,7 +263,7 @@ class Coordinator:
         return [state.version + 1, rows, hyper if any(hyper) else None, *rest]
 
     def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:
-        """Have servers discard pushes that will never be committed; their workers go on with new weights."""
+        """Discard pushes that will never be committed; their workers go on with new weights."""
         state = self._state
         state.staging.take(pushes)
         state.history.count_dropped(len(pushes))

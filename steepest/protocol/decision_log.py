@@ -1,4 +1,4 @@
-"""What a server has heard of the coordinator's decisions, so that these outlive the coordinator. Pure."""
+"""The coordinator's decisions as servers remember them, to go on without it. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from steepest.messages.gradients import Commit, Decision
 
-#: Decisions that are remembered: a server that lags by more cannot be brought up to date.
+#: The decisions that are remembered: a server that lags by more cannot be brought up to date.
 REMEMBERED = 4096
 
 
 class DecisionLog:
-    """The coordinator's words to the servers, which all of them are told in one order; each has a number.
+    """The decisions that one server has received; all servers receive them in one order, by number.
 
     Attributes:
-        log: entries of the coordinator's log, if it keeps one; all of them.
-        schedule: where its schedule stood when it said so last, if it did.
+        log: all entries of the coordinator's log, if it keeps one.
+        schedule: the newest state of the coordinator's schedule that came with a decision.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class DecisionLog:
         self.schedule: dict[str, Any] = {}
 
     def hear(self, decision: Decision) -> None:
-        """Remember a decision."""
+        """Add a decision, with the entry of the log and the schedule's state that it has."""
         self._recent.append(decision)
         if isinstance(decision, Commit) and decision.entry is not None:
             self.log.append(decision.entry)
@@ -35,21 +35,23 @@ class DecisionLog:
 
     @property
     def recent(self) -> list[Decision]:
-        """Those of late, oldest first."""
+        """The last decisions, at most 4096, oldest first."""
         return list(self._recent)
 
 
-def missing(heard: Sequence[Decision], everything: Iterable[Sequence[Decision]]) -> list[Decision]:
-    """Return, in order, the decisions that one server has not heard of, of all that any server has heard of.
+def missing(
+    received: Sequence[Decision], by_server: Iterable[Sequence[Decision]]
+) -> list[Decision]:
+    """Return, in order, the decisions that some server has received and this one has not.
 
     Args:
-        heard: what the server has heard, oldest first.
-        everything: what each server has heard.
+        received: the decisions that this server has received, oldest first.
+        by_server: the decisions that each server has received.
     """
-    last = heard[-1].number if heard else 0
+    last = received[-1].number if received else 0
     others = {
         decision.number: decision
-        for decisions in everything
+        for decisions in by_server
         for decision in decisions
         if decision.number > last
     }

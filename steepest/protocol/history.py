@@ -1,4 +1,4 @@
-"""What was committed: counters and, if it is kept, the log. Pure; part of the coordinator."""
+"""Counters of what was committed and, if it is kept, the log of commits. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-#: Bytes of JSON that entries of the log have in one answer; one entry is always taken, which has
-#: less than a message may have: a commit's hyperparameters are limited (see `Schedule.at`), and
-#: each of its pushes is some numbers.
+#: The most bytes of JSON of log entries in one answer. A single larger entry is sent all the same:
+#: it fits into a message, as a commit's hyperparameters are limited (see `Schedule.at`) and each of
+#: its pushes is some numbers.
 LOG_PAGE = 1 << 20
-#: A worker is a straggler when it computes so many times as long as the median of the others.
+#: A worker is a straggler when it computes this many times as long as the median of the others.
 SLOW = 2.0
 
 
@@ -19,13 +19,14 @@ class History:
     """The commits of one job.
 
     Args:
-        keep_log: whether to keep each of them, for a replay.
+        keep_log: whether to keep each commit, for a replay.
 
     Attributes:
-        committed, skipped, dropped: updates, those of them that changed nothing, and pushes that
-            became none.
-        staleness: of the pushes that were committed: how many had which.
-        paces: seconds of computing that a push of each worker takes, a running mean.
+        committed: number of versions.
+        skipped: number of versions that changed nothing.
+        dropped: number of pushes that will never be committed.
+        staleness: number of committed pushes by their staleness, in versions.
+        paces: by worker, the seconds that it computes for one push, as a running mean.
     """
 
     def __init__(self, keep_log: bool = False) -> None:
@@ -36,20 +37,33 @@ class History:
         self._log: list[list[Any]] | None = [] if keep_log else None
 
     def add(self, entry: list[Any], staleness: Iterable[int], *, skipped: bool) -> None:
-        """One more commit; for its entry see `steepest.engine.commit_log.Commit.from_entry`."""
+        """Count a commit, and keep its entry if the log is kept.
+
+        Args:
+            entry: see `steepest.engine.commit_log.Commit.from_entry`.
+            staleness: of each of its pushes, in versions.
+            skipped: whether the version changes nothing.
+        """
         self.committed += 1
         self.skipped += skipped
         self.staleness.update(staleness)
         if self._log is not None:
             self._log.append(entry)
 
-    def time(self, worker: int, timings: Mapping[str, float], step: int) -> None:
-        """Take note how long a worker computed for its push of a step, if its timings (in seconds) tell."""
+    def add_timings(self, worker: int, timings: Mapping[str, float], step: int) -> None:
+        """Update a worker's pace, and whether it is a straggler.
+
+        Args:
+            worker: index of the worker.
+            timings: seconds by part of its push; without "compute" nothing changes.
+            step: number of the training step that the push is of.
+        """
         if (seconds := timings.get("compute")) is not None:
             self.paces[worker] = seconds + 0.8 * (self.paces.get(worker, seconds) - seconds)
             self._compare(worker, step)
 
     def _compare(self, worker: int, step: int) -> None:
+        """Record since which step a worker is a straggler, if it is one."""
         pace = self.paces[worker]
         others = sorted(other for index, other in self.paces.items() if index != worker)
         if others and pace > SLOW * others[len(others) // 2]:
@@ -62,18 +76,16 @@ class History:
         self.dropped += pushes
 
     def counts(self) -> dict[str, Any]:
-        """What `load_state` takes."""
+        """Return "committed", "skipped", "dropped" and "staleness" as `load_state` takes them."""
         counts = {"committed": self.committed, "skipped": self.skipped, "dropped": self.dropped}
         return {**counts, "staleness": sorted(self.staleness.items())}
 
-    def load_state(self, told: dict[str, Any]) -> None:
-        """Takes the counters over that another one told, by `counts` or `look`."""
-        self.committed, self.skipped, self.dropped = (
-            told["committed"],
-            told["skipped"],
-            told["dropped"],
-        )
-        self.staleness = Counter(dict(told["staleness"]))
+    def load_state(self, counts: dict[str, Any]) -> None:
+        """Replace the counters by those that `counts` or `counters` of another history returned."""
+        self.committed = counts["committed"]
+        self.skipped = counts["skipped"]
+        self.dropped = counts["dropped"]
+        self.staleness = Counter(dict(counts["staleness"]))
 
     @property
     def keeps_log(self) -> bool:
@@ -81,17 +93,27 @@ class History:
         return self._log is not None
 
     def forget_log(self) -> None:
-        """Weights were set: what came before does not explain what follows."""
+        """Empty the log: weights were installed that earlier commits do not explain."""
         if self._log is not None:
             self._log.clear()
 
-    def look(self) -> dict[str, Any]:
-        """Return the counters, the pace of each worker, and since which step each straggler is slow."""
+    def counters(self) -> dict[str, Any]:
+        """Return `counts`, and what is known of the workers' speed.
+
+        "paces" has (worker, seconds), "slow" has (straggler, the step since which it is slow).
+        """
         paces, slow = sorted(self.paces.items()), sorted(self._slow_since.items())
         return {**self.counts(), "paces": paces, "slow": slow}
 
     def page(self, first: int) -> dict[str, Any]:
-        """Return a page of the log from entry `first` on ("log"; None if no log is kept), and the log's length."""
+        """Return a page of the log.
+
+        Args:
+            first: index of the page's first entry.
+
+        Returns:
+            "log", the entries, and "length" of the whole log; "log" alone, None, if it is not kept.
+        """
         if self._log is None:
             return {"log": None}
         page: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""What a coordinator asks its membership: who may push, and what they are told of commits."""
+"""The policy of a coordinator on membership: which processes push, and how they are answered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Readers = list[list[int]]
 
 
 class Membership(Protocol):
-    """The processes that push to one coordinator: a closed job's workers, or an open group's users."""
+    """The processes that push: a closed job's workers, or an open group's users."""
 
     @property
     def state(self) -> CommitState:
@@ -43,10 +43,19 @@ class Membership(Protocol):
         """
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
-        """Act on the loss of a peer, whose channel closed for that reason; return the messages to send."""
+        """Act on the loss of a peer, whose channel closed; return the messages to send.
+
+        Args:
+            peer: any role's.
+            reason: why the channel closed, as text.
+        """
 
     def tick(self, now: float) -> Outgoing:
-        """Give up what is overdue at time `now`, in seconds; return the messages to send."""
+        """Give up overdue steps; return the messages to send.
+
+        Args:
+            now: in seconds on the caller's clock.
+        """
 
     def is_over(self, worker: int, incarnation: int) -> bool:
         """Return whether the process that made a push is no member any more."""
@@ -67,7 +76,7 @@ class Membership(Protocol):
             norm: of the gradient; None where it is not known.
 
         Returns:
-            Who is sent the new weights, and the messages to send after the commit.
+            The workers that are sent the new weights, and the messages to send after the commit.
         """
 
     def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:

@@ -1,4 +1,4 @@
-"""The membership of a parameter server by itself: any user may push, nothing is leased or granted."""
+"""The membership of a parameter server by itself: users push, nothing is leased or granted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from steepest.protocol.push_tracking import Reports, StagedEach
 
 
 class OpenGroup:
-    """Users that come and leave, and know nothing of each other; see `Membership` for the methods.
+    """Users that come and leave, and know nothing of each other.
 
-    A user speaks as a worker whose index the servers do not know beforehand.
+    `Membership` describes the methods that the coordinator calls. A user speaks as a worker whose
+    index the servers do not know beforehand.
 
     Args:
         state: without members, and with a rule that commits each push by itself and drops none.
@@ -33,7 +34,7 @@ class OpenGroup:
 
     @property
     def limit(self) -> int:
-        """The present version: nobody asks for steps."""
+        """The present version: no client asks for steps."""
         return self.state.version
 
     def handle(self, source: Peer, message: Message) -> Outgoing:
@@ -45,13 +46,16 @@ class OpenGroup:
                 return self._install(source, Install.unpack(message))
             case _:
                 raise ProtocolError(
-                    f"the coordinator of an open group does not take {message.kind.name} of {source}"
+                    f"the coordinator of a parameter server does not take {message.kind.name} "
+                    f"from {source}"
                 )
 
     def report(self, source: Peer, message: Message) -> bool:
         """Stage PUSHED of a user, see `Membership.report`."""
         if message.kind is not Kind.PUSHED:
-            raise ProtocolError(f"{source} is not a member of a job")
+            raise ProtocolError(
+                f"the coordinator of a parameter server takes no report of {source}"
+            )
         pushed = Pushed.unpack(message)
         if pushed.pulled > self.state.version:
             raise ProtocolError(
@@ -61,7 +65,7 @@ class OpenGroup:
         return True
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
-        """Discard what cannot be complete any more without a user, or everything without a server."""
+        """Discard what a lost user cannot complete, or everything when a server is lost."""
         if peer.role == "worker":
             return self._abandon(peer.index, None)
         if peer.role != "server":
@@ -75,7 +79,7 @@ class OpenGroup:
         return []
 
     def is_over(self, worker: int, incarnation: int) -> bool:
-        """Return False: whether a user is still connected is not asked when its push is complete."""
+        """Return False: a user's push is committed even if the user has left since."""
         return False
 
     def committed(
@@ -85,7 +89,7 @@ class OpenGroup:
         staleness: Mapping[int, int],
         norm: float | None,
     ) -> tuple[Readers, Outgoing]:
-        """Answer the users: with the new weights where these were asked for, else with the version."""
+        """Answer each user: with the new weights if it asked for them, else with the version."""
         answers: Outgoing = []
         readers = []
         for push in pushes:
@@ -98,7 +102,7 @@ class OpenGroup:
         return readers, answers
 
     def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
-        """Fail: users are not told of dropped pushes, so the rule must drop none."""
+        """Fail: no message tells a user of a dropped push, so the rule must drop none."""
         raise AssertionError(f"the rule of an open group dropped {pushes}")
 
     def refuse(self, pushes: tuple[Staged, ...], reason: str, about: Mapping[str, Any]) -> Outgoing:
@@ -112,7 +116,7 @@ class OpenGroup:
         return out
 
     def _install(self, client: Peer, install: Install) -> Outgoing:
-        """Make what a client has put the next version."""
+        """Install the state that a client has put, as the next version."""
         self.state.advance()
         generation, version = self.state.generation, self.state.version
         order = InstallPut(generation, version, [[*client, install.sequence]])
@@ -125,6 +129,7 @@ class OpenGroup:
         return self._discard(lost) if lost else []
 
     def _discard(self, pushes: list[PushId]) -> Outgoing:
+        """Return the messages by which servers discard pushes."""
         return self.state.to_servers(
             Discard(self.state.generation, self.state.version, tuple(pushes))
         )

@@ -1,4 +1,4 @@
-"""Which pushes are complete: reported by their workers, and staged on every server that holds trainable chunks."""
+"""Which pushes are complete: reported by their workers, and staged on all servers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Staging(ABC):
 
     @abstractmethod
     def complete(self) -> list[Staged]:
-        """Return the complete pushes; those of one worker in the order of their sequence numbers."""
+        """Return the complete pushes, those of one worker in the order of their numbers."""
 
     @abstractmethod
     def take(self, pushes: Sequence[Staged]) -> Reports:
@@ -71,14 +71,17 @@ class Staging(ABC):
 
     @abstractmethod
     def _messages(self, pushes: Sequence[Staged]) -> Collection[VersionStaged | PushStaged]:
-        """Return what servers said of complete pushes."""
+        """Return the servers' messages about complete pushes."""
 
     @abstractmethod
     def _missing(self) -> Mapping[int, Collection[int]]:
         """Return, for each worker with a reported push, the servers that have not staged it."""
 
     def culprits(self, pushes: Sequence[Staged]) -> Culprits:
-        """Return the NaN and infinity in complete pushes, each once although a tensor may lie in many chunks."""
+        """Return the NaN and infinity in complete pushes.
+
+        Each parameter is named once for each worker, although it may lie in many chunks.
+        """
         found = (
             (worker, name)
             for message in self._messages(pushes)
@@ -87,13 +90,13 @@ class Staging(ABC):
         return list(dict.fromkeys(found))
 
     def norm(self, pushes: Sequence[Staged]) -> float | None:
-        """Return the norm of the gradient that complete pushes make together; None where it is not known."""
+        """Return the norm of the gradient that complete pushes make; None if it is not known."""
         messages = self._messages(pushes)
         known = [message.squares for message in messages if message.squares is not None]
         return math.sqrt(sum(sorted(known))) if len(known) == len(messages) else None
 
     def awaited(self, workers: Iterable[int]) -> list[Peer]:
-        """Return which of some workers have not reported; if none, the servers that have not staged."""
+        """Return which of these workers have not reported; if all have, the awaited servers."""
         missing = self._missing()
         silent = [worker_peer(worker) for worker in workers if worker not in missing]
         servers = {server for part in missing.values() for server in part}
@@ -101,7 +104,10 @@ class Staging(ABC):
 
 
 class StagedTogether(Staging):
-    """For rules by which every member contributes to every version: one message of each server per version."""
+    """Staging under a rule by which every member contributes to every version.
+
+    Each server sends one message per version, when it has reduced the gradients of all members.
+    """
 
     def __init__(self, holding: frozenset[int]) -> None:
         super().__init__(holding)
@@ -131,13 +137,16 @@ class StagedTogether(Staging):
         return [Staged(*push, report.pulled) for push, report in self._reports.items()]
 
     def take(self, pushes: Sequence[Staged]) -> Reports:
-        """Return the reports of pushes by worker, and forget everything: the version is decided on."""
+        """Return the reports by worker, and forget everything: the version is decided on."""
         reports = {push.worker: self._reports[push.id] for push in pushes}
         self.clear()
         return reports
 
     def end(self, worker: int) -> tuple[list[PushId], bool]:
-        """Return that nothing is void yet: without the worker a new generation begins, which voids all."""
+        """Return no pushes: the generation that begins without the worker voids all.
+
+        See `Staging.end`.
+        """
         return [], False
 
     def clear(self) -> None:
@@ -209,14 +218,17 @@ class ClosedPushes:
 
 @dataclass
 class _Progress:
-    """What is known of one push: its report, and what servers said that have staged it."""
+    """A push with its report, and the messages of the servers that have staged it."""
 
     report: Reported | None = None
     servers: dict[int, PushStaged] = field(default_factory=dict)
 
 
 class StagedEach(Staging):
-    """For rules that choose among pushes: one message of each server per push."""
+    """Staging under a rule that chooses among pushes.
+
+    Each server sends one message per push, when it has staged all of it.
+    """
 
     def __init__(self, holding: frozenset[int]) -> None:
         super().__init__(holding)
@@ -237,7 +249,7 @@ class StagedEach(Staging):
             self._check_complete(push)
 
     def is_closed(self, push: PushId) -> bool:
-        """Return whether a push is decided on or void, so that what is said of it comes too late."""
+        """Return whether a push is decided on or void; what is said of it then comes too late."""
         return push in self._closed
 
     def staged(self, server: int, staged: PushStaged) -> None:
@@ -252,6 +264,7 @@ class StagedEach(Staging):
             self._check_complete(push)
 
     def _track(self, push: PushId) -> _Progress:
+        """Return what is known of a push, from its first message on."""
         progress = self._tracked.get(push)
         if progress is None:
             if (
@@ -265,6 +278,7 @@ class StagedEach(Staging):
         return progress
 
     def _check_complete(self, push: PushId) -> None:
+        """Make a push complete if nothing of it is missing."""
         progress = self._tracked[push]
         if (
             progress.report is not None
@@ -326,13 +340,14 @@ class StagedEach(Staging):
         return void
 
     def end(self, worker: int) -> tuple[list[PushId], bool]:
-        """Close a worker's incomplete pushes, see `Staging.end`; messages about them may still arrive."""
+        """Close a worker's incomplete pushes, see `Staging.end`; messages may still arrive."""
         own = [push for push in self._tracked if push.worker == worker]
         void = [push for push in own if push not in self._complete]
         self._close(void)
         return void, len(void) < len(own)
 
     def _close(self, pushes: Iterable[PushId]) -> None:
+        """Close pushes that are void."""
         for push in pushes:
             del self._tracked[push]
             self._closed.add(push)

@@ -1,4 +1,4 @@
-"""Leases of the samples: which worker computes which share, under rules by which a worker takes the next free one.
+"""Leases of the samples, under rules by which a worker takes the next free share.
 
 A share is one part of one step's samples; its number counts the shares of all steps.
 """
@@ -15,15 +15,15 @@ from steepest.protocol.commit_rules import CommitRule, Staged
 
 
 class Ledger:
-    """The numbers of shares that were given out, and of those that came back.
+    """The numbers of the shares that are leased, and of those that were returned.
 
     With n shares in a step, number ``L`` is share ``L % n`` of step ``L // n`` of the sample plan.
-    Each is given to one worker at a time; numbers that come back are given out first, so that every
-    sample is in exactly one committed push.
+    Each is leased to one worker at a time; returned numbers are leased first, so that every sample
+    is in exactly one committed push.
 
     Args:
-        following: the lowest number that was never given out.
-        returned: numbers below that came back.
+        following: the lowest number that was never leased.
+        returned: the numbers below it that are free.
 
     Example:
         >>> ledger = Ledger()
@@ -39,34 +39,34 @@ class Ledger:
         self._returned = sorted(returned)
 
     def take(self) -> int:
-        """Return the lowest number that is free; it is given out from now on."""
+        """Lease the lowest free number, and return it."""
         if self._returned:
             return heapq.heappop(self._returned)
         self.following += 1
         return self.following - 1
 
     def give_back(self, share: int) -> None:
-        """Make a number free that was given out: its push will not be committed."""
+        """Make a leased number free, because its push will not be committed."""
         heapq.heappush(self._returned, share)
 
     @property
     def returned(self) -> tuple[int, ...]:
-        """Return the numbers that came back and were not given out again, ascending."""
+        """The numbers that were returned and are not leased again, ascending."""
         return tuple(sorted(self._returned))
 
-    def look(self) -> dict[str, Any]:
-        """Return "following" and "returned": shares below the first are committed or given out, but for the second."""
+    def counters(self) -> dict[str, Any]:
+        """Return "following" and "returned", as the constructor takes them."""
         return {"following": self.following, "returned": list(self.returned)}
 
 
 @dataclass
 class _Busy:
-    """A worker that was given a share, whose push is neither committed nor dropped.
+    """The lease of a worker whose push is neither committed nor dropped.
 
     Attributes:
-        share: its number; None when another worker may have it by now.
-        since: when it was given, on the caller's clock, in seconds.
-        push: that the worker has reported for it.
+        share: its number; None once it is free for other workers.
+        since: when it was leased, in seconds on the caller's clock.
+        push: which the worker has reported for it.
     """
 
     share: int | None
@@ -75,72 +75,88 @@ class _Busy:
 
 
 class Leases:
-    """Which share each worker computes, and how far each has come. Pure; part of the coordinator.
+    """Which share each worker computes, and how many pushes each has made. Pure.
 
     Args:
-        rule: says who may go on.
+        rule: decides which workers may begin another push.
         members: indices of the workers.
 
     Attributes:
         ledger: the shares.
-        last: by worker, the sequence number of its last push that was committed.
-        sent: the version whose weights each worker was sent last.
-        clocks: by worker, how many of its pushes were committed.
+        last_committed: by worker, the sequence number of the last committed push of its process.
+        sent: by worker, the version whose weights it was sent last.
+        clocks: by worker, the number of its pushes that are committed.
     """
 
     def __init__(self, rule: CommitRule, members: Collection[int]) -> None:
         self.ledger = Ledger()
         self.clocks = dict.fromkeys(members, 0)
-        self.last: dict[int, int] = {}
+        self.last_committed: dict[int, int] = {}
         self.sent: dict[int, int] = {}
         self._rule = rule
         self._busy: dict[int, _Busy] = {}
 
     @property
     def busy(self) -> tuple[int, ...]:
-        """Return the workers that have a share whose push is neither committed nor dropped."""
+        """The workers that have a lease: their pushes are neither committed nor dropped."""
         return tuple(self._busy)
 
     def share_of(self, worker: int) -> int | None:
-        """Return the share that a worker computes; None if it has none, or another worker may have it."""
+        """Return the share that is leased to a worker; None if none is or it is free for others."""
         return self._busy[worker].share if worker in self._busy else None
 
     def state(self) -> list[int]:
-        """Return the lowest share that was never given out, followed by all below it that are not committed."""
+        """Return the shares that another coordinator may lease, as `restore` takes them.
+
+        The lowest that was never leased comes first, then all below it that are not committed.
+        """
         out = [busy.share for busy in self._busy.values() if busy.share is not None]
         return [self.ledger.following, *sorted([*self.ledger.returned, *out])]
 
-    def choose(self, joined: Collection[int], count: float, now: float) -> list[tuple[int, int]]:
-        """Give shares to idle workers, the slowest first, until `count` are busy; return (worker, share) of each."""
-        chosen = []
+    def lease(self, joined: Collection[int], most: float, now: float) -> list[tuple[int, int]]:
+        """Lease free shares to idle workers that may go on, the slowest first.
+
+        Args:
+            joined: indices of the workers that have joined.
+            most: how many workers may be busy; may be infinity.
+            now: in seconds on the caller's clock.
+
+        Returns:
+            (worker, share) of each new lease.
+        """
+        leased = []
         clocks = {worker: self.clocks[worker] for worker in joined}
         for worker in sorted(
             joined - self._busy.keys(), key=lambda worker: (self.clocks[worker], worker)
         ):
-            if len(self._busy) >= count:
+            if len(self._busy) >= most:
                 break
             if self._rule.may_go_on(worker, clocks):
                 share = self.ledger.take()
                 self._busy[worker] = _Busy(share, now)
-                chosen.append((worker, share))
-        return chosen
+                leased.append((worker, share))
+        return leased
 
     def restore(self, shares: Sequence[int]) -> None:
-        """Continue with another ledger.
+        """Continue with other free shares.
 
         Args:
-            shares: the lowest that was never given out, followed by all below it that are free; as
+            shares: the lowest that was never leased, followed by all below it that are free; as
                 `state` returns them.
         """
         self.ledger = Ledger(shares[0], shares[1:])
 
     def free(self, shares: Iterable[int]) -> None:
-        """Make shares free that no worker has any more."""
+        """Make shares free that are leased to no worker any more."""
         for share in shares:
             self.ledger.give_back(share)
 
     def claim(self, push: PushId) -> bool:
-        """Return whether a push is of the share that its worker has; the share takes no other push from then on."""
+        """Bind a reported push to the lease of its worker, which takes no other push from then on.
+
+        Returns:
+            Whether the worker has a lease that no other push is bound to.
+        """
         busy = self._busy.get(push.worker)
         if busy is None or busy.push not in (None, push):
             return False
@@ -148,20 +164,24 @@ class Leases:
         return True
 
     def commit(self, pushes: Iterable[Staged]) -> None:
-        """Take note that pushes are committed: their workers are idle, and one push further."""
+        """End the leases of committed pushes, and advance their workers' clocks by one."""
         for push in pushes:
             del self._busy[push.worker]
             self.clocks[push.worker] += 1
-            self.last[push.worker] = push.sequence
+            self.last_committed[push.worker] = push.sequence
 
     def drop(self, pushes: Iterable[Staged]) -> list[int]:
-        """Take note that pushes are dropped: their workers are idle. Return the shares that no worker has now."""
+        """End the leases of dropped pushes.
+
+        Returns:
+            Their shares that are neither free nor leased now; see `free`.
+        """
         return [
             share for push in pushes if (share := self._busy.pop(push.worker).share) is not None
         ]
 
     def give_back(self, workers: Iterable[int]) -> None:
-        """Make the shares of some workers free for others, although these still compute them."""
+        """Make the shares of busy workers free for others; these workers still compute them."""
         for worker in workers:
             busy = self._busy[worker]
             if busy.share is not None:
@@ -169,36 +189,53 @@ class Leases:
                 busy.share = None
 
     def begin(self, worker: int, version: int, joined: Collection[int]) -> None:
-        """Take note that a process joins as a worker.
+        """Add a process that joins as a worker, with the weights of `version`.
 
-        It has pushed nothing yet, has the weights of `version`, and its clock holds up no other
-        worker.
+        Its clock is at least the lowest of the others, so that it holds up no other worker.
+
+        Args:
+            worker: index of the worker.
+            version: the present version.
+            joined: indices of all workers that have joined.
         """
-        self.last.pop(worker, None)
+        self.last_committed.pop(worker, None)
         self.sent[worker] = version
         others = [self.clocks[other] for other in joined if other != worker]
         self.clocks[worker] = max(self.clocks[worker], min(others, default=0))
 
     def leave(self, worker: int) -> None:
-        """Take note that a worker is gone; its share is free."""
+        """End the lease of a lost worker, if it has one; its share is free."""
         if worker in self._busy:
             self.give_back([worker])
             del self._busy[worker]
 
     def clear(self, joined: Iterable[int], version: int) -> None:
-        """Begin a generation: all shares that are not committed are free; `joined` have the weights of `version`."""
+        """End all leases, whose shares are free, as a generation begins.
+
+        Args:
+            joined: indices of the workers that take part.
+            version: whose weights they are sent.
+        """
         self.give_back(self._busy)
         self._busy.clear()
         self.sent = dict.fromkeys(joined, version)
 
     def overdue(self, now: float, timeout: float) -> list[int]:
-        """Return the workers that have had their share for `timeout` seconds."""
+        """Return the workers whose leases are `timeout` seconds old or older.
+
+        Args:
+            now: in seconds on the caller's clock; a lease from before the first call begins then.
+            timeout: in seconds.
+        """
         for busy in self._busy.values():
             busy.since = min(busy.since, now)
         return [worker for worker, busy in self._busy.items() if now - busy.since >= timeout]
 
     def behind(self, workers: Iterable[int], version: int) -> list[int]:
-        """Return the workers that were not sent the weights of `version` or newer; from then on they count as sent."""
+        """Return which workers were sent no weights of `version` or newer; the caller sends them.
+
+        From then on they count as sent.
+        """
         found = [worker for worker in workers if self.sent[worker] < version]
         self.sent |= dict.fromkeys(found, version)
         return found
