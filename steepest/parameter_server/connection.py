@@ -132,6 +132,8 @@ class Connection:
         Raises:
             DeadlineError: `max_in_flight` pushes stay uncommitted for `timeout` seconds.
             ShutdownError: the connection is closed.
+            SteepestError: this push would have to wait, and this thread runs a callback of a
+                future, which may not.
         """
         deadline = self._clock() + self._timeout
         what = "a push to leave"
