@@ -27,22 +27,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = (
-    "protocol/coordinator", "protocol/closed_job", "engine/server", "engine/server_chunk", "protocol/push_tracking",
-    "data/sampler", "checkpoint/files",
+    "protocol/coordinator", "engine/server", "engine/server_chunk", "engine/staging_progress",
+    "engine/outgoing_weights", "engine/early_pushes", "protocol/push_tracking", "data/sampler", "checkpoint/files",
 )  # fmt: skip
 #: tests that are likely to notice come first, so that most mutants cost seconds
-DECIDING = [
-    "coordinator",
-    "leftovers",
-    "commit_rules",
-    "modes",
-    "worker_replacement",
-    "fault_scripts",
-    "pushes",
-]
 FIRST = {
-    "protocol/coordinator": DECIDING,
-    "protocol/closed_job": DECIDING,
+    "protocol/coordinator": [
+        "coordinator",
+        "leftovers",
+        "commit_rules",
+        "modes",
+        "worker_replacement",
+        "fault_scripts",
+        "pushes",
+    ],
     "engine/server": [
         "pushes",
         "modes",
@@ -51,6 +49,9 @@ FIRST = {
         "precision",
         "fault_scripts",
     ],
+    "engine/staging_progress": ["pushes", "modes", "clip", "permissions"],
+    "engine/outgoing_weights": ["weight_buffers", "snapshots", "precision", "modes"],
+    "engine/early_pushes": ["permissions", "replication"],
     "engine/server_chunk": ["pushes", "clip", "optimizer", "modes", "one_copy"],
     "protocol/push_tracking": ["pushes", "coordinator", "modes", "clip", "fault_scripts"],
     "data/sampler": ["sampler", "leftovers", "sources", "worker_replacement"],

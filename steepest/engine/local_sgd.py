@@ -64,10 +64,7 @@ class LocalReplicas(Replicas):
         self._updates_before = updates_before
         self._clip_norm = clip_norm
         self._schedule = Schedule(spec)
-        self._recipe = [
-            {k: v for k, v in hyper.items() if k not in ("fused", "foreach")}
-            for _, hyper in spec.groups
-        ]
+        self._spec = spec
         self._base = self.layout.allocate()
         chunks = [self.layout.chunks[index] for index in self._trainable]
         self._held = {
@@ -158,8 +155,7 @@ class LocalReplicas(Replicas):
             factor = clip_factor(math.sqrt(math.fsum(map(sum_of_squares, means))), self._clip_norm)
             for mean in means if factor != 1.0 else ():
                 mean.mul_(factor)
-        changed = self._schedule.at(at)  # what it leaves out has the recipe's value
-        hyper = [{**recipe, **now} for recipe, now in zip(self._recipe, changed, strict=True)]
+        hyper = self._spec.hyperparameters(self._schedule.at(at))
         for held in self._held.values():
             held.apply(hyper, 1.0)
         self.weights_changed()

@@ -1,21 +1,22 @@
-"""A server: stages pushed chunks, reduces them, and applies the optimizer when told to commit."""
+"""A server: stages pushed chunks, reduces them, and applies the optimizer on COMMIT."""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from steepest.engine.optimizer_records import checked_state_size, state_fields
+from steepest.engine.early_pushes import EarlyPushes
+from steepest.engine.incoming_weights import Key
+from steepest.engine.optimizer_records import checked_state_size
+from steepest.engine.outgoing_weights import OutgoingWeights
 from steepest.engine.put_states import PutStates
 from steepest.engine.server_chunk import ServerChunk, StagedPush
+from steepest.engine.staging_progress import StagingProgress
 from steepest.engine.topology import Topology
-from steepest.engine.weight_buffers import WeightBuffers
 from steepest.errors import ProtocolError
 from steepest.messages.gradients import (
     Commit,
@@ -27,16 +28,14 @@ from steepest.messages.gradients import (
     PushStaged,
     Refresh,
     VersionStaged,
-    Weights,
 )
 from steepest.messages.membership import Members, WorkerEnded, WorkerJoined
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, PushId, Send, worker_peer
-from steepest.messages.snapshots import InstallPut, Snapshot, SnapshotEnd, StateTensor
+from steepest.messages.snapshots import InstallPut, Snapshot
 from steepest.messages.users import UserLeft
 from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.decision_log import DecisionLog
-from steepest.protocol.push_tracking import MOST_CULPRITS, MOST_PUSHES, ClosedPushes
-from steepest.tensors.half_precision import narrow, narrow_size
+from steepest.protocol.push_tracking import MOST_PUSHES, ClosedPushes
 from steepest.tensors.memory import as_tensor
 
 log = logging.getLogger(__name__)
@@ -47,25 +46,17 @@ _DECISIONS: dict[Kind, type[Decision]] = {
 }
 
 
-@dataclass(slots=True)
-class _Arriving:
-    """One push that is being staged: chunks still to come, and what is known of those that came."""
-
-    missing: int
-    squares: list[float] = field(default_factory=list)
-    culprits: list[tuple[int, str]] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class ServerMode:
     """What servers do differently in the modes of training.
 
     Attributes:
-        together: every member contributes to every version: pushes are reduced as they arrive.
-        in_workers: each server lives in the process of the worker of its index, which takes the
-            server's weights there.
-        open_to_all: anybody may push, members or not.
-        checked: the size of gradients is computed, and with it NaN and infinity are found.
+        together: whether every member contributes to every version, so that a chunk is reduced as
+            soon as the last member has pushed it.
+        in_workers: whether each server lives in the process of the worker of its index, which takes
+            the weights that this server has.
+        open_to_all: whether processes that are no members may push.
+        checked: whether sums of squares are computed, which show NaN and infinity.
     """
 
     together: bool = True
@@ -75,17 +66,28 @@ class ServerMode:
 
 
 class Server:
-    """One server's chunks: a state machine over messages.
+    """One server's chunks: a role, which is a state machine over messages.
+
+    Used on the thread of the process' router.
 
     Args:
         index: of the server.
         topology: of the job.
-        spec: the optimizer; None to add what is pushed to the weights.
-        weights: the flat vector; this server's chunks in it are read now and updated in place.
-        send: how to send.
-        in_use: whether somebody may be reading weights where they lie, or has yet to be sent them.
-        own_pending: makes copies for those; None to make the new weights elsewhere.
+        spec: the optimizer; None to add pushes to the weights.
+        weights: uint8, flat, of the layout's size, with the initial values; this server's chunks in
+            it are updated in place where that is possible.
+        send: sends as the server.
+        in_use: returns whether memory is being read by another process, or has yet to be sent.
+        own_pending: copies what has not been sent yet of some memory, so that it may change; None
+            to write new weights elsewhere while the old ones are in use.
         mode: of training, as far as servers are concerned.
+
+    Attributes:
+        version: of the weights: the number of the last commit.
+        generation: the last one that the coordinator began.
+        refused: the number of pushes and puts that were dropped.
+        chunks: that this server holds, by index.
+        decisions: the coordinator's decisions, remembered where chunks have copies.
     """
 
     def __init__(
@@ -106,27 +108,14 @@ class Server:
         self._index = index
         self._send = send
         layout, holders = topology.layout, topology.holders
-        self._in_workers = mode.in_workers
-        self._holders = holders
         self._copies = any(len(servers) > 1 for servers in holders)
         self.decisions = DecisionLog()
-        self._own_pending = own_pending
-        self._in_use = in_use
-        self._codec, self._pull_dtype = topology.wire_formats
+        self._codec = topology.wire_formats[0]
         self._hosts = topology.hosts
-        self._host = self._hosts.servers[index]
-        self._weight_buffers = WeightBuffers(layout.nbytes, in_use, weights)
-        self._narrow_buffers = WeightBuffers(
-            layout.nbytes // 2, in_use
-        )  # of what workers pull narrow
-        self._narrowed: dict[
-            int, tuple[tuple[int, int], torch.Tensor]
-        ] = {}  # by chunk: of which version, its bytes
         self._together = mode.together
-        self._checked = mode.checked
         self._open_to_all = mode.open_to_all
         self._layout = layout
-        self._chunks = {
+        self.chunks = {
             chunk.index: ServerChunk(
                 chunk,
                 layout,
@@ -138,46 +127,62 @@ class Server:
             for chunk in layout.chunks
             if index in holders[chunk.index]
         }
-        self._answers_for = {chunk for chunk in self._chunks if holders[chunk][0] == index}
-        self._trainable = [chunk for chunk in self._chunks.values() if chunk.chunk.trainable]
-        self._base = [dict(hyper) for _, hyper in spec.groups] if spec is not None else []
-        self._changed = False  # whether a schedule has changed hyperparameters
+        self._answers_for = {chunk for chunk in self.chunks if holders[chunk][0] == index}
+        self._trainable = [chunk for chunk in self.chunks.values() if chunk.chunk.trainable]
+        self._spec = spec
+        self._base = [hyper for _, hyper in spec.groups] if spec is not None else []
+        self._changed = False  # whether a schedule has ever changed hyperparameters
         self._members: frozenset[int] = frozenset()
-        self._early: list[
-            tuple[Peer, Push | HostPush]
-        ] = []  # pushes of a generation or version that is not known here yet
-        self._early_of: Counter[Peer] = Counter()
-        self._arriving: dict[PushId, _Arriving] = {}
         self._done = ClosedPushes()
-        self._together_now = _Arriving(len(self._trainable))
-        self._puts = PutStates(index, self._chunks, send, self._make_way, checked=mode.open_to_all)
-        self._ended: dict[int, int] = {}  # by worker, the last of its lives that are over
-
-    @property
-    def chunks(self) -> dict[int, ServerChunk]:
-        """What it holds."""
-        return self._chunks
+        self._progress = StagingProgress(len(self._trainable), self._answers_for, mode.checked)
+        self._early = EarlyPushes(len(self._trainable))
+        self._weights = OutgoingWeights(
+            index,
+            topology,
+            self.chunks,
+            weights,
+            send,
+            in_use=in_use,
+            own_pending=own_pending,
+            in_workers=mode.in_workers,
+        )
+        make_way = self._weights.make_way
+        self._puts = PutStates(index, self.chunks, send, make_way, checked=mode.open_to_all)
+        self._ended: dict[int, int] = {}  # by worker, the incarnation of its last life that is over
 
     @property
     def vector(self) -> torch.Tensor:
-        """The flat vector in which its chunks lie, or the first of them."""
-        lying = next(
-            (held.weights for held in self._chunks.values() if held.chunk.nbytes), torch.empty(0)
-        )
-        return self._weight_buffers.of(lying)
+        """The flat vector (uint8, of the layout's size) in which its first chunk lies."""
+        return self._weights.vector
+
+    @property
+    def _position(self) -> Key:
+        """The generation and version at which this server is."""
+        return self.generation, self.version
 
     @property
     def weight_buffers_held(self) -> int:
-        """Flat vectors that take memory: one, and those that readers need, or needed not long ago."""
-        return self._weight_buffers.held + self._narrow_buffers.held
+        """The number of flat vectors that take memory: one, and those for readers' old versions."""
+        return self._weights.buffers_held
 
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Where an arriving payload goes: a push into a staging buffer of its chunk, or it stays where it is lent."""
+        """Return the memory for an arriving payload: new, a staging buffer, or where it is lent.
+
+        Args:
+            message: without its payload, unless that is lent inside the host.
+            size: of the payload, in bytes.
+
+        Returns:
+            `size` bytes; None to receive and drop a push that is late.
+
+        Raises:
+            ProtocolError: this server takes no such payload.
+        """
         if message.kind is Kind.PUT_STATE:
             return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
-        held = self._chunks.get(message.chunk)
+        held = self.chunks.get(message.chunk)
         sizes = [held.chunk.nbytes] if held is not None else []
         is_push = message.kind in (Kind.PUSH, Kind.HOST_PUSH)
         if held is not None and is_push:
@@ -198,14 +203,18 @@ class Server:
         )
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Acts on one message."""
+        """Act on one message.
+
+        Raises:
+            ProtocolError: the message is refused.
+        """
         match message.kind:
             case Kind.PUSH:
                 self._stage(source, Push.unpack(message))
             case Kind.HOST_PUSH:
                 self._stage(source, HostPush.unpack(message))
             case Kind.SNAPSHOT:
-                self._snapshot(Snapshot.unpack(message))
+                self._weights.answer(Snapshot.unpack(message), self._position)
             case Kind.PUT | Kind.PUT_STATE | Kind.REPLACE_STATE:
                 self._puts.receive(source, message)
             case kind if (decision := _DECISIONS.get(kind)) is not None:
@@ -217,7 +226,7 @@ class Server:
         """Act on one of the coordinator's decisions, and remember it where chunks have copies.
 
         Raises:
-            ProtocolError: it cannot be carried out here; nothing has changed.
+            ProtocolError: the decision cannot be carried out here; nothing has changed.
         """
         match decision:
             case Commit():
@@ -239,59 +248,53 @@ class Server:
             self.decisions.hear(decision)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """The coordinator decides what a loss means; it is told once all that arrived is staged."""
+        """Forget what a peer had begun, whose channel is closed.
+
+        What a loss means is the coordinator's to decide. Of a user's loss it is sent a message,
+        after those about the pushes that had arrived whole.
+        """
         self._puts.lost(peer)
         if self._open_to_all and peer.role == "worker":
-            for push in [push for push in self._arriving if push.worker == peer.index]:
-                self._forget(push)
+            for push in self._progress.pushes:
+                if push.worker == peer.index:
+                    self._forget(push)
             self._done.forget(peer.index)
             self._send(COORDINATOR, UserLeft(peer.index).pack())
 
     def tick(self, now: float) -> None:
-        """A server has no deadlines of its own."""
+        """Do nothing: a server has no deadlines of its own."""
 
     # -- stage ---------------------------------------------------------------------------------
 
     def _stage(self, source: Peer, pushed: Push | HostPush) -> None:
-        next_one = (
-            self._copies and self._together and pushed.pulled == self.version + 1
-        )  # elsewhere this is committed
-        if pushed.generation > self.generation or (
-            next_one and pushed.generation == self.generation
-        ):
+        """Stage one chunk of a gradient, keep it for later, or drop it where it is late.
+
+        Raises:
+            ProtocolError: the push is refused.
+        """
+        # Another server that holds the chunk has applied the next version before this one has.
+        is_next = self._copies and self._together and pushed.pulled == self.version + 1
+        newer = pushed.generation > self.generation
+        if newer or (is_next and pushed.generation == self.generation):
             self._keep_early(source, pushed)
             return
-        held = self._chunks.get(pushed.chunk)
+        held = self.chunks.get(pushed.chunk)
         if held is None or not held.chunk.trainable:
             raise ProtocolError(f"chunk {pushed.chunk} takes no gradients on server {self._index}")
         pushes = self._pushes_of(source, pushed)
-        push, covered = pushes[0], frozenset(push.worker for push in pushes)
-        reasons = [
-            reason
-            for push in pushes
-            if (reason := self._reason_to_refuse(push, pushed, held)) is not None
-        ]
-        reason = max(reasons, default=None)
-        if reason is not None:
-            self.refused += 1
-            held.release(pushed.payload)
-            if reason:
-                raise ProtocolError(
-                    f"push of chunk {pushed.chunk} at version {pushed.pulled}: {reason}"
-                )
+        if self._refuses(pushes, pushed, held):
             return
-        payload = pushed.payload
-        codec = (
-            self._codec if payload is not None and payload.numel() != held.chunk.nbytes else None
-        )
+        payload, codec = pushed.payload, None
+        if payload is not None and payload.numel() != held.chunk.nbytes:
+            codec = self._codec
         if codec is not None and payload is not None:
             codec.check(self._layout, held.chunk, payload)
         if payload is not None and not self._together and pushed.chunk not in self._answers_for:
-            payload = held.own(
-                payload
-            )  # its worker goes on when it has the weights, which come from elsewhere
+            # Its worker overwrites it as soon as another server has sent the weights.
+            payload = held.own(payload)
+        push, workers = pushes[0], frozenset(push.worker for push in pushes)
         absent = frozenset(pushed.absent)
-        held.staged[push] = StagedPush(covered, payload, pushed.unit, pushed.total, absent, codec)
+        held.staged[push] = StagedPush(workers, payload, pushed.unit, pushed.total, absent, codec)
         if self._together:
             if held.contributors() >= self._members:
                 self._reduce(held)
@@ -299,18 +302,18 @@ class Server:
             self._count(push, held, pushed.pulled)
 
     def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
-        """Keeps a push that overtook the coordinator's word; as many of each sender as two steps have, and copies."""
-        served = (
-            len(self._hosts.aggregators.get(source.index, ())) if source.role == "aggregator" else 1
-        )
-        self._early.append((source, pushed))
-        self._early_of[source] += 1
-        if self._early_of[source] > 4 * len(self._trainable) * served:
-            oldest = next(push for peer, push in self._early if peer == source)
-            self._early = [(peer, push) for peer, push in self._early if push is not oldest]
-            self._early_of[source] -= 1
+        """Keep a push until the coordinator's message about its generation or version is here.
+
+        Raises:
+            ProtocolError: the sender has pushed more than two steps early (see `EarlyPushes`); its
+                oldest push is dropped, its memory is free again.
+        """
+        aggregated = self._hosts.aggregators.get(source.index, ())
+        workers = len(aggregated) if source.role == "aggregator" else 1
+        oldest = self._early.keep(source, pushed, workers)
+        if oldest is not None:
             self.refused += 1
-            if (held := self._chunks.get(oldest.chunk)) is not None:
+            if (held := self.chunks.get(oldest.chunk)) is not None:
                 held.release(oldest.payload)
             raise ProtocolError(
                 f"{source} has pushed more than two steps before this server was told of them: its "
@@ -319,7 +322,11 @@ class Server:
             )
 
     def _pushes_of(self, source: Peer, pushed: Push | HostPush) -> list[PushId]:
-        """Whose gradient it is: the sender's, or those of workers of its host."""
+        """Return the pushes of which a message is a chunk: one worker's, or those of several.
+
+        Raises:
+            ProtocolError: the sender is an aggregator that does not serve these workers.
+        """
         if isinstance(pushed, Push):
             return [PushId(source.index, pushed.incarnation, pushed.sequence)]
         pushes = sorted(pushed.pushes)
@@ -331,10 +338,28 @@ class Server:
             )
         return pushes
 
+    def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: ServerChunk) -> bool:
+        """Return whether a chunk of some pushes is dropped because it is late; it is counted then.
+
+        Raises:
+            ProtocolError: the chunk is dropped because the sender should not have sent it.
+        """
+        reasons = [self._reason_to_refuse(push, pushed, held) for push in pushes]
+        reason = max((reason for reason in reasons if reason is not None), default=None)
+        if reason is None:
+            return False
+        self.refused += 1
+        held.release(pushed.payload)
+        if reason:
+            raise ProtocolError(
+                f"push of chunk {pushed.chunk} at version {pushed.pulled}: {reason}"
+            )
+        return True
+
     def _reason_to_refuse(
         self, push: PushId, pushed: Push | HostPush, held: ServerChunk
     ) -> str | None:
-        """None to take it; empty when it is merely late; at most once in any case."""
+        """Return why a push is refused: empty where it is late or a copy; None to take it."""
         late = pushed.generation < self.generation or push.incarnation <= self._ended.get(
             push.worker, -1
         )
@@ -354,61 +379,31 @@ class Server:
 
     @staticmethod
     def _reason_against_another(push: PushId, held: ServerChunk) -> str | None:
-        """Whoever pushes on and on without a commit is refused before the memory is gone."""
+        """Return why a worker may not stage one more push: its pushes would fill the memory."""
         if len(held.staged) < MOST_PUSHES:
             return None
         own = sum(other.worker == push.worker for other in held.staged)
-        return (
-            None
-            if own < MOST_PUSHES
-            else f"worker {push.worker} has {own} pushes that are not committed"
-        )
+        if own < MOST_PUSHES:
+            return None
+        return f"worker {push.worker} has {own} pushes that are not committed"
 
     def _reduce(self, held: ServerChunk) -> None:
-        """Every member's push of a chunk is there."""
-        order = sorted(held.staged)
-        now = self._together_now
-        held.reduce(order)
-        squares = held.squares()
-        if not math.isfinite(squares):
-            now.culprits += held.culprits(order)
-        if held.chunk.index in self._answers_for:
-            now.squares.append(squares)
-        now.missing -= 1
-        if now.missing == 0:
-            staged = VersionStaged(self.generation, self.version, *self._squares_and_culprits(now))
+        """Reduce a chunk that all members have pushed; after the last, send VERSION_STAGED."""
+        found = self._progress.reduce(held)
+        if found is not None:
+            staged = VersionStaged(self.generation, self.version, *found)
             self._send(COORDINATOR, staged.pack())
 
     def _count(self, push: PushId, held: ServerChunk, pulled: int) -> None:
-        """One more chunk of a push is there."""
-        arriving = self._arriving.get(push)
-        if arriving is None:
-            arriving = self._arriving[push] = _Arriving(len(self._trainable))
-        squares = held.check(push)
-        if not math.isfinite(squares):
-            arriving.culprits += held.culprits([push])
-        if held.chunk.index in self._answers_for:
-            arriving.squares.append(squares)
-        arriving.missing -= 1
-        if arriving.missing == 0:
-            del self._arriving[push]
-            about = self._squares_and_culprits(arriving)
-            staged = PushStaged(
-                self.generation, push.incarnation, push.sequence, pulled, push.worker, *about
-            )
-            self._send(COORDINATOR, staged.pack())
-
-    def _squares_and_culprits(
-        self, arriving: _Arriving
-    ) -> tuple[float | None, list[tuple[int, str]]]:
-        """Return the sum of the squares of a gradient, None if it is not checked, and who sent NaN."""
-        squares = (
-            sum(sorted(arriving.squares)) if self._checked else None
-        )  # the same in whatever order chunks came
-        return squares, arriving.culprits[:MOST_CULPRITS]
+        """Count a staged chunk of a push; after the last, send PUSH_STAGED."""
+        found = self._progress.count(push, held)
+        if found is not None:
+            key = (self.generation, push.incarnation, push.sequence, pulled, push.worker)
+            self._send(COORDINATOR, PushStaged(*key, *found).pack())
 
     def _forget(self, push: PushId) -> None:
-        self._arriving.pop(push, None)
+        """Drop what is staged of a push, and refuse what comes of it later."""
+        self._progress.forget(push)
         self._done.add(push)
         for held in self._trainable:
             if push in held.staged:
@@ -417,71 +412,64 @@ class Server:
     # -- commit and apply ----------------------------------------------------------------------
 
     def _commit(self, commit: Commit) -> None:
+        """Apply some staged pushes as the next version, and send it to its readers.
+
+        Raises:
+            ProtocolError: the commit cannot be applied here; nothing has changed.
+        """
         if commit.version <= self.version or commit.generation < self.generation:
             return  # a copy of one that is applied
-        pushes = commit.pushes
         hyper = commit.hyper or [{} for _ in self._base]
         self._check_commit(commit, hyper)
-        if self._changed or any(
-            hyper
-        ):  # what a schedule leaves alone returns to the recipe's value
-            self._changed = True
-            hyper = [{**base, **changed} for base, changed in zip(self._base, hyper, strict=True)]
-            hyper = [
-                {k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in hyper
-            ]
+        if self._spec is not None and (self._changed or any(hyper)):
+            self._changed = True  # what a schedule leaves alone later returns to the recipe's value
+            hyper = self._spec.hyperparameters(hyper)
         self.version = commit.version
-        self._together_now = _Arriving(len(self._trainable))
-        readers = list(
-            dict.fromkeys(
-                (self._hosts.reader_of(worker), request) for worker, request in commit.readers
-            )
-        )
-        for held in reversed(
-            self._trainable
-        ):  # first layers first: the next forward pass wants them first
+        self._progress.begin_version()
+        workers = ((self._hosts.reader_of(worker), request) for worker, request in commit.readers)
+        readers = list(dict.fromkeys(workers))
+        # First layers first, which lie in the last chunks: the next forward pass begins with them.
+        for held in reversed(self._trainable):
             if not commit.skip:
-                if not self._together:
-                    held.reduce(
-                        push
-                        for push in pushes
-                        if push in held.staged or not self._hosts.aggregators
-                    )
-                held.clip(commit.clip)
-                held.apply(hyper, commit.rate, self._make_way(held))
-            for push in pushes:
-                if (
-                    push in held.staged
-                ):  # what an aggregator added up is staged as the first of them
+                self._apply(held, commit, hyper)
+            for push in commit.pushes:
+                if push in held.staged:  # what an aggregator added up is staged as the first push
                     held.forget(push)
             for reader, sequence in readers:
-                self._send_weights(reader, held, sequence)
+                self._weights.send(reader, held, self._position, sequence)
         if not self._together:
-            for push in pushes:
+            for push in commit.pushes:
                 self._done.add(push)
         if self._copies and self._index == 1:  # in another process than the coordinator
             self._send(COORDINATOR, Logged(self.generation, self.version).pack())
-        if self._weight_buffers.look():
-            self._give_rooms_back()
+        self._weights.end_commit()
         self._stage_early()
 
+    def _apply(self, held: ServerChunk, commit: Commit, hyper: list[dict[str, Any]]) -> None:
+        """Take the optimizer's step of a commit on one chunk."""
+        if not self._together:
+            aggregated = self._hosts.aggregators
+            held.reduce(push for push in commit.pushes if push in held.staged or not aggregated)
+        held.clip(commit.clip)
+        held.apply(hyper, commit.rate, self._weights.make_way(held))
+
     def _check_commit(self, commit: Commit, hyper: list[dict[str, Any]]) -> None:
-        """Looks whether all of a commit can be applied, before any of it is.
+        """Check that all of a commit can be applied, before any of it is.
 
         Raises:
             ProtocolError: it cannot.
         """
-        pushes, here = commit.pushes, (self.generation, self.version)
+        pushes = commit.pushes
         if (commit.generation, commit.version) != (self.generation, self.version + 1):
             raise ProtocolError(
-                f"COMMIT of {(commit.generation, commit.version)} at generation, version {here}"
+                f"COMMIT of {(commit.generation, commit.version)} at generation, version "
+                f"{self._position}"
             )
-        missing = self._together and self._together_now.missing > 0
-        if (
-            not self._together and not self._hosts.aggregators
-        ):  # what an aggregator added up is staged as the first of them
+        missing = self._together and not self._progress.version_is_whole
+        if not self._together and not self._hosts.aggregators:
+            # With aggregators, several workers' pushes are staged as the first of them.
             staged = self._trainable[0].staged if self._trainable else dict.fromkeys(pushes)
-            missing = any(push in self._arriving or push not in staged for push in pushes)
+            missing = any(self._progress.is_partial(p) or p not in staged for p in pushes)
         if missing and not commit.skip:
             raise ProtocolError(
                 f"COMMIT of pushes {[*pushes]} that are not whole on server {self._index}"
@@ -495,165 +483,83 @@ class Server:
                 f"COMMIT with hyper={hyper!r:.80}: the optimizer has {len(self._base)} groups"
             )
 
-    def _make_way(self, held: ServerChunk) -> torch.Tensor | None:
-        """Before weights change: where the new ones go, or None when they may take the place of the old ones."""
-        if self._own_pending is not None:
-            self._own_pending(held.weights)
-            return None
-        if not self._in_use(held.weights):
-            return None
-        return self._weight_buffers.free(held.chunk.start, held.chunk.stop)
-
-    def _give_rooms_back(self) -> None:
-        """Frees memory that no reader has needed for a while."""
-        chunks = [held.chunk for held in self._chunks.values()]
-        for held in self._chunks.values():
-            if (
-                buffer := self._weight_buffers.moved(
-                    held.weights, held.chunk.start, held.chunk.stop
-                )
-            ) is not None:
-                buffer.copy_(held.weights)
-                held.move(buffer)
-        self._weight_buffers.shrink(
-            [held.weights for held in self._chunks.values()], [(c.start, c.stop) for c in chunks]
-        )
-        self._narrowed.clear()
-        sizes = [(c, narrow_size(c.dtype, c.nbytes, self._pull_dtype)) for c in chunks]
-        self._narrow_buffers.shrink(
-            [], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size]
-        )
-
     def _discard(self, discard: Discard) -> None:
-        """Forget pushes; their workers go on with the weights as they are."""
+        """Forget pushes, and send the weights as they are to the workers that wait for them."""
         if self._is_now(discard):
             for push in discard.pushes:
                 self._forget(push)
             self._refresh(discard.readers)
 
     def _end_worker(self, ended: WorkerEnded) -> None:
-        """Forget the incomplete pushes of a life of a worker, and refuse those that come yet."""
+        """Forget the incomplete pushes of a dead worker's life, and refuse later ones of it."""
         if self._is_now(ended):
             self._ended[ended.worker] = ended.life
             for push in ended.pushes:
                 self._forget(push)
-            own = [
-                push
-                for push in self._arriving
-                if push.worker == ended.worker and push.incarnation <= ended.life
-            ]
-            for push in own:
-                self._forget(push)
+            for push in self._progress.pushes:
+                if push.worker == ended.worker and push.incarnation <= ended.life:
+                    self._forget(push)
 
     def _take_in(self, joined: WorkerJoined) -> None:
-        """Take pushes of a worker from now on, and send it all weights."""
+        """Take a worker's pushes from now on, and send the worker all weights."""
         if self._is_now(joined):
             self._members |= {joined.worker}  # it may have been missing when the generation began
-            for held in self._chunks.values():
-                self._send_weights(worker_peer(joined.worker), held, reload=True)
+            for held in self.chunks.values():
+                self._weights.send(worker_peer(joined.worker), held, self._position, reload=True)
 
     def _is_now(self, decision: Decision) -> bool:
-        """Return whether a decision is about this version; otherwise it is a copy, since decisions come in order."""
-        return (decision.generation, decision.version) == (self.generation, self.version)
+        """Return whether a decision is about this server's generation and version.
+
+        Decisions come in order, so any other one is a copy.
+        """
+        return (decision.generation, decision.version) == self._position
 
     def _refresh(self, readers: Sequence[Sequence[int]]) -> None:
-        """Send workers the trainable weights as they are."""
+        """Send workers the trainable weights as they are; each entry is (worker, request)."""
         for worker, sequence in readers:
             for held in reversed(self._trainable):
-                self._send_weights(worker_peer(worker), held, sequence)
-
-    def _send_weights(
-        self, reader: Peer, held: ServerChunk, sequence: int = 0, *, reload: bool = False
-    ) -> None:
-        """Sends a chunk to who gets it from here: from its own process, or else from who answers for it."""
-        holders = self._holders[held.chunk.index]
-        own = self._in_workers and reader.role == "worker" and reader.index in holders
-        if self._index != (reader.index if own else holders[0]):
-            return
-        chunk, payload = held.chunk.index, self._as_pulled(held, reader)
-        self._send(
-            reader, Weights(self.generation, sequence, self.version, chunk, reload, payload).pack()
-        )
-
-    def _as_pulled(self, held: ServerChunk, reader: Peer) -> torch.Tensor:
-        """A chunk's weights as a reader receives them; rounded once for all workers of other hosts."""
-        chunk, wire = held.chunk, self._pull_dtype
-        if reader.role not in (
-            "worker",
-            "aggregator",
-        ):  # it may be slow, and what changes in place cannot be lent to it
-            return held.weights if self._own_pending is None else held.weights.clone()
-        size = narrow_size(chunk.dtype, chunk.nbytes, wire)
-        if (
-            size is None
-            or wire is None
-            or not chunk.trainable
-            or self._hosts.host_of(reader) == self._host
-        ):
-            return held.weights
-        version, narrowed = self._narrowed.get(chunk.index, ((-1, -1), held.weights))
-        if version != (self.generation, self.version):
-            begin = chunk.start // 2
-            narrowed = self._narrow_buffers.free(begin, begin + size)
-            if not narrow(held.weights, wire, narrowed):
-                narrowed = held.weights
-            self._narrowed[chunk.index] = ((self.generation, self.version), narrowed)
-        return narrowed
+                self._weights.send(worker_peer(worker), held, self._position, sequence)
 
     # -- membership and state ------------------------------------------------------------------
 
     def _begin_generation(self, begun: Members) -> None:
-        if (begun.generation, begun.version) <= (self.generation, self.version):
+        """Begin a generation with its members: what was staged before is dropped.
+
+        Early pushes of the generation are staged, and its members are sent all weights if the
+        coordinator says so.
+        """
+        if (begun.generation, begun.version) <= self._position:
             return  # a copy
         self.generation, self.version = begun.generation, begun.version
         self._members = frozenset(begun.workers)
         for held in self._trainable:
             held.discard()
-        self._arriving.clear()
+        self._progress.clear()
         self._done.clear()
-        self._together_now = _Arriving(len(self._trainable))
         self._install(begun.install)
         if begun.reload:
             for reader in dict.fromkeys(
                 self._hosts.reader_of(worker) for worker in sorted(self._members)
             ):
-                for held in self._chunks.values():
-                    self._send_weights(reader, held, reload=True)
+                for held in self.chunks.values():
+                    self._weights.send(reader, held, self._position, reload=True)
         self._stage_early()
 
     def _install_between_generations(self, order: InstallPut) -> None:
-        """Install what clients have put; pushes that are staged stay."""
-        if (order.generation, order.version) > (self.generation, self.version):
+        """Install states that clients have put; pushes that are staged stay."""
+        if (order.generation, order.version) > self._position:
             self.version = order.version
             self._install(order.install)
 
     def _install(self, puts: Iterable[Sequence[Any]]) -> None:
-        """Make what clients have put the state; each entry is (role, index, request) of a client."""
+        """Install states that clients have put; each entry is a client's (role, index, request)."""
         for role, index, sequence in puts:
             self.refused += not self._puts.install(Peer(role, index), sequence)
 
     def _stage_early(self) -> None:
-        early, self._early = self._early, []
-        self._early_of.clear()
-        for source, push in early:
+        """Stage the pushes that came early; those that are still early are kept again."""
+        for source, push in self._early.take():
             try:
                 self._stage(source, push)
             except ProtocolError as error:
                 log.warning("refused %s from %s: %s", push.KIND.name, source, error)
-
-    def _snapshot(self, order: Snapshot) -> None:
-        reader = order.reader
-        asked = [held for index, held in self._chunks.items() if index in self._answers_for]
-        for held in asked if order.what != "standing" else ():
-            if order.chunks is None or held.chunk.index in order.chunks:
-                self._send_weights(reader, held, order.sequence)
-        if order.what == "state":
-            for held in asked:
-                for about, value in held.state():
-                    part = StateTensor(
-                        order.sequence, held.chunk.index, **state_fields(about, value.clone())
-                    )
-                    self._send(reader, part.pack())
-        self._send(
-            reader, SnapshotEnd(self.generation, order.sequence, self.version, order.state).pack()
-        )

@@ -132,6 +132,17 @@ class OptimizerSpec:
         return {name for names, _ in self.groups for name in names}
 
     @without_compiler()
+    def hyperparameters(self, changed: Sequence[Hyperparameters]) -> list[Hyperparameters]:
+        """Return the hyperparameters of each group: those of the recipe, but for the changed ones.
+
+        Left out are "fused" and "foreach", which `build` chooses for each optimizer.
+
+        Args:
+            changed: by group, what a schedule sets.
+        """
+        merged = [{**own, **now} for (_, own), now in zip(self.groups, changed, strict=True)]
+        return [{k: v for k, v in g.items() if k not in ("fused", "foreach")} for g in merged]
+
     def build(
         self, slices: Sequence[tuple[str, torch.Tensor]]
     ) -> tuple[torch.optim.Optimizer, list[int]]:

@@ -61,7 +61,7 @@ def weight_buffers_of(holder: Server | MemberCollective) -> int:
     A server's buffers that were given back take no memory but stay mapped, and count here.
     """
     return len(
-        holder._weight_buffers._buffers if isinstance(holder, Server) else holder._lending_buffers
+        holder._weights._buffers._buffers if isinstance(holder, Server) else holder._lending_buffers
     )
 
 
@@ -74,7 +74,7 @@ def pushes_of(server: Server) -> int:
     """Return how many pushes a server keeps: those that are staged or arriving, and buffers in use."""
     chunks = server.chunks.values()
     used = sum(len(held._buffers) - sum(map(len, held._spare.values())) for held in chunks)
-    return used + sum(len(held.staged) for held in chunks) + len(server._arriving)
+    return used + sum(len(held.staged) for held in chunks) + len(server._progress.pushes)
 
 
 def puts_of(server: Server) -> int:

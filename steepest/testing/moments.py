@@ -17,7 +17,7 @@ Report = Callable[[int, Moment, str], None]
 
 def watch_applying(server: Server, reached: Report) -> None:
     """Have a server report when half of its chunks are updated to the next version ("apply")."""
-    chunks = [held for held in server._chunks.values() if held.chunk.trainable]
+    chunks = [held for held in server.chunks.values() if held.chunk.trainable]
     updated: dict[int, list[int]] = {}  # to the version that is being made
 
     def watch(held: ServerChunk) -> None:

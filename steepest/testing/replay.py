@@ -127,7 +127,7 @@ class _Run:
         self._server = _server(self._job, self._weights, log.start)
         if carried is not None:
             for chunk, about, value in disassemble(self._layout, carried.state, carried.plain):
-                self._server._chunks[chunk].load_state(about, value.clone())
+                self._server.chunks[chunk].load_state(about, value.clone())
             _refuse_if(carried.differing, log)
             self._workers[0].begin_with(carried.own)
         self._senders = _Senders(self._job, self._server)
@@ -180,7 +180,7 @@ class _Run:
 
     def carried(self) -> _Carried:
         """Return what goes over to the next part of the log."""
-        held = self._server._chunks.items()
+        held = self._server.chunks.items()
         records = [(index, about, value) for index, chunk in held for about, value in chunk.state()]
         everything = _all(self._states, self._workers)
         mean = mean_states(everything, [1.0] * len(everything))

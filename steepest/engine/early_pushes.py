@@ -1,0 +1,48 @@
+"""Pushes that reach a server before the coordinator's message about their generation or version."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from steepest.messages.gradients import HostPush, Push
+from steepest.messages.message import Peer
+
+
+class EarlyPushes:
+    """Pushes that wait at one server for their generation or version to begin.
+
+    A sender can be ahead by two steps at most, and each message may come twice, so a server keeps
+    four times as many pushes of each worker as a step has. More come only from a sender that does
+    not follow the protocol.
+
+    Args:
+        chunks: the number of pushes in one worker's step: the server's trainable chunks.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self._most = 4 * chunks
+        self._pushes: list[tuple[Peer, Push | HostPush]] = []  # in the order of their arrival
+        self._counts: Counter[Peer] = Counter()
+
+    def keep(self, source: Peer, pushed: Push | HostPush, workers: int) -> Push | HostPush | None:
+        """Keep a push; return the oldest one of its sender, which is dropped if there are too many.
+
+        Args:
+            source: the sender: a worker, or an aggregator.
+            pushed: one chunk of its gradient.
+            workers: the number of workers for which the sender pushes.
+        """
+        self._pushes.append((source, pushed))
+        self._counts[source] += 1
+        if self._counts[source] <= self._most * workers:
+            return None
+        oldest = next(push for peer, push in self._pushes if peer == source)
+        self._pushes = [(peer, push) for peer, push in self._pushes if push is not oldest]
+        self._counts[source] -= 1
+        return oldest
+
+    def take(self) -> list[tuple[Peer, Push | HostPush]]:
+        """Return all pushes with their senders, in the order of their arrival; none is kept."""
+        taken, self._pushes = self._pushes, []
+        self._counts.clear()
+        return taken

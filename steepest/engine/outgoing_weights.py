@@ -1,0 +1,182 @@
+"""The weights that a server sends, and the memory that they and their readers need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from steepest.engine.incoming_weights import Key
+from steepest.engine.optimizer_records import state_fields
+from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.topology import Topology
+from steepest.engine.weight_buffers import WeightBuffers
+from steepest.messages.gradients import Weights
+from steepest.messages.message import Peer, Send
+from steepest.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
+from steepest.tensors.half_precision import narrow, narrow_size
+
+
+class OutgoingWeights:
+    """What one server sends of its chunks, and the flat vectors in which it may lie.
+
+    What is sent within a host is lent where it lies. Before weights change, `make_way` therefore
+    returns other memory for the new ones where the old ones are being read, or has copies made of
+    what has not been sent yet. Used on the thread of the process' router.
+
+    Args:
+        index: of the server.
+        topology: of the job.
+        chunks: that the server holds, by index.
+        vector: uint8, flat, of the layout's size: where the chunks lie at the beginning.
+        send: sends as the server.
+        in_use: returns whether a part of a vector is being read, or has yet to be sent.
+        own_pending: copies what has not been sent yet of a part of the vector, which new weights
+            then replace; None to write new weights elsewhere while the old ones are in use.
+        in_workers: whether each server lives in the process of the worker of its index, which is
+            sent that server's copy of a chunk if it holds one.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        topology: Topology,
+        chunks: Mapping[int, ServerChunk],
+        vector: torch.Tensor,
+        send: Send,
+        *,
+        in_use: Callable[[torch.Tensor], bool],
+        own_pending: Callable[[torch.Tensor], None] | None,
+        in_workers: bool,
+    ) -> None:
+        self._index = index
+        self._hosts, self._holders = topology.hosts, topology.holders
+        self._host = self._hosts.servers[index]
+        self._wire_dtype = topology.wire_formats[1]
+        self._chunks = chunks
+        self._send = send
+        self._in_use = in_use
+        self._own_pending = own_pending
+        self._in_workers = in_workers
+        self._buffers = WeightBuffers(topology.layout.nbytes, in_use, vector)
+        # What workers of other hosts are sent in half precision, and by chunk: its version, bytes.
+        self._narrow_buffers = WeightBuffers(topology.layout.nbytes // 2, in_use)
+        self._narrowed: dict[int, tuple[Key, torch.Tensor]] = {}
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """The flat vector in which the server's first chunk lies."""
+        weights = (held.weights for held in self._chunks.values() if held.chunk.nbytes)
+        return self._buffers.of(next(weights, torch.empty(0)))
+
+    @property
+    def buffers_held(self) -> int:
+        """The number of flat vectors that take memory: one, and those for readers' old versions."""
+        return self._buffers.held + self._narrow_buffers.held
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def send(
+        self, reader: Peer, held: ServerChunk, at: Key, sequence: int = 0, *, reload: bool = False
+    ) -> None:
+        """Send a reader one chunk, if it is this server from which the reader gets that chunk.
+
+        Args:
+            reader: a worker, an aggregator or a client.
+            held: the chunk.
+            at: generation and version of the server.
+            sequence: number of the request that this answers; 0 for none.
+            reload: whether the reader is sent all chunks of this version, frozen ones included.
+        """
+        holders = self._holders[held.chunk.index]
+        own = self._in_workers and reader.role == "worker" and reader.index in holders
+        if self._index != (reader.index if own else holders[0]):
+            return
+        payload = self._as_sent(held, reader, at)
+        generation, version = at
+        weights = Weights(generation, sequence, version, held.chunk.index, reload, payload)
+        self._send(reader, weights.pack())
+
+    def _as_sent(self, held: ServerChunk, reader: Peer, at: Key) -> torch.Tensor:
+        """Return a chunk's weights in the form that a reader receives.
+
+        They are rounded where a wire dtype was chosen, once for all workers of other hosts.
+        """
+        chunk, wire_dtype = held.chunk, self._wire_dtype
+        if reader.role not in ("worker", "aggregator"):
+            # A client may be slow to read; weights that change in place cannot be lent to it.
+            return held.weights if self._own_pending is None else held.weights.clone()
+        size = narrow_size(chunk.dtype, chunk.nbytes, wire_dtype)
+        if size is None or wire_dtype is None or not chunk.trainable:
+            return held.weights
+        if self._hosts.host_of(reader) == self._host:
+            return held.weights
+        narrowed_at, narrowed = self._narrowed.get(chunk.index, ((-1, -1), held.weights))
+        if narrowed_at != at:
+            begin = chunk.start // 2
+            narrowed = self._narrow_buffers.free(begin, begin + size)
+            if not narrow(held.weights, wire_dtype, narrowed):
+                narrowed = held.weights
+            self._narrowed[chunk.index] = (at, narrowed)
+        return narrowed
+
+    def answer(self, order: Snapshot, at: Key) -> None:
+        """Send a snapshot to its reader: weights, optimizer state, and the end of it.
+
+        It is of the chunks that this server answers for.
+
+        Args:
+            order: the coordinator's SNAPSHOT.
+            at: generation and version of the server.
+        """
+        reader, holders = order.reader, self._holders
+        asked = [held for i, held in self._chunks.items() if holders[i][0] == self._index]
+        for held in asked if order.what != "standing" else ():
+            if order.chunks is None or held.chunk.index in order.chunks:
+                self.send(reader, held, at, order.sequence)
+        if order.what == "state":
+            for held in asked:
+                for about, value in held.state():
+                    fields = state_fields(about, value.clone())
+                    part = StateTensor(order.sequence, held.chunk.index, **fields)
+                    self._send(reader, part.pack())
+        generation, version = at
+        self._send(reader, SnapshotEnd(generation, order.sequence, version, order.state).pack())
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def make_way(self, held: ServerChunk) -> torch.Tensor | None:
+        """Return where a chunk's new weights are to be written, before they change.
+
+        Returns:
+            Memory of the chunk's size that nobody reads; None to write them in place of the old
+            ones.
+        """
+        if self._own_pending is not None:
+            self._own_pending(held.weights)
+            return None
+        if not self._in_use(held.weights):
+            return None
+        return self._buffers.free(held.chunk.start, held.chunk.stop)
+
+    def end_commit(self) -> None:
+        """Count a commit; now and then free the memory that no reader has needed for a while."""
+        if self._buffers.look():
+            self._free_unneeded()
+
+    def _free_unneeded(self) -> None:
+        for held in self._chunks.values():
+            chunk = held.chunk
+            buffer = self._buffers.moved(held.weights, chunk.start, chunk.stop)
+            if buffer is not None:
+                buffer.copy_(held.weights)
+                held.move(buffer)
+        chunks = [held.chunk for held in self._chunks.values()]
+        self._buffers.shrink(
+            [held.weights for held in self._chunks.values()], [(c.start, c.stop) for c in chunks]
+        )
+        self._narrowed.clear()
+        sizes = [(c, narrow_size(c.dtype, c.nbytes, self._wire_dtype)) for c in chunks]
+        self._narrow_buffers.shrink(
+            [], [(c.start // 2, c.start // 2 + size) for c, size in sizes if size]
+        )

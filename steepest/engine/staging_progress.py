@@ -1,0 +1,113 @@
+"""How much of each gradient is staged on one server, and what its squares say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from steepest.engine.server_chunk import ServerChunk
+from steepest.messages.message import PushId
+from steepest.protocol.push_tracking import MOST_CULPRITS
+
+#: The sum of squares of a whole gradient, None where it is not checked, and (worker, parameter) of
+#: each NaN or infinity in it.
+Found = tuple[float | None, list[tuple[int, str]]]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How much of a gradient is staged: of one push, or of all members' pushes of a version.
+
+    Attributes:
+        missing: the number of trainable chunks that are not staged yet.
+        squares: the sum of squares of each staged chunk that this server answers for.
+        culprits: (worker, parameter) of NaN and infinity.
+    """
+
+    missing: int
+    squares: list[float] = field(default_factory=list)
+    culprits: list[tuple[int, str]] = field(default_factory=list)
+
+
+class StagingProgress:
+    """Which gradients are whole on one server.
+
+    Args:
+        chunks: the number of trainable chunks of the server.
+        answers_for: indices of those chunks whose squares this server reports; other servers report
+            those of the copies that it has.
+        checked: whether gradients are checked.
+    """
+
+    def __init__(self, chunks: int, answers_for: Container[int], checked: bool) -> None:
+        self._chunks = chunks
+        self._answers_for = answers_for
+        self._checked = checked
+        self._version = _Progress(chunks)
+        self._pushes: dict[PushId, _Progress] = {}
+
+    @property
+    def pushes(self) -> list[PushId]:
+        """The pushes of which some chunks are staged and others missing."""
+        return list(self._pushes)
+
+    def is_partial(self, push: PushId) -> bool:
+        """Return whether some chunks of a push are staged and others missing."""
+        return push in self._pushes
+
+    @property
+    def version_is_whole(self) -> bool:
+        """Whether every chunk of the next version is reduced."""
+        return self._version.missing == 0
+
+    def reduce(self, held: ServerChunk) -> Found | None:
+        """Form the mean of a chunk of which every member's push is staged.
+
+        Returns:
+            What was found in the mean of all chunks, if this was the last one.
+        """
+        order = sorted(held.staged)
+        held.reduce(order)
+        return self._note(self._version, held, held.squares(), order)
+
+    def count(self, push: PushId, held: ServerChunk) -> Found | None:
+        """Note that one more chunk of a push is staged.
+
+        Returns:
+            What was found in the push's gradient, if this was its last chunk.
+        """
+        progress = self._pushes.get(push)
+        if progress is None:
+            progress = self._pushes[push] = _Progress(self._chunks)
+        found = self._note(progress, held, held.check(push), [push])
+        if found is not None:
+            del self._pushes[push]
+        return found
+
+    def _note(
+        self, progress: _Progress, held: ServerChunk, squares: float, pushes: Sequence[PushId]
+    ) -> Found | None:
+        if not math.isfinite(squares):
+            progress.culprits += held.culprits(pushes)
+        if held.chunk.index in self._answers_for:
+            progress.squares.append(squares)
+        progress.missing -= 1
+        if progress.missing:
+            return None
+        # Sorted, so that the sum is the same in whatever order chunks were staged.
+        total = sum(sorted(progress.squares)) if self._checked else None
+        return total, progress.culprits[:MOST_CULPRITS]
+
+    def forget(self, push: PushId) -> None:
+        """Forget a push that is dropped."""
+        self._pushes.pop(push, None)
+
+    def begin_version(self) -> None:
+        """Count the chunks of a new version from none on."""
+        self._version = _Progress(self._chunks)
+
+    def clear(self) -> None:
+        """Forget all pushes, and begin a version."""
+        self._pushes.clear()
+        self.begin_version()
