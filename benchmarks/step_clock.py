@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from steepest.compression.codecs import GradientCompressor
+from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.engine.push_pull import PushPull
 from steepest.engine.server_chunk import ServerChunk
 from steepest.models.torch import TorchModel

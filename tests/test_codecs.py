@@ -11,13 +11,12 @@ import torch
 from steepest.compression.codecs import (
     BlockInt8,
     Codec,
-    GradientCompressor,
     Half,
     Largest,
     LowRank,
-    check_residuals,
     largest,
 )
+from steepest.compression.gradient_compressor import GradientCompressor, check_residuals
 from steepest.errors import CheckpointError, ProtocolError
 from steepest.tensors.layout import ParameterLayout
 

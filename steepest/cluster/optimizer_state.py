@@ -11,7 +11,7 @@ import torch
 from steepest.checkpoint import files
 from steepest.cluster import remote_functions
 from steepest.cluster.launch import Cluster
-from steepest.compression.codecs import check_residuals
+from steepest.compression.gradient_compressor import check_residuals
 from steepest.config.strategies import LocalStrategy
 from steepest.engine.client import Snapshot
 from steepest.engine.local_sgd import InnerOptimizerState

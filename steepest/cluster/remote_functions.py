@@ -108,17 +108,22 @@ def load_inner_state(
 
 
 def left_out(replicas: Replicas) -> dict[str, torch.Tensor]:
-    """What compression has left out of a worker's gradients, see `GradientCompressor.state`."""
-    assert replicas.compressor is not None
-    return replicas.compressor.state()
+    """Return what compression has left out of a worker's gradients (`GradientCompressor.state`)."""
+    return {} if replicas.compressor is None else replicas.compressor.state()
 
 
 def load_left_out(
     replicas: Replicas, own: dict[int, dict[str, torch.Tensor]], mean: dict[str, torch.Tensor]
 ) -> None:
-    """Sets it: this worker's own, or the mean when there were others."""
-    assert replicas.compressor is not None
-    replicas.compressor.load_state(own.get(replicas.worker, mean))
+    """Set what compression has left out of a worker's gradients, if it compresses them.
+
+    Args:
+        replicas: of the worker.
+        own: by worker.
+        mean: over workers, for a worker that `own` lacks.
+    """
+    if replicas.compressor is not None:
+        replicas.compressor.load_state(own.get(replicas.worker, mean))
 
 
 def use_plan(replicas: Replicas, plan: SamplePlan | None, seed: int) -> None:

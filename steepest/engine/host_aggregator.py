@@ -1,4 +1,4 @@
-"""A host's aggregator: its workers' gradients leave added up, and weights arrive once for all of them."""
+"""A host's aggregator: gradients of its workers leave it as one sum, weights come to it once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from steepest.compression.codecs import GradientCompressor, sum_of_squares
+from steepest.compression.codecs import sum_of_squares
+from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.engine.incoming_weights import ArrivingWeights, Key, where_lent
 from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
@@ -18,30 +19,32 @@ from steepest.messages.message import Kind, Message, Peer, PushId, Send, server_
 
 @dataclass(slots=True)
 class _Gathering:
-    """One chunk of a version: the pushes that are here, by worker."""
+    """One chunk of a version: the pushes that have arrived, by worker."""
 
     pushes: dict[int, Push] = field(default_factory=dict)
-    left: bool = False
+    is_sent: bool = False
 
 
 class HostAggregator:
-    """What the workers of one host share, where every member contributes to every version.
+    """The role between one host's workers and the servers of other hosts.
 
-    It lives beside a server of the host. Chunks that servers of other hosts hold are pushed to it;
-    it adds the workers' gradients up in the order of the workers and pushes the sum on. New weights
-    come to it, each chunk once, and lie in one vector, which workers that can take as their own
-    (`Replicas.adopt`); a server in the same process updates its chunks there in place. That is safe
-    because nobody reads weights when all have reported: no version is committed before.
+    It exists where every member contributes to every version, in the process of a server of the
+    host. Workers push to it the chunks that servers of other hosts hold; it adds up the gradients
+    in the order of the workers and pushes the sum on. New weights come to it, each chunk once, and
+    lie in one vector, which workers that can use as their own (`Replicas.adopt`); a server in the
+    same process updates its chunks there in place. No worker reads weights at that time, because a
+    version is committed only when all workers have reported. Used on the router's thread.
 
     Args:
         index: of the aggregator, and of the server beside which it lives.
-        topology: of the job, of which it serves this host's workers.
-        weights: the vector, uint8 and flat; zeros but for what a server of this process holds.
-        send: how to send.
-        own_pending: makes copies of what has not left yet before memory changes.
-        checked: whether to look for NaN and infinity, so that the server can tell whose they are.
-        shown: whether workers may use the vector as their own; not where what is sent of it is a
-            copy.
+        topology: of the job; the aggregator serves this host's workers.
+        weights: the vector (uint8, flat, of the layout's size), zeros but for the chunks of a
+            server of this process.
+        send: sends as the aggregator.
+        own_pending: copies what has not been sent yet of some memory, before that changes.
+        checked: whether to look for NaN and infinity, so that the server can name their workers.
+        shown: whether workers may use the vector as their own; they may not where a transport
+            sends copies of it.
     """
 
     def __init__(
@@ -56,19 +59,20 @@ class HostAggregator:
         shown: bool = True,
     ) -> None:
         self._index = index
-        self._can_be_shown = shown
+        self._can_be_shared = shown
         layout, (codec, pull_dtype) = topology.layout, topology.wire_formats
         self._layout = layout
         self._owners = [server_peer(servers[0]) for servers in topology.holders]
         self._workers = topology.hosts.aggregators[index]
         self._send = send
         self._own_pending = own_pending
-        self._compressor = GradientCompressor(
-            layout, codec, [True] * len(layout.chunks), own_pending
-        )
+        self._compressor: GradientCompressor | None = None
+        if codec is not None:
+            everything = [True] * len(layout.chunks)
+            self._compressor = GradientCompressor(layout, codec, everything, own_pending)
         self._checked = checked
         self._weights = ArrivingWeights(f"aggregator {index}", layout, weights, pull_dtype)
-        self._shown = -1  # the generation in which workers were last told where the weights lie
+        self._shared_in = -1  # the generation of the last WEIGHTS_SHARED
         self._step: Key = (-1, -1)
         self._gathering: dict[int, _Gathering] = {}  # by chunk, of that step
         self._sum = torch.empty(0, dtype=torch.uint8)
@@ -76,7 +80,18 @@ class HostAggregator:
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Where an arriving payload goes: gradients stay where they are lent, weights come into the vector."""
+        """Return the memory for an arriving payload: gradients stay where they are lent.
+
+        Args:
+            message: without its payload, unless that is lent inside the host.
+            size: of the payload, in bytes.
+
+        Returns:
+            `size` bytes, in the vector for weights; None to drop what is of an earlier version.
+
+        Raises:
+            ProtocolError: no chunk has that size.
+        """
         if message.kind is not Kind.PUSH:
             return self._weights.destination(message, size)
         if (
@@ -91,24 +106,28 @@ class HostAggregator:
         return where_lent(message, size)
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Acts on one message."""
+        """Act on one message: gather a gradient, or pass weights on.
+
+        Raises:
+            ProtocolError: an aggregator takes no such message.
+        """
         if message.kind is Kind.PUSH:
             self._gather(source, Push.unpack(message))
         elif (weights := self._weights.receive(message)) is not None:
             self._pass_on(weights)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """The coordinator decides what a loss means; what was gathered is void in the next generation."""
+        """Do nothing: the coordinator begins a generation, in which gathered gradients are void."""
 
     def tick(self, now: float) -> None:
-        """An aggregator has no deadlines of its own."""
+        """Do nothing: an aggregator has no deadlines of its own."""
 
     # -- weights -------------------------------------------------------------------------------
 
     def _pass_on(self, arrived: Weights) -> None:
-        """Send the workers a chunk that has come, and first the vector in which it lies if they were not sent it."""
-        if arrived.reload and self._can_be_shown and arrived.generation > self._shown:
-            self._shown = arrived.generation
+        """Send the workers a chunk that has come; before the first one, the vector it lies in."""
+        if arrived.reload and self._can_be_shared and arrived.generation > self._shared_in:
+            self._shared_in = arrived.generation
             shared = WeightsShared(arrived.generation, self._weights.vector)
             for worker in self._workers:
                 self._send(worker_peer(worker), shared.pack())
@@ -123,13 +142,18 @@ class HostAggregator:
     # -- gradients -----------------------------------------------------------------------------
 
     def _gather(self, source: Peer, push: Push) -> None:
+        """Keep a worker's chunk of a gradient; push the sum on with the last worker's.
+
+        Raises:
+            ProtocolError: the worker is another host's, or cannot have weights of that version.
+        """
         if source.index not in self._workers:
             raise ProtocolError(
                 f"worker {source.index} is not of the host of aggregator {self._index}"
             )
         step = (push.generation, push.pulled)
         if step < self._step:
-            return  # of a step that is over
+            return  # late
         if (
             push.pulled > max(self._weights.newest[1], 0) + 1
             and self._weights.newest[0] >= push.generation
@@ -141,17 +165,17 @@ class HostAggregator:
             self._step = step
             self._gathering = {}
         gathering = self._gathering.setdefault(push.chunk, _Gathering())
-        if gathering.left:
+        if gathering.is_sent:
             return  # a copy
         gathering.pushes[source.index] = push
         if len(gathering.pushes) == len(self._workers):
             self._push_on(
                 push.chunk, {worker: gathering.pushes[worker] for worker in self._workers}
             )
-            self._gathering[push.chunk] = _Gathering(left=True)
+            self._gathering[push.chunk] = _Gathering(is_sent=True)
 
     def _push_on(self, chunk: int, pushes: dict[int, Push]) -> None:
-        """Push the sum of the gradients of a chunk on, or each by itself if the sum is not finite."""
+        """Push on the sum of a chunk's gradients, or each by itself if the sum is not finite."""
         weighing = [push for push in pushes.values() if push.payload is not None and push.unit]
         unit = weighing[0].unit if weighing else 0.0
         payload = weighing[0].payload if weighing else None
@@ -159,20 +183,28 @@ class HostAggregator:
             payload = self._add_up(chunk, weighing)
         if payload is not None and self._checked and not self._is_finite(chunk, payload):
             for worker, push in pushes.items():
-                self._leave(chunk, {worker: push}, push.payload, push.unit)
+                self._send_on(chunk, {worker: push}, push.payload, push.unit)
         else:
-            self._leave(chunk, pushes, payload, unit)
+            self._send_on(chunk, pushes, payload, unit)
 
     def _is_finite(self, chunk: int, payload: torch.Tensor) -> bool:
         return math.isfinite(sum_of_squares(payload.view(self._layout.chunks[chunk].dtype)))
 
-    def _leave(
+    def _send_on(
         self, chunk: int, pushes: dict[int, Push], payload: torch.Tensor | None, unit: float
     ) -> None:
+        """Send one HOST_PUSH to the chunk's server.
+
+        Args:
+            chunk: its index.
+            pushes: those that it stands for, by worker.
+            payload: flat bytes of the sum of their gradients in units of `unit`; None without any.
+            unit: weight of one unit of the payload.
+        """
         first = next(iter(pushes.values()))
         total = math.fsum(push.total for push in pushes.values())
         absent = [frozenset(push.absent) for push in pushes.values() if push.payload is not None]
-        if payload is not None and len(pushes) > 1:
+        if payload is not None and len(pushes) > 1 and self._compressor is not None:
             payload = self._compressor.pack(chunk, payload, unit, total, frozenset())
         host_push = HostPush(
             *(first.generation, first.pulled, chunk, unit, total),
@@ -185,13 +217,16 @@ class HostAggregator:
         self._send(self._owners[chunk], host_push.pack())
 
     def _add_up(self, chunk: int, weighing: list[Push]) -> torch.Tensor:
-        """The sum in units of the first one's weight, in memory that is this chunk's alone."""
+        """Return the sum of some gradients, in units of the first one's weight.
+
+        It lies in memory of this aggregator's own, until the chunk's next sum.
+        """
         if not self._sum.numel():
             self._sum = torch.empty(self._layout.nbytes, dtype=torch.uint8)
-        place = self._layout.chunk_view(self._sum, chunk)
-        self._own_pending(place)
+        total = self._layout.chunk_view(self._sum, chunk)
+        self._own_pending(total)
         dtype = self._layout.chunks[chunk].dtype
-        result = place.view(dtype)
+        result = total.view(dtype)
         first, *rest = weighing
         assert first.payload is not None
         augend = first.payload.view(dtype)
@@ -199,4 +234,4 @@ class HostAggregator:
             assert push.payload is not None
             torch.add(augend, push.payload.view(dtype), alpha=push.unit / first.unit, out=result)
             augend = result
-        return place
+        return total

@@ -1,4 +1,4 @@
-"""The parameter server's worker side: push each chunk to the server that holds it, take weights back."""
+"""A worker's exchange with servers: each chunk is pushed to its holders, weights come back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from steepest.compression.codecs import GradientCompressor
+from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.engine.incoming_weights import ArrivingWeights
 from steepest.engine.topology import Topology
 from steepest.messages.gradients import Push, Weights, WeightsShared
@@ -17,25 +17,27 @@ from steepest.tensors.memory import as_tensor
 class PushPull:
     """A worker's end of its strategy: pushes gradients chunk by chunk, receives weights in place.
 
-    It lives as long as its worker. The worker calls `begin`, then `ready` for each chunk as the
-    backward pass completes it, then `end`; messages that arrive meanwhile or afterwards go to
-    `receive`, until it says that a version is complete.
+    It exists as long as its worker. The worker calls `begin`, then `ready` for each chunk as the
+    backward pass completes it, then `end`. Messages that arrive meanwhile or afterwards go to
+    `receive`, until it returns that a version is complete. Used on the router's thread.
 
     Args:
         worker: its index.
-        topology: all holders of a chunk are pushed to; those of other hosts through this host's
-            aggregator, if it has one.
-        weights: the flat vector that new weights are written to.
+        topology: of the job. A chunk is pushed to all its holders, to those of other hosts through
+            this host's aggregator, if it has one.
+        weights: the flat vector (uint8, of the layout's size) to which new weights are written.
+        send: sends as the worker.
         adopt: called with a flat vector of weights that all workers of this host share; returns
             whether the models use it from now on.
-        own: the server of the worker's own process, if it has one: what they exchange does not
-            count as bytes moved.
+        own: index of the server of the worker's own process, None if there is none; bytes between
+            the two do not count as moved.
 
     Attributes:
-        packer: with what compression has left out so far.
-        bytes_pushed: in this step.
-        bytes_pulled: of weights, so far.
-        sequence: of the last push.
+        compressor: of the gradients, with what it has left out so far; None where they travel as
+            they are.
+        bytes_pushed: to other processes in this step.
+        bytes_pulled: of weights from other processes, so far.
+        sequence: number of the last push, from 1.
     """
 
     def __init__(
@@ -54,9 +56,9 @@ class PushPull:
         self._send = send
         self._adopt = adopt
         codec, pull_dtype = topology.wire_formats
-        aggregator = (
-            hosts.aggregator_of(worker) if codec is None or not codec.lossy else None
-        )  # each packs its own
+        # With a lossy codec each worker compresses its own gradient and keeps what is left out.
+        added_up = codec is None or not codec.lossy
+        aggregator = hosts.aggregator_of(worker) if added_up else None
         self._targets = [
             [
                 aggregator_peer(aggregator)
@@ -73,28 +75,42 @@ class PushPull:
             )
             for targets, servers in zip(self._targets, holders, strict=True)
         ]
-        self.compressor = GradientCompressor(layout, codec, packed)
+        self.compressor = None if codec is None else GradientCompressor(layout, codec, packed)
         self.sequence = 0
         self._generation = self._incarnation = 0
         self._version = 0
         self._weights = ArrivingWeights(f"worker {worker}", layout, weights, pull_dtype)
 
     def begin(self, generation: int, version: int, incarnation: int) -> None:
-        """Start a step of that life of the worker, from the weights of `version`."""
+        """Begin a push.
+
+        Args:
+            generation: of the job.
+            version: of the weights from which the gradient is computed.
+            incarnation: number of the worker's life.
+        """
         self._incarnation = incarnation
         self._generation, self._version = generation, version
         self.sequence += 1
         self.bytes_pushed = 0
-        self.compressor.begin()
+        if self.compressor is not None:
+            self.compressor.begin()
 
     def ready(
         self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
-        """Push a chunk of the gradient that is complete (see `steepest.engine.replicas.ChunkReady`).
+        """Push a complete chunk of the gradient, see `steepest.engine.replicas.ChunkReady`.
 
-        `payload` stays unchanged until the step is committed.
+        Args:
+            chunk: its index.
+            payload: flat bytes; must not change before the weights that come of the push are here.
+            unit: weight of one unit of the payload; 0 to push none.
+            total: summed weight of the worker's samples.
+            absent: entries that have no gradient.
         """
-        pushed = self.compressor.pack(chunk, payload, unit, total, absent) if unit else None
+        pushed = payload if unit else None
+        if pushed is not None and self.compressor is not None:
+            pushed = self.compressor.pack(chunk, pushed, unit, total, absent)
         step = (self._generation, self._incarnation, self.sequence, self._version)
         push = Push(*step, chunk, unit, total, sorted(absent) if absent else (), pushed)
         for target in self._targets[chunk]:
@@ -103,33 +119,50 @@ class PushPull:
             self._send(target, push.pack())
 
     def end(self) -> int:
-        """Return the push's sequence number: the whole gradient has been sent."""
+        """Return the push's sequence number, once the whole gradient has been sent."""
         return self.sequence
 
     def committed(self, sequence: int) -> None:
-        """Count what compression left out of that push, if it is the last: it is part of the weights."""
-        if sequence == self.sequence:
+        """Note that the last push, if that has this number, is part of the servers' weights."""
+        if self.compressor is not None and sequence == self.sequence:
             self.compressor.commit()
 
     @property
     def arriving(self) -> tuple[int, int]:
-        """The newest (generation, version) of which any weights are here."""
+        """The newest generation and version of which any weights are here."""
         return self._weights.newest
 
     def has(self, entry: int | None, key: tuple[int, int]) -> bool:
-        """Return whether a trainable parameter (all of them, with None) is here at that (generation, version)."""
+        """Return whether a trainable parameter is here, see `ArrivingWeights.has`."""
         return self._weights.has(entry, key)
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Return where an arriving payload goes: weights are received where the model sees them."""
+        """Return the memory for an arriving payload: for weights, where the model uses them.
+
+        Args:
+            message: without its payload, unless that is lent inside the host.
+            size: of the payload, in bytes.
+
+        Returns:
+            `size` bytes; None to drop the payload: weights that are old, or a shared vector that
+            does not lie in memory of this host.
+
+        Raises:
+            ProtocolError: a worker takes no such payload.
+        """
         if message.kind is Kind.WEIGHTS_SHARED and size == self._layout.nbytes:
-            return (
-                None if message.payload is None else as_tensor(message.payload)
-            )  # only of use where it lies
+            return None if message.payload is None else as_tensor(message.payload)
         return self._weights.destination(message, size)
 
     def receive(self, source: Peer, message: Message) -> tuple[int, int] | None:
-        """Take a message; return (generation, version) when the weights of that version are complete."""
+        """Take a message with weights.
+
+        Returns:
+            Generation and version, if all weights of that version are here now; otherwise None.
+
+        Raises:
+            ProtocolError: the message is neither WEIGHTS nor WEIGHTS_SHARED.
+        """
         if message.kind is Kind.WEIGHTS_SHARED:
             vector = WeightsShared.unpack(message).payload
             if vector is not None and self._adopt(vector):
@@ -138,7 +171,7 @@ class PushPull:
         weights = self._weights.receive(message)
         if weights is None:
             return None
-        if self._answers(weights):
+        if self.compressor is not None and self._answers(weights):
             self.compressor.commit()
         if source != self._own and weights.payload is not None:
             self.bytes_pulled += weights.payload.numel()
@@ -146,6 +179,6 @@ class PushPull:
         return key if self._weights.completed(key) else None
 
     def _answers(self, weights: Weights) -> bool:
-        """Return whether weights are of the version that the last push is part of."""
+        """Return whether weights are of a version of which the last push is part."""
         newer = weights.generation == self._generation and weights.version > self._version
         return newer and not weights.reload

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from steepest.compression.codecs import GradientCompressor
+from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.data.sampler import SamplePlan, even_share, step_seed
 from steepest.errors import ModelError
 from steepest.models.protocol import Arrive, Computed, Model, validate_computed
@@ -20,7 +20,7 @@ from steepest.tensors.dtypes import Tensors, merge_replicas
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
 
-#: A callback for a complete chunk of the worker's gradient: chunk index, its bytes, unit weight,
+#: Called with a complete chunk of the worker's gradient: chunk index, its bytes, unit weight,
 #: summed weight of the worker's samples, and the entries for which no replica had a gradient.
 ChunkReady = Callable[[int, torch.Tensor, float, float, frozenset[int]], None]
 
@@ -53,16 +53,16 @@ class WorkerResult:
 
 
 def memory_for(layout: ParameterLayout) -> Memory:
-    """Return memory for replicas that will be made, with its pages taken.
+    """Return memory for the weights and gradients of replicas that will be made.
 
-    Taking them may last longer than copying to them.
+    Its pages are taken already, which may last longer than copying to them.
     """
     return layout.allocate(), allocate(layout.nbytes).zero_()
 
 
 @dataclass(frozen=True)
 class WorkShare:
-    """Which part of each step's work is a worker's.
+    """The part of each step's work that is a worker's.
 
     Attributes:
         first_index: index of its first replica among all replicas of the job.
@@ -99,11 +99,12 @@ class Replicas:
     Attributes:
         models: as given.
         layout: of the models.
-        weights: the flat vector of weights, uint8.
-        first_index, worker: of the replicas, in the job.
+        weights: the flat vector of weights, uint8, of the layout's size.
+        first_index: index of the first replica among all replicas of the job.
+        worker: index of the worker.
         leased: as given.
-        packer: what compression has left out of this worker's gradients; None until a process hosts
-            the worker.
+        compressor: of this worker's gradients, with what it has left out so far; None until a
+            process hosts the worker, and without compression.
     """
 
     def __init__(
@@ -160,12 +161,12 @@ class Replicas:
         self._plan = plan
         self._seed = seed
 
-    def use_compressor(self, compressor: GradientCompressor) -> None:
-        """Keep the packer of this worker's gradients, which holds what compression has left out so far."""
+    def use_compressor(self, compressor: GradientCompressor | None) -> None:
+        """Keep the compressor of this worker's gradients; None where they travel as they are."""
         self.compressor = compressor
 
     def take_over(self, other: Replicas) -> None:
-        """Continue, also with the data, where earlier replicas with the same models were."""
+        """Continue where earlier replicas of the same models were in the data."""
         self._batches, self._first = other._batches, other._first
 
     def begin_with(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -192,10 +193,10 @@ class Replicas:
         return found
 
     def renumber(self, first_index: int, shares: int) -> None:
-        """Become the replicas of another worker index; weights lie in memory of their own again.
+        """Become the replicas of another worker; the weights lie in memory of their own again.
 
         Args:
-            first_index, shares: as of the class.
+            first_index, shares: see `WorkShare`.
         """
         self.first_index, self.worker, self._shares = (
             first_index,
@@ -226,6 +227,7 @@ class Replicas:
         return True
 
     def _move(self, weights: torch.Tensor) -> None:
+        """Have the models on the CPU use another flat vector, which holds the weights already."""
         self.weights = weights
         for index, (device, (_, gradients)) in enumerate(
             zip(self._devices, self._own, strict=True)
@@ -334,7 +336,8 @@ class Replicas:
         Args:
             number: of the share: with n shares in a step, it is part ``number % n`` of step
                 ``number // n``.
-            chunk_ready: called with each chunk, during the backward pass, on this thread.
+            chunk_ready: called with each complete chunk during the backward pass, on the router's
+                thread.
             metrics: whether to compute the model's metrics, too.
             arrive: returns when the weights of an entry (of all, with None) are here.
 
@@ -353,6 +356,7 @@ class Replicas:
         )
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
+        """Call `chunk_ready` for every trainable chunk of an empty share, without a gradient."""
         for chunk in self._trainable:
             chunk_ready(chunk, _NOTHING, 0.0, 0.0, frozenset())
 
@@ -446,7 +450,7 @@ class _Collector:
     def __init__(self, replicas: Replicas, count: int, chunk_ready: ChunkReady) -> None:
         self._replicas = replicas
         self._layout = replicas.layout
-        self._left = count
+        self._batches_left = count
         self._chunk_ready = chunk_ready
         self._unit = 0.0  # weight of the first batch with a weight, of those that ended
         self._weight = 0.0  # of the present batch
@@ -455,7 +459,7 @@ class _Collector:
 
     def begin(self, gradients: torch.Tensor) -> None:
         """Begin the next batch, whose replica writes to `gradients`."""
-        self._left -= 1
+        self._batches_left -= 1
         self._gradients = gradients
         self._missing = list(self._replicas._sizes)
 
@@ -480,7 +484,11 @@ class _Collector:
         self._total += self._weight
 
     def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
-        """Take an entry's gradient, or its part in a chunk; see `steepest.models.protocol.Ready`."""
+        """Take an entry's gradient, or its part in a chunk, see `steepest.models.protocol.Ready`.
+
+        A chunk is added to the sum when the last of its entries is here, and passed on then if this
+        is the last batch.
+        """
         self._weight = weight
         if present and weight:
             self._present.add(entry)
@@ -495,6 +503,7 @@ class _Collector:
                 self._complete(index)
 
     def _complete(self, index: int) -> None:
+        """Add the batch's gradient of a chunk to the sum, and pass that on after the last batch."""
         chunk = self._layout.chunks[index]
         total = self._layout.chunk_view(self._replicas._sum, index).view(chunk.dtype)
         own = self._layout.chunk_view(self._gradients, index).view(chunk.dtype)
@@ -503,7 +512,7 @@ class _Collector:
                 total.add_(own.to(total.device), alpha=self._weight / self._unit)
         elif own.data_ptr() != total.data_ptr():
             total.copy_(own)
-        if self._left == 0:
+        if self._batches_left == 0:
             absent = frozenset(s.entry for s in chunk.slices if s.entry not in self._present)
             unit, weight = self._unit or self._weight, self._total + self._weight
             self._chunk_ready(
@@ -512,6 +521,7 @@ class _Collector:
 
 
 def _mean(results: Sequence[Computed]) -> tuple[float, float, int, dict[str, float]]:
+    """Return (mean loss, weight, number of samples, mean metrics) over some batches, by weight."""
     weight = sum(result.weight for result in results)
     samples = sum(result.samples for result in results)
     results = [result for result in results if result.weight]
@@ -552,7 +562,12 @@ def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
 
 
 def mean_states(states: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> Tensors:
-    """Return one state merged from those of several replicas, see `steepest.tensors.dtypes.merge_replicas`."""
+    """Return one state merged from several replicas' (`steepest.tensors.dtypes.merge_replicas`).
+
+    Args:
+        states: by replica, all with the same names.
+        weights: of the replicas.
+    """
     return Tensors(
         (name, merge_replicas([state[name] for state in states], weights)) for name in states[0]
     )

@@ -1,4 +1,4 @@
-"""Which of a job's processes share a host, which of them hold a chunk, and how it travels between them."""
+"""Which processes of a job share a host, which hold a chunk, and how it travels between them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class HostMap:
     Attributes:
         workers: the host of each worker.
         servers: the host of each server.
-        gathers: whether gradients and weights that several workers of a host have in common pass
-            through an aggregator.
+        gathers: whether gradients and weights between several workers of one host and servers of
+            other hosts pass through an aggregator.
 
     Example:
         >>> hosts = HostMap(workers=(0, 0, 1), servers=(0, 1), gathers=True)
@@ -40,9 +40,10 @@ class HostMap:
 
     @cached_property
     def aggregators(self) -> dict[int, tuple[int, ...]]:
-        """The workers that each aggregator serves, by the index of the server beside the aggregator.
+        """The workers of each aggregator, by the aggregator's index.
 
-        A host has an aggregator, beside its first server, if it has a server and several workers.
+        A host with a server and several workers has an aggregator, in the process of its first
+        server, whose index it has.
         """
         found: dict[int, tuple[int, ...]] = {}
         for host in sorted(set(self.servers)) if self.gathers else ():
@@ -59,7 +60,7 @@ class HostMap:
         )
 
     def reader_of(self, worker: int) -> Peer:
-        """Return the peer to which servers send a worker's weights: its aggregator, or the worker itself."""
+        """Return the peer to which servers send a worker's weights: its aggregator, or itself."""
         aggregator = self.aggregator_of(worker)
         return worker_peer(worker) if aggregator is None else aggregator_peer(aggregator)
 

@@ -176,7 +176,7 @@ class _Run:
         exchange.sequence = push.sequence
         replicas.compute(push.share, exchange.ready, False)
         self._states[push.worker] = replicas.states()
-        exchange.compressor.commit()
+        exchange.committed(push.sequence)
 
     def carried(self) -> _Carried:
         """Return what goes over to the next part of the log."""
