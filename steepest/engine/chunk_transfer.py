@@ -1,7 +1,4 @@
-"""Chunks of servers that end, given to the servers that follow them.
-
-Those in the same process stay there.
-"""
+"""Chunks of servers that end, given to the servers that follow them, in place where that can be."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class RetainedChunks:
     """The chunks of a process' servers that have ended.
 
     Args:
-        servers: of one layout; they handle no more messages.
+        servers: of one layout; they must handle no more messages.
     """
 
     def __init__(self, servers: Sequence[Server] = ()) -> None:
@@ -46,7 +43,7 @@ class RetainedChunks:
         self._vector = servers[0].vector if servers else None
 
     def vector(self, nbytes: int) -> torch.Tensor:
-        """Return a flat vector for the next servers.
+        """Return a flat vector of `nbytes` bytes for the next servers.
 
         It is the one in which the kept chunks lie, if that has the size.
         """

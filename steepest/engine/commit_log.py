@@ -12,7 +12,7 @@ from steepest.engine.topology import HostMap
 
 
 class LoggedPush(NamedTuple):
-    """One contribution to a commit.
+    """One worker's contribution to a commit.
 
     Attributes:
         worker, incarnation, sequence: the name of the push.
@@ -30,10 +30,10 @@ class LoggedPush(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One update.
+    """One update of the weights.
 
     Attributes:
-        version: that it made.
+        version: the number of the weights after it.
         pushes: contributions, in the order in which they were added up.
         hyperparameters: by parameter group, where a schedule changed them; None where it changed
             none.

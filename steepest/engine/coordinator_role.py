@@ -1,4 +1,4 @@
-"""A coordinator in a process: messages in, messages out."""
+"""The coordinator's role in a process: it is given messages, and sends what is decided."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from steepest.protocol.coordinator import Coordinator
 
 
 class CoordinatorRole:
-    """Sends what a coordinator decides.
+    """The role that sends what a coordinator decides.
 
     Args:
         coordinator: decides.
-        send: how to send.
-        flush: makes what was sent leave at once: servers elsewhere begin to apply before the one
-            here does.
-        pause: seconds for which the results of short steps wait for each other, while more steps
-            are to come: waking the client for each would take processor time from the workers.
+        send: sends as the coordinator.
+        flush: has what was sent leave at once, so that servers elsewhere begin to apply a commit
+            before the server of this process does.
+        pause: seconds for which results of short steps wait for each other while more steps are to
+            come: waking the client for each would take processor time from the workers.
+
+    Attributes:
+        coordinator: as given.
     """
 
     def __init__(
@@ -34,29 +37,38 @@ class CoordinatorRole:
         self._send = send
         self._flush = flush
         self._pause = pause
-        self._told = 0.0  # when a client was last told of a step
-        self._results: list[tuple[Peer, Message]] = []  # of which it will be told
+        self._sent_at = 0.0  # when a client was last sent results
+        self._results: list[tuple[Peer, Message]] = []  # that wait to be sent to clients
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Acts on one message."""
+        """Act on one message, and send what is decided."""
         self._carry_out(self.coordinator.handle(source, message))
         if message.kind is Kind.LOGGED and self._results:
-            self._tell()
+            self._send_results()
 
     def destination(self, message: Message, size: int) -> None:
-        """No coordinator takes payloads."""
+        """Refuse a payload: no message to the coordinator has one.
+
+        Raises:
+            ProtocolError: always.
+        """
         raise ProtocolError(f"{message.kind.name} with {size} bytes of payload for the coordinator")
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """A peer's channel closed."""
+        """Have the coordinator decide what the loss of a peer means, and send that."""
         self._carry_out(self.coordinator.lost(peer, reason))
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
-        self._tell()
+        """Send the results that waited, and what is decided as deadlines have passed.
+
+        Args:
+            now: seconds, monotonic.
+        """
+        self._send_results()
         self._carry_out(self.coordinator.tick(now))
 
     def _carry_out(self, decisions: Outgoing) -> None:
+        """Send the messages of a decision; those for clients may wait for later ones."""
         commits = 0
         for peer, message in decisions:
             if message.kind is Kind.COMMIT:
@@ -69,17 +81,20 @@ class CoordinatorRole:
                 continue
             self._results.append((peer, message))
             more = message.kind is Kind.RESULT and self.coordinator.version < self.coordinator.limit
-            if not more or time.monotonic() - self._told >= self._pause:
-                self._tell()
+            if not more or time.monotonic() - self._sent_at >= self._pause:
+                self._send_results()
         if commits > 1:
             self._flush()
 
-    def _tell(self) -> None:
-        """In order, with what waited before it."""
-        self._told = time.monotonic()
+    def _send_results(self) -> None:
+        """Send the clients' messages that wait, in order, up to a result that must still wait.
+
+        Where servers have copies, a result waits until another process has heard of its commit.
+        """
+        self._sent_at = time.monotonic()
         while self._results:
             peer, message = self._results[0]
             if message.kind is Kind.RESULT and message.version > self.coordinator.logged:
-                return  # until another process has heard of it
+                return
             del self._results[0]
             self._send(peer, message)

@@ -1,4 +1,4 @@
-"""Weights as they arrive: into a flat vector, or where they lie in memory that several processes share."""
+"""Weights as they arrive at a reader: into its flat vector, or left in shared memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from steepest.tensors.half_precision import narrow_size
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.memory import address_of, as_tensor
 
-Key = tuple[int, int]  # generation and version, which only grow
+#: Generation and version, which only grow.
+Key = tuple[int, int]
 
 
 def where_lent(message: Message, size: int) -> torch.Tensor:
-    """Return the memory that a message's payload is lent in, or new memory for a payload that has to be received."""
+    """Return the memory in which a message's payload is lent, or `size` new bytes to receive it."""
     return (
         as_tensor(message.payload)
         if message.payload is not None
@@ -24,12 +25,17 @@ def where_lent(message: Message, size: int) -> torch.Tensor:
 
 
 class ArrivingWeights:
-    """A reader's view of the weights, and which version of each chunk it holds.
+    """A reader's flat vector of weights, and the version of each chunk in it.
 
     Args:
-        reader: for errors.
-        vector: uint8, flat: where chunks are written as they arrive.
-        wire_dtype: in which float32 chunks may come; None for as they are.
+        reader: name of the worker or aggregator, for errors.
+        layout: of the model.
+        vector: uint8, flat, of the layout's size; chunks are written to it as they arrive.
+        wire_dtype: half precision in which float32 chunks may come; None for as they are.
+
+    Attributes:
+        vector: as given, or another one of that size that was assigned.
+        newest: the newest generation and version of which any chunk has arrived.
     """
 
     def __init__(
@@ -40,7 +46,7 @@ class ArrivingWeights:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self.vector = vector
-        self.newest: Key = (-1, -1)  # of which anything has come
+        self.newest: Key = (-1, -1)
         self._reader = reader
         self._layout = layout
         self._wire_dtype = wire_dtype
@@ -50,7 +56,18 @@ class ArrivingWeights:
         self._awaited: dict[Key, set[int]] = {}  # chunks still to come
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Where an arriving chunk goes: into the vector; not anywhere when it lies there already, or is old."""
+        """Return the memory for an arriving chunk: its part of the vector where that can be.
+
+        Args:
+            message: WEIGHTS without the payload, unless that is lent inside the host.
+            size: of the payload, in bytes.
+
+        Returns:
+            `size` bytes; None to drop a chunk that is not newer than the one in the vector.
+
+        Raises:
+            ProtocolError: there is no such chunk, or it has another size.
+        """
         if message.kind is not Kind.WEIGHTS or not 0 <= message.chunk < len(self._layout.chunks):
             raise ProtocolError(f"{self._reader} takes no payload of {message.kind.name}")
         view = self._layout.chunk_view(self.vector, message.chunk)
@@ -68,10 +85,14 @@ class ArrivingWeights:
         return view if is_new else None
 
     def receive(self, message: Message) -> Weights | None:
-        """Take a chunk that has arrived; return it if it is newer than the one before, otherwise None.
+        """Write a chunk that has arrived to the vector, unless it lies there already.
+
+        Returns:
+            The message's fields; None, with nothing changed, if the chunk is not newer than the one
+            in the vector.
 
         Raises:
-            ProtocolError: the message has no weights.
+            ProtocolError: the message is not WEIGHTS.
         """
         if message.kind is not Kind.WEIGHTS:
             raise ProtocolError(f"{self._reader} does not take {message.kind.name}")
@@ -94,13 +115,21 @@ class ArrivingWeights:
         return weights
 
     def has(self, entry: int | None, key: Key) -> bool:
-        """Whether all of a trainable parameter (of all, with None) is there at that version, or a later one."""
+        """Return whether a trainable parameter is here whole, at some version or a later one.
+
+        Args:
+            entry: of the layout; None for all trainable ones.
+            key: generation and version.
+        """
         chunks = self._trainable if entry is None else self._layout.chunks_of[entry]
         return all(self._newest[chunk] >= key for chunk in chunks)
 
     def completed(self, key: Key) -> bool:
-        """Whether all chunks of that version are there; then it and those before it are forgotten."""
+        """Return whether all chunks of a version are here.
+
+        If so, that version and earlier ones are not awaited any more.
+        """
         if self._awaited.get(key, {0}):
             return False
-        self._awaited = {later: left for later, left in self._awaited.items() if later > key}
+        self._awaited = {later: chunks for later, chunks in self._awaited.items() if later > key}
         return True

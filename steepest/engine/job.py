@@ -1,4 +1,4 @@
-"""One job: the facts that all its processes share, and its roles put together in a process."""
+"""One job: the facts that all its processes share, and how its roles are made in a process."""
 
 from __future__ import annotations
 
@@ -41,12 +41,17 @@ ModelCreator = Callable[[int, int], Model]
 
 @dataclass(frozen=True)
 class Description:
-    """What one worker's models turned out to be; all workers must agree.
+    """What one worker's models are like; all workers must agree.
 
     Attributes:
-        threads: of torch, in the process that has them.
-        attend: an attribute of models made for tests: told of each server and worker as it is put
-            into a process.
+        layout: of the parameters.
+        optimizer_spec: the model's optimizer.
+        samples: number of training samples; None for streams.
+        batch_size: samples of one batch.
+        blocks: of the data, see `steepest.data.sources.Blocks`; None without.
+        threads: torch's in the process that described the models.
+        attend: an attribute of models made for tests: called with each server and worker that is
+            hosted in a process.
     """
 
     layout: ParameterLayout
@@ -67,7 +72,7 @@ class Job:
         config: the strategy as the user chose it.
         num_workers, devices_per_worker, num_servers: how many of each.
         seed: of initial weights, order of samples and random state.
-        step_timeout: seconds.
+        step_timeout: seconds within which a step must end.
         keep_log: whether the coordinator keeps every commit, for a replay.
         hosts: where workers and servers run; by default each on a host of its own.
         accumulate: micro-batches of each replica in a step.
@@ -105,7 +110,7 @@ class Job:
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """The servers that hold each chunk: the first answers for it, the others have copies, updated alike."""
+        """The servers that hold each chunk: the one that answers for it, then those with copies."""
         hosts, count = self.places.servers, self.num_servers
 
         def rank(owner: int, other: int) -> tuple[bool, int]:  # best where the owner's host is not
@@ -122,12 +127,12 @@ class Job:
 
     @property
     def replication(self) -> int:
-        """How many servers hold each chunk; with one worker all live in its process."""
+        """The number of servers that hold each chunk; 1 where one process has all of them."""
         return 1 if self.num_workers == 1 else min(self.strategy.replication, self.num_servers)
 
     @cached_property
     def places(self) -> HostMap:
-        """Where workers and servers run; aggregators serve those that all contribute to every version."""
+        """The hosts of workers and servers, with aggregators where gradients may be added up."""
         if self.hosts is None:
             if self.strategy.in_workers:
                 return HostMap(tuple(range(self.num_workers)), tuple(range(self.num_servers)))
@@ -138,12 +143,12 @@ class Job:
 
     @cached_property
     def topology(self) -> Topology:
-        """How the model is spread over the job's processes."""
+        """The spread of the model over the job's processes."""
         return Topology(self.description.layout, self.holders, self.places, self.wire_formats)
 
     @property
     def limits(self) -> Limits:
-        """How many workers, servers and chunks messages can be about."""
+        """The numbers of workers, servers and chunks, which bound those in messages."""
         return Limits(self.num_workers, self.num_servers, len(self.description.layout.chunks))
 
     @property
@@ -153,7 +158,7 @@ class Job:
 
     @property
     def workers_are_replaced(self) -> bool:
-        """Whether another worker takes the place of one that is lost: it must have held nothing that others need."""
+        """Whether a lost worker is replaced alone: its process held nothing that others need."""
         if (
             isinstance(self.config, (SimpleStrategy, LocalStrategy))
             or self.config.transport == "ray"
@@ -163,56 +168,62 @@ class Job:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas."""
+        """The number of replicas."""
         return self.num_workers * self.devices_per_worker
 
     @property
     def shares(self) -> int:
-        """Workers' gradients that make one step."""
+        """The number of workers' gradients that make one step."""
         return self.strategy.rule.pushes_per_step(self.num_workers)
 
     @property
     def versions_per_step(self) -> int:
-        """Updates that make one step."""
+        """The number of updates that make one step."""
         return self.strategy.rule.versions_per_step(self.num_workers)
 
     def step_of(self, version: int) -> int:
-        """Return how many whole steps the updates of a version make."""
+        """Return the number of whole steps that the updates up to a version make."""
         return version // self.versions_per_step
 
     def version_of(self, step: int) -> int:
-        """Return how many updates have been made after so many steps."""
+        """Return the number of updates that a number of steps make."""
         return step * self.versions_per_step
 
     @property
     def wire_formats(self) -> tuple[Codec | None, torch.dtype | None]:
-        """How float32 chunks are pushed and pulled; one worker shares its memory with its servers."""
+        """The formats in which float32 chunks are pushed and pulled; None with one worker."""
         return (None, None) if self.num_workers == 1 else self.strategy.wire_formats
 
     @property
     def compresses(self) -> bool:
-        """Whether workers keep what compression leaves out of their gradients."""
+        """Whether workers have what compression has left out of their gradients as a state."""
         codec = self.wire_formats[0]
         return codec is not None and codec.lossy
 
     @property
     def global_batch(self) -> int:
-        """Samples per step."""
+        """The number of samples in one step."""
         return self.parts * self.description.batch_size
 
     @property
     def parts(self) -> int:
-        """Batches of one step."""
+        """The number of batches in one step."""
         return self.shares * self.devices_per_worker * self.accumulate * self.strategy.updates
 
     def updates_before(self, step: int) -> int:
-        """How many updates the model's optimizer has made for any weight before a step, which its schedule counts."""
+        """Return the number of updates of each weight before a step, which the schedule counts."""
         return step * self.strategy.updates + self.schedule_offset
 
     def plan(
         self, step: int = 0, remaining: Remaining | None = None, seed: int | None = None
     ) -> SamplePlan | None:
-        """Who gets which samples from a step on; None when the data are streams."""
+        """Return the plan of which worker gets which samples; None when the data are streams.
+
+        Args:
+            step: the first one of the plan.
+            remaining: samples of begun epochs that are still to come; None for none.
+            seed: of the order of samples; by default the job's.
+        """
         samples, rest = self.description.samples, remaining or Remaining()
         if samples is None:
             return None
@@ -235,10 +246,17 @@ class Job:
 def build_models(
     model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: ChunkSpec
 ) -> tuple[list[Model], Description]:
-    """Makes a worker's models and describes them.
+    """Make a worker's models and describe them.
 
     The global random state is seeded alike before each, so that initial weights do not depend on
-    how many replicas there are.
+    the number of replicas.
+
+    Args:
+        model_creator: the user's, called with the worker's and the device's index.
+        worker: index of the worker.
+        devices: number of the worker's devices, each of which gets a model.
+        seed: of the job.
+        cut: how the models' parameters are cut into chunks.
 
     Raises:
         ModelError: something is not a `Model`, or two of them disagree.
@@ -278,7 +296,11 @@ def build_models(
 
 
 def _count(name: str, value: Any) -> int:
-    """A number of samples that a model tells of."""
+    """Return a number of samples that a model has under some name, as an int.
+
+    Raises:
+        ModelError: it is no positive integer.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ModelError(
             f"the model's {name} is {value!r:.200}: it must be a positive number of samples"
@@ -289,7 +311,7 @@ def _count(name: str, value: Any) -> int:
 def check_agreement(
     first: Description, other: Description, first_name: str, other_name: str
 ) -> None:
-    """Two replicas must be alike.
+    """Check that two replicas are alike; their names are for the error.
 
     Raises:
         ModelError: they are not; says in what.
@@ -320,12 +342,16 @@ def build_replicas(
     before: Replicas | None = None,
     memory: Memory | None = None,
 ) -> Replicas:
-    """A worker's models, bound to flat buffers on their devices.
+    """Return a worker's replicas: its models, bound to flat vectors on their devices.
 
     Args:
-        before: what they were bound to as part of an earlier job, which goes on being used where
-            that can be.
-        memory: for others.
+        job: of the worker.
+        worker: its index.
+        models: one for each device.
+        devices: of the models.
+        before: the replicas of these models in an earlier job; they are returned, with another
+            index, where they fit this job, and their place in the data is kept in any case.
+        memory: for new replicas' weights and gradients, see `memory_for`.
     """
     share = WorkShare(
         first_index=worker * job.devices_per_worker,
@@ -361,7 +387,7 @@ def build_replicas(
 
 
 def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
-    """Makes the coordinator live in this process; for `pause` see `CoordinatorRole`."""
+    """Host the coordinator in this process; for `pause` see `CoordinatorRole`."""
     chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec, job.updates_before)
     state = CommitState(
         members=frozenset(range(job.num_workers)),
@@ -393,11 +419,15 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
 def host_server(
     router: Router, job: Job, index: int, weights: torch.Tensor, *, shared: bool = False
 ) -> Server:
-    """Makes a server live in this process.
+    """Host a server in this process.
 
     Args:
-        weights: the flat vector with the initial values.
-        shared: whether workers compute with them there: then they stay where they are.
+        router: of the process.
+        job: of the server.
+        index: of the server.
+        weights: the flat vector (uint8, of the layout's size) with the initial values.
+        shared: whether workers compute with the weights in that very vector, so that the server
+            must update them there.
     """
     peer = server_peer(index)
     server = Server(
@@ -421,9 +451,12 @@ def host_server(
 def host_aggregator(
     router: Router, job: Job, index: int, weights: torch.Tensor, *, shown: bool = True
 ) -> HostAggregator:
-    """Makes the aggregator beside a server live in this process.
+    """Host the aggregator beside a server in this process.
 
     Args:
+        router: of the process.
+        job: of the aggregator.
+        index: of the aggregator, and of the server.
         weights: the flat vector of the server of this process, which updates its chunks in place.
         shown: see `HostAggregator`.
     """
@@ -449,25 +482,28 @@ def host_worker(
     wait: Callable[[], None] | None = None,
     incarnation: int = 0,
 ) -> Worker:
-    """Makes a worker live in this process; it still has to `join`.
+    """Host a worker in this process; it takes part after its `join` only.
 
     Args:
-        incarnation: which life of this worker.
-        wait: what to do in the middle of a step to receive more of its weights; by default a turn
-            of the router.
+        router: of the process.
+        job: of the worker.
+        index: of the worker.
+        replicas: its copies of the model.
+        wait: called in the middle of a step to receive more of its weights; by default a turn of
+            the router.
+        incarnation: number of this life of the worker, from 0.
     """
     peer = worker_peer(index)
     send = router.sender(peer)
     alone = job.num_workers == 1
-    adopt = (
-        _refuse if job.servers_in_workers else replicas.adopt
-    )  # it stays with the vector that its server updates
+    # With a server in its process it stays with the vector that this server updates.
+    adopt = _refuse if job.servers_in_workers else replicas.adopt
     own = index if job.strategy.in_workers else None
     exchange = PushPull(index, job.topology, replicas.weights, send, adopt, own)
     replicas.use_compressor(exchange.compressor)
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
-    # where all contribute to each version, no weights come before a worker has computed its
-    # gradient
+    # Where every worker contributes to each version, no weights come before it has computed its
+    # gradient, so that it may receive other workers' pushes meanwhile.
     pump = (
         router.pump_both_ways
         if job.strategy.in_workers and job.strategy.rule.together
@@ -488,6 +524,7 @@ def host_worker(
 
 
 def _host(router: Router, job: Job, peer: Peer, role: Role) -> None:
+    """Have a router deliver messages to a role, and admit what the job's messages may say."""
     router.host(peer, role)
     router.admit(Admission(TRAINING, job.limits))
     if job.description.attend is not None and peer.role in ("server", "worker"):
@@ -495,12 +532,12 @@ def _host(router: Router, job: Job, peer: Peer, role: Role) -> None:
 
 
 def _refuse(weights: torch.Tensor) -> bool:
-    """Nobody else's vector is used."""
+    """Return False: no other process' vector is used."""
     return False
 
 
 def host_client(router: Router, job: Job, index: int) -> Client:
-    """Makes a client live in this process."""
+    """Host a client in this process."""
     peer = Peer("client", index)
     client = Client(job.description.layout, job.holders, job.num_servers, router.sender(peer))
     _host(router, job, peer, client)

@@ -41,7 +41,7 @@ class LocalReplicas(Replicas):
     Douillard et al. 2023, DiLoCo, arXiv:2311.08105.
 
     Args:
-        models, devices, first_index, shares, seed, accumulate, updates, memory: see `Replicas`.
+        models, devices, share, memory: see `Replicas`.
         spec: the inner optimizer.
         updates_before: returns the number of updates of each weight before a step.
         clip_norm: the greatest norm of a batch's gradient, or None for any.
@@ -88,7 +88,10 @@ class LocalReplicas(Replicas):
         metrics: bool,
         arrive: Arrive = lambda entry: None,
     ) -> WorkerResult:
-        """Make one share's updates, and push the difference that they made; see `Replicas.compute`."""
+        """Make one share's updates, and push the difference that they made.
+
+        The weights are those from before afterwards. For arguments see `Replicas.compute`.
+        """
         arrive(None)
         self._begin(number)
         counts = self._counts(number)
@@ -141,7 +144,7 @@ class LocalReplicas(Replicas):
     def _hold_gradient(
         self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
-        """Keep one chunk of an inner gradient until the backward pass no longer needs the weights."""
+        """Keep one chunk of an inner gradient until the backward pass has ended."""
         held = self._held[index]
         if not unit:
             return
@@ -150,6 +153,7 @@ class LocalReplicas(Replicas):
             held.mean.div_(total / unit)
 
     def _update(self, at: int) -> None:
+        """Apply the gradients that are kept, as update number `at`."""
         means = [held.mean for held in self._held.values() if held.mean is not None]
         if self._clip_norm is not None:
             factor = clip_factor(math.sqrt(math.fsum(map(sum_of_squares, means))), self._clip_norm)
@@ -161,6 +165,12 @@ class LocalReplicas(Replicas):
         self.weights_changed()
 
     def _push_difference(self, weight: float, chunk_ready: ChunkReady) -> None:
+        """Push the weights before minus the weights now, chunk by chunk, last layers first.
+
+        Args:
+            weight: of the samples behind the difference.
+            chunk_ready: see `Replicas.compute`.
+        """
         for index in reversed(self._trainable):
             dtype = self.layout.chunks[index].dtype
             base, now, difference = (
@@ -173,6 +183,7 @@ class LocalReplicas(Replicas):
     # -- the inner optimizer's state -----------------------------------------------------------
 
     def _records(self) -> list[Record]:
+        """Return the inner optimizer's state of all chunks; the tensors are not copied."""
         return [
             (index, about, value)
             for index, held in self._held.items()
@@ -180,6 +191,7 @@ class LocalReplicas(Replicas):
         ]
 
     def _load(self, records: Sequence[Record]) -> None:
+        """Set the inner optimizer's state to copies of some records."""
         for held in self._held.values():
             held.clear_state()
         for index, about, value in records:
@@ -202,7 +214,7 @@ class LocalReplicas(Replicas):
         plain: Sequence[Any],
         schedule: ScheduleState | None,
     ) -> None:
-        """Set what `inner_state` returned."""
+        """Set the state of the inner optimizer and its schedule, as `inner_state` returned it."""
         self._load(disassemble(self.layout, state, plain))
         self._schedule.load_state(schedule)
         self._number = -1

@@ -1,4 +1,4 @@
-"""Optimizer state as messages: one tensor each, with what it is."""
+"""Optimizer state as messages: one tensor each, with its name, dtype and shape."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ _MOST_DIMENSIONS = 64
 
 
 def state_fields(about: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
-    """Return the fields of a `StateTensor`, or `PutState`, that say what a record is, and its payload."""
+    """Return the fields of a record for a `StateTensor` or `PutState`, its payload among them.
+
+    Args:
+        about: the record's description, see `ServerChunk.state`.
+        value: its tensor, lent to the message where it is contiguous.
+    """
     dtype, payload = (
         str(value.dtype).removeprefix("torch."),
         as_bytes(value) if value.numel() else None,
@@ -38,7 +43,15 @@ def state_fields(about: dict[str, Any], value: torch.Tensor) -> dict[str, Any]:
 
 
 def state_tensor(about: dict[str, Any], payload: torch.Tensor | None) -> torch.Tensor:
-    """The tensor of a record."""
+    """Return the tensor of a record: a view of its payload.
+
+    Args:
+        about: the record's description, with "dtype" and "shape".
+        payload: flat bytes; None for an empty tensor.
+
+    Raises:
+        ProtocolError: the payload has another size.
+    """
     dtype, shape = _form(about)
     size = 0 if payload is None else payload.numel()
     if math.prod(shape) * dtype.itemsize != size:
@@ -49,10 +62,10 @@ def state_tensor(about: dict[str, Any], payload: torch.Tensor | None) -> torch.T
 
 
 def checked_state_size(message: Message, size: int) -> int:
-    """The size of an arriving record, if it is what it says.
+    """Return the size in bytes of an arriving record's payload.
 
     Raises:
-        ProtocolError: it is not.
+        ProtocolError: it is not the size of the record's dtype and shape.
     """
     dtype, shape = _form(message.values())
     if math.prod(shape) * dtype.itemsize != size:
@@ -61,6 +74,11 @@ def checked_state_size(message: Message, size: int) -> int:
 
 
 def _form(about: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return dtype and shape of a record.
+
+    Raises:
+        ProtocolError: the description has none that make sense.
+    """
     dtype, shape = _DTYPES.get(about.get("dtype")), about.get("shape")  # type: ignore[arg-type]
     if dtype is None or not isinstance(shape, (list, tuple)) or len(shape) > _MOST_DIMENSIONS:
         raise ProtocolError(

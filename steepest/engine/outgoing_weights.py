@@ -165,6 +165,7 @@ class OutgoingWeights:
             self._free_unneeded()
 
     def _free_unneeded(self) -> None:
+        """Move the chunks out of vectors that were not needed of late, and free those vectors."""
         for held in self._chunks.values():
             chunk = held.chunk
             buffer = self._buffers.moved(held.weights, chunk.start, chunk.stop)

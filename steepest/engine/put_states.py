@@ -1,4 +1,4 @@
-"""States that clients put on a server: chunk by chunk, installed together when the coordinator says so."""
+"""States that clients put on a server part by part, which are installed as a whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_PUTS = 16  # states of one client that are not installed
 
 @dataclass(slots=True)
 class _Put:
-    """What a client wants to be the state, as far as it has come."""
+    """A state that a client puts, as far as it has come: weights by chunk, optimizer state."""
 
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
     state: list[tuple[int, dict[str, Any], torch.Tensor]] = field(default_factory=list)
@@ -30,16 +30,15 @@ class _Put:
 
 
 class PutStates:
-    """The states that clients have put on one server and not had installed yet.
+    """The states that clients have put on one server and that are not installed yet.
 
     Args:
         server: index of the server, for errors.
-        chunks: that it holds.
+        chunks: that the server holds, by index.
         send: sends as the server.
-        make_way: called before a chunk's weights change; returns where the new ones go, or None for
-            in place.
-        checked: whether an optimizer state is tried before it is installed, because anybody may
-            have put it.
+        make_way: called before a chunk's weights change; returns the memory for the new ones, or
+            None to write them in place of the old ones.
+        checked: whether an optimizer step is tried with a state before the state is installed.
     """
 
     def __init__(
@@ -58,20 +57,18 @@ class PutStates:
         self._checked = checked
         self._puts: dict[tuple[Peer, int], _Put] = {}  # by client and request
         self._installed: dict[Peer, int] = {}  # the last request of each client
-        self._gone: set[Peer] = (
-            set()
-        )  # clients that put something and left; it may be installed all the same
+        self._lost: set[Peer] = set()  # clients that are lost, whose states may be installed yet
 
     def __len__(self) -> int:
-        """Return how many states have come, whole or in part, and are not installed."""
+        """Return the number of states that have come, whole or in part, and are not installed."""
         return len(self._puts)
 
     def receive(self, source: Peer, message: Message) -> None:
-        """Keep a part of a state, and acknowledge it.
+        """Keep a part of a state, and send its client an acknowledgement.
 
         Raises:
-            ProtocolError: it is of no chunk of this server, does not fit its optimizer, or is one
-                state too many.
+            ProtocolError: this server does not hold the part's chunk, or has another optimizer; or
+                the client has put too many states without having one installed.
         """
         match message.kind:
             case Kind.PUT:
@@ -83,6 +80,7 @@ class PutStates:
                     put.replaces_state = True
 
     def _put_weights(self, source: Peer, part: Put) -> None:
+        """Keep one chunk's weights of a state."""
         if part.payload is None or part.chunk not in self._chunks:
             raise ProtocolError(
                 f"PUT of {part.payload} for chunk {part.chunk} at server {self._server}"
@@ -91,6 +89,7 @@ class PutStates:
             put.weights[part.chunk] = part.payload
 
     def _put_state(self, source: Peer, part: PutState) -> None:
+        """Keep one tensor of a state's optimizer state."""
         about = part.about
         value = state_tensor(about, part.payload)
         if (held := self._chunks.get(part.chunk)) is None:
@@ -102,7 +101,14 @@ class PutStates:
             put.state.append((part.chunk, about, value))
 
     def _part_of(self, source: Peer, part: Put | PutState | ReplaceState) -> _Put | None:
-        """Return the state of which a message is a part, None for a copy of what is installed; acknowledge the part."""
+        """Acknowledge a part of a state, and return that state.
+
+        Returns:
+            None, without an acknowledgement, if the client's state of that request is installed.
+
+        Raises:
+            ProtocolError: this is one state too many.
+        """
         if part.sequence <= self._installed.get(source, 0):
             return None
         key = (source, part.sequence)
@@ -110,27 +116,34 @@ class PutStates:
             raise ProtocolError(
                 f"{source} has put {_MOST_PUTS} states that it has not had installed"
             )
-        if source in self._gone or key not in self._puts:
+        if source in self._lost or key not in self._puts:
             self._puts = {
-                other: put for other, put in self._puts.items() if other[0] not in self._gone
+                other: put for other, put in self._puts.items() if other[0] not in self._lost
             }
-            self._gone.clear()
+            self._lost.clear()
             self._puts[key] = _Put()
         self._send(source, PutReceived(part.sequence, part.number).pack())
         return self._puts[key]
 
     def install(self, client: Peer, sequence: int) -> bool:
-        """Make what a client put in a request the state of this server, if anything has come of it.
+        """Make a state that a client has put the state of this server.
 
-        Optimizer state is installed only together with the weights of its checkpoint. Return False,
-        with nothing changed, if no optimizer can go on from it.
+        Nothing changes if no part of it has come. Weights that are being read stay as they are, in
+        other memory than the new ones.
+
+        Args:
+            client: that has put it.
+            sequence: number of the client's request.
+
+        Returns:
+            False, with nothing changed, if the optimizer cannot take a step from it.
         """
         put = self._puts.pop((client, sequence), None)
         if put is None:
             return True
         if not self._can_install(client, put):
             return False
-        if client not in self._gone:
+        if client not in self._lost:
             self._installed[client] = sequence
         self._puts = {
             key: other for key, other in self._puts.items() if key[0] != client or key[1] > sequence
@@ -148,6 +161,7 @@ class PutStates:
         return True
 
     def _can_install(self, client: Peer, put: _Put) -> bool:
+        """Return whether the optimizer can take a step from a state; True where none is tried."""
         if self._checked and put.replaces_state:
             try:
                 for index, held in self._chunks.items():
@@ -160,6 +174,6 @@ class PutStates:
         return True
 
     def lost(self, peer: Peer) -> None:
-        """Take note that a client's channel is closed: its successor counts its requests from one again."""
+        """Note that a client's channel is closed: its successor numbers requests from one again."""
         self._installed.pop(peer, None)
-        self._gone |= {source for source, _ in self._puts if source == peer}
+        self._lost |= {source for source, _ in self._puts if source == peer}

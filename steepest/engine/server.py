@@ -194,13 +194,12 @@ class Server:
             )
         if message.kind is Kind.PUT:
             return torch.empty(size, dtype=torch.uint8)
-        if message.generation < self.generation or (
-            self._together and message.version < self.version
-        ):
-            return None  # late: received and dropped
-        return (
-            as_tensor(message.payload) if message.payload is not None else held.staging_buffer(size)
-        )
+        late = message.generation < self.generation
+        if late or (self._together and message.version < self.version):
+            return None
+        if message.payload is not None:
+            return as_tensor(message.payload)
+        return held.staging_buffer(size)
 
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message.
@@ -360,10 +359,8 @@ class Server:
         self, push: PushId, pushed: Push | HostPush, held: ServerChunk
     ) -> str | None:
         """Return why a push is refused: empty where it is late or a copy; None to take it."""
-        late = pushed.generation < self.generation or push.incarnation <= self._ended.get(
-            push.worker, -1
-        )
-        if late or push in self._done:
+        is_over = push.incarnation <= self._ended.get(push.worker, -1)
+        if pushed.generation < self.generation or is_over or push in self._done:
             return ""
         if not self._open_to_all and push.worker not in self._members:
             return f"worker {push.worker} is no member"
@@ -474,11 +471,9 @@ class Server:
             raise ProtocolError(
                 f"COMMIT of pushes {[*pushes]} that are not whole on server {self._index}"
             )
-        known = len(hyper) == len(self._base) and all(
-            changed.keys() <= base.keys() | {"lr"}
-            for base, changed in zip(self._base, hyper, strict=True)
-        )
-        if not known:
+        pairs = list(zip(self._base, hyper, strict=False))
+        known = all(changed.keys() <= base.keys() | {"lr"} for base, changed in pairs)
+        if len(hyper) != len(self._base) or not known:
             raise ProtocolError(
                 f"COMMIT with hyper={hyper!r:.80}: the optimizer has {len(self._base)} groups"
             )
@@ -538,9 +533,8 @@ class Server:
         self._done.clear()
         self._install(begun.install)
         if begun.reload:
-            for reader in dict.fromkeys(
-                self._hosts.reader_of(worker) for worker in sorted(self._members)
-            ):
+            readers = map(self._hosts.reader_of, sorted(self._members))
+            for reader in dict.fromkeys(readers):
                 for held in self.chunks.values():
                     self._weights.send(reader, held, self._position, reload=True)
         self._stage_early()

@@ -1,4 +1,4 @@
-"""One chunk on its server: weights, optimizer, staged pushes, their mean."""
+"""One chunk on its server: its weights, optimizer, staged pushes and their mean."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StagedPush:
-    """One worker's staged gradient of one chunk, or the sum of several.
+    """One worker's staged gradient of one chunk, or the sum of several workers'.
 
-    Not changed until it is applied.
-
-    The gradient of the workers' batch is ``unit / total * payload``.
+    The gradient of the workers' batch is ``unit / total * payload``. The payload must not change
+    before it is applied.
 
     Attributes:
         workers: that contribute.
@@ -35,7 +34,7 @@ class StagedPush:
         unit: weight of one unit of the payload.
         total: weight of the batch's samples.
         absent: entries that have no gradient.
-        packing: None for the chunk's own dtype.
+        codec: None for the chunk's own dtype.
     """
 
     workers: frozenset[int]
@@ -115,7 +114,7 @@ class ServerChunk:
             self._spare.setdefault(payload.numel(), []).append(payload)
 
     def own(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return a payload in memory of this server's own; a copy where it lies elsewhere."""
+        """Return a payload in a staging buffer of this server: itself, or a copy of it."""
         if self._buffers.get(id(payload)) is payload:
             return payload
         buffer = self.staging_buffer(payload.numel())
@@ -173,7 +172,8 @@ class ServerChunk:
     def reduce(self, chosen: Iterable[PushId]) -> None:
         """Form the weighted mean of staged pushes, added up in the given order, as `mean`.
 
-        It may be a payload itself, which must not change before `apply` then (see `keeps_mean`).
+        The mean may be a payload itself, which must not change before `apply` then (see
+        `keeps_mean`). It is None where no push has a gradient of any weight.
         """
         pushes = [self.staged[push] for push in chosen]
         total = math.fsum(push.total for push in pushes)
@@ -215,10 +215,7 @@ class ServerChunk:
         return sum_of_squares(self.mean) if self._checked and self.mean is not None else 0.0
 
     def clip(self, factor: float) -> None:
-        """Multiply the mean by a factor.
-
-        It moves into memory of its own, because payloads must not change.
-        """
+        """Multiply the mean by a factor, in memory of its own, because payloads must not change."""
         if self.mean is not None and factor != 1.0:
             self.mean = torch.mul(self.mean, factor, out=self._accumulator)
 
@@ -245,8 +242,8 @@ class ServerChunk:
         Args:
             hyper: hyperparameters that a schedule changed, by group of the recipe.
             rate: factor of the learning rates.
-            room: memory for the new weights, when the old ones must not change; None to change them
-                in place.
+            buffer: memory of the chunk's size for the new weights, when the old ones must not
+                change; None to change them in place.
         """
         if self.mean is None:
             return
@@ -276,7 +273,7 @@ class ServerChunk:
         self.mean = None
 
     def move(self, buffer: torch.Tensor) -> None:
-        """Let the weights lie in other memory, which holds their values."""
+        """Have the weights lie in other memory, which holds their values already."""
         self.weights = buffer
         for parameter, view in zip(
             self._parameters, self._layout.slice_views(self.chunk, buffer), strict=True
@@ -391,10 +388,13 @@ class ServerChunk:
             )
 
     def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
-        """Take a step from such optimizer state on a copy of the chunk.
+        """Check that a step can be taken from some optimizer state, on a copy of the chunk.
+
+        Args:
+            records: of this chunk, as `state` returns them.
 
         Raises:
-            ProtocolError: that fails.
+            ProtocolError: it cannot.
         """
         if self._optimizer is None:
             return
@@ -418,5 +418,5 @@ class ServerChunk:
 
 
 def _add(total: torch.Tensor, gradient: torch.Tensor, factor: float = 1.0) -> None:
-    """Add a gradient times a factor; a narrow one is widened as it is added."""
+    """Add a gradient times a factor to a sum; half precision is widened as it is added."""
     total.add_(gradient, alpha=factor) if factor != 1.0 else total.add_(gradient)

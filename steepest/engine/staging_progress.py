@@ -88,6 +88,7 @@ class StagingProgress:
     def _note(
         self, progress: _Progress, held: ServerChunk, squares: float, pushes: Sequence[PushId]
     ) -> Found | None:
+        """Note one more staged chunk of some pushes; return what was found, if it was the last."""
         if not math.isfinite(squares):
             progress.culprits += held.culprits(pushes)
         if held.chunk.index in self._answers_for:

@@ -1,4 +1,4 @@
-"""What a strategy means for the processes of a job, as one frozen description: its modes differ in its values."""
+"""A strategy as one frozen description: ways of training differ in its values only."""
 
 from __future__ import annotations
 
@@ -81,19 +81,26 @@ class Strategy:
 
     @property
     def kind(self) -> str:
-        """Where the state lies that goes from one strategy to another: "simple", "ps", "allreduce" or "local"."""
+        """The name of the place of the state: "simple", "ps", "allreduce" or "local".
+
+        Where two strategies have the same name, what servers hold stays when one follows the other.
+        """
         if self.outer is not None:
             return "local"
         return "simple" if self.in_driver else "allreduce" if self.in_workers else "ps"
 
     def num_servers(self, nodes: int, workers: int) -> int:
-        """Return how many servers to run for so many workers on so many nodes."""
+        """Return how many servers to run for a number of workers on a number of nodes."""
         if self.servers is not None:
             return self.servers
         return workers if self.in_workers else max(nodes, self.replication if workers > 1 else 1)
 
     def server_spec(self, spec: OptimizerSpec) -> OptimizerSpec:
-        """Return the optimizer that servers apply, where the user's is `spec`: the same, or local SGD's outer one."""
+        """Return the optimizer that servers apply: the user's, or the outer one of local SGD.
+
+        Args:
+            spec: the user's.
+        """
         if self.outer is None:
             return spec
         stand_in = torch.nn.Parameter(torch.zeros(1))
@@ -149,6 +156,7 @@ def make_strategy(config: StrategyConfig) -> Strategy:
 
 
 def _rule(config: ParameterServerStrategy) -> CommitRule:
+    """Return the commit rule of a parameter server's mode."""
     if config.mode == "sync":
         return CommitFirst(config.backup_workers) if config.backup_workers else CommitAll()
     if config.mode == "ssp":

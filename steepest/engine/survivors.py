@@ -1,4 +1,4 @@
-"""The state of a job whose servers died: survivors are brought to one version, their chunks found."""
+"""The state of a job of which servers died: survivors are brought to one version, chunks found."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ServerState:
 
     Attributes:
         position: generation and version.
-        chunks: that they hold.
-        state: the ledger and history of the coordinator's last message, and its schedule if it sent
-            one.
+        chunks: indices of the chunks.
+        state: of the coordinator, from its last decision: ledger and history, and the schedule if
+            one was sent.
         log: entries of the coordinator's log.
     """
 
@@ -40,10 +40,10 @@ class RecoveredState:
     """A whole job's state at one version.
 
     Attributes:
-        version: at which it is.
+        version: of the weights.
         state: of the coordinator: "ledger" (see `Leases.state`), "history" and, if there is one
             that can be carried, "schedule" (see `Schedule.state`), which may be of a step before.
-        log: every commit until then, if they were kept and are known.
+        log: every commit until then; None if they were not kept or are not known.
         weights: the flat vector; None if chunks are in the processes that held them.
         records: with weights, the optimizer's state.
         holders: without weights, the processes that have each chunk.
@@ -58,11 +58,15 @@ class RecoveredState:
 
 
 def catch_up(server: Server, heard: Iterable[Sequence[Decision]]) -> None:
-    """Have a server handle the coordinator's messages that another server has heard and it has not.
+    """Have a server carry out the decisions that other servers have heard of and it has not.
 
-    A version is committed when it is staged on every server, so all of them can apply what one of
-    them has heard of; and a worker's gradient is not overwritten before the worker has the weights
-    that came of it.
+    A version is committed when it is staged on every server, so each server can apply a commit of
+    which one has heard; and a worker's gradient is not overwritten before the worker has the
+    weights that came of it.
+
+    Args:
+        server: a survivor.
+        heard: the decisions that each survivor remembers, oldest first.
     """
     for decision in missing(server.decisions.recent, heard):
         server.carry_out(decision)

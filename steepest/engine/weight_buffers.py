@@ -1,4 +1,4 @@
-"""The flat vectors of a server's weights: as many as its readers need, and for no longer than they do."""
+"""The flat vectors of a server's weights: as many as readers need, only as long as they do."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ COMMITS = 256
 
 @dataclass(slots=True, eq=False)
 class _WeightBuffer:
+    """One flat vector, and whether its pages are freed until it is written to again."""
+
     memory: torch.Tensor
-    empty: bool = False  # its pages are freed, until it is written to again
+    empty: bool = False
 
     def has(self, view: torch.Tensor) -> bool:
         return 0 <= view.data_ptr() - self.memory.data_ptr() < self.memory.numel()
 
 
 class WeightBuffers:
-    """Flat vectors of one size.
-
-    Each chunk's bytes lie in one of them, and versions that are read in others.
+    """Flat vectors of one size: each chunk's weights lie in one, what readers still use in others.
 
     The first vector that is free is taken, so the last ones are needed least. A vector in shared
     memory stays mapped when its memory is freed, here and in its readers, but takes none; any other
-    is dropped.
+    vector is dropped.
 
     Args:
         nbytes: size of each.
-        in_use: whether a part of a vector is being read, or has yet to be sent.
-        first: the vector in which all chunks lie at the beginning, which stays; None to begin
-            without any.
+        in_use: returns whether a part of a vector is being read, or has yet to be sent.
+        first: the vector in which all chunks lie at the beginning, which is never freed; None to
+            begin without any.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class WeightBuffers:
         return sum(not buffer.empty for buffer in self._buffers)
 
     def of(self, view: torch.Tensor) -> torch.Tensor:
-        """Return the vector in which some memory lies; the first one if it lies in none."""
+        """Return the vector of which `view` is a part; the first one if there is none."""
         return next(
             (buffer.memory for buffer in self._buffers if buffer.has(view)), self._buffers[0].memory
         )
 
     def free(self, start: int, stop: int) -> torch.Tensor:
-        """Return bytes [start, stop) of the first vector in which they are not read.
+        """Return bytes [start, stop) of the first vector in which they are not in use.
 
-        A new one if there is none.
+        A vector is allocated if there is none.
         """
         free = (
             i
@@ -82,14 +82,15 @@ class WeightBuffers:
         return self._commits % COMMITS == 0
 
     def moved(self, view: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
-        """Return the memory to which a chunk should move from a vector that was not needed.
+        """Return the memory to which a chunk should move, so that its vector can be freed.
 
         Args:
             view: the chunk's weights now.
-            start, stop: its place in each vector.
+            start, stop: the bytes of each vector that are the chunk's.
 
         Returns:
-            None if it should stay.
+            Bytes [start, stop) of a vector that was needed since `shrink`; None if the chunk should
+            stay where it is.
         """
         needed = self._buffers[: self._needed]
         if any(buffer.has(view) for buffer in needed):
@@ -98,17 +99,17 @@ class WeightBuffers:
             (at for buffer in needed if not self._in_use(at := buffer.memory[start:stop])), None
         )
 
-    def shrink(self, views: Iterable[torch.Tensor], places: Iterable[tuple[int, int]]) -> None:
-        """Free the vectors that were not needed since the last time.
+    def shrink(self, views: Iterable[torch.Tensor], spans: Iterable[tuple[int, int]]) -> None:
+        """Free the vectors that were not needed since the last call and are not in use.
 
         Args:
             views: the weights that lie in some vector now.
-            places: (start, stop) of everything that may have been lent.
+            spans: (start, stop) of each part of a vector that may have been lent.
         """
-        views, places = list(views), list(places)
+        views, spans = list(views), list(spans)
         for buffer in reversed(self._buffers[self._needed :]):
             if any(map(buffer.has, views)) or any(
-                self._in_use(buffer.memory[start:stop]) for start, stop in places
+                self._in_use(buffer.memory[start:stop]) for start, stop in spans
             ):
                 continue
             if not buffer.empty and give_pages_back(buffer.memory):

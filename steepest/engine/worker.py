@@ -1,4 +1,4 @@
-"""A worker: takes its samples, computes, pushes, takes new weights, for as many steps as are granted."""
+"""A worker: computes gradients of its samples, pushes them and takes new weights, step by step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _MOST_METRICS = 10_000  # all workers' fit into one message
 
 
 class _AbandonedError(Exception):
-    """A step that began early has lost its weights; passes through the model's code."""
+    """A step was given up in its middle; this is raised through the model's code."""
 
 
 @dataclass
 class _Waiting:
-    """A call that waits for weights of some version."""
+    """A call that waits for the weights of some generation and version."""
 
     generation: int
     version: int
@@ -47,9 +47,13 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _Computed:
-    """A gradient that was pushed: of which share, from which version, with what result, and what each push was.
+    """A gradient that was pushed. Its chunks lie where the replicas' next gradient will.
 
-    Its chunks lie where the replicas' next gradient will.
+    Attributes:
+        share: number of the share of the samples.
+        version: of the weights from which it was computed.
+        result: loss, metrics and times.
+        pushes: the arguments of each call of `ChunkReady`.
     """
 
     share: int
@@ -60,14 +64,13 @@ class _Computed:
 
 @dataclass(frozen=True)
 class BetweenTurns:
-    """What a worker has the router of its process do in the middle of a step, which is one turn of that router.
+    """How a worker has its process' router move bytes during a step, which is one turn of it.
 
     Attributes:
         pump: called between pushes, so that bytes move during the backward pass.
-        flush: called before a step, so that messages of other roles of this process do not wait for
-            its end.
-        wait: takes another turn in the middle of the step, so that it may begin before all weights
-            are here; None to begin when they are.
+        flush: called before a step, so that messages of the process' other roles leave first.
+        wait: takes another turn of the router within the step, so that a step may begin before all
+            its weights are here; None to begin when all are.
     """
 
     pump: Callable[[], None]
@@ -76,19 +79,23 @@ class BetweenTurns:
 
 
 class Worker:
-    """One worker's loop as a state machine over messages.
+    """A worker's role: the training loop as a state machine over messages.
 
-    It computes inside `handle`, when a message brings what was missing: credit from the
-    coordinator, or the last chunk of new weights.
+    It computes inside `handle`, when a message brings what was missing for a step: a grant or lease
+    of the coordinator, or the last chunk of new weights. Used on the router's thread.
 
     Args:
         index: of the worker.
         replicas: its copies of the model.
-        exchange: its end of the strategy.
-        send: how to send.
-        members: number of workers; the share of each in a step that all of them take together.
-        incarnation: which life of this worker.
-        between: what it has the process' router do in the middle of a step.
+        exchange: pushes its gradients and receives weights.
+        send: sends as the worker.
+        members: number of workers, each of which has one share of a step that is granted.
+        incarnation: number of this life of the worker, from 0.
+        between: has the process' router move bytes during a step.
+
+    Attributes:
+        version: of the weights that are here whole; -1 for none.
+        generation: the newest one that the worker has begun.
     """
 
     def __init__(
@@ -114,49 +121,57 @@ class Worker:
         self._flush = between.flush
         self._wait = between.wait
         self._stepping = self._stopped = False
-        self._arriving: Key | None = (
-            None  # the weights of the step that is being taken, until all are here
-        )
-        self._deferred: list[tuple[Peer, Message]] = []  # what came in the middle of a step
-        self._superseded = False  # by a new generation, in the middle of a step
-        self._defect: BaseException | None = (
-            None  # what this process' own work raised in the middle of the model's
-        )
-        self._reported = 0  # bytes of weights that the coordinator was told of
-        self._waiting = 0.0  # seconds, in the middle of a step
-        self._limit = -1
-        self._lease: tuple[int, int] | None = (
-            None  # a share of the samples, and the version to compute it from
-        )
+        # Of the step that is being computed: its weights until all are here, the messages that came
+        # meanwhile, whether a generation began meanwhile, and seconds of waiting for weights.
+        self._arriving: Key | None = None
+        self._deferred: list[tuple[Peer, Message]] = []
+        self._superseded = False
+        self._waiting = 0.0
+        self._defect: BaseException | None = None  # raised by this process' own code, not a model's
+        self._reported = 0  # bytes of weights in the reports so far
+        self._limit = -1  # the version up to which steps are granted
+        self._lease: tuple[int, int] | None = None  # share of the samples, version to compute from
         self._stats = True
         self._baseline = 0  # generation since which arriving weights count
         self._floor = 0  # version at which the generation began: weights before it are out of date
         self._complete = (0, -1)
         self._pushed = (0, -1)  # generation and version of the last push
         self._computed: _Computed | None = (
-            None  # the last gradient, as long as it may be asked for again
+            None  # the last gradient, while it may be asked for again
         )
         self._granted = (0, -1)  # generation and version of the last lease
         self._calls: list[_Waiting] = []
-        self._gone: PeerLostError | None = None  # without servers no newer version will come
-        self._waited = 0.0
+        self._failure: PeerLostError | None = None  # after which no newer version will come
+        self._waited = 0.0  # seconds between the last report and the weights that followed it
         self._pushed_at = 0.0
 
     @property
     def newest_generation(self) -> int:
-        """Of which this worker has heard, maybe in the middle of a step."""
+        """The newest generation of which a message is here, handled or deferred to a step's end."""
         return max(
             [self.generation, *(m.generation for _, m in self._deferred if m.kind is Kind.MEMBERS)]
         )
 
     def join(self) -> None:
-        """Tells the coordinator that this worker is ready."""
+        """Send the coordinator JOIN: this worker is ready for a generation."""
         self._send(COORDINATOR, Join(self._incarnation).pack())
 
     def at_version(
         self, generation: int, version: int, function: Callable[[Replicas], T]
     ) -> Future[T]:
-        """Runs a function on the replicas as soon as they hold the weights of a version."""
+        """Run a function on the replicas as soon as they hold the weights of a version.
+
+        It runs on the router's thread, between two steps.
+
+        Args:
+            generation: begun by then.
+            version: or a later one.
+            function: called once.
+
+        Returns:
+            A future of what the function returns or raises; fails with `PeerLostError` if a server
+            or the coordinator is lost before.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -167,18 +182,24 @@ class Worker:
 
         self._calls.append(_Waiting(generation, version, run, future.set_exception))
         self._run_calls()
-        if self._gone is not None and not self._stopped:
-            self._fail_calls(self._gone)
+        if self._failure is not None and not self._stopped:
+            self._fail_calls(self._failure)
         return future
 
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Where an arriving payload goes."""
+        """Return the memory for an arriving payload, see `PushPull.destination`."""
         return self._exchange.destination(message, size)
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Acts on one message, and takes steps as long as nothing is missing."""
+        """Act on one message, then take steps as long as nothing is missing for the next one.
+
+        In the middle of a step only weights are taken; other messages are deferred to its end.
+
+        Raises:
+            ProtocolError: a worker takes no such message.
+        """
         if self._stepping and message.kind not in (Kind.WEIGHTS, Kind.WEIGHTS_SHARED):
             self._deferred.append((source, message))
             self._superseded |= (
@@ -194,6 +215,7 @@ class Worker:
             self._go_on()
 
     def _take(self, source: Peer, message: Message) -> None:
+        """Note what a message brings, without taking a step."""
         match message.kind:
             case Kind.GRANT:
                 self._take_grant(Grant.unpack(message))
@@ -208,6 +230,7 @@ class Worker:
                     self._take_version()
 
     def _begin_generation(self, begun: Members) -> None:
+        """Begin a generation: grants before it are void, and weights too if they are sent anew."""
         if begun.generation <= self.generation:
             return  # a copy
         self.generation = begun.generation
@@ -219,10 +242,10 @@ class Worker:
             self._baseline = begun.generation
             self.version = -1
             self._take_version()
-        self._run_calls()  # that knew of the generation before
+        self._run_calls()
 
     def _go_on(self) -> None:
-        """Takes a step if there is one to take."""
+        """Take a step if one is granted and its weights are here, or on their way."""
         if self._stopped:
             return
         if self._floor <= self.version and self._complete[0] <= self.generation:
@@ -237,7 +260,7 @@ class Worker:
                     self._step(share, self.version + 1)
 
     def _begins_early(self) -> bool:
-        """Whether the next version is on its way to a worker that has nothing else to do."""
+        """Return whether the next version is on its way and this worker has nothing else to do."""
         pushed = self._pushed == (self.generation, self.version)
         return (
             self._wait is not None
@@ -246,26 +269,31 @@ class Worker:
         )
 
     def give_up(self) -> Future[None]:
-        """Takes no step any more; the future is done when the one that is being taken has ended."""
+        """Take no more steps, and abandon the present one if its weights are still on their way.
+
+        Returns:
+            A future that is done when the present step has ended.
+        """
         self._stopped = self._superseded = True
         return self.at_version(0, -1, lambda replicas: None)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Without the coordinator or a server there is nothing to do; the driver is told by them or by Ray."""
+        """Fail the calls that wait for weights, if the coordinator or a server is lost.
+
+        The driver hears of the loss from other processes, or from Ray.
+        """
         if peer.role in ("coordinator", "server"):
-            self._gone = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
-            self._fail_calls(self._gone)
+            self._failure = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
+            self._fail_calls(self._failure)
 
     def _fail_calls(self, error: PeerLostError) -> None:
-        calls = [
-            call for call in self._calls if call.version >= 0
-        ]  # the others need nobody's weights
+        calls = [call for call in self._calls if call.version >= 0]  # others need no weights
         self._calls = [call for call in self._calls if call.version < 0]
         for call in calls:
             call.fail(error)
 
     def tick(self, now: float) -> None:
-        """A worker has no deadlines of its own; the coordinator watches over each step."""
+        """Do nothing: the coordinator has each step's deadline."""
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -275,6 +303,7 @@ class Worker:
             self._limit = max(self._limit, grant.limit)
 
     def _take_lease(self, lease: Lease) -> None:
+        """Take a share of the samples for the next step, unless the message is old or a copy."""
         if lease.generation == self.generation:
             self._stats = lease.stats
             if (lease.generation, lease.version) > self._granted:  # else it is a copy
@@ -283,7 +312,7 @@ class Worker:
                 self._exchange.committed(lease.committed)
 
     def _next_share(self, version: int) -> int | None:
-        """What to compute with the weights of a version: number of a share, or None."""
+        """Return the number of the share to compute from the weights of a version; None if none."""
         if self._pushed == (self.generation, version):
             return None
         if self._lease is not None:
@@ -295,6 +324,7 @@ class Worker:
         return version * self._members + self._index if version < self._limit else None
 
     def _take_version(self) -> None:
+        """Use the newest version of which all weights are here."""
         generation, version = self._complete
         if generation >= self._baseline and version != self.version:
             self.version = version
@@ -304,8 +334,9 @@ class Worker:
             self._run_calls()
 
     def _run_calls(self) -> None:
+        """Run the calls whose version is here, unless a step is being computed."""
         if self._stepping:
-            return  # afterwards
+            return
         ready = [
             c for c in self._calls if c.generation <= self.generation and c.version <= self.version
         ]
@@ -316,6 +347,7 @@ class Worker:
             self._replicas.forget_writes()
 
     def _step(self, share: int, version: int) -> None:
+        """Take one step: compute and push a share from a version, then run calls that waited."""
         self._stepping, self._superseded, self._waiting = True, False, 0.0
         try:
             self._compute(share, version)
@@ -324,13 +356,20 @@ class Worker:
         self._run_calls()
 
     def _arrive(self, entry: int | None) -> None:
-        """Returns when the weights of a parameter (of all, with None) are here, in the middle of a step."""
+        """Wait, in the middle of a step, until the weights of a parameter are here.
+
+        Args:
+            entry: of the layout; None for all.
+
+        Raises:
+            _AbandonedError: a generation began, or the weights' sender is lost.
+        """
         if self._arriving is None or self._exchange.has(entry, self._arriving):
             return
         assert self._wait is not None
         began = time.perf_counter()
         while not self._exchange.has(entry, self._arriving):
-            if self._superseded or self._gone is not None:
+            if self._superseded or self._failure is not None:
                 raise _AbandonedError("the step was given up before its weights had come")
             with self._own_work():
                 self._wait()
@@ -339,6 +378,7 @@ class Worker:
             self._arriving = None
 
     def _compute(self, share: int, version: int) -> None:
+        """Compute and push the gradient of a share, then send REPORT, or FAILED with the error."""
         self._pushed = (self.generation, version)
         self._exchange.begin(self.generation, version, self._incarnation)
         self._flush()
@@ -350,7 +390,7 @@ class Worker:
                     f"it has {len(result.metrics)} metrics, at most {_MOST_METRICS} fit: leave "
                     "some out"
                 )
-        except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit(); the driver is told
+        except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
             if self._defect is None:
                 self._replicas.forget_writes()
                 self._computed = None
@@ -387,7 +427,11 @@ class Worker:
         self._pushed_at = time.perf_counter()
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:
-        """Pushes the gradient of a share; the one that is there if somebody else is why it is asked for again."""
+        """Push the gradient of a share, and return its result.
+
+        A gradient that was computed from the same weights is not computed again: the coordinator
+        asks for it once more where the failure was another worker's.
+        """
         done, self._computed = self._computed, None
         if done is None or (done.share, done.version) != (share, version):
             pushes: list[Any] = []
@@ -412,13 +456,18 @@ class Worker:
     def _push(
         self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
+        """Push a complete chunk, and let bytes move; see `ChunkReady`."""
         with self._own_work():
             self._exchange.ready(chunk, payload, unit, total, absent)
             self._pump()
 
     @contextlib.contextmanager
     def _own_work(self) -> Iterator[None]:
-        """Work of this process in the middle of the model's code: what it raises is no error of the model's."""
+        """Run code of this process within the model's: its errors are not reported as the model's.
+
+        Raises:
+            _AbandonedError: in place of whatever the code raised, which `_compute` raises again.
+        """
         try:
             yield
         except _AbandonedError:
@@ -430,6 +479,7 @@ class Worker:
             raise _AbandonedError("the process cannot go on") from error
 
     def _fail(self, version: int, error: BaseException) -> None:
+        """Send the coordinator FAILED with an error of the user's code, unless it was abandoned."""
         if isinstance(error, _AbandonedError):
             log.debug("worker %d: step at version %d abandoned", self._index, version)
             return
