@@ -42,6 +42,7 @@ FIRST = {
         "pushes",
     ],
     "engine/server": [
+        "server",
         "pushes",
         "modes",
         "snapshots",
@@ -50,8 +51,8 @@ FIRST = {
         "fault_scripts",
     ],
     "engine/staging_progress": ["pushes", "modes", "clip", "permissions"],
-    "engine/outgoing_weights": ["weight_buffers", "snapshots", "precision", "modes"],
-    "engine/early_pushes": ["permissions", "replication"],
+    "engine/outgoing_weights": ["server", "weight_buffers", "snapshots", "precision", "modes"],
+    "engine/early_pushes": ["server", "permissions", "replication"],
     "engine/server_chunk": ["pushes", "clip", "optimizer", "modes", "one_copy"],
     "protocol/push_tracking": ["pushes", "coordinator", "modes", "clip", "fault_scripts"],
     "data/sampler": ["sampler", "leftovers", "sources", "worker_replacement"],
