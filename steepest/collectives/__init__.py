@@ -1,4 +1,4 @@
-"""Collective operations between workers, named as in torch.distributed: for users' functions and models."""
+"""Collective operations between workers, named as in torch.distributed, for users' functions."""
 
 from steepest.collectives.operations import (
     Receiving,

@@ -232,7 +232,7 @@ class MemberCollective(Collective):
         return as_tensor(self._results.empty(1 << (nbytes - 1).bit_length()))[:nbytes]
 
     def drop_lending_buffers(self) -> None:
-        """Use the memory of `lending_buffer` no more, because another member may be reading there."""
+        """Drop the memory of `lending_buffer`, because another member may be reading there."""
         self._lending_buffers.clear()
 
     def pump(self) -> None:

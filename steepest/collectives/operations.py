@@ -34,8 +34,8 @@ from steepest.errors import ConfigurationError
 #: The current collective, or why there is none.
 _current: ContextVar[Collective | str] = ContextVar(
     "collective",
-    default="there is no current collective here: call it in a worker (sgd.foreach_worker), on the thread that runs "
-    "your function, or within collectives.using(...)",
+    default="there is no current collective here: call it in a worker (sgd.foreach_worker), on the "
+    "thread that runs your function, or within collectives.using(...)",
 )
 
 
@@ -103,7 +103,7 @@ def isend(tensor: torch.Tensor, dst: int) -> Work:
 
 
 def irecv(like: torch.Tensor, src: int) -> Receiving:
-    """Begin to receive a tensor of the shape and dtype of `like`; the result's `wait` returns it."""
+    """Begin to receive a tensor of the shape and dtype of `like`, which `wait` returns."""
     received = _empty(like)
     return Receiving(received, current().irecv(received, src))
 
@@ -137,7 +137,7 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 
 def reduce(tensor: torch.Tensor, dst: int, op: str = "sum") -> torch.Tensor | None:
-    """Return the members' tensors reduced as by `all_reduce` on member `dst`; None on the others."""
+    """Return the reduced tensors as `all_reduce` does on member `dst`; None on the others."""
     check_reduction(tensor, op)
     parts = gather(tensor, dst)
     return None if parts is None else _reduced(parts, op)

@@ -14,7 +14,7 @@ class Work(Protocol):
     """A message that is being sent or received."""
 
     def wait(self) -> None:
-        """Return when the tensor is received, or, for one that is sent, when it may be written to again."""
+        """Return when the tensor is received; one that is sent may be written to again then."""
 
 
 class CompletedWork:
@@ -25,7 +25,7 @@ class CompletedWork:
 
 
 class Collective(ABC):
-    """Messages and exchanges among the members of one generation; a subclass sends and receives bytes.
+    """Messages and exchanges among the members of one generation; a subclass moves the bytes.
 
     Messages from one member to another arrive in order. Beyond them every member calls the same
     operations in the same order. Inputs are never written to, so that an operation that fails can
@@ -115,7 +115,7 @@ class Collective(ABC):
         return received
 
     def barrier(self) -> None:
-        """Return when every member has called it (dissemination: Hensgen, Finkel & Manber, 1988)."""
+        """Return when every member has called it, by dissemination (Hensgen et al., 1988)."""
         distance = 1
         while distance < self.size:
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size

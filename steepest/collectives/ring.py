@@ -1,4 +1,4 @@
-"""All-reduce around a ring: each member sends 2 (size - 1) / size bytes for each byte of the tensor.
+"""All-reduce around a ring: a member sends 2 (size - 1) / size bytes per byte of the tensor.
 
 In the first half of the hops (reduce-scatter) each member ends with one finished slice of the
 result, in the second (all-gather) the slices travel around; Patarasuk & Yuan, "Bandwidth optimal
@@ -149,7 +149,7 @@ class _Wire:
         return self._half is None
 
     def buffer(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return memory into which a piece is received: `piece` itself where it travels as it is."""
+        """Return the memory to receive a piece: `piece` itself where it travels as it is."""
         return piece if self._half is None else piece.new_empty(2 + len(piece), dtype=self._half)
 
     def pack(self, piece: torch.Tensor) -> torch.Tensor:

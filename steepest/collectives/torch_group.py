@@ -20,7 +20,8 @@ class TorchCollective(Collective):
         deadline: of each wait, in seconds.
 
     Example:
-        >>> group = torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, timedelta(seconds=10))
+        >>> store = torch.distributed.HashStore()
+        >>> group = torch.distributed.ProcessGroupGloo(store, 0, 1, timedelta(seconds=10))
         >>> TorchCollective(group, deadline=10.0).broadcast(torch.ones(2), root=0)
         tensor([1., 1.])
     """

@@ -162,7 +162,7 @@ class BlockInt8:
         out: torch.Tensor,
         factors: Factors,
     ) -> bool:
-        """Round to the nearest of 255 values from minus to plus the greatest magnitude of the block."""
+        """Round to the nearest of 255 values, evenly spaced up to a block's greatest magnitude."""
         scales, rounded = self._views(out, values.numel())
         for where, shape, scale in self._parts(values, scales):
             block = values[where].view(shape)

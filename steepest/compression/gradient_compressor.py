@@ -10,14 +10,14 @@ import torch
 
 from steepest.compression.codecs import Codec, Factors, sum_of_squares
 from steepest.errors import CheckpointError
-from steepest.tensors.layout import Chunk, ParameterLayout
+from steepest.tensors.layout import Chunk, ParameterLayout, Slice
 from steepest.tensors.shared_memory import allocate
 
 _ALIGNMENT = 64  # bytes
 
 
 class GradientCompressor:
-    """One sender's gradients, packed, with error feedback: what one leaves out is added to the next.
+    """A sender's codec, with error feedback: what one gradient leaves out is added to the next.
 
     What is left out of a gradient counts once that gradient is committed, so that a step that is
     repeated sends the same bytes. Error feedback: Seide et al. 2014; Karimireddy et al. 2019
@@ -40,34 +40,34 @@ class GradientCompressor:
         self._layout = layout
         self._codec = codec
         self._own_pending = own_pending
-        self._places: dict[int, slice] = {}  # of each chunk in `_buffer`
+        self._spans: dict[int, slice] = {}  # by chunk, its bytes in `_buffer`
         end = 0
         for chunk in layout.chunks:
             size = codec.size(layout, chunk) if packed[chunk.index] else None
             if size is not None and chunk.trainable:
-                self._places[chunk.index] = slice(end, end + size)
+                self._spans[chunk.index] = slice(end, end + size)
                 end = -(-(end + size) // _ALIGNMENT) * _ALIGNMENT
         self._end = end
         self._buffer: torch.Tensor | None = None
         # By chunk: what was left out of the gradient of the worker's mean loss, float32.
-        self._left: dict[int, torch.Tensor] = {}
+        self._residuals: dict[int, torch.Tensor] = {}
         self._factors: dict[int, Factors] = {}
         self._spare: dict[int, torch.Tensor] = {}
         # The same of the last gradient, until it is committed.
         self._uncommitted: dict[int, tuple[torch.Tensor, Factors]] = {}
 
     def begin(self) -> None:
-        """Begin a gradient; what the one before left out is dropped if that was not committed."""
-        for chunk, (left, _) in self._uncommitted.items():
-            self._spare[chunk] = left
+        """Begin a gradient; what the last one left out is dropped if that was not committed."""
+        for chunk, (residual, _) in self._uncommitted.items():
+            self._spare[chunk] = residual
         self._uncommitted.clear()
 
     def commit(self) -> None:
         """Keep what the last gradient left out: it is part of the weights now."""
-        for chunk, (left, factors) in self._uncommitted.items():
-            if chunk in self._left:
-                self._spare[chunk] = self._left[chunk]
-            self._left[chunk], self._factors[chunk] = left, factors
+        for chunk, (residual, factors) in self._uncommitted.items():
+            if chunk in self._residuals:
+                self._spare[chunk] = self._residuals[chunk]
+            self._residuals[chunk], self._factors[chunk] = residual, factors
         self._uncommitted.clear()
 
     def pack(
@@ -86,12 +86,12 @@ class GradientCompressor:
         Returns:
             Flat bytes, which the next gradient overwrites.
         """
-        place = self._places.get(index)
-        if place is None:
+        span = self._spans.get(index)
+        if span is None:
             return payload
         if self._buffer is None:
             self._buffer = allocate(self._end)
-        chunk, out = self._layout.chunks[index], self._buffer[place]
+        chunk, out = self._layout.chunks[index], self._buffer[span]
         self._own_pending(out)
         if not self._codec.lossy:
             return (
@@ -102,11 +102,11 @@ class GradientCompressor:
         values = self._spare.pop(index, None)
         if values is None:
             values = torch.empty(chunk.nbytes // 4, dtype=torch.float32)
-        gradient, left = payload.view(torch.float32), self._left.get(index)
-        if left is None:
+        gradient, residual = payload.view(torch.float32), self._residuals.get(index)
+        if residual is None:
             values.copy_(gradient)
         else:
-            torch.add(gradient, left, alpha=total / unit, out=values)
+            torch.add(gradient, residual, alpha=total / unit, out=values)
         if not math.isfinite(sum_of_squares(values)):
             self._spare[index] = values
             return payload
@@ -117,50 +117,57 @@ class GradientCompressor:
         if unit != total:
             values.mul_(unit / total)
         for piece in self._absent(chunk, absent):
-            values[piece] = 0.0 if left is None else left[piece]
+            values[piece] = 0.0 if residual is None else residual[piece]
         self._uncommitted[index] = (values, factors)
         return out
 
+    def _span_of(self, chunk: Chunk, piece: Slice) -> slice:
+        """Return the elements of a chunk that are a slice's."""
+        begin = (self._layout.entries[piece.entry].offset - chunk.start) // 4 + piece.start
+        return slice(begin, begin + piece.stop - piece.start)
+
     def _absent(self, chunk: Chunk, absent: frozenset[int]) -> Iterator[slice]:
+        """Yield the elements of a chunk that have no gradient."""
         for piece in chunk.slices:
             if piece.entry in absent:
-                begin = (self._layout.entries[piece.entry].offset - chunk.start) // 4 + piece.start
-                yield slice(begin, begin + piece.stop - piece.start)
+                yield self._span_of(chunk, piece)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return copies of what was left out so far: "left/PARAMETER", flat, and "factor/PARAMETER"."""
+        """Return copies of what was left out so far, by "left/PARAMETER" and "factor/PARAMETER".
+
+        The former are flat float32 tensors of the parameter's size, the latter (rank, columns).
+        """
         found: dict[str, torch.Tensor] = {}
-        for index, left in self._left.items():
+        for index, residual in self._residuals.items():
             chunk = self._layout.chunks[index]
             for piece in chunk.slices:
                 entry = self._layout.entries[piece.entry]
                 whole = found.setdefault(f"left/{entry.name}", torch.zeros(entry.numel))
-                begin = (entry.offset - chunk.start) // 4 + piece.start
-                whole[piece.start : piece.stop] = left[begin : begin + piece.stop - piece.start]
+                whole[piece.start : piece.stop] = residual[self._span_of(chunk, piece)]
             for number, factor in self._factors[index].items():
                 found[f"factor/{self._layout.entries[number].name}"] = factor.clone()
         return found
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state` returned, whatever the chunks were.
+        """Continue from what `state` returned, of a model cut into whatever chunks.
 
-        From nothing, if it is empty.
+        Args:
+            state: empty to begin with nothing left out.
         """
-        self._left.clear()
+        self._residuals.clear()
         self._factors.clear()
         self.begin()
-        for index in self._places if state else ():
+        for index in self._spans if state else ():
             chunk = self._layout.chunks[index]
-            left, factors = torch.zeros(chunk.nbytes // 4), self._factors.setdefault(index, {})
+            residual, factors = torch.zeros(chunk.nbytes // 4), self._factors.setdefault(index, {})
             for piece in chunk.slices:
                 entry = self._layout.entries[piece.entry]
                 whole = state.get(f"left/{entry.name}")
-                begin = (entry.offset - chunk.start) // 4 + piece.start
                 if whole is not None:
-                    left[begin : begin + piece.stop - piece.start] = whole[piece.start : piece.stop]
+                    residual[self._span_of(chunk, piece)] = whole[piece.start : piece.stop]
                 if (factor := state.get(f"factor/{entry.name}")) is not None:
                     factors[piece.entry] = factor.clone()
-            self._left[index] = left
+            self._residuals[index] = residual
 
 
 def check_residuals(layout: ParameterLayout, states: Iterable[Mapping[str, torch.Tensor]]) -> None:

@@ -31,8 +31,9 @@ class RayDataset:
         ConfigurationError: the data set is not materialized or empty, or has no such column.
 
     Example:
-        >>> data = RayDataset(ray.data.read_parquet(path).materialize(), ("image", "label"))      # doctest: +SKIP
-        >>> model = TorchModel(net, loss=F.cross_entropy, data=data, batch_size=64, ...)          # doctest: +SKIP
+        >>> dataset = ray.data.read_parquet(path).materialize()  # doctest: +SKIP
+        >>> data = RayDataset(dataset, ("image", "label"))  # doctest: +SKIP
+        >>> model = TorchModel(net, loss=F.cross_entropy, data=data, ...)  # doctest: +SKIP
     """
 
     def __init__(self, dataset: Any, columns: Sequence[str] | None = None) -> None:
@@ -69,7 +70,7 @@ class RayDataset:
         self._kept: dict[int, Any] = {}
 
     def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Yield a dict or tuple of columns for each share; quick in the order of the sample plan."""
+        """Yield a dict or tuple of columns for each share; fast in the sample plan's order."""
         for share in shares:
             blocks = np.searchsorted(self._borders, share, side="right") - 1
             runs = np.split(np.arange(len(share)), np.flatnonzero(np.diff(blocks)) + 1)
@@ -95,7 +96,7 @@ class RayDataset:
         return {name: _column(array) for name, array in accessor.to_batch_format("numpy").items()}
 
     def _fetch(self, block: int) -> Any:
-        """Return one block, of these columns only, as Ray's accessor to it; the last two are kept."""
+        """Return Ray's accessor to these columns of one block; the last two are kept."""
         from ray.data.block import BlockAccessor
 
         if block not in self._kept:

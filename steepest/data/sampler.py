@@ -105,7 +105,7 @@ class SamplePlan:
 
     @cached_property
     def _begun(self) -> tuple[tuple[int, Ranges, int], ...]:
-        """The epochs of which only a part is to come: (epoch, that part, number of steps) of each."""
+        """The epochs of which a part is to come: (epoch, that part, number of steps) of each."""
         parts: dict[int, list[tuple[int, int]]] = {}
         for epoch, begin, end in (*self.left, (self.start_epoch, self.start_offset, self.samples)):
             if begin < end:
@@ -131,7 +131,7 @@ class SamplePlan:
         )
 
     def end_of(self, epoch: int) -> int:
-        """Return the first step after those of an epoch; `start_step` if this plan has none of it."""
+        """Return the first step after an epoch's; `start_step` if this plan has none of them."""
         begun = sum(steps for number, _, steps in self._begun if number <= epoch)
         return self.start_step + begun + max(epoch - self.start_epoch, 0) * self.steps_per_epoch
 
@@ -302,7 +302,7 @@ def even_share(count: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def step_seed(seed: int, step: int, replica: int) -> int:
-    """Return a seed for the random state of one replica in one step, so that a step can be repeated.
+    """Return a seed for the random state of a replica in a step, so that a step can be repeated.
 
     SplitMix64 (Steele, Lea & Flood, 2014) over the three numbers; 63 bits.
     """

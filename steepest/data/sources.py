@@ -141,7 +141,7 @@ class DatasetSource:
 
 
 class IndexedStream:
-    """A stream of numbered samples that can be begun anywhere: divided, visited and resumed exactly.
+    """A stream of numbered samples that can begin anywhere: divided, visited and resumed exactly.
 
     Blocks of samples come in the stream's order in each epoch; within a block they are shuffled
     anew. Every worker reads each block that holds samples of its own, in order, keeps the last two

@@ -96,7 +96,7 @@ class NumpyLogisticRegression:
             self._gradients[entry.name] = self.layout.entry_view(gradients, index).numpy()
 
     def move(self, weights: torch.Tensor) -> None:
-        """Make the parameters views of another vector; see `steepest.models.protocol.Model.move`."""
+        """Make the parameters views of another vector; see `Model.move`."""
         for index, entry in enumerate(self.layout.entries):
             self._weights[entry.name] = self.layout.entry_view(weights, index).numpy()
 

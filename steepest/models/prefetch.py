@@ -15,9 +15,10 @@ _PASSES = 2  # gates are learned in so many passes, and must be the same in all 
 #: attributes and methods of a parameter that do not read its values
 _HARMLESS = frozenset(
     {
-        "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "is_cuda",
-        "is_sparse", "names", "size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point",
-        "is_complex", "is_contiguous", "data_ptr", "get_device", "storage_offset",
+        "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim",
+        "is_cuda", "is_sparse", "names", "size", "dim", "stride", "numel", "nelement",
+        "element_size", "is_floating_point", "is_complex", "is_contiguous", "data_ptr",
+        "get_device", "storage_offset",
     }
 )  # fmt: skip
 
@@ -103,7 +104,7 @@ class Gates:
 
 
 class _Watch(TorchFunctionMode):
-    """A function mode that records after the entrance of which module each parameter is first used."""
+    """A function mode that records the module in which each parameter is first used."""
 
     def __init__(self, entries: Mapping[int, int]) -> None:
         super().__init__()

@@ -163,12 +163,12 @@ class Model(Protocol):
         """
 
     def relayout(self, cut: ChunkSpec) -> None:
-        """Plan `layout` again, in the same order, cut into other chunks; a call of `bind` follows."""
+        """Plan `layout` again in the same order, cut into other chunks; `bind` is called next."""
 
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None
     ) -> Computed:
-        """Compute the gradient of the mean loss over one batch, and write it to the gradient vector.
+        """Compute the gradient of the mean loss over a batch, and write it to the gradient vector.
 
         Args:
             batch: as `data` yields it.

@@ -74,8 +74,9 @@ class TorchModel:
     Example:
         >>> import torch, torch.nn.functional as F
         >>> x, y = torch.randn(8, 3), torch.randint(0, 2, (8,))
-        >>> model = TorchModel(torch.nn.Linear(3, 2), loss=F.cross_entropy, data=(x, y), batch_size=4,
-        ...                    optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+        >>> sgd = lambda module: torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> model = TorchModel(torch.nn.Linear(3, 2), loss=F.cross_entropy, data=(x, y),
+        ...                    batch_size=4, optimizer=sgd)
         >>> [entry.name for entry in model.layout.entries]
         ['bias', 'weight']
     """
@@ -203,7 +204,8 @@ class TorchModel:
                     parameter.data = view
                     self._gradients[entry.name] = self.layout.entry_view(gradients, index)
                     hook = self._hook(index, self._gradients[entry.name])
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                    register = parameter.register_post_accumulate_grad_hook
+                    self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
         self._writes.watch(self.layout, self._parameters, self._holders, weights)
 
     def move(self, weights: torch.Tensor) -> None:
@@ -324,7 +326,7 @@ class TorchModel:
         return as_source(data, batch_size)[0]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return CPU copies of persistent buffers, by each name, and of changed frozen parameters."""
+        """Return CPU copies of persistent buffers and changed frozen parameters, by each name."""
         kept = self.module.state_dict(keep_vars=True)
         state = {
             name: b.detach().cpu().resolve_conj().resolve_neg().clone()
@@ -369,7 +371,7 @@ class TorchModel:
                     parameter.copy_(value)
 
     def _frozen(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield (name, the module's present parameter, the installed value) of each frozen parameter.
+        """Yield (name, the module's parameter now, the installed value) of each frozen parameter.
 
         Raises:
             ModelError: the model has given it another shape or dtype, or has it no more.
@@ -434,14 +436,14 @@ class TorchModel:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape and dtype have the same bits, so that NaN equals NaN."""
+    """Return whether two tensors of one shape and dtype have the same bits; NaN equals NaN."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
     first, other = (t.detach().contiguous().view(-1).view(whole) for t in (a, b.to(a.device)))
     return torch.equal(first, other)
 
 
 def _count(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first array, or of its first list."""
+    """Return the number of samples in a batch: the length of its first array, or first list."""
     arrays = (len(leaf) for leaf in _leaves(batch) if getattr(leaf, "ndim", 0))
     lists = (len(leaf) for leaf in _leaves(batch) if isinstance(leaf, (tuple, list)))
     return next(arrays, next(lists, 1))
@@ -466,7 +468,11 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def _check_module(module: Any) -> None:
-    """Raise ModelError if an object is no module, or one that cannot be trained in several processes."""
+    """Check that an object is a module that can be trained in several processes.
+
+    Raises:
+        ModelError: it is not.
+    """
     if not isinstance(module, torch.nn.Module):
         raise ModelError(f"module is a {type(module).__name__}: give a torch.nn.Module")
     synchronised = [
@@ -488,7 +494,12 @@ def _check_module(module: Any) -> None:
 
 
 def _aliases(module: torch.nn.Module, names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:
-    """Return the other names of parameters that a module has several times, by the first; `names` are by identity."""
+    """Return the other names of parameters that a module has several times, by the first name.
+
+    Args:
+        module: with the parameters.
+        names: the first name of each, by `id(parameter)`.
+    """
     aliases: dict[str, tuple[str, ...]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name != (first := names[id(parameter)]):

@@ -126,7 +126,7 @@ class WriteCheck:
 
 
 def holders_of(module: torch.nn.Module, names: Iterable[str]) -> Holders:
-    """Return, by name, the dict of a module that holds each of these parameters, and its key there."""
+    """Return, by name, the dict of a module that holds each parameter, and its key there."""
     modules = dict(module.named_modules(remove_duplicate=False))
     split = {name: name.rpartition(".") for name in names}
     return {name: (modules[path]._parameters, key) for name, (path, _, key) in split.items()}

@@ -1,4 +1,4 @@
-"""Plain values as JSON and back, with their types and every bit of their numbers; nothing is pickled."""
+"""Plain values as JSON and back, with types and every bit of numbers; nothing is pickled."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _STATELESS_FLAGS = ("foreach", "fused", "capturable", "differentiable", "maximiz
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """A recipe for an optimizer: its class, defaults and parameter groups by name, and its schedule.
+    """A recipe for an optimizer: class, defaults, parameter groups by name, and its schedule.
 
     Attributes:
         cls: any `torch.optim.Optimizer` subclass whose step needs no closure.
@@ -390,7 +390,7 @@ def _identify(spec: OptimizerSpec) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a hyperparameter as plain Python: tensors and NumPy scalars as numbers, lists as tuples."""
+    """Return a hyperparameter as plain Python: tensors and scalars as numbers, lists as tuples."""
     if isinstance(value, (torch.Tensor, np.generic)):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
@@ -446,5 +446,5 @@ def _is_elementwise(spec: OptimizerSpec) -> bool:
 
 
 def _lively(hyper: Hyperparameters) -> Hyperparameters:
-    """Return hyperparameters with a learning rate: one of zero (warm-up) would hide every difference."""
+    """Return hyperparameters with a learning rate of 0.1; zero would hide every difference."""
     return {**hyper, "lr": 0.1} if "lr" in hyper else dict(hyper)

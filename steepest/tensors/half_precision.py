@@ -36,8 +36,10 @@ def narrow(values: torch.Tensor, wire: torch.dtype, out: torch.Tensor) -> bool:
         >>> out = torch.empty(2, dtype=torch.uint8)
         >>> narrow(torch.tensor([70000.0]).view(torch.uint8), torch.float16, out)
         False
-        >>> narrow(torch.tensor([1.0]).view(torch.uint8), torch.float16, out), out.view(torch.float16).item()
-        (True, 1.0)
+        >>> narrow(torch.tensor([1.0]).view(torch.uint8), torch.float16, out)
+        True
+        >>> out.view(torch.float16).item()
+        1.0
     """
     full = values.view(torch.float32)
     out.view(wire).copy_(full)

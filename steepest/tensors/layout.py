@@ -100,7 +100,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The part of one entry that lies in one chunk: elements [start, stop) of the flattened entry."""
+    """The part of one entry in one chunk: elements [start, stop) of the flattened entry."""
 
     entry: int
     start: int
@@ -109,7 +109,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes [start, stop) of the flat vector: the unit of transfer, of the optimizer, of checkpoints.
+    """Bytes [start, stop) of the flat vector: the unit of transfer, optimizers and checkpoints.
 
     Attributes:
         trainable: whether gradients flow for it; the others hold frozen parameters.
@@ -148,7 +148,9 @@ class ParameterLayout:
 
     Example:
         >>> import torch
-        >>> layout = ParameterLayout.plan([("a", (2, 3), torch.float32, True), ("b", (3,), torch.float32, True)])
+        >>> layout = ParameterLayout.plan(
+        ...     [("a", (2, 3), torch.float32, True), ("b", (3,), torch.float32, True)]
+        ... )
         >>> [entry.name for entry in layout.entries], len(layout.chunks), layout.nbytes
         (['b', 'a'], 1, 64)
     """
@@ -236,7 +238,7 @@ class ParameterLayout:
 
     @cached_property
     def on_pages(self) -> bool:
-        """Whether each chunk begins on a page of memory, so that no page holds parts of two chunks."""
+        """Whether each chunk begins on a page of memory: no page has parts of two chunks."""
         return all(chunk.start % _PAGE == 0 for chunk in self.chunks)
 
     def allocate(self) -> torch.Tensor:
@@ -258,7 +260,7 @@ class ParameterLayout:
         return buffer[chunk.start : chunk.stop]
 
     def slice_views(self, chunk: Chunk, data: torch.Tensor) -> list[torch.Tensor]:
-        """Return a chunk's slices as views of its bytes: whole tensors in their shape, parts flat."""
+        """Return a chunk's slices as views of its bytes: whole tensors in shape, parts flat."""
         views = []
         for piece in chunk.slices:
             entry = self.entries[piece.entry]
@@ -358,7 +360,7 @@ def _place(
 
 
 def _unit(target: int, itemsize: int) -> int:
-    """Return the number of bytes of which the borders of chunks of about `target` bytes are multiples."""
+    """Return the bytes of which the borders of chunks of about `target` bytes are multiples."""
     return next((unit for unit in (_PAGE, _ALIGNMENT) if target >= 4 * unit), itemsize)
 
 

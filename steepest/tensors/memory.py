@@ -1,4 +1,4 @@
-"""Flat memory that payloads lie in: of NumPy or of torch, so that a process without tensors does without torch."""
+"""Flat memory of payloads, NumPy's or torch's: a process without tensors does without torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def clone(memory: Memory) -> Memory:
 
 
 def copy_bytes(target: Memory, source: Memory) -> None:
-    """Copy memory into other memory of the same size; with torch's threads where either is a tensor."""
+    """Copy memory to other memory of the same size, with torch's threads if either is a tensor."""
     if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
         target[:] = source
     else:

@@ -250,7 +250,7 @@ class Lending:
         return lender
 
     def in_use(self, memory: Memory) -> bool:
-        """Return whether a reader may still be reading a payload that begins at this memory's address."""
+        """Return whether a payload may still be read that begins at this memory's address."""
         address = address_of(memory)
         if address in self._lent:
             self._collect()
@@ -285,7 +285,7 @@ class Lending:
         return place
 
     def close(self) -> None:
-        """Free the memory for copies as soon as no reader uses it; nothing may be lent afterwards."""
+        """Free the memory for copies once no reader uses it; nothing may be lent afterwards."""
         self._outbox.clear()
 
     def _place(self, size: int) -> Bytes | None:
