@@ -95,7 +95,7 @@ class CommitLog:
 
     @property
     def parts(self) -> tuple[CommitLog, ...]:
-        """All logs, this one last."""
+        """The logs of the job's earlier forms, oldest first, and this one."""
         return (*self.earlier, self)
 
     def samples(self) -> Iterator[tuple[int, int, int]]:

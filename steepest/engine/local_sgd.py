@@ -44,7 +44,7 @@ class LocalReplicas(Replicas):
         models, devices, share, memory: see `Replicas`.
         spec: the inner optimizer.
         updates_before: returns the number of updates of each weight before a step.
-        clip_norm: the greatest norm of a batch's gradient, or None for any.
+        clip_norm: the greatest norm of a batch's gradient; None for any.
     """
 
     def __init__(
@@ -144,7 +144,12 @@ class LocalReplicas(Replicas):
     def _hold_gradient(
         self, index: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
-        """Keep one chunk of an inner gradient until the backward pass has ended."""
+        """Keep one chunk of an inner gradient, as its mean, until the backward pass has ended.
+
+        Args:
+            index: of the chunk.
+            payload, unit, total, absent: see `steepest.engine.replicas.ChunkReady`.
+        """
         held = self._held[index]
         if not unit:
             return

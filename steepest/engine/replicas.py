@@ -66,10 +66,10 @@ class WorkShare:
 
     Attributes:
         first_index: index of its first replica among all replicas of the job.
-        shares: of a step, one for each worker whose gradient it takes.
+        shares: the number of shares in a step, one for each worker's gradient that makes it.
         seed: of the job.
         accumulate: micro-batches that each replica computes one after the other for one gradient.
-        updates: gradients of a step, see `steepest.engine.local_sgd`.
+        updates: gradients that each replica computes in a step, see `steepest.engine.local_sgd`.
         leased: whether shares come one by one, so that the next one is not known beforehand.
     """
 
@@ -162,7 +162,7 @@ class Replicas:
         self._seed = seed
 
     def use_compressor(self, compressor: GradientCompressor | None) -> None:
-        """Keep the compressor of this worker's gradients; None where they travel as they are."""
+        """Set `compressor`; None where gradients travel as they are."""
         self.compressor = compressor
 
     def take_over(self, other: Replicas) -> None:
@@ -170,7 +170,10 @@ class Replicas:
         self._batches, self._first = other._batches, other._first
 
     def begin_with(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Give every model a state (see `Model.state`), before the first weights are here."""
+        """Give every model a state (see `Model.state`).
+
+        It is set again when the first weights have come, which bring installed frozen parameters.
+        """
         self._first = state
         for model in self.models:
             model.load_state(state)
@@ -538,7 +541,7 @@ def _mean(results: Sequence[Computed]) -> tuple[float, float, int, dict[str, flo
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch's, NumPy's and Python's global generators."""
+    """Seed torch's, NumPy's and Python's global generators; NumPy takes the lowest 32 bits."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
@@ -550,7 +553,8 @@ def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
     """Return each replica's state, all with the same names.
 
     Args:
-        call: calls a function of `Replicas` on all workers, with arguments for it.
+        call: calls a function of `Replicas` on all workers, with arguments for it, and returns the
+            results by worker.
     """
     states = [state for part in call(Replicas.states) for state in part]
     names = sorted(set().union(*states))

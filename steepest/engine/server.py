@@ -247,10 +247,10 @@ class Server:
             self.decisions.hear(decision)
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Forget what a peer had begun, whose channel is closed.
+        """Forget what a lost peer had begun; what the loss means is the coordinator's to decide.
 
-        What a loss means is the coordinator's to decide. Of a user's loss it is sent a message,
-        after those about the pushes that had arrived whole.
+        The coordinator is sent USER_LEFT for a parameter server's user, after PUSH_STAGED for each
+        of its pushes that had arrived whole.
         """
         self._puts.lost(peer)
         if self._open_to_all and peer.role == "worker":
@@ -338,7 +338,7 @@ class Server:
         return pushes
 
     def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: ServerChunk) -> bool:
-        """Return whether a chunk of some pushes is dropped because it is late; it is counted then.
+        """Return whether a chunk of some pushes is late; if so, it is counted and dropped.
 
         Raises:
             ProtocolError: the chunk is dropped because the sender should not have sent it.

@@ -109,7 +109,7 @@ class ServerChunk:
         return buffer
 
     def release(self, payload: torch.Tensor | None) -> None:
-        """Free the memory of a payload, if it is a staging buffer."""
+        """Make the memory of a payload free for another push, if it is a staging buffer."""
         if payload is not None and self._buffers.get(id(payload)) is payload:
             self._spare.setdefault(payload.numel(), []).append(payload)
 
@@ -220,9 +220,13 @@ class ServerChunk:
             self.mean = torch.mul(self.mean, factor, out=self._accumulator)
 
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
-        """Return (worker, parameter) of each of these gradients that holds NaN or infinity.
+        """Return (worker, parameter) of each NaN or infinity in some staged gradients.
 
-        The worker is -1 where each gradient is finite and only their sum is not.
+        Args:
+            chosen: the pushes with these gradients.
+
+        Returns:
+            Each once; the worker is -1 where each gradient is finite and only their sum is not.
         """
         found = []
         for push in chosen:
@@ -296,18 +300,22 @@ class ServerChunk:
             group["fused"] = True
 
     def forget(self, push: PushId) -> None:
-        """Drop a staged push, and free its memory."""
+        """Drop a staged push; its memory is free for another one."""
         self.release(self.staged.pop(push).payload)
 
     def discard(self) -> None:
-        """Drop all staged pushes and the mean."""
+        """Drop all staged pushes and the mean; their memory is free for other pushes."""
         for push in self.staged.values():
             self.release(push.payload)
         self.staged.clear()
         self.mean = None
 
     def set_hyperparameters(self, hyper: Sequence[Hyperparameters]) -> None:
-        """Set the hyperparameters that a schedule changed, by group of the recipe."""
+        """Set hyperparameters of the optimizer's groups.
+
+        Args:
+            hyper: those to set, by group of the recipe; others stay as they are.
+        """
         if self._optimizer is None:
             return
         for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
@@ -341,7 +349,11 @@ class ServerChunk:
         return records
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Set one record that `state` returned.
+        """Set one record of the optimizer's state, as `state` returned it.
+
+        Args:
+            about: its description.
+            value: its tensor, which becomes the optimizer's without a copy.
 
         Raises:
             ProtocolError: the record is none of this chunk.
@@ -412,7 +424,7 @@ class ServerChunk:
             ) from error
 
     def clear_state(self) -> None:
-        """Drop the optimizer's state."""
+        """Drop the optimizer's state: the next step is as its first one."""
         if self._optimizer is not None:
             self._optimizer.state.clear()
 

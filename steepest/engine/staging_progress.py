@@ -31,12 +31,15 @@ class _Progress:
 
 
 class StagingProgress:
-    """Which gradients are whole on one server.
+    """The number of staged chunks of each gradient, which says when it is whole on one server.
+
+    Where all members contribute to a version, their gradients count as one: `reduce`. Elsewhere
+    each push counts by itself: `count`.
 
     Args:
         chunks: the number of trainable chunks of the server.
-        answers_for: indices of those chunks whose squares this server reports; other servers report
-            those of the copies that it has.
+        answers_for: indices of the chunks whose squares this server reports; where it has a copy of
+            a chunk, another server does.
         checked: whether gradients are checked.
     """
 

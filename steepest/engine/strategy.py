@@ -26,7 +26,7 @@ _WHOLE = 1 << 62  # bytes of a chunk: more than a model has
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way of training; made by `make_strategy`.
+    """A way of training, as `make_strategy` reads it from a configuration.
 
     Allreduce is the synchronous parameter server whose servers live in the workers' own processes,
     on the workers' own weights: each member is in charge of one slice of the chunks. It receives
@@ -81,9 +81,10 @@ class Strategy:
 
     @property
     def kind(self) -> str:
-        """The name of the place of the state: "simple", "ps", "allreduce" or "local".
+        """The kind of strategy: "simple", "ps", "allreduce" or "local".
 
-        Where two strategies have the same name, what servers hold stays when one follows the other.
+        It says in which processes the state lies: when a strategy follows one of its own kind, what
+        servers hold may stay where it is.
         """
         if self.outer is not None:
             return "local"

@@ -76,7 +76,7 @@ class HostMap:
         return where[peer.index] if peer.index < len(where) else None
 
     def beside(self, worker: int, server: int) -> bool:
-        """Return whether a worker and a server share a host."""
+        """Return whether the worker and the server of some indices share a host."""
         return self.workers[worker] == self.servers[server]
 
 
