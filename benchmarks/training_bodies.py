@@ -31,9 +31,9 @@ from steepest.engine.job import (
 from steepest.engine.replicas import Replicas
 from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
+from steepest.messages.driver import Result
 from steepest.messages.message import (
     COORDINATOR,
-    Kind,
     Peer,
     aggregator_peer,
     server_peer,
@@ -227,7 +227,7 @@ def _take_steps(router: Router, client: Client, steps: int) -> None:
         router.call(lambda: client.ask(steps, True))
     for _ in range(steps):
         outcome = client.outcomes.get(timeout=DEADLINE)
-        if isinstance(outcome, Exception) or outcome.kind is not Kind.RESULT:
+        if not isinstance(outcome, Result):
             raise RuntimeError(f"the step was not committed: {outcome}")
 
 

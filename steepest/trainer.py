@@ -44,7 +44,7 @@ from steepest.engine.commit_log import CommitLog
 from steepest.engine.job import Job, ModelCreator
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, ShutdownError
-from steepest.messages.message import Message
+from steepest.messages.driver import Result
 from steepest.models.protocol import Model
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult, stragglers
@@ -248,9 +248,9 @@ class DistributedSGD:
     def _train(self, steps: int, stats: bool, on_step: Callable[[StepResult], None]) -> None:
         self._live()
 
-        def on_result(step: int, result: Message) -> None:
-            epoch = self._plan.position(step - 1).epoch if self._plan is not None else None
-            self._keeping.last = StepResult.from_message(step, result.values(), epoch)
+        def on_result(result: Result) -> None:
+            epoch = self._plan.position(result.step - 1).epoch if self._plan is not None else None
+            self._keeping.last = StepResult.from_result(result, epoch)
             on_step(self._keeping.last)
 
         with self._keeping.watched():

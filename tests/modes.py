@@ -17,7 +17,8 @@ from steepest.engine.commit_log import CommitLog
 from steepest.engine.server import Server
 from steepest.engine.server_chunk import ServerChunk
 from steepest.engine.survivors import RecoveredState
-from steepest.messages.message import Kind, Message
+from steepest.messages.driver import Result
+from steepest.messages.message import Kind
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, same_bits, samples, sgd
 
@@ -83,11 +84,12 @@ def make(
     )
 
 
-def trained(cluster: InProcessCluster, steps: int) -> list[Message]:
+def trained(cluster: InProcessCluster, steps: int) -> list[Result]:
     """Results of steps, all of which were taken."""
     results = cluster.step(steps)
-    assert [result.kind for result in results] == [Kind.RESULT] * steps
-    return results
+    taken = [result for result in results if isinstance(result, Result)]
+    assert len(taken) == len(results) == steps
+    return taken
 
 
 def settle(cluster: InProcessCluster) -> None:

@@ -26,7 +26,7 @@ from steepest import DistributedSGD, RunConfig
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, SimpleStrategy
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Kind
+from steepest.messages.driver import Failure
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
@@ -136,8 +136,8 @@ def test_every_sample_of_an_epoch_counts_once(name: str) -> None:
     assert plan.steps_per_epoch == 3  # of 12, 12 and 5 samples: the last has an empty micro-batch
     results = trained(cluster, 3)
     if name != "async":  # whose steps are the updates of whoever came first
-        assert [result.values()["samples"] for result in results] == [12, 12, 5]
-    assert sum(result.values()["samples"] for result in results) == 29
+        assert [result.samples for result in results] == [12, 12, 5]
+    assert sum(result.samples for result in results) == 29
     assert sorted(shares(check(cluster, task))) == list(range(6))
 
 
@@ -152,11 +152,9 @@ def test_loss_and_metrics_are_means_over_all_micro_batches() -> None:
     assert plan is not None
     for step, result in enumerate(trained(cluster, 4)):
         x, y = (column[torch.from_numpy(plan.share(step, 0, 1))] for column in task.data)
-        assert result.values()["metrics"]["first"] == pytest.approx(
-            float(y[:, 0].mean()), abs=1e-12
-        )
+        assert result.metrics["first"] == pytest.approx(float(y[:, 0].mean()), abs=1e-12)
         expected = float(nn.functional.mse_loss(module(x), y).detach())
-        assert result.values()["loss"] == pytest.approx(expected, abs=1e-12)
+        assert result.loss == pytest.approx(expected, abs=1e-12)
 
 
 def test_chunks_leave_during_the_last_backward_pass_only() -> None:
@@ -202,8 +200,8 @@ def test_a_micro_batch_that_raises_voids_the_step_which_is_taken_again(
 
     task = Task(lambda: Moody(raise_once), sgd(momentum=0.9), samples(36))
     cluster = make(name, task, 3, accumulate=3)
-    kinds = [outcome.kind for _ in range(6) for outcome in cluster.step(1)]
-    assert kinds.count(Kind.FAILURE) == 1
+    kinds = [type(outcome) for _ in range(6) for outcome in cluster.step(1)]
+    assert kinds.count(Failure) == 1
     check(cluster, task)
     if name in ("sync", "allreduce"):
         calm = Task(lambda: Moody(lambda gradient: gradient), sgd(momentum=0.9), samples(36))

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from steepest.engine.topology import HostMap
+from steepest.messages.driver import Result
 from steepest.messages.message import Kind, Message, Peer
 from steepest.messages.permissions import OPEN, TRAINING
 from steepest.testing import Fault, InProcessCluster, Link, Network
@@ -79,7 +80,7 @@ def said_in_trouble(name: str) -> list[Message]:
     recorder = Recorder(cluster.network)
     taken = 0
     while taken < 6:
-        taken += sum(outcome.kind is Kind.RESULT for outcome in cluster.step(6 - taken))
+        taken += sum(isinstance(outcome, Result) for outcome in cluster.step(6 - taken))
     cluster.workers[1].join()
     cluster.client.declare_lost(1, 7, "it is silent")
     go_on(cluster.network)
@@ -166,8 +167,7 @@ def take_step(cluster: InProcessCluster, said: str) -> None:
         lambda: not cluster.client.outcomes.empty(), f"a step in spite of {said}"
     )
     outcome = cluster.client.outcomes.get()
-    assert isinstance(outcome, Message), (outcome, said)
-    assert outcome.kind is Kind.RESULT, (outcome, said)
+    assert isinstance(outcome, Result), (outcome, said)
 
 
 @cache

@@ -102,8 +102,8 @@ def test_one_worker_equals_a_plain_loop_to_the_bit(strategy: StrategyConfig, mod
     torch.manual_seed(0)
     weights, losses = plain(cluster, module())
     assert same_bits(cluster.weights(), weights)
-    assert [result.values()["loss"] for result in results] == losses
-    assert all(result.values()["metrics"] == {"narrow": 1.0} for result in results)
+    assert [result.loss for result in results] == losses
+    assert all(result.metrics == {"narrow": 1.0} for result in results)
     wide = InProcessCluster(creator(module, autocast=None), strategy=strategy)
     trained(wide, STEPS)
     assert not same_bits(wide.weights(), weights)
@@ -185,7 +185,7 @@ def test_small_gradients_in_float16_survive_with_a_loss_scale() -> None:
         for parameter in module.parameters():
             parameter.grad.mul_(2.0**-14)  # type: ignore[union-attr]
         optimizer.step()
-        assert results[step].values()["loss"] == float(value.detach())
+        assert results[step].loss == float(value.detach())
     assert same_bits(cluster.weights(), snapshot(module))
     unscaled = InProcessCluster(half_creator(1.0))
     before = unscaled.weights()

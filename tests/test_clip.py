@@ -28,7 +28,7 @@ from steepest.config.strategies import (
 )
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Message
+from steepest.messages.driver import Result
 from steepest.observe.results import StepResult
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import gradient_of
@@ -68,8 +68,8 @@ def ps(servers: int, chunk_bytes: int | None = 64, **settings: Any) -> Parameter
     )
 
 
-def norms_of(results: list[Message]) -> list[float | None]:
-    return [StepResult.from_message(r.version, r.values(), None).gradient_norm for r in results]
+def norms_of(results: list[Result]) -> list[float | None]:
+    return [StepResult.from_result(result, None).gradient_norm for result in results]
 
 
 def compare(
@@ -256,7 +256,7 @@ def test_what_is_not_finite(name: str, value: float) -> None:
         calls[0] = 0
         return Task(lambda: Moody(poison), sgd(momentum=0.9), samples(12))
 
-    def train(nonfinite: str, steps: int) -> tuple[InProcessCluster, list[Message]]:
+    def train(nonfinite: str, steps: int) -> tuple[InProcessCluster, list[Result]]:
         cluster = make(name, task(), 1, settings={"clip_norm": CLIP, "nonfinite": nonfinite})
         return cluster, trained(cluster, steps)
 

@@ -17,7 +17,7 @@ from steepest.config.run import data_directory
 from steepest.config.strategies import AllreduceStrategy, LocalStrategy, ParameterServerStrategy
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Kind, Message
+from steepest.messages.driver import Failure
 from steepest.testing import InProcessCluster
 from tests.drawn import seeds
 from tests.modes import check, counters, make, trained, worker_weights
@@ -84,11 +84,7 @@ def test_all_members_hold_the_same_bits_and_send_what_the_formula_says(
     assert codec is not None
     size = sum(codec.size(layout, chunk) or chunk.nbytes for chunk in layout.chunks)
     assert size < layout.nbytes
-    full = [
-        result.values()["bytes_pushed"]
-        for result in results
-        if result.values()["samples"] == 2 * workers
-    ]
+    full = [result.bytes_pushed for result in results if result.samples == 2 * workers]
     assert full
     assert set(full) == {workers * (workers - 1) * size}
 
@@ -138,7 +134,7 @@ def test_a_failed_step_leaves_no_trace(way: str, choice: str) -> None:
     trained(straight, 8)
     trained(interrupted, 4)
     failing["left"] = 2  # the first worker has sent its part by then
-    assert interrupted.step(4)[-1].kind is Kind.FAILURE
+    assert isinstance(interrupted.step(4)[-1], Failure)
     failing["left"] = 0
     trained(interrupted, 4)
     same = straight.weights()
@@ -152,11 +148,9 @@ def test_nan_is_refused_by_name(way: str, choice: str) -> None:
         WIDE, loss=lambda output, target: nn.functional.mse_loss(output, target) * float("nan")
     )
     cluster = training(way, CHOICES[choice], 2, task)
-    result: Message = cluster.step(1)[-1]
-    assert result.kind is Kind.FAILURE
-    assert {name for _, name in result.values()["culprits"]} == {
-        name for name, _ in wide().named_parameters()
-    }
+    result = cluster.step(1)[-1]
+    assert isinstance(result, Failure)
+    assert {name for _, name in result.culprits} == {name for name, _ in wide().named_parameters()}
     assert counters(cluster)["committed"] == 0
 
 
@@ -164,14 +158,12 @@ def test_nan_is_refused_by_name(way: str, choice: str) -> None:
 def test_the_norm_is_that_of_what_arrives(way: str) -> None:
     cluster = training(way, TopK(0.1), 2, settings={"clip_norm": 0.01})
     results = trained(cluster, 6)
-    norms = [result.values()["gradient_norm"] for result in results]
+    norms = [result.gradient_norm for result in results]
     assert all(norm > 0.01 for norm in norms)
     check(cluster, WIDE)
     if way == "allreduce":  # copies do not count
         plain = training("ps", TopK(0.1), 2, settings={"clip_norm": 0.01})
-        assert [result.values()["gradient_norm"] for result in trained(plain, 6)] == pytest.approx(
-            norms
-        )
+        assert [result.gradient_norm for result in trained(plain, 6)] == pytest.approx(norms)
 
 
 # -- settings -------------------------------------------------------------------------------------

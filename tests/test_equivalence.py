@@ -157,7 +157,7 @@ def test_a_batch_of_weight_zero_does_not_count_even_when_its_mean_is_nan(
         task.creator(), num_workers=workers, devices_per_worker=devices, strategy=ps(2)
     )
     results = cluster.step(20)
-    assert all(result.values()["loss"] > 0 for result in results)
+    assert all(result.loss > 0 for result in results)
     assert difference(cluster.weights(), task.train(4, 20)) < 1e-12
 
 
@@ -308,12 +308,10 @@ def test_metrics_and_loss_are_means_over_the_samples_of_all_replicas() -> None:
     plan = cluster.job.plan()
     for step, result in enumerate(cluster.step(4)):
         share = torch.from_numpy(plan.share(step, 0, 1))
-        assert result.values()["samples"] == len(share)
-        assert result.values()["metrics"]["first"] == pytest.approx(
-            float(y[share, 0].mean()), abs=1e-12
-        )
+        assert result.samples == len(share)
+        assert result.metrics["first"] == pytest.approx(float(y[share, 0].mean()), abs=1e-12)
         expected = nn.functional.mse_loss(module(x[share]), y[share])
-        assert result.values()["loss"] == pytest.approx(float(expected.detach()), abs=1e-12)
+        assert result.loss == pytest.approx(float(expected.detach()), abs=1e-12)
 
 
 class Counter(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
+from steepest.messages.driver import Failure
 from steepest.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.testing import Fault, InProcessCluster, InProcessTransport, Moment, with_faults
 from tests.drawn import seeds
@@ -67,10 +68,10 @@ def sent(cluster: InProcessCluster, worker: int) -> Counter[tuple[int, int, Kind
     return found
 
 
-def failure(cluster: InProcessCluster, steps: int = STEPS) -> dict[str, Any]:
+def failure(cluster: InProcessCluster, steps: int = STEPS) -> Failure:
     last = cluster.step(steps)[-1]
-    assert last.kind is Kind.FAILURE
-    return last.values()
+    assert isinstance(last, Failure)
+    return last
 
 
 def pace(cluster: InProcessCluster, worker: int) -> int:
@@ -93,12 +94,12 @@ def test_a_model_raises_in_its_step_and_not_again(name: str, at: Moment) -> None
     cluster = make(name, TASK, faults=[Fault.raises("worker", 1, step=3, at=at)])
     said = sent(cluster, 1)
     about = failure(cluster)
-    assert (about["reason"], about["worker"]) == ("raised", 1)
-    assert about["error"] == f"RuntimeError: scripted: raise of worker 1 in step 3 at {at}"
+    assert (about.reason, about.worker) == ("raised", 1)
+    assert about.error == f"RuntimeError: scripted: raise of worker 1 in step 3 at {at}"
     assert not said[0, 3, Kind.REPORT]
     assert said[0, 2, Kind.REPORT]
     if name == "sync":
-        assert about["step"] == 3
+        assert about.step == 3
     finish(cluster)
     right(cluster, name)
 
@@ -115,9 +116,7 @@ def test_a_worker_dies_at_its_moment_and_its_successor_does_not(
     cluster = make(name, TASK, replaces=True, faults=[Fault.kill("worker", worker, step=3, at=at)])
     said = sent(cluster, worker)
     trained(cluster, STEPS)
-    assert [(message.values()["worker"], message.values()["life"]) for message in cluster.left] == [
-        (worker, 0)
-    ]
+    assert [(lost.worker, lost.life) for lost in cluster.left] == [(worker, 0)]
     whole = said[0, 2, Kind.PUSH]
     assert whole > 2
     pushes = said[0, 3, Kind.PUSH]
@@ -132,7 +131,7 @@ def test_a_worker_dies_at_its_moment_and_its_successor_does_not(
 def test_who_is_to_die_in_every_life_does(name: str) -> None:
     cluster = make(name, TASK, replaces=True, faults=[Fault.kill("worker", 1, step=1, life=None)])
     trained(cluster, STEPS)
-    assert [message.values()["life"] for message in cluster.left] == list(range(len(cluster.left)))
+    assert [lost.life for lost in cluster.left] == list(range(len(cluster.left)))
     assert len(cluster.left) >= 3
     right(cluster, name)
 
@@ -143,7 +142,7 @@ def test_a_fault_of_a_later_life_waits_for_it(name: str) -> None:
     cluster = make(name, TASK, replaces=True, faults=faults)
     assert cluster.unmet == faults
     trained(cluster, STEPS)
-    assert [message.values()["life"] for message in cluster.left] == [0, 1]
+    assert [lost.life for lost in cluster.left] == [0, 1]
     right(cluster, name)
 
 
@@ -156,7 +155,7 @@ def test_a_successor_takes_part_though_a_step_was_given_up_before_it_came(name: 
         replaces=True,
     )
     cluster.on_left = lambda worker: None
-    assert failure(cluster)["reason"] == "raised"
+    assert failure(cluster).reason == "raised"
     cluster.replace(1)
     said = sent(cluster, 1)
     trained(cluster, STEPS)
@@ -190,7 +189,7 @@ def test_who_hangs_is_silent_until_healed_and_goes_on_where_it_was(name: str, at
     cluster = make(name, TASK, step_timeout=100.0, faults=[Fault.hang("worker", 1, step=3, at=at)])
     said = sent(cluster, 1)
     about = failure(cluster)
-    assert (about["reason"], about["awaited"]) == ("deadline", ["worker 1"])
+    assert (about.reason, about.awaited) == ("deadline", ["worker 1"])
     pushes = said[0, 3, Kind.PUSH]
     assert PUSHES[at] == (
         "none" if not pushes else "all" if pushes == said[0, 2, Kind.PUSH] else "some"
@@ -229,7 +228,7 @@ def test_who_hangs_can_be_declared_lost_and_what_it_had_to_say_is_lost_with_it(n
         faults=[Fault.hang("worker", 1, step=3, at="backward")],
     )
     said = sent(cluster, 1)
-    assert failure(cluster)["reason"] == "deadline"
+    assert failure(cluster).reason == "deadline"
     cluster.kill(1)
     cluster.heal()
     finish(cluster, counters(cluster)["step"] + 4)
@@ -357,9 +356,9 @@ def test_what_is_dropped_takes_all_behind_it_along_until_the_channel_closes(
         step_timeout=100.0,
         faults=[Fault.drop("worker", 1, step=3, kind=kind)],
     )
-    assert failure(cluster)["reason"] == "deadline"
+    assert failure(cluster).reason == "deadline"
     cluster.heal()  # heals no loss
-    assert failure(cluster)["reason"] == "deadline"
+    assert failure(cluster).reason == "deadline"
     cluster.kill(1)
     finish(cluster, counters(cluster)["step"] + 4)
     right(cluster, name)
@@ -385,7 +384,7 @@ def test_a_link_that_is_cut_for_good_ends_in_a_deadline_and_can_be_healed(
     name: str, peer: tuple[str, int] | None
 ) -> None:
     cluster = make(name, TASK, step_timeout=100.0, faults=[Fault.cut("worker", 1, peer, step=3)])
-    assert failure(cluster)["reason"] == "deadline"
+    assert failure(cluster).reason == "deadline"
     cluster.heal()
     finish(cluster, counters(cluster)["step"] + 4)
     right(cluster, name)
@@ -504,8 +503,8 @@ def test_whatever_happens_the_log_explains_the_weights(name: str, seed: int) -> 
     raised = 0
     while (left := STEPS - counters(cluster)["step"]) > 0:
         last = cluster.step(left)[-1]
-        if last.kind is Kind.FAILURE:
-            assert last.values()["reason"] == "raised"
+        if isinstance(last, Failure):
+            assert last.reason == "raised"
             raised += 1
     assert raised <= sum(fault.what == "raise" for fault in faults)
     assert len(cluster.left) <= sum(fault.what == "kill" for fault in faults)
@@ -531,7 +530,7 @@ def test_lives_are_counted_by_files(tmp_path: Path) -> None:
             with_faults(TASK.creator(), faults, lives), num_workers=3, strategy=mode("sync")
         )
         about = failure(cluster)
-        assert (about["worker"], about["step"]) == (1, step)
+        assert (about.worker, about.step) == (1, step)
         trained(cluster, STEPS - step)
         assert same_bits(cluster.weights(), straight())
         assert len(list(lives.iterdir())) == 3 * (life + 1)

@@ -15,6 +15,7 @@ from torch import nn
 from steepest.config.strategies import ParameterServerStrategy
 from steepest.engine.job import host_client
 from steepest.errors import PeerLostError
+from steepest.messages.driver import Failure, Result
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.models.torch import TorchModel
 from steepest.testing import InProcessCluster, linear_model_creator
@@ -69,11 +70,11 @@ def known(steps: int) -> list[Weights]:
 KNOWN = known(8)
 
 
-def failure(cluster: InProcessCluster, steps: int = 1) -> dict[str, Any]:
-    """What the FAILURE says in which some steps end."""
+def failure(cluster: InProcessCluster, steps: int = 1) -> Failure:
+    """The failure in which some steps end."""
     last = cluster.step(steps)[-1]
-    assert last.kind is Kind.FAILURE
-    return last.values()
+    assert isinstance(last, Failure)
+    return last
 
 
 def at(cluster: InProcessCluster, version: int) -> bool:
@@ -111,9 +112,9 @@ def test_a_model_that_raises_fails_the_step_and_nothing_of_it_is_applied(worker:
     cluster = make(trouble)
     once_at(cluster, 3, raising, trouble, worker)
     about = failure(cluster, 8)
-    assert (about["reason"], about["worker"], about["step"]) == ("raised", worker, 3)
-    assert about["error"] == "ValueError: no luck today"
-    assert "in raising" in about["traceback"]
+    assert (about.reason, about.worker, about.step) == ("raised", worker, 3)
+    assert about.error == "ValueError: no luck today"
+    assert "in raising" in about.traceback
     assert at(cluster, 3)
     assert cluster.step(5)[-1].version == 8
     assert at(cluster, 8)
@@ -127,7 +128,7 @@ def test_a_step_taken_again_is_the_same_step_in_any_order_of_messages(
     trouble: dict[int, Trouble] = {}
     cluster = make(trouble, shuffle=shuffle)
     once_at(cluster, version, raising, trouble, worker)
-    assert failure(cluster, 8)["step"] == version
+    assert failure(cluster, 8).step == version
     assert cluster.step(8 - version)[-1].version == 8
     assert at(cluster, 8)
 
@@ -158,8 +159,8 @@ def test_a_gradient_that_is_not_finite_is_named_and_not_applied(factor: float) -
     before = cluster.snapshot("state").records
     once_at(cluster, 3, lambda gradient: gradient * factor, trouble, 1)
     about = failure(cluster)
-    assert about["reason"] == "nonfinite"
-    assert sorted(about["culprits"]) == [(1, "first.bias"), (1, "first.weight")]
+    assert about.reason == "nonfinite"
+    assert sorted(about.culprits) == [(1, "first.bias"), (1, "first.weight")]
     assert at(cluster, 3)
     after = cluster.snapshot("state").records
     assert len(before) > 4
@@ -197,7 +198,7 @@ def test_a_lost_worker_is_named_and_the_last_commit_stands(worker: int) -> None:
     cluster.disconnect(worker_peer(worker))
     for _ in range(2):
         about = failure(cluster)
-        assert (about["reason"], about["peer"], about["step"]) == ("lost", worker_peer(worker), 3)
+        assert (about.reason, about.peer, about.step) == ("lost", worker_peer(worker), 3)
         assert at(cluster, 3)
     assert cluster.client.outcomes.empty()
 
@@ -229,11 +230,8 @@ def test_a_result_that_comes_after_the_word_of_a_loss_is_not_that_of_the_next_st
     client = cluster.client
     client.lost(server_peer(0), "killed")
     assert isinstance(client.outcomes.get(), PeerLostError)  # what was asked for ends with it
-    about = {"step": 3, "samples": 6}
-    client.handle(
-        COORDINATOR,
-        Message(Kind.RESULT, generation=client.position.generation, version=3, meta=about),
-    )
+    late = Result(client.position.generation, 3, 3, 6, bytes_pushed=0, bytes_pulled=0, staleness=())
+    client.handle(COORDINATOR, late.pack())
     client.ask(1, True)
     assert isinstance(client.outcomes.get(), PeerLostError)
     assert client.outcomes.empty()
@@ -255,7 +253,7 @@ def test_a_worker_lost_amid_its_pushes_has_pushed_nothing(shuffle: int, pushes: 
         return [message]
 
     cluster.network.filter = cut
-    assert failure(cluster)["peer"] == worker_peer(1)
+    assert failure(cluster).peer == worker_peer(1)
     assert at(cluster, 3)
 
 
@@ -296,9 +294,9 @@ def test_a_silent_worker_ends_in_a_deadline_that_names_it(kind: Kind) -> None:
     cluster.step(3)
     cluster.network.filter = lambda m: [] if m.kind is kind and m.source == worker_peer(1) else [m]
     about = failure(cluster)
-    assert (about["reason"], about["step"], about["seconds"]) == ("deadline", 3, 100.0)
+    assert (about.reason, about.step, about.seconds) == ("deadline", 3, 100.0)
     if kind is Kind.REPORT:
-        assert about["awaited"] == ["worker 1"]
+        assert about.awaited == ["worker 1"]
     assert at(cluster, 3)
     cluster.network.filter = lambda m: [m]
     assert cluster.step(5)[-1].version == 8

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from steepest.errors import ConfigurationError, MessageTooLargeError
+from steepest.messages.driver import Failure
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.optim.spec import OptimizerSpec, Schedule
 from steepest.protocol import history
@@ -206,8 +207,8 @@ def test_nan_everywhere_names_some_of_it(name: str) -> None:
 
     cluster.network.filter = measure
     (failure,) = cluster.step(1)
-    assert failure.values()["reason"] == "nonfinite"
-    assert failure.values()["culprits"]
+    assert failure.reason == "nonfinite"
+    assert failure.culprits
     assert max(told) < 20_000
 
 
@@ -248,8 +249,8 @@ def test_metrics_that_do_not_fit_fail_the_step_of_their_worker(
     cluster = InProcessCluster(measuring(count, length), num_workers=2)
     for _ in range(2):
         (failure,) = cluster.step(1)
-        assert (failure.kind, failure.values()["reason"]) == (Kind.FAILURE, "raised")
-        assert re.search(reason, failure.values()["error"])
+        assert (type(failure), failure.reason) == (Failure, "raised")
+        assert re.search(reason, failure.error)
 
 
 class Talker:

@@ -222,7 +222,7 @@ def test_a_plan_of_its_own_is_what_workers_follow() -> None:
         life.cluster.wait(
             worker.at_version(1, 0, lambda replicas: replicas.use_plan(plan, 0)), "the plan"
         )
-    told = [result.values()["samples"] for result in trained(life.cluster, 5)]
+    told = [result.samples for result in trained(life.cluster, 5)]
     assert told == [4, 4, 4, 4, 4]
     order = plan.permutation(1)
     assert plan.share(1, 0, 1).tolist() == order[[1, 8, 9, 10]].tolist()

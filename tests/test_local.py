@@ -12,7 +12,7 @@ from steepest.config.strategies import LocalStrategy, ParameterServerStrategy
 from steepest.data.sampler import SamplePlan
 from steepest.engine.topology import HostMap
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Kind
+from steepest.messages.driver import Failure, Result
 from steepest.testing import InProcessCluster, replay
 from tests.drawn import seeds
 from tests.pairs import grid
@@ -83,7 +83,7 @@ def run(
     task: Task, workers: int, rounds: int, strategy: LocalStrategy, **options: Any
 ) -> InProcessCluster:
     cluster = InProcessCluster(task.creator(), num_workers=workers, strategy=strategy, **options)
-    assert [result.kind for result in cluster.step(rounds)] == [Kind.RESULT] * rounds
+    assert [type(result) for result in cluster.step(rounds)] == [Result] * rounds
     return cluster
 
 
@@ -183,7 +183,7 @@ def test_a_round_that_failed_leaves_no_trace(raises_in: int) -> None:
 
     cluster = InProcessCluster(create, num_workers=2, strategy=config)
     results = cluster.step(6)
-    assert [result.kind for result in results] == [Kind.RESULT] * 2 + [Kind.FAILURE]
+    assert [type(result) for result in results] == [Result, Result, Failure]
     assert same_bits(cluster.weights(), run(task, 2, 2, config).weights())
     cluster.step(4)
     assert same_bits(cluster.weights(), run(task, 2, 6, config).weights())
@@ -194,7 +194,7 @@ def test_uneven_ends_of_epochs_and_more_workers_than_samples() -> None:
     config = LocalStrategy(sync_every=2)
     assert difference(run(task, 3, 9, config).weights(), by_hand(task, 3, 9, config)) < 1e-12
     results = InProcessCluster(task.creator(), num_workers=3, strategy=config).step(4)
-    assert [result.values()["samples"] for result in results] == [7] * 4
+    assert [result.samples for result in results] == [7] * 4
 
 
 def test_less_is_sent() -> None:
@@ -205,9 +205,9 @@ def test_less_is_sent() -> None:
     rarely = InProcessCluster(
         task.creator(), num_workers=2, strategy=LocalStrategy(num_servers=1)
     ).step(1)
-    sent = sum(result.values()["bytes_pushed"] for result in often)
-    assert rarely[0].values()["bytes_pushed"] * 8 == sent
-    assert rarely[0].values()["samples"] == sum(result.values()["samples"] for result in often)
+    sent = sum(result.bytes_pushed for result in often)
+    assert rarely[0].bytes_pushed * 8 == sent
+    assert rarely[0].samples == sum(result.samples for result in often)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from steepest.engine.client import Position
+from steepest.engine.client import Outcome, Position
 from steepest.engine.push_pull import PushPull
 from steepest.engine.topology import HostMap, Topology
+from steepest.messages.driver import Failure, Result
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer
 from steepest.testing import InProcessCluster, replay, server_peers
 from steepest.testing.inspection import buffers_of
@@ -98,13 +99,13 @@ def live(
     network.filter = disturb or network.filter
     network.latency = delay or network.latency
     cluster.workers[1].join()
-    outcomes: list[Message] = []
+    outcomes: list[Outcome] = []
     while left := STEPS - cluster.coordinator.version // cluster.job.versions_per_step:
         outcomes += cluster.step(min(left, 1 if not outcomes else 2))
-        if outcomes[-1].kind is Kind.FAILURE:
+        if isinstance(outcomes[-1], Failure):
             outcomes += revoked(cluster)
-    kinds = Counter(outcome.kind for outcome in outcomes)
-    assert kinds == {Kind.RESULT: STEPS, Kind.FAILURE: 1}
+    kinds = Counter(type(outcome) for outcome in outcomes)
+    assert kinds == {Result: STEPS, Failure: 1}
     log = check(cluster, trainee)
     committed = shares(log)
     assert counters(cluster)["committed"] == STEPS * cluster.job.versions_per_step
@@ -112,7 +113,7 @@ def live(
     assert plan is not None
     parts = cluster.job.shares
     sizes = [len(plan.share(share // parts, share % parts, parts)) for share in committed]
-    assert sum(o.values()["samples"] for o in outcomes if o.kind is Kind.RESULT) == sum(sizes)
+    assert sum(o.samples for o in outcomes if isinstance(o, Result)) == sum(sizes)
     if name != "backup":
         assert sorted(committed) == list(range(STEPS * 3))
     if name == "sync":
@@ -137,7 +138,7 @@ def live(
     return cluster
 
 
-def revoked(cluster: InProcessCluster) -> list[Message]:
+def revoked(cluster: InProcessCluster) -> list[Outcome]:
     """Takes back what is granted still, as a driver does after a failure; what was heard of meanwhile.
 
     A backup worker may fail after the step was committed for which it was asked; that is heard of

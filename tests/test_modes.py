@@ -15,6 +15,7 @@ from torch import nn
 
 from steepest.engine.commit_log import Commit, CommitLog
 from steepest.errors import ConfigurationError
+from steepest.messages.driver import Failure
 from steepest.messages.message import Kind, Message, server_peer, worker_peer
 from steepest.observe.results import StepResult
 from steepest.optim.spec import Schedule
@@ -201,7 +202,7 @@ def test_a_schedule_ticks_by_step_and_not_by_update(name: str, seed: int) -> Non
     task = Task(optimizer=sgd(momentum=0.9), learning_rate=lambda step: 0.1 / (1 + step))
     cluster = make(name, task, shuffle=seed)
     results = trained(cluster, 4)
-    assert [(r.version, r.values()["step"]) for r in results] == [(3, 1), (6, 2), (9, 3), (12, 4)]
+    assert [(r.version, r.step) for r in results] == [(3, 1), (6, 2), (9, 3), (12, 4)]
     log = check(cluster, task)
     rates = [(commit.hyperparameters or [{"lr": 0.1}])[0].get("lr", 0.1) for commit in log.commits]
     assert rates == [0.1 / (1 + step) for step in range(4) for _ in range(3)]
@@ -212,9 +213,9 @@ def test_a_schedule_ticks_by_step_and_not_by_update(name: str, seed: int) -> Non
 def test_a_step_with_backup_workers_is_an_update_of_the_first_gradients(seed: int) -> None:
     cluster = make("backup", shuffle=seed)
     results = trained(cluster, 6)
-    assert [(r.version, r.values()["step"]) for r in results] == [(n, n) for n in range(1, 7)]
+    assert [(r.version, r.step) for r in results] == [(n, n) for n in range(1, 7)]
     assert [len(commit.pushes) for commit in cluster.log().commits] == [2] * 6
-    assert all(r.values()["staleness"] == [0, 0] for r in results)
+    assert all(r.staleness == [0, 0] for r in results)
 
 
 # -- samples --------------------------------------------------------------------------------------
@@ -250,16 +251,16 @@ def test_a_step_given_up_half_way_loses_no_share_and_repeats_none(name: str, see
     task = Task(lambda: Moody(raise_once), sgd(momentum=0.9), samples(36))
     cluster = make(name, task, shuffle=seed)
     about = cluster.step(6)[-1]
-    assert about.kind is Kind.FAILURE
-    assert about.values()["reason"] == "raised"
-    assert about.values()["step"] == cluster.coordinator.version // cluster.job.versions_per_step
-    for step in range(about.values()["step"] + 1, 7):
+    assert isinstance(about, Failure)
+    assert about.reason == "raised"
+    assert about.step == cluster.coordinator.version // cluster.job.versions_per_step
+    for step in range(about.step + 1, 7):
         (result,) = trained(cluster, 1)
         settle(cluster)
-        assert result.values()["step"] == step
+        assert result.step == step
         assert cluster.coordinator.version == cluster.coordinator.limit == result.version
         assert result.version == step * cluster.job.versions_per_step
-        assert len(result.values()["staleness"]) == 3
+        assert len(result.staleness) == 3
     assert sorted(shares(check(cluster, task))) == list(range(18))
 
 
@@ -281,7 +282,7 @@ def test_steps_taken_back_at_any_moment_go_on_where_they_stopped(name: str, seed
     settle(cluster)
     assert coordinator.version == position.version
     for step in range(position.version // per_step + 1, position.version // per_step + 4):
-        assert trained(cluster, 1)[0].values()["step"] == step
+        assert trained(cluster, 1)[0].step == step
         settle(cluster)
         assert coordinator.version == step * per_step
     committed = shares(check(cluster, task))
@@ -337,9 +338,7 @@ def test_with_backup_workers_what_was_dropped_comes_later_and_nothing_twice(seed
 @seeds(2)
 def test_log_results_and_counters_agree_about_staleness(name: str, seed: int) -> None:
     cluster = make(name, shuffle=seed)
-    results = [
-        StepResult.from_message(r.values()["step"], r.values(), None) for r in trained(cluster, 8)
-    ]
+    results = [StepResult.from_result(r, None) for r in trained(cluster, 8)]
     assert [result.step for result in results] == list(range(1, 9))
     log = check(
         cluster, Task(optimizer=sgd(momentum=0.9))
@@ -395,9 +394,9 @@ def test_a_step_is_as_many_updates_as_workers(name: str, seed: int) -> None:
     for workers in (1, 2, 3):
         cluster = make(name, plus_one(), workers, shuffle=seed)
         (result,) = trained(cluster, 1)
-        assert (result.version, result.values()["step"]) == (workers, 1)
-        assert result.values()["samples"] == workers
-        assert len(result.values()["staleness"]) == workers
+        assert (result.version, result.step) == (workers, 1)
+        assert result.samples == workers
+        assert len(result.staleness) == workers
         assert counters(cluster)["step"] == 1
 
 
@@ -449,9 +448,9 @@ def test_nan_that_is_refused_names_worker_and_tensor_and_changes_nothing(
     name: str, seed: int
 ) -> None:
     cluster, task = poisoned(name, "refuse", shuffle=seed)
-    about = cluster.step(500)[-1].values()  # which worker 1 may hardly take part in
-    assert about["reason"] == "nonfinite"
-    assert sorted(about["culprits"]) == [(1, "first.bias"), (1, "first.weight")]
+    about = cluster.step(500)[-1]  # which worker 1 may hardly take part in
+    assert about.reason == "nonfinite"
+    assert sorted(about.culprits) == [(1, "first.bias"), (1, "first.weight")]
     weights = cluster.weights()
     assert all(bool(value.isfinite().all()) for value in weights.values())
     log = check(cluster, task)
@@ -527,9 +526,8 @@ def test_the_deadline_names_who_took_samples_and_never_came_back_while_others_go
     swallow(cluster, *kinds)
     cluster.network.round_seconds = 0.5
     last = cluster.step(1000)[-1]
-    assert last.kind is Kind.FAILURE
-    about = last.values()
-    assert (about["reason"], about["awaited"], about["seconds"]) == ("deadline", ["worker 1"], 50.0)
+    assert isinstance(last, Failure)
+    assert (last.reason, last.awaited, last.seconds) == ("deadline", ["worker 1"], 50.0)
     log = check(cluster, task)
     others = [push.worker for commit in log.commits[6:] for push in commit.pushes]
     assert Counter(others).keys() == {0, 2}
@@ -546,7 +544,7 @@ def test_the_deadline_names_the_server_that_lacks_what_was_reported() -> None:
     trained(cluster, 1)
     far = server_peer(1)
     cluster.network.filter = lambda m: [] if (m.kind, m.source) == (Kind.PUSH_STAGED, far) else [m]
-    assert cluster.step(2)[-1].values()["awaited"] == ["server 1"]
+    assert cluster.step(2)[-1].awaited == ["server 1"]
 
 
 def test_with_a_bound_the_others_wait_for_who_never_came_back_and_the_deadline_names_it() -> None:
@@ -554,7 +552,7 @@ def test_with_a_bound_the_others_wait_for_who_never_came_back_and_the_deadline_n
     trained(cluster, 2)
     before = Counter(push.worker for commit in cluster.log().commits for push in commit.pushes)
     swallow(cluster, Kind.PUSH, Kind.REPORT)
-    assert cluster.step(1000)[-1].values()["awaited"] == ["worker 1"]
+    assert cluster.step(1000)[-1].awaited == ["worker 1"]
     after = Counter(push.worker for commit in cluster.log().commits for push in commit.pushes)
     assert after[1] == before[1]
     assert {after[0], after[2]} == {after[1] + 3}

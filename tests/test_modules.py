@@ -59,10 +59,9 @@ def test_uneven_inputs_at_the_end_of_an_epoch(
     for step, result in enumerate(results):
         x, y = (column[torch.from_numpy(plan.share(step, 0, 1))] for column in task.data)
         module.load_state_dict(trace[step])
-        said = result.values()
-        assert said["samples"] == len(x)
-        assert said["loss"] == pytest.approx(float(task.loss(module(x), y).detach()), abs=1e-12)
-        assert said["metrics"]["first"] == pytest.approx(float(y[:, 0].mean()), abs=1e-12)
+        assert result.samples == len(x)
+        assert result.loss == pytest.approx(float(task.loss(module(x), y).detach()), abs=1e-12)
+        assert result.metrics["first"] == pytest.approx(float(y[:, 0].mean()), abs=1e-12)
         sizes.add(len(x))
     assert len(sizes) == 2
     assert difference(cluster.weights(), trace[-1]) < 1e-12

@@ -16,6 +16,7 @@ from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, S
 from steepest.engine.server import Server
 from steepest.engine.topology import HostMap
 from steepest.errors import ProtocolError
+from steepest.messages.driver import Result
 from steepest.messages.message import (
     COORDINATOR,
     Kind,
@@ -267,7 +268,7 @@ def test_nothing_that_is_said_when_things_go_wrong_is_refused(
     cluster = make(name, replaces=True, faults=faults)
     done = 0
     while done < 6:
-        done += sum(outcome.kind is Kind.RESULT for outcome in cluster.step(6 - done))
+        done += sum(isinstance(outcome, Result) for outcome in cluster.step(6 - done))
     cluster.client.declare_lost(1, cluster.lives[1], "it is silent")
     cluster.on_left = lambda worker: (cluster.kill(worker), cluster.replace(worker))[0]
     cluster.step(1)

@@ -11,7 +11,7 @@ from torch import nn
 from steepest.config.strategies import ParameterServerStrategy
 from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError
-from steepest.messages.message import Kind
+from steepest.messages.driver import Failure
 from steepest.tensors.half_precision import WIRE_DTYPES, narrow, rounded
 from tests.drawn import seeds
 from tests.modes import MODES, check, counters, make, trained
@@ -114,9 +114,9 @@ def test_every_mode_is_replayed_to_the_bit_and_sends_half(name: str, wire: str, 
     check(cluster, FLOAT32)
     size = sum(p.numel() for p in FLOAT32.module().parameters())
     pushes = {"backup": 2, "replicated": 3 * 2, "copies": 3 * 2}.get(name, 3)
-    assert all(result.values()["bytes_pushed"] <= pushes * 2 * size for result in results)
+    assert all(result.bytes_pushed <= pushes * 2 * size for result in results)
     if name == "sync":  # the first step's weights came whole
-        assert all(result.values()["bytes_pulled"] == 3 * 2 * size for result in results[1:])
+        assert all(result.bytes_pulled == 3 * 2 * size for result in results[1:])
 
 
 def test_one_worker_and_other_dtypes_are_not_rounded() -> None:
@@ -138,7 +138,7 @@ def test_gradients_and_weights_that_do_not_fit_into_fp16_travel_as_they_are(name
     results = trained(cluster, 3)
     check(cluster, task)
     size = sum(p.numel() for p in task.module().parameters())
-    assert any(result.values()["bytes_pushed"] > 2 * 2 * size for result in results)
+    assert any(result.bytes_pushed > 2 * 2 * size for result in results)
     assert all(torch.isfinite(w).all() for w in cluster.weights().values())
     assert max(float(w.abs().max()) for w in cluster.weights().values()) > 65504
 
@@ -148,8 +148,8 @@ def test_nan_is_refused_by_name_as_ever(wire: str) -> None:
     task = dataclasses.replace(FLOAT32, module=lambda: Scaled(float("nan")))
     cluster = make("sync", task, 2, settings={"wire_dtype": wire})
     result = cluster.step(1)[-1]
-    assert result.kind is Kind.FAILURE
-    assert {name for _, name in result.values()["culprits"]} == {"line.weight", "line.bias"}
+    assert isinstance(result, Failure)
+    assert {name for _, name in result.culprits} == {"line.weight", "line.bias"}
     assert counters(cluster)["committed"] == 0
 
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import PeerLostError, ShutdownError
+from steepest.messages.driver import Failure, Result
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer
 from steepest.models.prefetch import Gates
 from steepest.testing import InProcessCluster, Network
@@ -320,7 +321,7 @@ def test_a_failure_while_somebody_waits_for_weights(
     )
     taken = 0
     for _ in range(25):
-        taken += cluster.step(1)[-1].kind is Kind.RESULT
+        taken += isinstance(cluster.step(1)[-1], Result)
     assert taken > 5
     calm = Task(lambda: Moody(lambda gradient: gradient), sgd(momentum=0.9))
     assert difference(cluster.weights(), calm.train(3, taken)) < 1e-12
@@ -349,9 +350,9 @@ def waiting_cluster(held: list[Message]) -> InProcessCluster:
 def test_a_step_without_the_rest_of_its_weights_is_given_up_at_the_deadline(began: Began) -> None:
     cluster = waiting_cluster([])
     outcomes = cluster.step(2)
-    assert [outcome.kind for outcome in outcomes] == [Kind.RESULT, Kind.FAILURE]
-    assert outcomes[-1].values()["reason"] == "deadline"
-    assert "worker 0" in outcomes[-1].values()["awaited"]
+    assert [type(outcome) for outcome in outcomes] == [Result, Failure]
+    assert outcomes[-1].reason == "deadline"
+    assert "worker 0" in outcomes[-1].awaited
     assert is_idle(cluster.workers[0])
 
 

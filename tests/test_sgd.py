@@ -165,8 +165,7 @@ def reference(steps: int, strategy: StrategyConfig) -> tuple[Any, list[StepResul
     cluster = InProcessCluster(TASK.creator(), num_workers=2, strategy=strategy)
     found = cluster.step(steps)
     results = [
-        StepResult.from_message(m.version, m.values(), (m.version - 1) // STEPS_PER_EPOCH)
-        for m in found
+        StepResult.from_result(result, (result.step - 1) // STEPS_PER_EPOCH) for result in found
     ]
     return cluster.weights(), results
 

@@ -21,6 +21,7 @@ from steepest.data.sampler import Remaining, SamplePlan
 from steepest.data.sources import Indices, Source, as_source
 from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
+from steepest.messages.driver import Result
 from steepest.messages.message import Kind, Message, worker_peer
 from steepest.testing import InProcessCluster, replay
 from steepest.testing.inspection import replicas_of
@@ -76,7 +77,7 @@ def counting(data: Callable[[], Any], samples: int) -> ModelCreator:
 
 def trained(cluster: InProcessCluster, steps: int) -> torch.Tensor:
     """How often each sample was committed after so many steps more."""
-    assert [result.kind for result in cluster.step(steps)] == [Kind.RESULT] * steps
+    assert [type(result) for result in cluster.step(steps)] == [Result] * steps
     return cluster.weights()["visits"].round()
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.config.strategies import ParameterServerStrategy
+from steepest.messages.driver import Result
 from steepest.messages.message import Kind, Message, server_peer
 from steepest.testing import InProcessCluster, InProcessTransport
 from tests.drawn import SEEDS, runs
@@ -75,7 +76,7 @@ def test_nobody_is_further_ahead_than_the_bound_and_nobody_waits_for_ever(
     )
     watch = Watch(cluster, lead, scripts)
     results = cluster.step(5) + cluster.step(3)
-    assert [result.kind for result in results] == [Kind.RESULT] * 8
+    assert [type(result) for result in results] == [Result] * 8
     log = check(cluster, TASK)
     assert sorted(shares(log)) == list(range(8 * workers))
     assert Counter(watch.clocks) == Counter(commit.pushes[0].worker for commit in log.commits)
@@ -100,7 +101,7 @@ def test_every_mode_ends_its_steps_at_any_speeds(scripts: list[list[int]], name:
         for worker, script in enumerate(scripts):
             transport(cluster, worker).every = script[0]
     results = cluster.step(6)
-    assert [result.kind for result in results] == [Kind.RESULT] * 6
+    assert [type(result) for result in results] == [Result] * 6
     log = check(cluster, TASK)
     assert Counter(watch.clocks) == Counter(
         push.worker for commit in log.commits for push in commit.pushes

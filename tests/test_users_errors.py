@@ -32,7 +32,7 @@ from steepest.errors import (
     describe_error,
     described_error,
 )
-from steepest.messages.message import Kind
+from steepest.messages.driver import Failure, Result
 from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.protocol import Computed
 from steepest.testing import InProcessCluster
@@ -435,17 +435,17 @@ def test_a_mistake_is_told_and_the_trainer_goes_on(name: str, strategy: str, wor
     before = cluster.weights()
     switch.on = True
     *_, failure = cluster.step(1)
-    assert failure.kind is Kind.FAILURE
+    assert isinstance(failure, Failure)
     with pytest.raises(
         mistake.error, match=f"^worker {culprit}.*step 2.*{mistake.words}"
     ) as caught:
-        raise_step_error(failure.values(), {})
+        raise_step_error(failure, {})
     for line in mistake.lines:
         assert line in str(caught.value.__cause__)
     if strategy in TOGETHER:
         assert same_bits(cluster.weights(), before)
     switch.on = False
-    assert [result.kind for result in cluster.step(2)] == [Kind.RESULT] * 2
+    assert [type(result) for result in cluster.step(2)] == [Result] * 2
     if strategy in TOGETHER:
         assert same_bits(cluster.weights(), straight.weights())
 
@@ -478,7 +478,7 @@ def test_every_kind_of_number_is_a_metric(workers: int) -> None:
 
     cluster = InProcessCluster(create, num_workers=workers)
     (result,) = cluster.step()
-    found = result.values()["metrics"]
+    found = result.metrics
     values = {name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in given.items()}
     expected = {name: float(value) for name, value in values.items()}  # type: ignore[arg-type]
     assert list(map(str, map(found.get, expected))) == list(map(str, expected.values()))
@@ -514,7 +514,7 @@ def test_a_loss_that_is_not_finite_is_reported_as_it_is() -> None:
         return Infinite((np.eye(4), np.arange(4)), classes=4, batch_size=2)
 
     (result,) = InProcessCluster(create, num_workers=2).step()
-    assert result.values()["loss"] == float("inf")
+    assert result.loss == float("inf")
 
 
 @pytest.mark.parametrize("strategy", ["ps", "local"])
@@ -553,7 +553,7 @@ def test_a_learning_rate_that_is_none_is_told(wrong: Callable[[], Any]) -> None:
     cluster = InProcessCluster(create, num_workers=2)
     *_, failure = cluster.step(3)
     with pytest.raises(ModelRaisedError, match="schedule raised in step 3"):
-        raise_step_error(failure.values(), {})
+        raise_step_error(failure, {})
 
 
 def test_a_data_loader_with_processes_tells_what_its_dataset_raised() -> None:
@@ -568,7 +568,7 @@ def test_a_data_loader_with_processes_tells_what_its_dataset_raised() -> None:
     with pytest.raises(
         ModelRaisedError, match=r"(?s)^worker 1.*ArithmeticError: .*in a process of"
     ) as caught:
-        raise_step_error(failure.values(), {})
+        raise_step_error(failure, {})
     assert LINE[0] in str(caught.value.__cause__)
 
 

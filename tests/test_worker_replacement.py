@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from steepest.messages.driver import Failure
 from steepest.messages.membership import Lease
 from steepest.messages.message import Kind, Message, worker_peer
 from steepest.models.torch import TorchModel
@@ -60,7 +61,7 @@ def doomed(name: str, deaths: list[tuple[int, Kind, int]], **options: Any) -> In
 def test_a_synchronous_run_is_the_same_to_the_bit(worker: int, n: int, kind: Kind) -> None:
     cluster = doomed("sync", [(worker, kind, n)])
     trained(cluster, 8)
-    assert [message.values()["worker"] for message in cluster.left] == [worker]
+    assert [lost.worker for lost in cluster.left] == [worker]
     straight = make("sync", TASK)
     trained(straight, 8)
     assert same_bits(cluster.weights(), straight.weights())
@@ -120,7 +121,7 @@ def test_survivors_push_the_gradient_again_that_they_have(n: int, kind: Kind) ->
 
     cluster = doomed("sync", [(1, kind, n)], creator=creator)
     trained(cluster, 8)
-    assert [message.values()["worker"] for message in cluster.left] == [1]
+    assert [lost.worker for lost in cluster.left] == [1]
     for worker in (0, 2):
         state = replicas_of(cluster.workers[worker]).models[0].state()
         (tracked,) = [int(value) for key, value in state.items() if "tracked" in key]
@@ -189,7 +190,7 @@ def test_two_that_die_together_are_both_replaced() -> None:
     cluster.kill(0)
     cluster.kill(2)
     trained(cluster, 3)
-    assert sorted(message.values()["worker"] for message in cluster.left) == [0, 2]
+    assert sorted(lost.worker for lost in cluster.left) == [0, 2]
     straight = make("sync", TASK)
     trained(straight, 6)
     assert same_bits(cluster.weights(), straight.weights())
@@ -200,12 +201,10 @@ def test_one_that_dies_between_two_steps_is_told_of_when_the_next_one_is_asked_f
     trained(cluster, 3)
     cluster.kill(1)
     trained(cluster, 3)
-    assert [message.values() for message in cluster.left] == [
-        {"worker": 1, "why": "closed", "life": 0}
-    ]
+    assert [(lost.worker, lost.life, lost.why) for lost in cluster.left] == [(1, 0, "closed")]
     cluster.kill(1)
     trained(cluster, 3)
-    assert cluster.left[-1].values()["life"] == 1
+    assert cluster.left[-1].life == 1
     check(cluster, TASK)
 
 
@@ -215,8 +214,8 @@ def test_nobody_who_comes_is_waited_for_until_the_deadline_and_named() -> None:
     trained(cluster, 2)
     cluster.kill(1)
     result = cluster.step(1)[-1]
-    assert result.kind is Kind.FAILURE
-    assert (result.values()["reason"], result.values()["awaited"]) == (
+    assert isinstance(result, Failure)
+    assert (result.reason, result.awaited) == (
         "deadline",
         [str(worker_peer(1))],
     )
@@ -229,7 +228,7 @@ def test_without_successors_a_death_is_a_failure() -> None:
     trained(cluster, 2)
     cluster.kill(1)
     result = cluster.step(1)[-1]
-    assert (result.kind, result.values()["reason"]) == (Kind.FAILURE, "lost")
+    assert (type(result), result.reason) == (Failure, "lost")
 
 
 @pytest.mark.parametrize("name", ["allreduce", "replicated"])
@@ -264,7 +263,7 @@ def test_the_others_do_not_pause(name: str) -> None:
     generation = cluster.coordinator.generation
     cluster.kill(1)
     trained(cluster, 6)
-    assert [message.values()["worker"] for message in cluster.left] == [1]
+    assert [lost.worker for lost in cluster.left] == [1]
     cluster.replace(1)
     trained(cluster, 6)
     assert cluster.coordinator.generation == generation
@@ -301,7 +300,7 @@ def test_who_is_given_up_though_it_lives_counts_no_more(name: str) -> None:
     healed = list(cluster.links[worker_peer(1)])
     old = cluster.worker_routers[1]
     trained(cluster, 6)
-    assert [message.values()["life"] for message in cluster.left] == [0]
+    assert [lost.life for lost in cluster.left] == [0]
     cluster.network.filter = lambda message: [message]
     for message in held:  # the link heals
         for link in healed:

@@ -102,8 +102,8 @@ class CheckpointManager:
         path, saved = found
         self._state.place(saved, path)
         self._ahead, self._written = self._training.step, self._place
-        if (told := saved.about.get("result")) is not None:
-            self.last = StepResult.from_message(told["step"], told, told["epoch"])
+        if (result := saved.about.get("result")) is not None:
+            self.last = StepResult(**result | {"staleness": tuple(result["staleness"])})
         log.warning("going on from step %d, the checkpoint at %s", self._ahead, path)
 
     def ask(self, steps: int | None, epochs: int | None) -> int:

@@ -22,47 +22,62 @@ from steepest.errors import (
     RemoteTraceback,
     described_error,
 )
-from steepest.messages.message import Peer
+from steepest.messages.driver import Failure
+from steepest.messages.message import Peer, worker_peer
 
 _LINES = 12
 
 
-def raise_step_error(meta: dict[str, Any], places: Mapping[Peer, Place]) -> NoReturn:
-    """Raises the error that the coordinator's words about a step stand for."""
-    step = meta["step"] + 1
-    if meta["reason"] == "raised":
-        place = places.get(Peer("worker", meta["worker"]))
-        where = f"worker {meta['worker']}{f' on {place.host}' if place else ''}"
-        own = described_error(meta, f"{where}, step {step}: ")
-        if isinstance(own, ModelError):
-            raise own
+def raise_step_error(failure: Failure, places: Mapping[Peer, Place]) -> NoReturn:
+    """Raise the error that a failed step stands for.
+
+    Args:
+        failure: of any reason but "lost", for which see `raise_lost`.
+        places: where each process runs; a worker that raised is named with its host.
+
+    Raises:
+        ModelError: the model was used in a way that steepest refuses.
+        ModelRaisedError: the user's model, data or schedule raised; its traceback is the cause.
+        NonFiniteError: a gradient holds NaN or infinity.
+        DeadlineError: processes did not do their part in time.
+    """
+    step = failure.step + 1
+    if failure.reason == "raised":
+        _raise_of_worker(failure, places)
+    if failure.reason == "schedule":
         raise ModelRaisedError(
-            f"{where}: the model or its data raised in step {step}: {meta['error']}; nothing of "
-            "the step was applied: "
-            "mend them and step again"
-        ) from RemoteTraceback(meta["traceback"])
-    if meta["reason"] == "schedule":
-        raise ModelRaisedError(
-            f"the learning-rate schedule raised in step {step}: {meta['error']}; nothing of the "
-            "step was applied: "
-            "it must give every step's hyperparameters"
-        ) from RemoteTraceback(meta["traceback"])
-    if meta["reason"] == "nonfinite":
+            f"the learning-rate schedule raised in step {step}: {failure.error}; nothing of the "
+            "step was applied: it must give every step's hyperparameters"
+        ) from RemoteTraceback(failure.traceback)
+    if failure.reason == "nonfinite":
         found = ", ".join(
             f"{name!r} of worker {worker}"
             if worker >= 0
             else f"{name!r} (the sum over workers overflows)"
-            for worker, name in meta["culprits"][:5]
+            for worker, name in failure.culprits[:5]
         )
         raise NonFiniteError(
             f"step {step}: the gradient of {found} holds NaN or infinity; nothing of the step was "
-            "applied: lower the "
-            "learning rate, or look at the data and the loss"
+            "applied: lower the learning rate, or look at the data and the loss"
         )
     raise DeadlineError(
-        f"step {step} was not committed within {meta['seconds']:g} s: still waiting for "
-        f"{', '.join(meta['awaited'])}; nothing of it was applied"
+        f"step {step} was not committed within {failure.seconds:g} s: still waiting for "
+        f"{', '.join(failure.awaited)}; nothing of it was applied"
     )
+
+
+def _raise_of_worker(failure: Failure, places: Mapping[Peer, Place]) -> NoReturn:
+    assert failure.worker is not None
+    step, place = failure.step + 1, places.get(worker_peer(failure.worker))
+    who = f"worker {failure.worker}{f' on {place.host}' if place else ''}"
+    described = {"kind": failure.kind, "error": failure.error, "traceback": failure.traceback}
+    own = described_error(described, f"{who}, step {step}: ")
+    if isinstance(own, ModelError):
+        raise own
+    raise ModelRaisedError(
+        f"{who}: the model or its data raised in step {step}: {failure.error}; nothing of the "
+        "step was applied: mend them and step again"
+    ) from RemoteTraceback(failure.traceback)
 
 
 def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:

@@ -54,7 +54,7 @@ from steepest.errors import (
     ShutdownError,
     StepError,
 )
-from steepest.messages.message import COORDINATOR, Message, Peer, server_peer, worker_peer
+from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.observe.results import Event
 from steepest.transport.channel import Address
 from steepest.transport.connect import connect
@@ -652,11 +652,11 @@ class Cluster:
         """How many processes died and were replaced."""
         return self.successors.count + (self.recovery.count if self.recovery is not None else 0)
 
-    def mend(self, left: Message | None = None) -> None:
+    def mend(self) -> None:
         """See `Successors.mend`, and `Recovery.recover`."""
         if self.recovery is not None:
             self.recovery.look()
-        self.successors.mend(left)
+        self.successors.mend()
         if self.recovery is not None and self.successors.moved:
             self.recovery.look()
 

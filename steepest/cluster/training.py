@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from steepest.cluster.diagnostics import raise_step_error
 from steepest.cluster.launch import Cluster
 from steepest.data.sampler import SamplePlan
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
-from steepest.messages.message import Kind, Message, Peer
+from steepest.messages.driver import Failure, Result, WorkerLost
+from steepest.messages.message import Peer
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -22,16 +23,10 @@ _LOOK_SECONDS = 1.0
 _SHORT_SECONDS = 0.02  # while a process starts that others wait for
 
 
-def _unknown(step: int, plan: SamplePlan | None) -> Message:
-    """A result of which nothing is known but that the step was committed, and how many samples it covered."""
+def _unheard(step: int, plan: SamplePlan | None) -> Result:
+    """Return the result of a committed step of which no message came: its samples, and no statistics."""
     samples = 0 if plan is None else plan.position(step - 1).size
-    nothing: dict[str, Any] = {
-        "samples": samples,
-        "bytes_pushed": 0,
-        "bytes_pulled": 0,
-        "staleness": [],
-    }
-    return Message(Kind.RESULT, meta={"step": step, **nothing})
+    return Result(0, 0, step, samples, bytes_pushed=0, bytes_pulled=0, staleness=())
 
 
 class Change(Protocol):
@@ -101,7 +96,7 @@ class Training:
         """Steps committed, as far as the driver has heard."""
         return self.cluster.step
 
-    def take(self, steps: int, stats: bool, on_step: Callable[[int, Message], None]) -> None:  # noqa: PLR0915
+    def take(self, steps: int, stats: bool, on_step: Callable[[Result], None]) -> None:  # noqa: PLR0915
         """Grants steps and hands on each result; takes back what is not used when anything raises."""
         self._began = time.monotonic()
         goal, self.running = self.step + steps, True
@@ -130,29 +125,29 @@ class Training:
                         goal - self.step
                     ):  # the last that it heard
                         late = before.outcomes.get()
-                        if isinstance(late, Message) and late.kind is Kind.RESULT:
+                        if isinstance(late, Result):
                             taken += 1
                             self._count(late)
-                            on_step(int(late.values()["step"]), late)
+                            on_step(late)
                     stop = None
                     now = steps - (goal - self.step)
                     while taken < now:  # committed, and the word of it was lost
                         taken += 1
-                        late = _unknown(goal - steps + taken, plan)
-                        self._count(late)
-                        on_step(goal - steps + taken, late)
+                        unheard = _unheard(goal - steps + taken, plan)
+                        self._count(unheard)
+                        on_step(unheard)
                     taken = now  # it may have been set back
                     if taken < steps:
                         self._ask(steps - taken, stats)
                     continue
                 if isinstance(outcome, PeerLostError):
                     self._raise_lost(outcome)
-                if outcome.kind is Kind.FAILURE:
+                if isinstance(outcome, Failure):
                     taken = steps  # the coordinator has taken the rest back already
-                    self._raise_failure(outcome.values())
+                    self._raise_failure(outcome)
                 taken += 1
                 self._count(outcome)
-                on_step(int(outcome.values()["step"]), outcome)
+                on_step(outcome)
             if self._is_change_ready():  # workers stand still
                 self._make_change()
             self._complete()
@@ -223,13 +218,13 @@ class Training:
             else:
                 time.sleep(_SHORT_SECONDS)
 
-    def _loss(self, outcome: Message | PeerLostError) -> tuple[Peer, str] | None:
+    def _loss(self, outcome: Result | Failure | PeerLostError) -> tuple[Peer, str] | None:
         """Who is gone, and why, if that is what has come."""
         if isinstance(outcome, PeerLostError):
             return self.cluster.client.lost_peer or Peer("server", 0), str(outcome)
-        meta = outcome.values()
-        if outcome.kind is Kind.FAILURE and meta["reason"] == "lost":
-            return Peer(*meta["peer"]), str(meta["why"])
+        if isinstance(outcome, Failure) and outcome.reason == "lost":
+            assert outcome.peer is not None
+            return outcome.peer, outcome.why
         return None
 
     def _is_mended(self, process: Peer) -> bool:
@@ -242,13 +237,12 @@ class Training:
         recovery = self.cluster.recovery
         return recovery is not None and recovery.can_replace(self.cluster.process_of(peer))
 
-    def _count(self, result: Message) -> None:
-        meta = result.values()
-        self.samples += meta["samples"]
-        self.bytes_pushed += meta["bytes_pushed"]
-        self.bytes_pulled += meta["bytes_pulled"]
+    def _count(self, result: Result) -> None:
+        self.samples += result.samples
+        self.bytes_pushed += result.bytes_pushed
+        self.bytes_pulled += result.bytes_pulled
 
-    def _next_outcome(self, *, stopping: bool) -> Message | PeerLostError | None:
+    def _next_outcome(self, *, stopping: bool) -> Result | Failure | PeerLostError | None:
         """The next event; None when nothing comes, and a change is ready that is not being made yet."""
         deadline = (
             time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
@@ -261,7 +255,7 @@ class Training:
                     return gone
                 timeout = _SHORT_SECONDS if successors.starting else _LOOK_SECONDS
                 outcome = self.cluster.client.outcomes.get(timeout=timeout)
-                if isinstance(outcome, PeerLostError) or outcome.kind is not Kind.WORKER_LOST:
+                if not isinstance(outcome, WorkerLost):
                     return outcome
                 if (gone := self._mend(outcome)) is not None:
                     return gone
@@ -280,12 +274,12 @@ class Training:
                         "the coordinator is mute"
                     ) from None
 
-    def _mend(self, left: Message | None) -> PeerLostError | None:
+    def _mend(self, lost: WorkerLost | None) -> PeerLostError | None:
         """Replaces workers that died; returns what to say if somebody died whom only a recovery replaces."""
         recovery = self.cluster.recovery
         try:
             if recovery is None or recovery.loss() is None:
-                self.cluster.successors.mend(left, wait=False)
+                self.cluster.successors.mend(lost, wait=False)
         except PeerLostError:
             if recovery is None or recovery.loss() is None:
                 raise
@@ -303,15 +297,16 @@ class Training:
             return  # nobody is left to be stopped; the first error says why
         while not client.outcomes.empty():
             outcome = client.outcomes.get()
-            if isinstance(outcome, Message) and outcome.kind is Kind.RESULT:
+            if isinstance(outcome, Result):
                 self._count(outcome)
 
-    def _raise_failure(self, meta: dict[str, Any]) -> NoReturn:
-        if meta["reason"] == "deadline":
+    def _raise_failure(self, failure: Failure) -> NoReturn:
+        if failure.reason == "deadline":
             self.cluster.raise_if_dead()  # the better explanation
-        if meta["reason"] == "lost":
-            self.cluster.lost(Peer(*meta["peer"]), meta["why"])
-        raise_step_error(meta, self.cluster.places)
+        if failure.reason == "lost":
+            assert failure.peer is not None
+            self.cluster.lost(failure.peer, failure.why)
+        raise_step_error(failure, self.cluster.places)
 
     def wait(self, future: Future[T], what: str) -> T:
         """What a future holds, within the deadline.

@@ -18,7 +18,8 @@ from steepest.cluster.process import Place
 from steepest.engine.job import check_agreement
 from steepest.engine.replicas import all_states, mean_states
 from steepest.errors import PeerLostError
-from steepest.messages.message import Message, Peer, server_peer, worker_peer
+from steepest.messages.driver import WorkerLost
+from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.tensors.dtypes import Tensors
 
 if TYPE_CHECKING:
@@ -250,11 +251,11 @@ class Successors:
 
     # -- successors ----------------------------------------------------------------------------
 
-    def mend(self, left: Message | None = None, *, wait: bool = True) -> None:
+    def mend(self, lost: WorkerLost | None = None, *, wait: bool = True) -> None:
         """Gives workers that died a successor each, where that can be; training goes on when they have joined.
 
         Args:
-            left: the coordinator's word that one is gone.
+            lost: what the coordinator says of one of them; the others are found by asking Ray.
             wait: until they have joined; otherwise their processes begin to start, and those that
                 are up join.
 
@@ -268,7 +269,7 @@ class Successors:
         self._tried = time.monotonic()
         if not self.starting:
             self._joined.clear()
-        self._notice(left.values() if left is not None else {}, wait=wait)
+        self._notice(lost, wait=wait)
         with self.paused():  # what follows calls the others
             while True:
                 for index, start in list(self.starting.items()):
@@ -279,22 +280,23 @@ class Successors:
                 if not wait or not self.starting:
                     return
 
-    def _notice(self, said: Mapping[str, Any], *, wait: bool) -> None:
+    def _notice(self, lost: WorkerLost | None, *, wait: bool) -> None:
         """Begins to replace every worker that is dead by now.
 
         Args:
-            said: what the coordinator says of one; empty if it says nothing.
+            lost: what the coordinator says of one of them, if it says anything.
         """
         cluster = self._cluster
         for index in range(cluster.job.num_workers):
             peer = worker_peer(index)
-            suspected = said.get("worker") == index and said["life"] == cluster.lives[index]
-            silent = self._silent.get(index) == cluster.lives[index]
+            life = cluster.lives[index]
+            suspected = lost is not None and (lost.worker, lost.life) == (index, life)
+            silent = self._silent.get(index) == life
             if suspected and not silent:
                 ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
             cause = cluster.deaths.cause(peer)
-            if suspected and (silent or cause is None):
-                cluster.deaths.declare(peer, cause := str(said["why"]))
+            if lost is not None and suspected and (silent or cause is None):
+                cluster.deaths.declare(peer, cause := lost.why)
             known = index in self.starting or index in self.moved or index in self.left_out
             if cause is not None and not known:
                 self._begin(index, cause, wait=wait)
@@ -471,7 +473,7 @@ class Successors:
             try:
                 return all_states(partial(self._cluster.call_workers, workers=workers))
             except PeerLostError:
-                self._notice({}, wait=False)
+                self._notice(None, wait=False)
                 if len(self.starting) == begun:
                     raise
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from steepest.messages.driver import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +37,21 @@ class StepResult:
     gradient_norm: float | None = None
 
     @classmethod
-    def from_message(cls, version: int, meta: dict[str, Any], epoch: int | None) -> StepResult:
-        """Return the result of a step from the coordinator's message about it."""
+    def from_result(cls, result: Result, epoch: int | None) -> StepResult:
+        """Return the user's view of the coordinator's result of a step.
+
+        Args:
+            epoch: that the step belongs to, which the coordinator does not know.
+        """
         return cls(
-            version,
+            result.step,
             epoch,
-            float(meta.get("loss", "nan")),
-            dict(meta.get("metrics", {})),
-            int(meta["samples"]),
-            tuple(meta["staleness"]),
-            dict(meta.get("timings", {})),
-            meta.get("gradient_norm"),
+            float("nan") if result.loss is None else float(result.loss),
+            dict(result.metrics or {}),
+            result.samples,
+            tuple(result.staleness),
+            dict(result.timings or {}),
+            result.gradient_norm,
         )
 
 

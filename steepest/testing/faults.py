@@ -58,8 +58,8 @@ class Fault:
         >>> from steepest.testing import Fault, InProcessCluster, linear_model_creator
         >>> faults = [Fault.raises("worker", 1, step=2), Fault.duplicate("worker", 0, step=1)]
         >>> cluster = InProcessCluster(linear_model_creator(), num_workers=2, faults=faults)
-        >>> [outcome.kind.name for outcome in cluster.step(5)]
-        ['RESULT', 'RESULT', 'FAILURE']
+        >>> [type(outcome).__name__ for outcome in cluster.step(5)]
+        ['Result', 'Result', 'Failure']
         >>> cluster.step(3)[-1].version, cluster.unmet
         (5, [])
     """
