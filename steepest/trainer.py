@@ -274,7 +274,7 @@ class DistributedSGD:
             cluster = self._live()
             state = self._state.mean_buffers()
             parts = self.num_workers
-            results: list[WorkerResult] = cluster.call_workers(
+            results: list[WorkerResult] = cluster.workers.call(
                 remote_functions.evaluate, data, batch_size, parts, state, what="evaluate"
             )
             weight = sum(result.weight for result in results)
@@ -345,12 +345,12 @@ class DistributedSGD:
             DeadlineError: no result came within `run_config.deadlines.call` seconds.
         """
         with self._idle():
-            return self._live().call_workers(fn, view=True, what=f"run the function {name_of(fn)}")
+            return self._live().workers.call(fn, view=True, what=f"run the function {name_of(fn)}")
 
     def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
         """Run a function on every replica, in its process, between steps; return and raise as `foreach_worker`."""
         with self._idle():
-            parts = self._live().call_workers(
+            parts = self._live().workers.call(
                 remote_functions.on_models, fn, what=f"run the function {name_of(fn)}"
             )
             return [result for part in parts for result in part]
@@ -360,7 +360,7 @@ class DistributedSGD:
         with self._idle():
             what = f"run the function {name_of(fn)}"
             result: T
-            (result,) = self._live().call_workers(
+            (result,) = self._live().workers.call(
                 remote_functions.on_first_model, fn, workers=[0], what=what
             )
             return result
@@ -368,7 +368,7 @@ class DistributedSGD:
     def warmup(self) -> None:
         """Compute a gradient on every replica and discard it, so that the first step is not the slowest."""
         with self._idle():
-            self._live().call_workers(Replicas.warmup, what="compute a gradient")
+            self._live().workers.call(Replicas.warmup, what="compute a gradient")
 
     def stats(self) -> Stats:
         """Return the job's counters and events so far."""

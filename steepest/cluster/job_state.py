@@ -62,7 +62,7 @@ class JobState:
         layout = self._cluster.job.description.layout
         found = layout.named(self.snapshot("weights").weights)
         if not all(entry.trainable for entry in layout.entries):
-            states = all_states(self._cluster.ask_workers)
+            states = all_states(self._cluster.workers.ask)
             mean = mean_states(states, [1.0] * len(states)) if states else {}
             found |= {name: value for name, value in mean.items() if name in found}
         return found
@@ -79,7 +79,7 @@ class JobState:
             if not e.trainable and not weights.keys().isdisjoint({e.name, *e.aliases})
         ]
         if frozen:
-            self._cluster.call_workers(remote_functions.take_installed, frozen)
+            self._cluster.workers.call(remote_functions.take_installed, frozen)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return parameters, under all their names, and buffers averaged over replicas, all CPU copies."""
@@ -111,7 +111,7 @@ class JobState:
         weights = layout.allocate()
         layout.write(weights, {name: value for name, value in state.items() if name not in buffers})
         self.install(version, weights, None)
-        self._cluster.call_workers(
+        self._cluster.workers.call(
             remote_functions.load_buffers, buffers
         )  # frozen parameters are as installed
 
@@ -213,7 +213,7 @@ class JobState:
 
     def buffers(self) -> list[Tensors]:
         """Each replica's own, and the frozen parameters that any of them has changed."""
-        return all_states(self._cluster.call_workers)
+        return all_states(self._cluster.workers.call)
 
     def mean_buffers(self) -> Tensors:
         """Their mean over all replicas, which see equally many samples."""
@@ -255,7 +255,7 @@ class JobState:
         owner = self._owner(mean_states(states, [1.0] * len(states)))
         everybody = range(self._cluster.job.num_workers)
         found = OptimizerState.collect(
-            self._cluster, snapshot, everybody, step, self._cluster.call_workers
+            self._cluster, snapshot, everybody, step, self._cluster.workers.call
         )
         about["schedule"] = found.schedule
         return files.gather(
@@ -312,7 +312,7 @@ class JobState:
         self._ends = list(about.get("ends", guessed))
         cluster.plan = (plan, seed)
         own = remote_functions.by_replica(replicas)
-        cluster.call_workers(
+        cluster.workers.call(
             remote_functions.continue_from, plan, seed, own, averaged, cluster.job.replicas
         )
 
@@ -369,7 +369,7 @@ class JobState:
         old = list(keep.values())
 
         def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-            return cluster.call_workers(function, *arguments, workers=old)
+            return cluster.workers.call(function, *arguments, workers=old)
 
         step = job.step_of(snapshot.version)
         optimizer = OptimizerState.collect(cluster, snapshot, keep, step, call)
@@ -427,9 +427,9 @@ class JobState:
         self.install(version, flat, records, state, optimizer.schedule)
         plan = cluster.job.plan(step, rest, seed)
         cluster.plan = (plan, seed)
-        cluster.call_workers(remote_functions.use_plan, plan, seed)
+        cluster.workers.call(remote_functions.use_plan, plan, seed)
         if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
-            cluster.call_workers(remote_functions.load_buffers, buffers, workers=new)
+            cluster.workers.call(remote_functions.load_buffers, buffers, workers=new)
 
     def stopped(self) -> RecoveredState:
         """Stops the workers, and tells where all stand; the coordinator and all servers are there."""
@@ -479,14 +479,14 @@ class JobState:
         self._close_log(found, before, found.version)
         mean, plain, schedule = mean_inner(list(inner.values()))
         self.install(found.version, found.weights, found.records, found.state, schedule)
-        cluster.call_workers(remote_functions.use_plan, *cluster.plan)
+        cluster.workers.call(remote_functions.use_plan, *cluster.plan)
         if left_out:
-            cluster.call_workers(remote_functions.load_left_out, left_out, {})
+            cluster.workers.call(remote_functions.load_left_out, left_out, {})
         if inner:
             own = {i: state for i, (state, _, _) in inner.items()}
-            cluster.call_workers(remote_functions.load_inner_state, own, mean, plain, schedule)
+            cluster.workers.call(remote_functions.load_inner_state, own, mean, plain, schedule)
         if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
-            cluster.call_workers(
+            cluster.workers.call(
                 remote_functions.load_buffers,
                 mean_states(buffers, [1.0] * len(buffers)),
                 workers=new,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import secrets
 import time
@@ -19,19 +18,14 @@ import ray
 from steepest.cluster.chunk_transport import Holdings, carry, holdings
 from steepest.cluster.deaths import Deaths
 from steepest.cluster.diagnostics import (
-    has_answered,
-    has_raised,
-    last_line,
     raise_lost,
-    raise_remote,
-    raise_unsendable,
     travelling,
 )
 from steepest.cluster.held_resources import hold, let_go, who_else
 from steepest.cluster.placement import Placement, fitting, reserve, spread, worker_bundle
 from steepest.cluster.process import Place, Process, by_calls, hosts_of, make_transport, ways_of
 from steepest.cluster.ray_private import check as check_ray
-from steepest.cluster.remote_functions import name_of
+from steepest.cluster.worker_calls import WorkerCalls, results_of
 from steepest.cluster.worker_replacement import Successors
 from steepest.config.run import RunConfig
 from steepest.config.strategies import StrategyConfig
@@ -48,9 +42,7 @@ from steepest.engine.job import (
 )
 from steepest.engine.strategy import make_strategy
 from steepest.errors import (
-    ConfigurationError,
     DeadlineError,
-    PeerLostError,
     ShutdownError,
     StepError,
 )
@@ -119,13 +111,13 @@ class Cluster:
         self._token = secrets.token_bytes(32)
         self._router = Router()
         self._schedule_offset = 0
-        self._numbers = itertools.count(1)  # of calls
         self.places: dict[Peer, Place] = {}
         self.plan: tuple[SamplePlan | None, int] = (None, seed)
         self.lives: Counter[int] = Counter()
         self.events: list[Event] = []
         self.deaths = Deaths(self)
         self.successors = Successors(self)
+        self.workers = WorkerCalls(self)
         self.recovery: Recovery | None = None
         try:
             bundle = self.bundle = worker_bundle(
@@ -432,41 +424,10 @@ class Cluster:
         self._deadline = time.monotonic() + self.run_config.deadlines.start * (1 + _UP_FACTOR)
 
     def get(self, refs: list[Any], what: str, *peers: Peer) -> list[Any]:
-        """Waits for calls (to these peers, if they are given) within the starting deadline.
-
-        Raises:
-            ModelRaisedError: the user's code raised; its traceback is the cause.
-            PeerLostError: a process died.
-            DeadlineError: it takes too long.
-        """
-        try:
-            results: list[Any] = ray.get(refs, timeout=max(self._deadline - time.monotonic(), 0.1))
-        except ray.exceptions.GetTimeoutError:
-            _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
-            names = (
-                ", ".join(str(peers[refs.index(ref)]) for ref in waiting)
-                if peers
-                else str(len(waiting))
-            )
-            raise DeadlineError(
-                f"{names} of {len(refs)} processes did not {what} within "
-                f"{self.run_config.deadlines.start * (1 + _UP_FACTOR):g} s: raise "
-                "DeadlineConfig(start=...)"
-            ) from None
-        except ray.exceptions.RayTaskError as error:
-            who = next(
-                (str(peer) for ref, peer in zip(refs, peers, strict=False) if has_raised(ref)),
-                "a process",
-            )
-            try:
-                raise_remote(error, who, what)
-            except ShutdownError as ended:  # its router, not this trainer
-                raise PeerLostError(f"{who} ended before it could {what}") from ended
-        except ray.exceptions.RayActorError as error:
-            raise PeerLostError(
-                f"a process died before it could {what}: {' '.join(str(error).split())}"
-            ) from error
-        return results
+        """Return what calls return that end before the starting deadline, see `results_of`."""
+        return results_of(
+            refs, what, peers, self._deadline, self.run_config.deadlines.start * (1 + _UP_FACTOR)
+        )
 
     # -- running -------------------------------------------------------------------------------
 
@@ -481,102 +442,6 @@ class Cluster:
             raise DeadlineError(
                 f"the driver's router was busy for {self.run_config.deadlines.step:g} s"
             ) from None
-
-    def call_workers(
-        self,
-        function: Callable[..., Any],
-        *arguments: Any,
-        workers: list[int] | None = None,
-        view: bool = False,
-        what: str = "do its part",
-    ) -> list[Any]:
-        """Runs a function on workers as soon as they hold the last committed weights.
-
-        Args:
-            arguments: the same for all; objects are put into Ray's store once.
-            workers: which; all by default.
-            view: give the function a `WorkerView` instead of the replicas.
-            what: a worker is asked to do, for errors.
-
-        Raises:
-            ModelRaisedError: the function raised; its traceback is the cause. Our own errors are
-                raised as they are.
-            ConfigurationError: the function, an argument or a result cannot travel.
-            PeerLostError, DeadlineError
-        """
-        self.mend()
-        position = (self.client.position.generation, self.client.position.version)
-        stored = [travelling(f"what a worker needs to {what}", argument) for argument in arguments]
-        chosen = range(self.job.num_workers) if workers is None else workers
-        actors = [self.actors[worker_peer(i)] for i in chosen]
-        number = next(self._numbers)
-        try:
-            refs = [
-                (a.view_call if view else a.call).remote(position, number, function, *stored)
-                for a in actors
-            ]
-        except Exception as error:  # noqa: BLE001 - the user's objects are pickled by methods of their own
-            raise_unsendable(f"the function {name_of(function)}", error)
-        waiting, results = dict(zip(refs, chosen, strict=True)), {}
-        deadline = time.monotonic() + self.run_config.deadlines.call
-        try:
-            while waiting:
-                done, _ = ray.wait(
-                    list(waiting), timeout=min(_LOOK_SECONDS, self.run_config.deadlines.call)
-                )
-                for ref in done:  # raises what it raised, without waiting for the others
-                    results[waiting[ref]] = self._result(ref, waiting[ref], what)
-                    del waiting[ref]
-                if not done:
-                    self.raise_if_dead()
-                    if time.monotonic() > deadline:
-                        silent = ", ".join(str(worker_peer(i)) for i in waiting.values())
-                        raise DeadlineError(
-                            f"{silent} did not answer within {self.run_config.deadlines.call:g} s "
-                            f"at version {position[1]}"
-                        )
-        finally:
-            for i in waiting.values():
-                actors[list(chosen).index(i)].abandon.remote(
-                    number, "another worker failed, or the driver gave up"
-                )
-        return [results[i] for i in chosen]
-
-    def _result(self, ref: Any, worker: int, what: str) -> Any:
-        """What a call of a worker returned, or put into Ray's store."""
-        peer = worker_peer(worker)
-        who = f"{peer} on {self.places[peer].host}"
-        try:
-            result = ray.get(ref)
-            if isinstance(result, ray.ObjectRef):
-                (result,) = ray.get(result)
-            return result
-        except ray.exceptions.RayTaskError as error:
-            try:
-                raise_remote(error, who, what)
-            except (PeerLostError, ShutdownError):
-                self.raise_if_dead(wait=_CLOSE_SECONDS)  # the better explanation
-                raise
-        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):
-            self.raise_if_dead(wait=_CLOSE_SECONDS)
-            raise
-        except (ray.exceptions.RaySystemError, SystemExit) as error:
-            raise ConfigurationError(
-                f"the driver cannot read what {who} returned when asked to {what}: "
-                f"{last_line(error)}: return what can "
-                "be pickled, of modules that the driver has too"
-            ) from error
-
-    def ask_workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Runs a function on all workers between two of their steps, from any thread, also while they train.
-
-        Returns:
-            What it returned, without those workers that are dead or do not answer.
-        """
-        workers = [actor for peer, actor in sorted(self.actors.items()) if peer.role == "worker"]
-        refs = [actor.call.remote((0, -1), 0, function, *arguments) for actor in workers]
-        ray.wait(refs, num_returns=len(refs), timeout=self.run_config.deadlines.call)
-        return [ray.get(ref) for ref in refs if has_answered(ref)]
 
     def counters(self) -> dict[Peer, dict[str, int]]:
         """Counters of all processes that answer."""

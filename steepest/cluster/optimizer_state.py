@@ -89,7 +89,7 @@ class OptimizerState:
             if cluster.job.compresses:
                 own = self._by_worker(_LEFT_OUT)
                 check_residuals(layout, own.values())
-                cluster.call_workers(
+                cluster.workers.call(
                     remote_functions.load_left_out, *_own_or_mean(own, cluster.job.num_workers)
                 )
             return records
@@ -97,7 +97,7 @@ class OptimizerState:
         own = self._by_worker(_OWN)
         if len(own) != cluster.job.num_workers:
             own = {}
-        cluster.call_workers(
+        cluster.workers.call(
             remote_functions.load_inner_state, own, self.state, self.plain, self.schedule
         )
         outer = {

@@ -471,7 +471,7 @@ class Successors:
             begun = len(self.starting)
             workers = [index for index in self._living() if index not in self._joined]
             try:
-                return all_states(partial(self._cluster.call_workers, workers=workers))
+                return all_states(partial(self._cluster.workers.call, workers=workers))
             except PeerLostError:
                 self._notice(None, wait=False)
                 if len(self.starting) == begun:
