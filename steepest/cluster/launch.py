@@ -1,4 +1,4 @@
-"""A job's processes on Ray: started in order, watched, called, ended."""
+"""A job's processes on Ray: started in order, given their roles, watched, ended."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from steepest.cluster.held_resources import hold, let_go, who_else
 from steepest.cluster.placement import Placement, fitting, reserve, spread, worker_bundle
 from steepest.cluster.process import Place, Process, by_calls, hosts_of, make_transport, ways_of
 from steepest.cluster.ray_private import check as check_ray
+from steepest.cluster.wiring import connect_processes
 from steepest.cluster.worker_calls import WorkerCalls, results_of
 from steepest.cluster.worker_replacement import Successors
 from steepest.config.run import RunConfig
@@ -48,9 +49,8 @@ from steepest.errors import (
 )
 from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
 from steepest.observe.results import Event
-from steepest.transport.channel import Address
 from steepest.transport.connect import connect
-from steepest.transport.ray_calls import Callee, threads_for
+from steepest.transport.ray_calls import threads_for
 from steepest.transport.router import Router
 from steepest.transport.sockets import check_ways
 
@@ -62,29 +62,46 @@ log = logging.getLogger(__name__)
 #: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
 _UP_FACTOR = 4.0
 _CLOSE_SECONDS = 5.0
-_LOOK_SECONDS = 1.0
 _THREADS = 16
-_PAUSE_SECONDS = 0.05  # in `simple` workers only answer
 
 
 @functools.cache
 def _actor_class() -> Any:
-    """Made once: Ray keeps each for ever."""
+    """Return the Ray actor class of `Process`; made once, because Ray keeps each for ever."""
     return ray.remote(Process)
 
 
 class Cluster:
-    """All processes of one job.
+    """All processes of one job, as the driver sees them.
+
+    The constructor reserves resources, starts the processes, connects them and returns when every
+    worker has joined; if it raises, all of them have ended.
+
+    Args:
+        model_creator, devices_per_worker, gpu, strategy, seed, run_config, accumulate: as of
+            `DistributedSGD`.
+        bounds: least and most number of workers; between them the cluster's free room decides.
 
     Attributes:
-        client: the driver's end; use it through `on_router`.
-        places: where each process runs, by role.
-        plan: which samples belong to whom, and the seed, for workers that come later.
-        actors, watches: Ray's handles of them, and calls that return when they end.
-        lives: of each worker, the one that it is in.
-        events: what happened to processes.
-        deaths: who is dead, and why.
-        successors: replaces workers that died.
+        client: the driver's end of the job; use it through `on_router`.
+        job: its facts as it is now; `stored_job` is the same, in Ray's store.
+        actors, watches, places: by role, Ray's handle of the process, a call that ends when the
+            process does, and where it runs.
+        lives: by worker, its incarnation.
+        placement: the seats reserved for workers.
+        plan: which samples belong to which worker, and the seed, for workers that join later.
+        events: what happened to processes, oldest first.
+        deaths: which processes are dead, and why.
+        successors, recovery: replace workers that died, and processes that held chunks.
+        workers: runs functions on workers.
+        holder: what this job holds of the Ray cluster.
+        ends, listening: see `connect_processes`.
+
+    Raises:
+        ResourcesError: the cluster has no room for the workers.
+        ModelRaisedError: `model_creator` raised; its traceback is the cause.
+        ConfigurationError: the models differ, or the processes cannot talk as configured.
+        PeerLostError, DeadlineError: a process died, or is late, while the job starts.
     """
 
     client: Client
@@ -169,7 +186,7 @@ class Cluster:
         self._take_up(config, described[0], None, fresh=True)
 
     def _serving(self, config: StrategyConfig, num_workers: int) -> int:
-        """How many processes are servers only."""
+        """Return the number of processes that host servers only."""
         strategy = make_strategy(config)
         if strategy.in_workers or strategy.in_driver or num_workers == 1:
             return 0
@@ -178,7 +195,13 @@ class Cluster:
     def start_servers(
         self, config: StrategyConfig, num_workers: int, first: int = 0
     ) -> dict[Peer, Any]:
-        """Starts the processes that are servers only, from one on."""
+        """Start the processes that host servers only; return their handles without waiting.
+
+        Args:
+            config: the strategy, which says how many there are.
+            num_workers: how many workers there are.
+            first: index of the first server to start; those below it run already.
+        """
         served = self._serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
         there = [
@@ -195,7 +218,12 @@ class Cluster:
         }
 
     def start_server(self, index: int, seat: int | None = None) -> Any:
-        """Starts the process of a server where one was, or beside another place."""
+        """Start the process of one server; return its handle without waiting.
+
+        Args:
+            index: of the server.
+            seat: beside which it is placed; by default where a job of this size places it.
+        """
         at = spread(self.placement.nodes()[: self.job.num_workers], self.job.num_servers)[index]
         at = at if seat is None else self.placement.order.index(seat)
         return self.start_process(str(server_peer(index)), at, 0, 0, 0)
@@ -208,9 +236,16 @@ class Cluster:
         *,
         fresh: bool,
     ) -> None:
-        """Gives the processes that there are their roles."""
+        """Give all processes in `actors` their roles; return when workers have joined.
+
+        Args:
+            config: the strategy.
+            description: of the model, as it is cut for this strategy.
+            held: the processes that hold each chunk already; None if chunks get other state.
+            fresh: whether all begin with worker 0's weights and buffers as they were made; otherwise
+                the caller installs state afterwards.
+        """
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
-        servers = [actor for peer, actor in self.actors.items() if peer.role == "server"]
         strategy = make_strategy(config)
         num_servers = strategy.num_servers(
             len(set(self.placement.nodes()[: len(workers)])), len(workers)
@@ -224,20 +259,16 @@ class Cluster:
             self._accumulate, self._schedule_offset, self.run_config.failure.max_failures > 0,
         )  # fmt: skip
         self.plan = (self.job.plan(), self._seed)
-        self.holder.what, self.holder.workers = (
-            f'a trainer with strategy="{config.name}"',
-            len(workers),
-        )
+        self.holder.what = f'a trainer with strategy="{config.name}"'
+        self.holder.workers = len(workers)
         job = self.stored_job = ray.put(self.job)
         self.get([w.bind.remote(job, self.gpu) for w in workers], "bind the model")
-        initial = (
-            workers[0].initial.remote() if fresh else None
-        )  # else they are installed afterwards
+        initial = workers[0].initial.remote() if fresh else None
         for peer, actor in self.actors.items():
             if peer not in self.watches:
                 self.watches[peer] = actor.watch.remote()
-        self._client_index = secrets.randbelow(1 << 31)
-        self._wire(workers, servers, job, initial, held)
+        self.ends, self.listening = connect_processes(self, initial)
+        self._connect_driver(initial, held)
 
     def reform(  # noqa: PLR0915 - all that a job is, put together anew in one order
         self,
@@ -250,20 +281,27 @@ class Cluster:
         held: Holdings | None = None,
         gone: Collection[Peer] = (),
     ) -> None:
-        """Gives all processes other roles, at version 0, which goes on at a step.
+        """Give all processes other roles, at version 0, which continues at a step.
+
+        Afterwards `actors`, `watches`, `lives`, `places`, `job` and `client` are those of the new
+        membership, and processes that have no role in it have ended. Weights, optimizer state and
+        the sample plan are for the caller to install.
 
         Args:
             config: the strategy.
-            keep: the workers that stay: their numbers by those that they get.
-            added: new processes, of workers whose models are built, or in place of those that died.
-            num_workers: how many there are from now on.
-            seats: places of new ones; otherwise they have the first that are free.
-            held: where all chunks are, for those who will hold them; None if they get others.
-            gone: servers in whose places there is nobody, unless somebody is added; the next ones
-                move up.
+            step: committed steps so far.
+            keep: maps each surviving worker's new index to its old one.
+            added: new processes: of workers, with their models built, or in place of dead servers.
+            num_workers: how many workers there are from now on.
+            placement: seats of new workers, by index; the others get the first that are free.
+            held: the processes that hold each chunk, if chunks keep their state; None if they get
+                other state.
+            gone: dead servers; those with no successor in `added` are left out, and the later
+                servers move up.
 
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
+            PeerLostError, DeadlineError: a process died, or is late.
         """
         self.placement.look()
         kept = {new: self.placement.order[old] for new, old in keep.items()}
@@ -278,19 +316,18 @@ class Cluster:
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
         before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # who was who
-        there = sorted(
+        servers_before = sorted(
             p for p in self.actors if p.role == "server" and (p not in gone or p in added)
         )
-        before |= {server_peer(index): peer for index, peer in enumerate(there)}
-        all_of_them = dict(
+        before |= {server_peer(index): peer for index, peer in enumerate(servers_before)}
+        processes = dict(
             sorted({**{new: self.actors[old] for new, old in before.items()}, **added}.items())
         )
-        workers = {p: actor for p, actor in all_of_them.items() if p.role == "worker"}
-        serving = (
-            0 if by_calls(config) else self._serving(config, num_workers)
-        )  # callers' threads are few elsewhere
+        workers = {p: actor for p, actor in processes.items() if p.role == "worker"}
+        # a server that is called needs a thread for each caller: such ones are started anew
+        serving = 0 if by_calls(config) else self._serving(config, num_workers)
         servers = {
-            p: actor for p, actor in all_of_them.items() if p.role == "server" and p.index < serving
+            p: actor for p, actor in processes.items() if p.role == "server" and p.index < serving
         }
         started = self.start_servers(config, num_workers, len(servers))
         try:
@@ -300,12 +337,8 @@ class Cluster:
                 ray.kill(actor, no_restart=True)
             raise
         self.disconnect()
-        cut, actors, watches, lives = (
-            make_strategy(config).cut,
-            self.actors,
-            self.watches,
-            self.lives,
-        )
+        cut = make_strategy(config).cut
+        actors, watches, lives = self.actors, self.watches, self.lives
         self.actors = {**workers, **servers, **started}
         staying = {
             p: before[p]
@@ -330,11 +363,16 @@ class Cluster:
                 ray.kill(actor, no_restart=True)
 
     def holdings(self) -> Holdings:
-        """Which processes have each chunk."""
+        """Return the processes that hold each chunk."""
         return holdings(self.job, lambda server: self.actors[self.process_of(server)])
 
     def start_worker(self, index: int, seat: int | None = None) -> Any:
-        """Starts the process of a worker, in its own place unless another one is given."""
+        """Start the process of a worker; return its handle without waiting.
+
+        Args:
+            index: of the worker.
+            seat: in which it runs; by default the worker's own.
+        """
         cpus, gpus = self.run_config.resources.cpus_per_worker, self._devices if self.gpu else 0
         beside = index if seat is None else self.placement.order.index(seat)
         return self.start_process(str(worker_peer(index)), beside, cpus, gpus, 1, cpus)
@@ -342,7 +380,15 @@ class Cluster:
     def start_process(
         self, name: str, beside: int, cpus: int, gpus: int, callers: int, threads: int = 1
     ) -> Any:
-        """Starts a process beside a worker, with so many callers, and torch threads."""
+        """Start a process; return its handle without waiting.
+
+        Args:
+            name: by which `ps` and logs show it, after "steepest".
+            beside: index of the worker in or beside whose seat it is placed.
+            cpus, gpus: that it takes of the seat.
+            callers: processes that call it at once, where processes talk by actor calls.
+            threads: of torch.
+        """
         made = _actor_class().options(
             num_cpus=cpus,
             num_gpus=gpus,
@@ -355,64 +401,33 @@ class Cluster:
             f"steepest {name}", self._token, threads, self.run_config.resources.keep_memory
         )
 
-    def _wire(
-        self, workers: list[Any], servers: list[Any], job: Any, initial: Any, held: Holdings | None
-    ) -> None:
-        """Opens every process and connects them; each channel is opened from the side of fewer servers."""
-        in_driver = self.job.strategy.in_driver
-        hosting = [] if in_driver else servers or workers
-        count = self.job.num_servers
-        dealt = [list(range(count))] if len(hosting) == 1 else [[i] for i in range(count)]
-        opened: list[Address] = self.get(
-            [
-                actor.open.remote(job, numbers, initial)
-                for actor, numbers in zip(hosting, dealt, strict=not in_driver)
-            ],
-            "open the servers",
-        )
-        timeout = self.run_config.deadlines.start
-        others = [w for w in workers if w not in hosting]
-        opening = [w.open.remote(job, [], initial, self.lives[i]) for i, w in enumerate(others)]
-        opened += self.get(opening, "open the workers")
-        ends: list[Address | Callee] = list(opened)
-        if by_calls(self.job.config):
-            pause = _PAUSE_SECONDS if in_driver else 0.0
-            ends = [
-                Callee(end.peers, actor, pause)
-                for end, actor in zip(opened, [*hosting, *others], strict=True)
-            ]
-        if not in_driver:
-            ends = ends[: len(hosting)]
-            everybody = (
-                bool(self.job.places.aggregators) or self.job.servers_in_workers
-            )  # all have something to say to all
-            earlier = [ends[: i if everybody else 1] for i in range(1, len(hosting))]
-            calls = [
-                s.connect.remote(to, timeout) for s, to in zip(hosting[1:], earlier, strict=True)
-            ]
-            self.get(calls, "connect the servers")
-            self.get([w.connect.remote(ends, timeout) for w in others], "connect the workers")
-        peers: tuple[Peer, ...] = (Peer("client", self._client_index),)
-        if in_driver:
+    def _connect_driver(self, initial: Any, held: Holdings | None) -> None:
+        """Connect the driver's end of the job to its processes; return when workers have joined.
+
+        Args:
+            initial: a call that returns weights and buffers to begin with; None for none.
+            held: see `_take_up`.
+        """
+        index = secrets.randbelow(1 << 31)
+        peers: tuple[Peer, ...] = (Peer("client", index),)
+        if self.job.strategy.in_driver:
             peers = (*peers, COORDINATOR, server_peer(0))
             self._host_in_driver(initial)
         node = ray.get_runtime_context().get_node_id()
         transport = make_transport(self.job, self._token, peers, node, self._router.destination)
         self._router.use(transport)
-        self.client = host_client(self._router, self.job, self._client_index)
-        for end in ends:
-            self._router.attach(connect(transport, end, timeout))
+        self.client = host_client(self._router, self.job, index)
+        for end in self.ends:
+            self._router.attach(connect(transport, end, self.run_config.deadlines.start))
         self._router.start("steepest driver")
         if held is not None:  # before servers send what they have to all who join
             carry(held, self.holdings(), self.get)
-        self.ends, self.listening = ends, opened[len(hosting) :] if others else opened
-        self.get(
-            [w.join.remote(job, self.listening) for w in workers],
-            "join",
-            *map(worker_peer, range(len(workers))),
-        )
+        workers = {peer: actor for peer, actor in self.actors.items() if peer.role == "worker"}
+        joins = [actor.join.remote(self.stored_job, self.listening) for actor in workers.values()]
+        self.get(joins, "join", *workers)
 
     def _host_in_driver(self, initial: Any) -> None:
+        """Host the coordinator and the only server in this process, see `SimpleStrategy`."""
         flat = self.job.description.layout.allocate()
         if initial is not None:
             flat.numpy()[:] = self.get([initial], "send its weights")[0][0]
@@ -420,11 +435,14 @@ class Cluster:
         host_server(self._router, self.job, 0, flat)
 
     def extend_deadline(self) -> None:
-        """Processes may take their time to start from now on."""
+        """Give processes that start from now on the full time to come up, see `get`."""
         self._deadline = time.monotonic() + self.run_config.deadlines.start * (1 + _UP_FACTOR)
 
     def get(self, refs: list[Any], what: str, *peers: Peer) -> list[Any]:
-        """Return what calls return that end before the starting deadline, see `results_of`."""
+        """Return what calls return that end before the starting deadline, see `results_of`.
+
+        The deadline is counted from the job's start, or from the last `extend_deadline`.
+        """
         return results_of(
             refs, what, peers, self._deadline, self.run_config.deadlines.start * (1 + _UP_FACTOR)
         )
@@ -432,7 +450,13 @@ class Cluster:
     # -- running -------------------------------------------------------------------------------
 
     def on_router(self, function: Callable[[], Any]) -> Any:
-        """Runs a function on the thread that owns the client."""
+        """Run a function on the router's thread, which owns the client, and return its result.
+
+        Raises:
+            DeadlineError: the thread was busy for `DeadlineConfig.step` seconds.
+            PeerLostError: the router has ended because a process died.
+            ShutdownError: the router has ended.
+        """
         try:
             return self._router.call(function).result(self.run_config.deadlines.step)
         except ShutdownError:
@@ -444,7 +468,7 @@ class Cluster:
             ) from None
 
     def counters(self) -> dict[Peer, dict[str, int]]:
-        """Counters of all processes that answer."""
+        """Return the counters of all processes that answer in time, see `Process.counters`."""
         refs = {actor.counters.remote(): peer for peer, actor in self.actors.items()}
         answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_CLOSE_SECONDS)
         counters: dict[Peer, dict[str, int]] = {}
@@ -460,10 +484,16 @@ class Cluster:
         *,
         replaced: Callable[[Peer], bool] = lambda peer: False,
     ) -> None:
-        """Raises PeerLostError for a process that died, the suspect first; gives Ray some seconds to notice.
+        """Raise PeerLostError if a process is dead that is not being replaced.
 
         Args:
-            replaced: whether the death of a process is mended, or raised, elsewhere.
+            suspect: looked at first, since its death may be the cause of the others'.
+            wait: seconds that Ray has to notice a death.
+            replaced: says of a process whether its death is handled elsewhere.
+
+        Raises:
+            PeerLostError: a process is dead; the message has its host and last lines of output.
+            StepError: the driver's own router has ended by an error.
         """
         if (
             self._router.finished.done()
@@ -484,12 +514,12 @@ class Cluster:
                 self.raise_lost(peer, cause)
 
     def lost(self, peer: Peer, why: str) -> NoReturn:
-        """Raises PeerLostError for a peer whose channel closed, with what Ray knows of it."""
+        """Raise PeerLostError for a role whose channel closed, with what Ray knows of it."""
         self.raise_if_dead(process := self.process_of(peer), _CLOSE_SECONDS)
         self.raise_lost(process, why)
 
     def process_of(self, peer: Peer) -> Peer:
-        """The process that a role lives in."""
+        """Return the role under which the process that hosts a role is known in `actors`."""
         if peer in self.actors or not self.actors:
             return peer
         if server_peer(0) in self.actors:
@@ -499,7 +529,7 @@ class Cluster:
         )
 
     def raise_lost(self, peer: Peer, why: str) -> NoReturn:
-        """See `supervision.raise_lost`."""
+        """Raise PeerLostError for a process, see `diagnostics.raise_lost`."""
         raise_lost(peer, self.places.get(peer), why, self.deaths.traceback(peer))
 
     @property
@@ -508,17 +538,21 @@ class Cluster:
         return self.job.step_of(self.client.position.version)
 
     def note(self, kind: str, line: str) -> None:
-        """Tells the user in one line what happened, and keeps it."""
+        """Log what happened to processes in one line, and add it to `events`."""
         self.events.append(Event(time.time(), kind, self.step, line))
         log.warning("%s", line)
 
     @property
     def replaced(self) -> int:
-        """How many processes died and were replaced."""
+        """The number of processes that died and were replaced."""
         return self.successors.count + (self.recovery.count if self.recovery is not None else 0)
 
     def mend(self) -> None:
-        """See `Successors.mend`, and `Recovery.recover`."""
+        """Replace all processes that are dead by now; return when their successors have joined.
+
+        Raises:
+            PeerLostError: a process cannot be replaced, or has died too often.
+        """
         if self.recovery is not None:
             self.recovery.look()
         self.successors.mend()
@@ -528,10 +562,10 @@ class Cluster:
     # -- ending --------------------------------------------------------------------------------
 
     def shutdown(self, *, dropped: bool = False) -> None:
-        """Ends every process; safe to call twice and at any time.
+        """End every process, and give resources back; may be called twice and at any time.
 
         Args:
-            dropped: because nobody has the trainer any more.
+            dropped: whether it is called because the trainer was garbage-collected.
         """
         self.disconnect()
         if ray.is_initialized():
@@ -543,7 +577,7 @@ class Cluster:
         let_go(self.holder, dropped=dropped)
 
     def disconnect(self) -> None:
-        """Ends the driver's own end of the job."""
+        """End the driver's end of the job: its router, channels and client."""
         if self._router.transport is not None:
             self._router.stop(_CLOSE_SECONDS)
             self._router.transport.close()  # its thread did, unless it never began
