@@ -1,4 +1,4 @@
-"""Checkpoints that are kept while `fit` runs: when, which stay, and from which one a run goes on."""
+"""Checkpoints that are kept while `fit` runs: when, which stay, and which one a run resumes."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _NAME = re.compile(r"(\d{6,})-step-\d+")
 
 
 class CheckpointManager:
-    """What `DistributedSGD` does about the checkpoints that it keeps, and about steps that were done before.
+    """Keeps checkpoints for `DistributedSGD`, and counts the steps that were done before it began.
 
-    Training pauses while the state is read; a thread writes it. When the next one is due before it
-    is written, training waits for it: so memory holds one state at most, and a disk that is too
-    slow is noticed.
+    Training pauses while the state is read; a thread writes it. When the next checkpoint is due
+    before that is written, training waits for it: so memory holds one state at most, and a disk
+    that is too slow is noticed.
 
     Args:
         policy: what to keep; None for nothing.
-        claim: on its directory, to be released at the end.
+        lock: on the policy's directory; released at the end.
         training, state: of the job.
-        clock: by which a write that gets nowhere is noticed.
+        clock: in seconds, by which a write that makes no progress is noticed.
 
     Attributes:
         last: the last step's result.
@@ -60,7 +60,8 @@ class CheckpointManager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.last: StepResult | None = None
-        self._ahead = 0  # steps that were done before this process began, and that `fit` was not asked for yet
+        # steps done before this process began, which `fit` has not been asked for yet
+        self._ahead = 0
         self._policy = policy
         self._lock = lock
         self._training = training
@@ -76,23 +77,23 @@ class CheckpointManager:
 
     @property
     def step(self) -> int:
-        """Steps committed."""
+        """The number of committed steps."""
         return self._training.step
 
     @property
     def plan(self) -> SamplePlan | None:
-        """Who gets which samples; None when the data are streams."""
+        """Which worker gets which samples; None when the data are streams."""
         return self._training.cluster.plan[0]
 
     @property
     def _place(self) -> tuple[int, int]:
-        """Where training stands: versions alone are counted anew by a change of size."""
+        """Step and version; versions alone are counted anew when the number of workers changes."""
         return self._training.step, self._training.version
 
     # -- going on ------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Goes on from the newest whole checkpoint, if there is any.
+        """Continue from the newest whole checkpoint, if there is any.
 
         Raises:
             CheckpointError: it is of another job; or there are some, and all of them are damaged.
@@ -107,10 +108,13 @@ class CheckpointManager:
         log.warning("going on from step %d, the checkpoint at %s", self._ahead, path)
 
     def ask(self, steps: int | None, epochs: int | None) -> int:
-        """So many steps or epochs more are to be done: up to which step.
+        """Return the step up to which `fit` trains when so many steps or epochs are asked for.
 
-        Those that were done before this process began, and were not asked for yet, are the first of
-        them.
+        Steps that a resumed checkpoint holds, and that `fit` was not asked for yet in this process,
+        are the first of them.
+
+        Args:
+            steps, epochs: one of them is None.
         """
         begin = self._training.step - self._ahead
         end = begin + (steps or 0)
@@ -122,38 +126,41 @@ class CheckpointManager:
         return end
 
     def result(self) -> StepResult:
-        """The last step's result, also if it was taken before this process began."""
+        """Return the last step's result, also of a step taken before this process began."""
         return self.last or StepResult(self._training.step, None, float("nan"), {}, 0, ())
 
     # -- keeping -------------------------------------------------------------------------------
 
     def stop_at(self, end: int) -> int:
-        """Up to which step workers may go on, at most up to `end`."""
+        """Return the step, at most `end`, at which training next pauses for a checkpoint."""
         if self._policy is None:
             return end
         return min(end, (self._training.step // self._policy.every + 1) * self._policy.every)
 
     def keep_if_due(self) -> None:
-        """Between two steps: keeps the state where its turn is.
+        """Keep the state if a checkpoint is due at this step; called between two steps.
 
         Raises:
-            CheckpointError: the one before could not be written.
+            CheckpointError: the checkpoint before could not be written.
         """
         if self._policy is not None and self._training.step % self._policy.every == 0:
             self._keep()
 
     def restored(self) -> None:
-        """The user has restored a checkpoint: what it has not got is to be done again."""
+        """Note that the user has restored a checkpoint: later steps are to be done again."""
         self._ahead = 0
         self.changed()
 
     def changed(self) -> None:
-        """The state is another one although no step was taken."""
+        """Note that the state has changed without a step."""
         self._written = None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Takes steps; processes that are lost or mute would not be asked for their state afterwards."""
+        """Take steps in a block; note whether an error in it leaves processes dead or mute.
+
+        Such processes are not asked for their state at the end.
+        """
         try:
             yield
         except BaseException as error:
@@ -163,10 +170,12 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def at_end(self) -> Iterator[None]:
-        """The state at the end is on disk, also when that comes by an error, if processes can be asked for it.
+        """Have the state on disk when a block ends, also by an error.
+
+        After an error that leaves processes dead or mute no state is read.
 
         Raises:
-            CheckpointError: it, or an earlier one, could not be written.
+            CheckpointError: the state, or an earlier one, could not be written.
         """
         try:
             yield
@@ -177,7 +186,10 @@ class CheckpointManager:
         self._finish()
 
     def close(self, error: BaseException | None) -> None:
-        """The trainer is shut down, because of an error or in peace.
+        """Write the last state, if it is not on disk, and release the directory.
+
+        Args:
+            error: because of which the trainer is shut down; then nothing else is raised.
 
         Raises:
             CheckpointError: without an error, if the last state could not be written.
@@ -193,26 +205,32 @@ class CheckpointManager:
             self.drop()
 
     def drop(self) -> None:
-        """Keeps nothing from now on."""
+        """Release the directory without writing anything more."""
         if self._writer is not None:
             self._writer.end(self._lock.release)  # what hangs may yet write there
         else:
             self._lock.release()
 
     def _finish(self, ask: bool = True) -> None:
+        """Wait for what is being written, then write the state, if it is not on disk.
+
+        Args:
+            ask: whether processes can be asked for their state.
+        """
         self._settle_or_raise()
         if self._shelf is not None and ask and self._place != self._written:
             self._keep()
             self._settle_or_raise()
 
     def _finish_quietly(self, ask: bool = True) -> None:
-        """There is another error already."""
+        """Do as `_finish`, and log its error, because another error is being raised."""
         try:
             self._finish(ask)
         except SteepestError as error:
             log.error("the last state is not kept: %s", error)
 
     def _keep(self) -> None:
+        """Read the state and begin to write it, unless the write before it hangs."""
         assert self._writer is not None
         began, step = time.monotonic(), self._training.step
         if not self._settled():
@@ -233,7 +251,7 @@ class CheckpointManager:
         self._writer.start(lambda progress: self._write(saved, paused, progress))
 
     def _write(self, saved: files.Checkpoint, paused: float, progress: Progress) -> None:
-        """On a thread of its own."""
+        """Write a checkpoint, on the writer's thread; log how long it took."""
         assert self._shelf is not None
         step, began = saved.about["step"], time.monotonic()
         try:
@@ -249,7 +267,7 @@ class CheckpointManager:
         )
 
     def _settled(self) -> bool:
-        """Waits for what is being written; raises what came of it; whether it is done, and does not hang."""
+        """Wait for what is being written, and raise its error; return whether nothing hangs."""
         settled = False
         try:
             settled = self._writer is None or self._writer.settled()
@@ -265,14 +283,14 @@ class CheckpointManager:
 
 
 class CheckpointDirectory:
-    """Checkpoints in one directory, numbered in the order in which they were written: ``000012-step-340``.
+    """Checkpoints in one directory, numbered in the order of writing: ``000012-step-340``.
 
     Args:
-        path: the directory; made if it is not there.
-        keep: how many whole ones stay.
+        path: the directory; made if it is missing.
+        keep: how many whole checkpoints stay.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: the directory cannot be made.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -285,14 +303,16 @@ class CheckpointDirectory:
             raise CheckpointError(f"cannot keep checkpoints in {path}: {error}") from error
 
     def paths(self) -> list[Path]:
-        """Of all of them, damaged and unfinished ones included; the oldest first."""
+        """Return the paths of all checkpoints, damaged and unfinished ones too, oldest first."""
         found = [
             path for path in self._path.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()
         ]
         return sorted(found, key=_number)
 
     def newest(self) -> tuple[Path, files.Checkpoint] | None:
-        """The newest whole one; says of newer ones why they are passed over.
+        """Return the newest whole checkpoint with its path; None if no checkpoint was finished.
+
+        Newer ones that are not whole are named in a warning.
 
         Raises:
             CheckpointError: some were finished, and all of those are damaged.
@@ -312,10 +332,14 @@ class CheckpointDirectory:
         return None
 
     def put(self, saved: files.Checkpoint, progress: Progress = no_progress) -> Path:
-        """Writes another one and, when it is whole, deletes those that are too many; returns its path.
+        """Write another checkpoint and, when it is whole, delete those that are too many.
 
         Args:
-            progress: told which file is worked on.
+            saved: the state.
+            progress: called with each file that is worked on.
+
+        Returns:
+            The path of the checkpoint.
 
         Raises:
             CheckpointError: it cannot be written; all others stay.
@@ -344,7 +368,7 @@ class CheckpointDirectory:
 
     @staticmethod
     def _delete(path: Path) -> None:
-        """Its manifest first: what is half deleted is not taken for a checkpoint."""
+        """Delete a checkpoint, its manifest first: half deleted it does not count as one."""
         try:
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path)
@@ -361,5 +385,5 @@ def _is_finished(path: Path) -> bool:
 
 
 def _is_doubtful(error: BaseException | None) -> bool:
-    """Whether processes may be gone or mute after an error, so that nobody should wait for their answers."""
+    """Return whether processes may be dead or mute after an error, so that waiting is of no use."""
     return isinstance(error, (PeerLostError, DeadlineError, ShutdownError))

@@ -1,4 +1,4 @@
-"""Checkpoints written beside training, which a disk that hangs neither stops nor keeps from ending."""
+"""Checkpoints written beside training; a disk that hangs stops neither it nor its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ from steepest.tensors.safetensors_file import Progress
 
 @dataclass(eq=False)
 class _Work:
+    """One thing that is being written.
+
+    Attributes:
+        moved: time of its last progress, by the writer's clock.
+        file: that was worked on then.
+        done: set when it is over.
+        error: that ended it.
+        hung: whether the writer has given up waiting for it.
+        then: what to do when it is over, once the trainer waits for it no more.
+    """
+
     moved: float  # when it last got on
     file: Path
     done: threading.Event = field(default_factory=threading.Event)
@@ -32,8 +43,8 @@ class Writer:
 
     Args:
         folder: where it writes, for messages.
-        patience: seconds in which it may get nowhere.
-        clock: in seconds.
+        patience: seconds without progress after which a write is said to hang.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -45,10 +56,10 @@ class Writer:
         self._work: _Work | None = None
 
     def start(self, write: Callable[[Progress], None]) -> None:
-        """Has something written; `settled` must have been true.
+        """Begin to write on another thread; `settled` must have returned True.
 
         Args:
-            write: calls its argument with the file that it works on, whenever it gets on.
+            write: writes; it calls its argument with the current file whenever it makes progress.
         """
         self._work = work = _Work(self._clock(), self._folder)
 
@@ -70,10 +81,10 @@ class Writer:
         threading.Thread(target=run, name="steepest-keeping", daemon=True).start()
 
     def settled(self) -> bool:
-        """Waits for what is being written, as long as it gets on; whether it is done.
+        """Wait for what is being written while it makes progress; return whether it is over.
 
         Raises:
-            What came of it, unless it was given up waiting for before.
+            BaseException: whatever ended it, unless it was said to hang before.
         """
         if (work := self._work) is None:
             return True
@@ -87,7 +98,7 @@ class Writer:
         return True
 
     def where(self) -> str:
-        """What hangs, in words."""
+        """Return which file hangs, and since when, in words."""
         assert self._work is not None
         return (
             f"writing {self._work.file} has not got on for {self._clock() - self._work.moved:.0f} "
@@ -95,10 +106,10 @@ class Writer:
         )
 
     def end(self, then: Callable[[], None]) -> None:
-        """Nothing else will be written; what hung is given up, should it ever get on.
+        """Write nothing more; what hangs is given up if it ever makes progress.
 
         Args:
-            then: called when nothing is being written; perhaps twice, perhaps on another thread,
+            then: called when nothing is being written: perhaps twice, perhaps on another thread,
                 perhaps never.
         """
         if (work := self._work) is None:

@@ -1,4 +1,4 @@
-"""Chunks stay in the processes that hold them when a job is put together anew; only those that change hands travel."""
+"""Chunks that change hands when processes get other roles; all others stay where they are."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Holdings = Mapping[int, Sequence[Any]]
 
 
 def holdings(job: Job, process_of: Callable[[Peer], Any]) -> Holdings:
-    """Where chunks are, or will be.
+    """Return the processes that hold each chunk in a job.
 
     Args:
-        process_of: the process that a server lives in.
+        job: with its chunks and servers.
+        process_of: returns Ray's handle of the process of a server.
     """
     processes = [process_of(server_peer(index)) for index in range(job.num_servers)]
     return {
@@ -27,13 +28,15 @@ def holdings(job: Job, process_of: Callable[[Peer], Any]) -> Holdings:
 
 
 def carry(before: Holdings, after: Holdings, get: Callable[[list[Any], str], list[Any]]) -> None:
-    """Has servers that were just made take over their chunks from those that had them before, see `RetainedChunks`.
+    """Give servers that were just made their chunks, see `RetainedChunks`.
 
-    Ray carries what one process has for another as one object, which neither the driver nor a third
-    process touches.
+    Ray carries all chunks that one process has for another as one object, which neither the
+    driver nor a third process touches. Afterwards processes keep only what their servers hold.
 
     Args:
-        get: waits for calls.
+        before: the processes that held each chunk, as Ray's handles.
+        after: the processes of the servers that hold it now.
+        get: waits for calls, see `Cluster.get`.
     """
     burden: Counter[Any] = Counter()  # chunks that a process gives away
     gifts: dict[tuple[Any, Any], list[int]] = {}

@@ -1,4 +1,4 @@
-"""Which of a job's processes are dead, and why: the one place that declares it, and kills whoever is declared dead."""
+"""Which of a job's processes are dead, and why; a process declared dead is killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ class Death:
 
 @dataclass(frozen=True)
 class _Defect:
-    """A process ended by an error of its own: which one, at which version, and whether the one before it did too."""
+    """A process that ended by an error of its own.
+
+    Attributes:
+        watch: the call that watched it.
+        version: committed by then.
+        repeated: whether the one before it in the same seat ended so too, at the same version.
+    """
 
     watch: Any
     version: int
@@ -44,7 +50,7 @@ class _Defect:
 
 
 class Deaths:
-    """Knows the dead of a job, each of which is killed: what it held (CPUs, memory) is free for its successor.
+    """The dead of a job. Each is killed, so that its CPUs and memory are free for its successor.
 
     Args:
         cluster: the job's processes.
@@ -56,7 +62,10 @@ class Deaths:
         self._defects: dict[int, _Defect] = {}  # the last one, by seat
 
     def cause(self, peer: Peer) -> str | None:
-        """Return why a process is dead, killing it if its router ended by an error; None while it serves."""
+        """Return why a process is dead; None while it serves.
+
+        A process whose router ended by an error is killed.
+        """
         death = self._death(peer)
         return None if death is None else death.cause
 
@@ -66,10 +75,14 @@ class Deaths:
         return "" if death is None else death.traceback
 
     def declare(self, peer: Peer, why: str) -> str:
-        """Declare a process dead and kill it, although it may live out of reach; return the cause of its death.
+        """Declare a process dead and kill it, although it may live out of reach.
 
         Args:
-            why: it is said to be dead; Ray's word, if there is any, is the better explanation.
+            peer: the process.
+            why: it is believed to be dead.
+
+        Returns:
+            The cause of its death: Ray's explanation, if there is any, or `why`.
         """
         if (cause := self.cause(peer)) is not None:
             return cause
@@ -78,10 +91,10 @@ class Deaths:
         return why
 
     def is_repeated(self, peer: Peer, seat: int) -> bool:
-        """Note the end of a process, and tell whether starting another one in its place is of no use.
+        """Return whether starting another process in a dead one's seat is of no use.
 
-        It is of none when the process ended by an error of its own, as the one before it in the
-        same seat did, and no version was committed in between.
+        It is when the process ended by an error of its own, as the one before it in the same seat
+        did, with no version committed in between. The end of the process is remembered.
         """
         if not self.traceback(peer):
             return False
@@ -109,7 +122,7 @@ class Deaths:
         return death
 
     def _kill(self, peer: Peer) -> None:
-        """End a process, also one that is stopped or out of reach: nothing that it still says may count."""
+        """Kill a process, also one that is stopped or out of reach."""
         place = self._cluster.places[peer]
         if place.node == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(
@@ -120,7 +133,11 @@ class Deaths:
 
 
 def death_of(watch: Any) -> Death | None:
-    """Return how an actor ended whose `watch` was called; None while it serves."""
+    """Return how an actor ended; None while it serves.
+
+    Args:
+        watch: a call of its `Process.watch`.
+    """
     ready, _ = ray.wait([watch], timeout=0)
     if not ready:
         return None

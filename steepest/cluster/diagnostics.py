@@ -1,4 +1,4 @@
-"""Why a step failed or a process died: our words for it, what Ray says, and the last lines that it wrote."""
+"""Why a step failed or a process died, in words for the user, with its last lines of output."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _raise_of_worker(failure: Failure, places: Mapping[Peer, Place]) -> NoReturn
 
 
 def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
-    """The last lines of log files, without Ray's own marks."""
+    """Return the last lines of log files, without Ray's own marks; a missing file has none."""
     lines: list[str] = []
     for path in paths:
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
@@ -91,7 +91,10 @@ def last_lines(paths: tuple[str, ...], count: int = _LINES) -> list[str]:
 
 
 def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
-    """`last_lines` of a process, read on its own node."""
+    """Return the last lines of output of a process, read on its own node.
+
+    Within `timeout` seconds; otherwise the only line says why they cannot be read.
+    """
     if ray.get_runtime_context().get_node_id() == place.node:
         return last_lines(place.logs)
     affinity = NodeAffinitySchedulingStrategy(node_id=place.node, soft=False)
@@ -104,9 +107,12 @@ def fetch_last_lines(place: Place, timeout: float = 5.0) -> list[str]:
 
 
 def raise_lost(peer: Peer, place: Place | None, why: str, traceback: str = "") -> NoReturn:
-    """Raises PeerLostError for a process, with where it was and its last lines.
+    """Raise PeerLostError for a process, with its place and its last lines of output.
 
     Args:
+        peer: the process.
+        place: where it ran, if that is known.
+        why: it died.
         traceback: of the error that ended it, if one of its own did; it becomes the cause.
     """
     where, lines = "", ["(nothing)"]
@@ -121,7 +127,7 @@ def raise_lost(peer: Peer, place: Place | None, why: str, traceback: str = "") -
 
 
 def has_answered(call: Any) -> bool:
-    """Whether a call of an actor has returned; not if it raised, or has not ended."""
+    """Return whether a call of an actor has returned; False if it raised or has not ended."""
     if not ray.wait([call], timeout=0)[0]:
         return False
     try:
@@ -132,7 +138,7 @@ def has_answered(call: Any) -> bool:
 
 
 def has_raised(call: Any) -> bool:
-    """Whether a call of an actor has ended by an exception."""
+    """Return whether a call of an actor has ended by an exception of its own."""
     if not ray.wait([call], timeout=0)[0]:
         return False
     try:
@@ -145,7 +151,7 @@ def has_raised(call: Any) -> bool:
 
 
 def never_ran(call: Any) -> bool:
-    """Whether a call failed because the actor's process could not start where Ray wanted it."""
+    """Return whether a call failed because Ray could not start the actor's process."""
     if not ray.wait([call], timeout=0)[0]:
         return False
     try:
@@ -158,11 +164,17 @@ def never_ran(call: Any) -> bool:
 
 
 def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoReturn:
-    """Raises what a remote call raised: our own errors as they are, with who it was; others as ModelRaisedError.
+    """Raise for the user what a remote call raised.
 
     Args:
-        who: the process.
+        error: as Ray raised it.
+        who: name of the process.
         what: it was asked to do.
+
+    Raises:
+        SteepestError: an error of ours, of its own class, with the process' name.
+        ModelRaisedError: the user's code raised; its traceback is the cause.
+        ConfigurationError: an argument could not be unpickled, or a result not pickled.
     """
     cause = error.cause
     if isinstance(cause, RemoteError):
@@ -181,7 +193,13 @@ def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoR
 
 
 def raise_told(told: Mapping[str, str], who: str, what: str) -> NoReturn:
-    """The same of an error that is told as text, see `steepest.errors.describe_error`."""
+    """Raise an error that travelled as text, see `raise_remote`.
+
+    Args:
+        told: the error's description, see `steepest.errors.describe_error`.
+        who: name of the process that raised it.
+        what: the process was asked to do.
+    """
     if (own := described_error(told, f"{who}: ")) is not None:
         raise own
     raise ModelRaisedError(f"{who} could not {what}: {told['error']}") from RemoteTraceback(
@@ -190,15 +208,19 @@ def raise_told(told: Mapping[str, str], who: str, what: str) -> NoReturn:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of what an exception says."""
+    """Return the last line of an exception's message."""
     return str(error).rstrip().splitlines()[-1]
 
 
 def travelling(what: str, value: Any) -> Any:
-    """Something of the user's in Ray's store.
+    """Put an object of the user's into Ray's store; return its reference.
+
+    Args:
+        what: the object is, for the error.
+        value: the object.
 
     Raises:
-        ConfigurationError: it cannot be sent.
+        ConfigurationError: it cannot be pickled.
     """
     try:
         return ray.put(value)
@@ -209,7 +231,7 @@ def travelling(what: str, value: Any) -> Any:
 
 
 def raise_unsendable(what: str, error: Exception) -> NoReturn:
-    """Raises ConfigurationError for something of the user's that cannot be pickled."""
+    """Raise ConfigurationError for an object of the user's that cannot be pickled."""
     raise ConfigurationError(
         f"{what} cannot be sent to the workers: {error.__cause__ or error}; make on the workers "
         "what cannot be sent"

@@ -1,4 +1,4 @@
-"""A directory of kept checkpoints belongs to one driver at a time."""
+"""A lock on a directory of kept checkpoints: one driver at a time writes there."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ LOCK = "lock"
 
 
 class DirectoryLock:
-    """A lock on the directory, which the kernel releases when this process ends, however it ends.
+    """A lock on a directory, which the kernel releases when this process ends, however it ends.
 
-    The file of that name says who has it; it stays there. On file systems without locks a warning
-    is all there is.
+    It is a lock on the file `lock` there, which says which process holds it, and stays. On file
+    systems without locks a warning is logged, and nothing is locked.
 
     Args:
         policy: where checkpoints are to be kept; None for nowhere.
 
+    Attributes:
+        release: releases the lock; may be called twice.
+
     Raises:
-        CheckpointError: another driver has it, which is named; or the directory cannot be made or
-            written to.
+        CheckpointError: another driver holds the lock, which is named; or the directory cannot be
+            made or written to.
     """
 
     def __init__(self, policy: Checkpoints | None) -> None:

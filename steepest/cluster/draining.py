@@ -17,7 +17,7 @@ from steepest.messages.message import Peer, worker_peer
 
 
 def are_up(calls: list[Any], timeout: float, deadline: float) -> bool:
-    """Whether calls that end when processes are up have ended.
+    """Return whether calls that end when processes are up have ended.
 
     Raises:
         ResourcesError: a process is gone, or the deadline (of `time.monotonic`) is over.
@@ -77,7 +77,7 @@ class Move:
             self._start()
 
     def ready(self) -> bool:
-        """Whether all that is new is up, or there is no room for it and the others can do without.
+        """Return whether new processes are up, or there is no room and the others can do without.
 
         Raises:
             ResourcesError: there is no room, and they cannot; or something did not come up.
@@ -127,21 +127,21 @@ class Move:
             self._calls.append(self._added[peer].place.remote())
 
     def cancel(self) -> None:
-        """Ends what was started for it."""
+        """End the processes that were started for the move."""
         for actor in self._added.values():
             ray.kill(actor, no_restart=True)
         if self._room is not None:
             self._room.release()
 
     def again(self) -> Move | None:
-        """The same of a job that another change was made of meanwhile, if any of it is still there."""
+        """Return the same move of what is another job by now; None if it has left the nodes."""
         self.cancel()
         if all(place.node not in self.nodes for place in self._cluster.places.values()):
             return None
         return Move(self._cluster, self.nodes, self._least, self._state, self._why)
 
     def apply(self) -> None:
-        """Makes it so, between two steps."""
+        """Have the new processes take over; called between two steps."""
         cluster, began = self._cluster, time.monotonic()
         cluster.extend_deadline()
         for peer, described in zip(

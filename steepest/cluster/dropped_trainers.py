@@ -1,4 +1,4 @@
-"""What becomes of a trainer that nobody has any more, and that was not shut down."""
+"""What becomes of a trainer that is garbage-collected without having been shut down."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ log = logging.getLogger(__name__)
 
 
 def drop(cluster: Cluster, keeping: CheckpointManager, process: int) -> None:
-    """Has its processes ended by a thread of its own: a garbage collection may come in the middle of anything.
+    """End a trainer's processes, on a thread of its own, and log a warning.
+
+    A garbage collection may come in the middle of anything, so nothing is waited for here.
 
     Args:
-        process: that made the trainer; in a forked child nothing is done.
+        cluster: the trainer's processes.
+        keeping: its checkpoints.
+        process: id of the process that made the trainer; in a forked child nothing is done.
     """
     if os.getpid() == process:
         _thread.start_new_thread(_drop, (cluster, keeping))  # threading's own takes locks
 
 
 def _drop(cluster: Cluster, keeping: CheckpointManager) -> None:
+    """End a trainer's processes; runs on a thread of its own."""
     log.warning(
         "%s was dropped without shutdown(): its processes are ended now, and what was trained "
         "since the last checkpoint is lost; call shutdown(), or write: with DistributedSGD(...) as "

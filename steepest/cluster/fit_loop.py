@@ -1,4 +1,4 @@
-"""The loop of `fit`: trains from one pause between two steps to the next, and calls the callbacks."""
+"""The loop of `fit`: trains from one pause between two steps to the next, and calls callbacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,20 @@ def fit(
     callbacks: Sequence[Callback],
     progress: bool,
 ) -> StepResult:
-    """See `DistributedSGD.fit`; `sgd` is what callbacks are given."""
+    """Train and call callbacks, see `DistributedSGD.fit`; return the last step's result.
+
+    Args:
+        sgd: the trainer, which callbacks are given.
+        keeping: its checkpoints.
+        feed: tells callbacks of events.
+        train: takes steps.
+        steps, epochs, callbacks, progress: as of `DistributedSGD.fit`.
+
+    Raises:
+        ConfigurationError: an argument is not as documented; nothing has been trained.
+        StepError: a step failed. What a callback raises is raised too.
+        CheckpointError: a checkpoint could not be written.
+    """
     if (steps is None) == (epochs is None):
         raise ConfigurationError(f"steps={steps!r}, epochs={epochs!r}: give exactly one of them")
     require_count("steps", steps) if epochs is None else require_count("epochs", epochs)
@@ -55,7 +68,7 @@ def fit(
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Check that `callbacks` is a list of callbacks, or of objects that have all their methods.
+    """Check that `callbacks` is a list of objects that have all methods of a `Callback`.
 
     Raises:
         ConfigurationError: it is not.
@@ -83,6 +96,8 @@ def _take(
     left: int,
     callbacks: Sequence[Callback],
 ) -> None:
+    """Take `left` steps, pausing where a checkpoint is due and where callbacks see an epoch end."""
+
     def on_step(result: StepResult) -> None:
         feed.tell(sgd, callbacks)
         for callback in callbacks:

@@ -1,4 +1,4 @@
-"""What this process holds of a Ray cluster: its trainers and parameter servers that are not shut down."""
+"""What this process holds of a Ray cluster: its trainers and servers that are not shut down."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _began: str | None = (
 
 @dataclass(eq=False)
 class Holder:
-    """One of them.
+    """A trainer or parameter server that is not shut down.
 
     Attributes:
         what: it is, in words.
-        workers: reserved places.
+        workers: how many bundles it has reserved.
         bundle: resources of each.
+        job: Ray's id of this process' job.
     """
 
     what: str
@@ -40,7 +41,7 @@ class Holder:
 
 
 def hold(what: str) -> Holder:
-    """Connects to Ray if need be, see `ensure_ray`, and notes who wants it."""
+    """Return a new holder; connect to Ray before, if need be, see `ensure_ray`."""
     global _began
     with _lock:
         if ensure_ray():
@@ -51,10 +52,13 @@ def hold(what: str) -> Holder:
 
 
 def let_go(holder: Holder, *, dropped: bool = False) -> None:
-    """It holds nothing any more; ends Ray with the last one, if it was begun here; may be called twice.
+    """Remove a holder; a second call does nothing.
+
+    Ray ends with the last holder, if `hold` started it.
 
     Args:
-        dropped: it was never shut down; who knows what else uses Ray by now.
+        dropped: whether the trainer was never shut down; then Ray goes on, which other code may
+            use by now.
     """
     global _began
     if holder not in _holders:
@@ -71,7 +75,7 @@ def let_go(holder: Holder, *, dropped: bool = False) -> None:
 
 
 def who_else(holder: Holder) -> str:
-    """A sentence about what else this process holds and how to free it; empty if that is nothing."""
+    """Return a sentence about what else this process holds and how to free it; "" for nothing."""
     with _lock:
         others = [other for other in _others(holder) if other.workers]
     if not others:
@@ -84,7 +88,7 @@ def who_else(holder: Holder) -> str:
 
 
 def _others(holder: Holder | None) -> list[Holder]:
-    """Of this connection."""
+    """Return the other holders of the present connection to Ray."""
     return [other for other in _holders if other is not holder and other.job == _job()]
 
 

@@ -1,4 +1,4 @@
-"""What training goes on from: read from a job's processes, and given to them, as a checkpoint or without one."""
+"""The state from which training continues: read from a job's processes, and given to them."""
 
 from __future__ import annotations
 
@@ -51,14 +51,22 @@ class JobState:
         return self._training.cluster
 
     def snapshot(self, what: str) -> Snapshot:
-        """The weights, or with "state" the optimizer's state too, at one version."""
+        """Return the servers' state at one version; workers may train meanwhile.
+
+        Args:
+            what: "weights"; "state" for the optimizer's state too; "standing" for the version and
+                the coordinator's state alone.
+        """
         client = self._cluster.client
         future = self._cluster.on_router(lambda: client.read(what))
         found: Snapshot = self._training.wait(future, "a snapshot of the weights")
         return found
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Parameters by name, also while training goes on, see `DistributedSGD.weights`; from any thread."""
+        """Return parameters by name, as CPU copies; may be called on any thread, amid training.
+
+        Frozen parameters are averaged over replicas.
+        """
         layout = self._cluster.job.description.layout
         found = layout.named(self.snapshot("weights").weights)
         if not all(entry.trainable for entry in layout.entries):
@@ -68,7 +76,7 @@ class JobState:
         return found
 
     def set_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Sets parameters by name, see `DistributedSGD.set_weights`."""
+        """Set parameters by name, see `DistributedSGD.set_weights`; they are version `version`."""
         layout = self._cluster.job.description.layout
         snapshot = self.snapshot("weights")
         layout.write(snapshot.weights, weights)
@@ -82,7 +90,7 @@ class JobState:
             self._cluster.workers.call(remote_functions.take_installed, frozen)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return parameters, under all their names, and buffers averaged over replicas, all CPU copies."""
+        """Return parameters, under all their names, and averaged buffers, as CPU copies."""
         layout = self._cluster.job.description.layout
         state = layout.named(self.snapshot("weights").weights) | self.mean_buffers()
         return state | {
@@ -116,14 +124,14 @@ class JobState:
         )  # frozen parameters are as installed
 
     def log(self) -> CommitLog:
-        """Every commit so far, see `DistributedSGD.log`."""
+        """Return every commit so far, see `DistributedSGD.log`."""
         commits = self._commits()
         if commits is None:
             raise ConfigurationError("no log was kept: give RunConfig(keep_log=True)")
         return replace(self.part(commits), earlier=tuple(self._logs))
 
     def _commits(self) -> list[Commit] | None:
-        """The coordinator's log, if it keeps one."""
+        """Return the coordinator's log; None if it keeps none."""
         client = self._cluster.client
         if not self._cluster.run_config.keep_log:
             return None
@@ -132,7 +140,11 @@ class JobState:
         return commits
 
     def part(self, commits: Sequence[Commit] = ()) -> CommitLog:
-        """The log of the job as it is, with these commits."""
+        """Return the log of the job as it is now, without the jobs that it was before.
+
+        Args:
+            commits: of this job.
+        """
         job, (plan, seed) = self._cluster.job, self._cluster.plan
         where = (
             job.config,
@@ -155,7 +167,13 @@ class JobState:
         )
 
     def _close_log(self, found: RecoveredState, before: CommitLog, version: int) -> None:
-        """The job was put together anew: what is known of its log is kept, and another one begins at a version."""
+        """Keep the log of a job whose processes have got other roles, and begin another one.
+
+        Args:
+            found: what was found of the job, with its log, if any.
+            before: an empty log of the job.
+            version: with which the next log begins.
+        """
         if found.log is not None and not self._gap:
             commits = tuple(commit for commit in found.log if commit.version <= found.version)
             self._logs.append(replace(before, commits=commits))
@@ -170,10 +188,14 @@ class JobState:
         state: dict[str, Any] | None = None,
         schedule: ScheduleState | None = None,
     ) -> None:
-        """Makes these the weights, see `Client.install`.
+        """Set the servers' weights and the coordinator's state, see `Client.install`.
 
         Args:
-            schedule: where it stands, if it is not told in `state`.
+            version: of the weights.
+            weights: flat; None to keep those that servers hold.
+            records: optimizer state; None to keep it, and the order of samples.
+            state: of the coordinator; None if the weights do not follow from the log so far.
+            schedule: where the schedule stands, if `state` does not hold it.
         """
         self._cluster.mend()  # who is missing would be waited for
         if self._cluster.recovery is not None and "ledger" not in (state or {}):
@@ -194,7 +216,7 @@ class JobState:
         self._training.wait(future, "servers to take new weights")
 
     def _tell_of_schedule(self, version: int) -> None:
-        """Says once that a schedule has to be computed from its beginning."""
+        """Log, once, that a schedule without a state has to be computed from its beginning."""
         job = self._cluster.job
         updates = job.updates_before(job.step_of(version))
         if (
@@ -212,16 +234,16 @@ class JobState:
         )  # fmt: skip
 
     def buffers(self) -> list[Tensors]:
-        """Each replica's own, and the frozen parameters that any of them has changed."""
+        """Return each replica's buffers, and the frozen parameters that any replica has changed."""
         return all_states(self._cluster.workers.call)
 
     def mean_buffers(self) -> Tensors:
-        """Their mean over all replicas, which see equally many samples."""
+        """Return the mean of buffers over all replicas, which see equally many samples."""
         states = self.buffers()
         return mean_states(states, [1.0] * len(states))
 
     def remaining(self) -> Remaining:
-        """What of the samples is still to come, as the coordinator has it."""
+        """Return which samples are still to come, as the coordinator has it."""
         (plan, _), job, client = self._cluster.plan, self._cluster.job, self._cluster.client
         if plan is None:
             return Remaining()
@@ -231,14 +253,14 @@ class JobState:
         return plan.remaining(told.following, told.returned, job.shares, job.parts)
 
     def ends(self) -> list[int]:
-        """The first steps after epoch 0, 1, ..., for those that have ended."""
+        """Return the first step after epoch 0, 1, ..., for the epochs that have ended."""
         plan = self._cluster.plan[0]
         if plan is not None:
             self._ends = epoch_ends(plan, self._ends, self._training.step)
         return self._ends
 
     def collect(self) -> files.Checkpoint:
-        """Everything that a checkpoint holds."""
+        """Return everything that a checkpoint holds, at one version."""
         snapshot = self.snapshot("state")
         step, rest = self._cluster.job.step_of(snapshot.version), self.remaining()
         about = {
@@ -263,9 +285,10 @@ class JobState:
         )
 
     def place(self, saved: files.Checkpoint, where: object) -> None:
-        """Goes on from a checkpoint.
+        """Continue from a checkpoint.
 
         Args:
+            saved: the checkpoint.
             where: it was read, for the error.
 
         Raises:
@@ -317,10 +340,13 @@ class JobState:
         )
 
     def _move_schedule(self, about: Mapping[str, Any]) -> bool:
-        """Has the learning rate's schedule stand where it stood, also if a step was several updates before.
+        """Move the learning-rate schedule to where it stood in a checkpoint.
 
-        Processes get their roles anew for that; returns whether they did. Older checkpoints do not
-        tell.
+        It stands elsewhere where steps were several updates each. Processes get their roles anew
+        for that. Checkpoints without a number of updates leave it where it is.
+
+        Returns:
+            Whether processes got their roles anew.
         """
         cluster, step = self._cluster, about["step"]
         ahead = about.get("updates", cluster.job.updates_before(step)) - cluster.job.updates_before(
@@ -344,13 +370,15 @@ class JobState:
         keep: Mapping[int, int] | None = None,
         placement: Mapping[int, int] | None = None,
     ) -> None:
-        """Goes on under another strategy, or with other workers, from the last committed step.
+        """Continue under another strategy, or with other workers, from the last committed step.
 
         Args:
+            config: the strategy.
             workers: how many; as many as now unless given.
-            added: those of them that are new.
-            keep: those that stay, their numbers by their new ones; by default the first.
-            seats: places of new ones, see `Cluster.reform`.
+            added: new processes.
+            keep: maps each surviving worker's new index to its old one; by default the first
+                workers stay.
+            placement: seats of new workers, see `Cluster.reform`.
 
         Raises:
             ConfigurationError: the processes could not talk here; nothing has changed.
@@ -397,14 +425,16 @@ class JobState:
         added: Mapping[Peer, Any],
         placement: Mapping[int, int] | None = None,
     ) -> None:
-        """Makes another job of the processes, which goes on from what was found.
+        """Give a job's processes other roles, in which they continue from the state that was found.
 
         Args:
-            found: weights, or where they are, and the coordinator's state; of the optimizer there
-                is `optimizer`.
-            buffers: of those that are added.
-            count: workers.
-            keep, added, seats: see `Cluster.reform`.
+            config: the strategy.
+            found: weights, or the processes that hold them, and the coordinator's state; its
+                optimizer records are not used.
+            optimizer: the optimizer's state.
+            buffers: for new workers.
+            count: number of workers.
+            keep, added, placement: see `Cluster.reform`.
         """
         cluster, job = self._cluster, self._cluster.job
         plan, seed = cluster.plan
@@ -432,7 +462,10 @@ class JobState:
             cluster.workers.call(remote_functions.load_buffers, buffers, workers=new)
 
     def stopped(self) -> RecoveredState:
-        """Stops the workers, and tells where all stand; the coordinator and all servers are there."""
+        """Stop the workers, and return the job's state.
+
+        The coordinator and all servers must live.
+        """
         client = self._cluster.client
         self._training.wait(
             self._cluster.on_router(client.revoke), "the coordinator to stop the workers"
@@ -449,7 +482,10 @@ class JobState:
         )
 
     def _stays(self, config: StrategyConfig) -> bool:
-        """Whether servers have what servers had: they are processes, and the model is cut as before."""
+        """Return whether servers keep their chunks under another strategy.
+
+        They do where the model is cut alike and both strategies have servers of the same kind.
+        """
         before, after = self._cluster.job.strategy, make_strategy(config)
         return (
             before.cut == after.cut
@@ -466,14 +502,15 @@ class JobState:
         buffers: Sequence[Tensors],
         added: Sequence[Peer],
     ) -> None:
-        """Gives a job that was put together again what was found.
+        """Give a job that was put together again after deaths the state that was found.
 
         Args:
+            found: the servers' and the coordinator's state.
             before: an empty log of the job that it was.
-            left_out: what compression has left out of each worker's gradients.
-            inner: with local SGD, what each of those that were there has of its optimizer's state.
-            buffers: of the replicas that were there.
-            added: processes that are new.
+            left_out: by worker, what compression has left out of its gradients.
+            inner: by surviving worker, with local SGD, what its own optimizer remembers.
+            buffers: of the surviving replicas.
+            added: new processes.
         """
         cluster = self._cluster
         self._close_log(found, before, found.version)

@@ -242,8 +242,8 @@ class Cluster:
             config: the strategy.
             description: of the model, as it is cut for this strategy.
             held: the processes that hold each chunk already; None if chunks get other state.
-            fresh: whether all begin with worker 0's weights and buffers as they were made; otherwise
-                the caller installs state afterwards.
+            fresh: whether all begin with worker 0's weights and buffers, as they were made;
+                otherwise the caller installs state afterwards.
         """
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         strategy = make_strategy(config)

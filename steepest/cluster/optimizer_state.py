@@ -1,4 +1,4 @@
-"""The optimizer's state on its way to and from a checkpoint or another strategy: of servers, or of workers."""
+"""The optimizer's state, read from servers or workers and given to those of another job."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ _OWN, _OUTER, _LEFT_OUT = "local:", "outer:", "compression:"
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What the model's optimizer remembers.
+    """What the model's optimizer remembers, in a form that fits any strategy.
 
     Attributes:
-        state: by "parameter/key"; with local SGD the mean over workers.
-        plain: which of it is plain numbers.
-        apart: with local SGD what each worker has, as "local:WORKER/parameter/key", and the outer
-            optimizer's state, as "outer:parameter/key". With compression what each worker's has
+        state: tensors by "parameter/key"; with local SGD the mean over workers.
+        plain: names of those that are plain numbers.
+        apart: with local SGD each worker's own state, as "local:WORKER/parameter/key", and the
+            outer optimizer's, as "outer:parameter/key". With compression what each worker has
             left out, as "compression:WORKER/left/parameter", see `GradientCompressor.state`.
-        schedule: where it stands, or stood some steps before; None if that cannot be told.
+        schedule: where the learning-rate schedule stands, or stood some steps before; None if
+            its state cannot be told.
     """
 
     state: dict[str, torch.Tensor]
@@ -52,12 +53,15 @@ class OptimizerState:
         step: int,
         call: Call,
     ) -> OptimizerState:
-        """From what servers and the coordinator told and, with local SGD or compression, the workers.
+        """Return the optimizer's state of a job.
 
         Args:
-            numbers: that these workers will have.
-            step: committed.
-            call: calls a function of each one's replicas.
+            cluster: the job.
+            told: what servers and the coordinator hold.
+            numbers: the indices that the workers will have, in the order in which `call` asks them.
+            step: committed steps.
+            call: runs a function on the workers' replicas; returns a result for each worker. It is
+                used with local SGD and with compression.
         """
         held, plain = files.assemble(cluster.job.description.layout, told.records)
         if not isinstance(cluster.job.config, LocalStrategy):
@@ -78,10 +82,10 @@ class OptimizerState:
         return cls(mean, plain, apart, schedule)
 
     def place(self, cluster: Cluster) -> list[files.Record]:
-        """Gives it to the workers, if it is theirs; returns what is the servers'.
+        """Give workers the state that is theirs; return the servers' state, as records.
 
         Raises:
-            CheckpointError: state of an unknown or frozen parameter.
+            CheckpointError: there is state of an unknown or frozen parameter; nothing has changed.
         """
         layout = cluster.job.description.layout
         if not isinstance(cluster.job.config, LocalStrategy):
@@ -117,7 +121,7 @@ class OptimizerState:
     def split(
         replicas: Mapping[str, torch.Tensor],
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """What a checkpoint has by replica: `apart`, and the rest."""
+        """Return, of a checkpoint's tensors by replica, those of `apart`, and the others."""
         apart = {
             key: value
             for key, value in replicas.items()
@@ -127,7 +131,14 @@ class OptimizerState:
 
 
 def mean_inner(found: Sequence[InnerOptimizerState]) -> InnerOptimizerState:
-    """The mean of what workers' own optimizers remember, which of it is plain numbers, and how far a schedule went."""
+    """Return the mean of workers' own optimizer states, for a worker that has none.
+
+    Args:
+        found: of each worker; the state is empty of one that has had no samples yet.
+
+    Returns:
+        The mean of what all have, the names of plain numbers, and the furthest schedule.
+    """
     begun = [state for state, _, _ in found if state]  # not by those that have had no samples yet
     names = set.intersection(*map(set, begun)) if begun else set()
     shared = [{name: state[name] for name in sorted(names)} for state in begun]
@@ -141,7 +152,11 @@ Own = dict[int, dict[str, torch.Tensor]]
 
 
 def _own_or_mean(own: Own, workers: int) -> tuple[Own, dict[str, torch.Tensor]]:
-    """For each worker its own; for others than those that left it their mean, so that the sum of all parts stays."""
+    """Return what compression has left out of each worker's gradients, or a mean for all.
+
+    The mean is used when there are other workers than those that left it; the sum of all parts
+    stays.
+    """
     if len(own) == workers or not own:
         return own, {}
     names = {name for state in own.values() for name in state if name.startswith("left/")}

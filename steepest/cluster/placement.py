@@ -1,4 +1,4 @@
-"""Ray itself: a connection, room for the processes, and what a cluster has."""
+"""A connection to Ray, and the resources that a job reserves there for its processes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ _FAILED_PLACES = 2  # on a node that is no good
 
 
 def ensure_ray(num_cpus: int | None = None) -> bool:
-    """Connects to Ray unless that is done: to a running cluster (RAY_ADDRESS), or to a new one.
+    """Connect to Ray unless this process is connected.
+
+    RAY_ADDRESS names a running cluster; without it a new one is started on this machine.
 
     Args:
         num_cpus: CPUs that a new cluster has at least, whatever the machine has.
 
     Returns:
-        Whether this call did it, so that whoever called ends it.
+        Whether this call connected, so that its caller has to disconnect.
     """
     if ray.is_initialized():
         return False
@@ -53,7 +55,7 @@ def ensure_ray(num_cpus: int | None = None) -> bool:
 
 @contextlib.contextmanager
 def ray_session(num_cpus: int | None = None) -> Iterator[None]:
-    """Ray for the length of a block: as it is, or begun and ended here; see `ensure_ray`."""
+    """Connect to Ray for the length of a block, and disconnect if the block connected."""
     began = ensure_ray(num_cpus)
     try:
         yield
@@ -63,7 +65,7 @@ def ray_session(num_cpus: int | None = None) -> Iterator[None]:
 
 
 def describe_cluster() -> str:
-    """Version, nodes and free resources of the cluster that we are connected to, in a line."""
+    """Return version, nodes and free resources of the connected cluster, in a line."""
     free, total = ray.available_resources(), ray.cluster_resources()
     nodes = sum(bool(node["Alive"]) for node in ray.nodes())
     shown = ", ".join(
@@ -73,12 +75,12 @@ def describe_cluster() -> str:
 
 
 def free_cpus() -> int:
-    """Whole CPUs that are free now."""
+    """Return the number of whole CPUs that are free now."""
     return int(ray.available_resources().get("CPU", 0))
 
 
 def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
-    """What one worker reserves."""
+    """Return the resources that one worker reserves, by Ray's names."""
     bundle = {"CPU": float(cpus)}
     if gpu:
         bundle["GPU"] = float(devices)
@@ -87,10 +89,11 @@ def worker_bundle(devices: int, gpu: bool, cpus: int) -> dict[str, float]:
 
 @dataclass
 class Reservation:
-    """Reserved places: a placement group of our own, or the one that we run in.
+    """Room for some workers: a placement group of their own, or the one that this process runs in.
 
     Attributes:
-        bundles: for each worker its bundle, -1 for any.
+        owned: whether the group was made for the job, and is removed by `release`.
+        bundles: by worker, the index of its bundle in the group, or -1 for any.
     """
 
     group: PlacementGroup
@@ -98,13 +101,13 @@ class Reservation:
     bundles: tuple[int, ...]
 
     def strategy(self, worker: int) -> PlacementGroupSchedulingStrategy:
-        """Where to schedule what lives beside a worker."""
+        """Return how Ray schedules a process in the bundle of a worker."""
         return PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=self.bundles[worker % len(self.bundles)]
         )
 
     def release(self) -> None:
-        """Gives the places back."""
+        """Give the room back; processes that run there end."""
         if self.owned:
             remove_placement_group(self.group)
 
@@ -112,16 +115,19 @@ class Reservation:
 def reserve(
     workers: int, bundle: dict[str, float], timeout: float, who_else: Callable[[], str] = str
 ) -> Reservation:
-    """Reserves room for all workers at once.
+    """Reserve room for workers, all at once, and wait for it.
 
-    Inside a placement group (a Ray Tune trial) its bundles are used, without the first when there
-    are more than workers, which is the trial's own.
+    Inside a placement group (a Ray Tune trial) its bundles are used; where it has more than there
+    are workers, the first ones are left to the trial.
 
     Args:
-        who_else: says what else this process holds, if that is something.
+        workers: how many.
+        bundle: resources of each, see `worker_bundle`.
+        timeout: seconds.
+        who_else: returns a sentence about what else this process holds, or "".
 
     Raises:
-        ResourcesError: the cluster did not place them in time, or never could.
+        ResourcesError: there was no room in time, or can never be.
     """
     current = ray.util.get_current_placement_group()
     if current is not None:
@@ -161,14 +167,16 @@ def reserve(
 def check_possible(
     workers: int, bundle: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], grows: bool
 ) -> None:
-    """Refuses what could not be placed if all nodes were free.
+    """Check that workers would fit if all nodes were free.
 
     Args:
+        workers: how many.
+        bundle: resources of each.
         nodes: as `ray.nodes` returns them.
-        grows: whether nodes may still join.
+        grows: whether nodes may still join, in which case anything fits.
 
     Raises:
-        ResourcesError: it could not.
+        ResourcesError: they would not.
     """
     totals = [node["Resources"] for node in nodes if node["Alive"]]
     fit = sum(
@@ -197,7 +205,7 @@ def may_grow() -> bool:
 
 
 def _reserved_by_others(table: Mapping[str, Mapping[str, Any]], own: str) -> str:
-    """What other placement groups hold, in words."""
+    """Return what other placement groups hold, in words; "" if that is nothing."""
     held: Counter[str] = Counter()
     for group, about in table.items():
         if group != own and about["state"] == "CREATED":
@@ -213,7 +221,10 @@ def _asked(workers: int, bundle: Mapping[str, float]) -> str:
 
 
 def fitting(bundle: dict[str, float]) -> int:
-    """How many workers the cluster could place now, more or less: resources are counted over all nodes."""
+    """Return about how many workers the cluster could place now.
+
+    Resources are counted over all nodes, so it may be fewer where free CPUs are scattered.
+    """
     free = ray.available_resources()
     return int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
 
@@ -221,13 +232,15 @@ def fitting(bundle: dict[str, float]) -> int:
 def ask_for_room(
     workers: int, bundle: dict[str, float], without: Collection[str] = ()
 ) -> Reservation:
-    """Asks for room for so many workers at once, and does not wait for it.
+    """Ask for room for workers, all at once, without waiting for it.
 
     Args:
-        without: nodes that are no good.
+        workers: how many.
+        bundle: resources of each.
+        without: ids of nodes that are not to be used.
 
     Raises:
-        ResourcesError: inside of a placement group, which has what it has.
+        ResourcesError: this process runs in a placement group, which cannot grow.
     """
     if ray.util.get_current_placement_group() is not None:
         raise ResourcesError(
@@ -243,18 +256,18 @@ def ask_for_room(
 
 
 def nodes_of(reservation: Reservation) -> tuple[str, ...]:
-    """The node of each worker."""
+    """Return the id of each worker's node; the room must have been placed."""
     placed: dict[int, str] = placement_group_table(reservation.group)["bundles_to_node_id"]
     return tuple(placed[bundle] for bundle in reservation.bundles)
 
 
 class Placement:
-    """Who sits where: the reserved places of all rooms, each by a number that it keeps.
+    """The seats of a job: every reserved bundle, by a number that it keeps.
 
     Attributes:
-        order: the places of workers, in the order of these, then those that are free.
-        retired: places that nobody uses any more; they stay reserved, so that nobody else of the
-            job gets them.
+        order: seats in use or free: those of worker 0, 1, ... first, then the free ones.
+        retired: seats that are not used any more; they stay reserved, so that no other process of
+            the job is placed there.
     """
 
     def __init__(self) -> None:
@@ -266,37 +279,42 @@ class Placement:
         self._failed: Counter[str] = Counter()  # by node: places in which processes died too often
 
     def add(self, reservation: Reservation) -> None:
-        """More places."""
+        """Add the seats of a reservation, as free ones."""
         self._reservations.append(reservation)
         self.order += range(len(self._all), len(self._all) + len(reservation.bundles))
         self._all += [(reservation, worker) for worker in range(len(reservation.bundles))]
         self.look()
 
     def look(self) -> None:
-        """Finds out on which nodes they are: some may have moved."""
+        """Ask Ray on which nodes the seats are: Ray moves bundles when a node dies."""
         self._nodes = [node for reservation in self._reservations for node in nodes_of(reservation)]
 
     def nodes(self, order: Sequence[int] | None = None) -> list[str]:
-        """The nodes of places, by default of those of workers and free ones."""
+        """Return the node ids of seats, by default of those in `order`."""
         return [self._nodes[place] for place in (self.order if order is None else order)]
 
     def strategy(self, worker: int) -> PlacementGroupSchedulingStrategy:
-        """Where to schedule what lives beside a worker."""
+        """Return how Ray schedules a process in, or beside, the seat of a worker."""
         reservation, place = self._all[self.order[worker % len(self.order)]]
         return reservation.strategy(place)
 
     def arranged(self, workers: int, placement: Mapping[int, int]) -> list[int]:
-        """Another order: of so many workers, of whom some have these places, and the others free ones in turn."""
+        """Return another order of the seats.
+
+        Args:
+            workers: how many there will be.
+            placement: seats of some workers, by index; the others get the first that are free.
+        """
         free = [place for place in self.order if place not in placement.values()]
         return [placement[i] if i in placement else free.pop(0) for i in range(workers)] + free
 
     def retire(self, place: int) -> None:
-        """Nobody will use it."""
+        """Take a seat out of use."""
         self.order.remove(place)
         self.retired.append(place)
 
     def leave_out(self, places: Sequence[int]) -> str:
-        """Retires places in which processes died too often; says what becomes of that."""
+        """Retire seats in which processes died too often; return what follows from it, in words."""
         failing = self.failing
         for place in places:
             self._failed[self._nodes[place]] += 1
@@ -306,7 +324,10 @@ class Placement:
 
     @property
     def failing(self) -> set[str]:
-        """Nodes on which nobody is placed any more, since that was so in two places there; never all."""
+        """Ids of nodes in which two seats were left out; empty if no other node would remain.
+
+        No process is placed on them.
+        """
         found = {node for node, count in self._failed.items() if count >= _FAILED_PLACES}
         return (
             found
@@ -315,19 +336,19 @@ class Placement:
         )
 
     def release(self) -> None:
-        """Gives all back."""
+        """Give all reservations back."""
         for reservation in self._reservations:
             reservation.release()
         self._reservations, self._all, self.order = [], [], []
 
 
 def spread(nodes: Sequence[str], servers: int, there: Sequence[str] = ()) -> list[int]:
-    """For each server the worker beside which it is placed: nodes take turns.
+    """Return, for each server, the worker beside which it is placed: nodes take turns.
 
     Args:
         nodes: of the workers.
         servers: how many there will be.
-        there: the nodes of those that are there already, of which nothing is returned.
+        there: nodes of the servers that run already, for which nothing is returned.
 
     Example:
         >>> spread(["a", "a", "b"], 3)

@@ -74,8 +74,10 @@ class Place:
     """Where a process runs.
 
     Attributes:
-        node: Ray node id.
-        logs: files that hold what it printed.
+        node: Ray's id of the node.
+        host: the node's IP address.
+        pid: of the process, on its node.
+        logs: paths, on its node, of the files that hold what it printed.
     """
 
     node: str
@@ -86,10 +88,12 @@ class Place:
 
 @dataclass(frozen=True)
 class WorkerView:
-    """What a function given to `foreach_worker` sees.
+    """What a function given to `foreach_worker` is called with.
 
     Attributes:
         index: of the worker.
+        host: IP address of its node.
+        pid: of its process.
         models: its replicas; their weights are those of the last commit.
     """
 
@@ -117,7 +121,9 @@ def on_router(
 
 
 class Process:
-    """A Ray actor's body. Its methods are called on Ray's threads; all state lives on the router's thread.
+    """The body of a Ray actor.
+
+    Its methods are called on Ray's threads; all state lives on the router's thread.
 
     Args:
         name: of the process, in `ps` and logs, until `open` gives it a role; and of the router's
@@ -173,15 +179,15 @@ class Process:
         torch.set_num_threads(threads)
 
     def alive(self) -> None:
-        """Return, as a sign of life, although the router may be in the middle of a long step."""
+        """Return, as a sign of life; also while the router is in the middle of a long step."""
 
     @on_router
     def reserve(self, nbytes: int) -> None:
-        """Take memory for a model of this size, for the servers that the process will host."""
+        """Take memory of `nbytes`, a model's size, for the servers that the process will host."""
         self._retained.vector(nbytes).zero_()
 
     def prepare(self, model_creator: ModelCreator) -> None:
-        """Import what the models need, by receiving the function that makes them."""
+        """Import what the models need, which unpickling `model_creator` does."""
 
     def place(self) -> Place:
         """Return where the process runs."""
@@ -191,7 +197,15 @@ class Process:
     def build(
         self, model_creator: ModelCreator, worker: int, devices: int, seed: int, cut: ChunkSpec
     ) -> Description:
-        """Make the worker's models; return what they have in common."""
+        """Make a worker's models; return what they have in common.
+
+        Args:
+            model_creator: called once for each device.
+            worker: index of the worker.
+            devices: number of replicas.
+            seed: of initial weights and random state.
+            cut: how the model is cut into chunks.
+        """
         self._index = worker
         self._models, description = build_models(model_creator, worker, devices, seed, cut)
         self._memory = memory_for(description.layout)
@@ -199,7 +213,12 @@ class Process:
 
     @on_router
     def bind(self, job: Job, gpu: bool) -> None:
-        """Move the models into flat buffers on their devices."""
+        """Move the models into flat buffers on their devices.
+
+        Args:
+            job: the facts of the job.
+            gpu: whether each replica has a GPU.
+        """
         kind = "cuda" if gpu else "cpu"
         devices = [
             torch.device(kind, i) if gpu else torch.device(kind) for i in range(len(self._models))
@@ -211,11 +230,15 @@ class Process:
 
     @on_router
     def release(self, cut: ChunkSpec, index: int, keep: bool) -> ParameterLayout | None:
-        """Let go of all roles and connections, and keep the models, if any, which will be cut into other chunks.
+        """Drop all roles and connections; keep the models, if any, cut into other chunks.
 
         Args:
+            cut: how the models are cut from now on.
             index: of the worker that the process will host, if any.
             keep: whether to keep the servers' state too, until `forget`.
+
+        Returns:
+            The layout of the models as they are cut now; None without models.
         """
         self._index = index
         self.router.clear()
@@ -228,7 +251,7 @@ class Process:
         return self._models[0].layout if self._models else None
 
     def initial(self) -> tuple[Bytes, Tensors]:
-        """Return the flat weights and the first replica's state, as made."""
+        """Return the flat weights, and the first replica's buffers, as they were made."""
         assert self._replicas is not None
         replicas = self._replicas
         return replicas.weights.numpy(), Tensors(replicas.models[0].state())
@@ -244,12 +267,14 @@ class Process:
         """Host servers (the coordinator beside the first) and this process' worker.
 
         Args:
+            job: the facts of the job.
             servers: their indices.
-            initial: weights and model state to begin with; None to keep what is there.
+            initial: weights and buffers to begin with; None to keep what is there.
             incarnation: which life of the worker this is.
 
         Returns:
-            Where it listens; without host and port when it is reached by calls of `exchange`.
+            Where the process listens; without host and port where it is reached by calls of
+            `exchange`.
         """
         role = server_peer(servers[0]) if self._replicas is None else worker_peer(self._index)
         self._take_name(f"steepest {role}")
@@ -302,29 +327,39 @@ class Process:
 
     @on_router
     def give(self, chunks: Sequence[int]) -> dict[int, ChunkState]:
-        """Return the state of these chunks that servers of before `release` held."""
+        """Return the state of chunks that this process' servers held before `release`."""
         return self._retained.give(chunks)
 
     @on_router
     def take_over(self, *given: Mapping[int, ChunkState]) -> None:
-        """Give this process' servers the state that its servers of before `release`, or other processes', held."""
+        """Give this process' servers the state of their chunks.
+
+        Args:
+            given: state of chunks, by index, that other processes held; this process' servers held
+                the state of the other chunks before `release`.
+        """
         parts = {chunk: state for part in given for chunk, state in part.items()}
         self._retained.hand_over(self._servers, parts)
 
     @on_router
     def forget(self) -> None:
-        """Drop the state that servers of before `release` held: all processes have what they need of it."""
+        """Drop the state that servers held before `release`, which no process needs any more."""
         self._retained = RetainedChunks()
 
     @on_router
     def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
-        """Connect to other processes."""
+        """Connect to other processes, each within `timeout` seconds."""
         for other in others:
             self.router.attach(connect(self._transport, other, timeout))
 
     @on_router
     def take_state(self, plan: SamplePlan | None, seed: int, state: Tensors | None) -> None:
-        """Continue with the other workers' sample plan, and with their model state, if there are other workers."""
+        """Continue with the other workers' sample plan and buffers.
+
+        Args:
+            plan, seed: see `Cluster.plan`.
+            state: buffers of every replica; None to keep its own.
+        """
         assert self._replicas is not None
         self._replicas.use_plan(plan, seed)
         if state is not None:
@@ -335,7 +370,8 @@ class Process:
         """Tell the coordinator that this process' worker is ready.
 
         Args:
-            workers: where all workers listen, for collective operations among them.
+            job: the facts of the job.
+            workers: where each worker listens, for collective operations among them.
         """
         assert self._worker is not None
         if isinstance(self._transport, WireTransport):
@@ -359,14 +395,14 @@ class Process:
         )
 
     def give_up(self) -> None:
-        """Have this process' worker take no further step; return when it has ended its current one."""
+        """Have the worker take no further step; return when its current step has ended."""
         if (worker := self._worker) is not None:
             with _as_text():
                 self.router.call(worker.give_up).result().result()
 
     @on_router
     def heard(self) -> list[Decision]:
-        """Return the coordinator's latest decisions."""
+        """Return the coordinator's latest decisions that this process' servers received."""
         return self._servers[0].decisions.recent
 
     @on_router
@@ -381,22 +417,33 @@ class Process:
         return state_of(self._servers)
 
     def exchange(self, call: bytes, *payloads: Bytes) -> Answer:
-        """Take a caller's messages; return this process' messages for it."""
+        """Take a caller's messages; return this process' messages for it, see `CallTransport`."""
         assert isinstance(self._transport, CallTransport)
         return self._transport.answer(call, payloads).result()
 
     def watch(self) -> None:
-        """Return when the process is stopped; raise what ended its router otherwise."""
+        """Return when the process is stopped.
+
+        Raises:
+            RemoteError: its router has ended by an error.
+        """
         if (error := self.router.finished.exception()) is not None:
             raise RemoteError(describe_error(error))
 
     def call(
         self, position: tuple[int, int], number: int, function: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """Run a function on the replicas once they hold the weights of (generation, version); return its result.
+        """Run a function on the replicas and return its result.
+
+        It runs once they hold the weights of `position`, between two steps.
 
         Args:
+            position: generation and version.
             number: of the call, higher than of any before, for the collective operations in it.
+            function: called with the `Replicas`, then the arguments.
+
+        Raises:
+            RemoteError: the function raised.
         """
         assert self._worker is not None
         run = functools.partial(_run, function, arguments, self._member, number)
@@ -407,7 +454,7 @@ class Process:
     def view_call(
         self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]
     ) -> Any:
-        """Run a user's function on this worker; return its result as `sent` does."""
+        """Run a user's function on a `WorkerView`, see `call`; return its result as `sent` does."""
         return self.call(position, number, self._view, function)
 
     def _view(self, replicas: Replicas, function: Callable[[WorkerView], Any]) -> Any:
@@ -417,12 +464,17 @@ class Process:
         )
 
     def abandon(self, number: int, reason: str) -> None:
-        """End what a call awaits of other workers, because one of them failed."""
+        """End what a call awaits of other workers, because one of them failed.
+
+        Args:
+            number: of the call.
+            reason: in words, for the error that the call raises.
+        """
         if (member := self._member) is not None:
             self.router.call(functools.partial(member.abandon, number, reason))
 
     def counters(self) -> dict[str, int]:
-        """Return frames refused, bytes sent and bytes resident in this process, although a step may take long."""
+        """Return frames refused, bytes sent and bytes resident; also amid a long step."""
         refused = self.router.refused + self._transport.refused
         return {
             "refused": refused,
@@ -431,7 +483,7 @@ class Process:
         }
 
     def stop(self) -> None:
-        """Close every channel and end the thread."""
+        """Close every channel and end the router's thread."""
         self.router.stop()
 
 
@@ -442,14 +494,17 @@ def _run(
     number: int,
     replicas: Replicas,
 ) -> Any:
-    """Run a function on the replicas, with collective operations where there are any."""
+    """Run a function on the replicas, with collective operations if the process has a member."""
     with member.call(number) if member is not None else contextlib.nullcontext():
         return function(replicas, *arguments)
 
 
 @contextlib.contextmanager
 def _as_text() -> Iterator[None]:
-    """Has what is raised travel as text: users' exceptions may not be pickled, and SystemExit would end the actor."""
+    """Raise errors of a block as RemoteError.
+
+    Users' exceptions may not be pickled, and a SystemExit would end the actor.
+    """
     try:
         yield
     except RemoteError:
@@ -459,7 +514,7 @@ def _as_text() -> Iterator[None]:
 
 
 def ways_of(config: StrategyConfig) -> str:
-    """How a job's processes talk."""
+    """Return how a job's processes talk: "wire", "shared", "unix", "tcp" or "ray"."""
     return "ray" if isinstance(config, SimpleStrategy) else config.transport
 
 
@@ -469,7 +524,15 @@ def by_calls(config: StrategyConfig) -> bool:
 
 
 def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyConfig) -> HostMap:
-    """Which processes share a node; over TCP everywhere none does, as far as the others are concerned."""
+    """Return which processes share a node.
+
+    Over TCP alone no two processes share one, since they share no memory.
+
+    Args:
+        places: where each process runs, by role.
+        num_servers: how many servers there are.
+        config: the strategy.
+    """
     strategy, nodes = make_strategy(config), dict[str, int]()
 
     def number(peer: Peer) -> int:
@@ -491,7 +554,14 @@ def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyCon
 def make_transport(
     job: Job, token: bytes, peers: tuple[Peer, ...], node: str, sink: ChannelSink
 ) -> WireTransport | CallTransport:
-    """The transport of one of the job's processes."""
+    """Return a transport for one of a job's processes.
+
+    Args:
+        token: the job's secret.
+        peers: the roles of the process.
+        node: Ray's id of its node.
+        sink: called for the memory that takes an arriving payload.
+    """
     ways = ways_of(job.config)
     return (
         CallTransport(sink, peers)
@@ -501,7 +571,7 @@ def make_transport(
 
 
 def _resident_bytes() -> int:
-    """Of this process; 0 where it is not told."""
+    """Return the resident bytes of this process; 0 where the system does not tell them."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -46,22 +46,25 @@ def check() -> None:
 
 
 def draining_nodes() -> dict[str, float]:
-    """Return the ids of nodes that will leave the cluster, each with its deadline on the clock of `time.time`.
+    """Return the ids of nodes that will leave the cluster, each with its deadline.
 
-    A deadline of 0 is not known.
+    Deadlines are on the clock of `time.time`; 0 stands for one that is not known.
     """
     stamps: dict[str, int] = _look_up("ray._private.state", "state.get_draining_nodes")()
     return {node: stamp / 1000.0 for node, stamp in stamps.items()}
 
 
 def started_here() -> bool:
-    """Return whether this process has started the Ray that it uses, for itself: no node will join that one."""
+    """Return whether this process has started, for itself, the Ray that it uses.
+
+    No node will join such a Ray.
+    """
     node = _look_up("ray._private.worker", "_global_node")
     return node is not None and bool(node.is_head())
 
 
 def name_process(name: str) -> None:
-    """Show this process, one of Ray's workers, under a name in `ps`, `top`, Ray's dashboard and logs from now on.
+    """Show this process, one of Ray's workers, under a name in `ps`, `top`, the dashboard and logs.
 
     The title keeps its prefix "ray::", by which `ray stop` and the dashboard know Ray's processes.
     `top` shows 15 characters, in which "steepest" is left out. Without the private API a warning is

@@ -59,7 +59,7 @@ class Recovery:
     # -- copies in the driver --------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Takes a copy of weights and optimizer state, if one is due, without waiting for it."""
+        """Take a copy of weights and optimizer state, if one is due, without waiting for it."""
         every, client = self._cluster.run_config.failure.snapshot_every, self._cluster.client
         if every is None or isinstance(self._cluster.job.config, SimpleStrategy):
             return
@@ -72,13 +72,13 @@ class Recovery:
             self._taking = self._cluster.on_router(lambda: client.read("state"))
 
     def forget(self) -> None:
-        """The job is another one, or its weights were set: the copy is of no use."""
+        """Drop the copy: it is of another job, or of weights that were replaced."""
         self._taking = self._taken = None
 
     # -- deaths ------------------------------------------------------------------------------------
 
     def can_replace(self, process: Peer) -> bool:
-        """Whether what a process held can be found again."""
+        """Return whether what a process held can be found again."""
         cluster = self._cluster
         job = cluster.job
         kept = job.replication > 1 or self._taken is not None
@@ -86,12 +86,12 @@ class Recovery:
         return cluster.run_config.failure.max_failures > 0 and (kept or only_works)
 
     def look(self) -> None:
-        """Recovers if a process has died that only this can replace."""
+        """Recover if a process has died that only a recovery can replace."""
         if (loss := self.loss()) is not None:
             self.recover(*loss)
 
     def loss(self) -> tuple[Peer, str] | None:
-        """Who has died that only this can replace, and why."""
+        """Return a dead process that only a recovery can replace, and why it died, if there is one."""
         cluster = self._cluster
         if self._busy:
             return None
@@ -105,10 +105,10 @@ class Recovery:
         return None
 
     def recover(self, suspect: Peer, why: str) -> None:
-        """Replaces every process that is dead; training goes on from the last committed update.
+        """Replace every process that is dead; training continues from the last committed update.
 
         Args:
-            suspect: who is said to be gone.
+            suspect: the role that is said to be dead.
             why: in words.
 
         Raises:
@@ -156,13 +156,13 @@ class Recovery:
         )
 
     def missing(self) -> StrategyConfig | None:
-        """The strategy with all its servers, while the job goes on with fewer."""
+        """Return the strategy with all its servers, while the job continues with fewer."""
         if self._fewer is not None and self._cluster.job.config != self._fewer[0]:
             self._fewer = None  # they are there, or somebody wants something else
         return None if self._fewer is None else self._fewer[1]
 
     def _find_dead(self, suspect: Peer, why: str) -> dict[Peer, str]:
-        """Everybody who is gone, or gives no sign of life, and why."""
+        """Return every process that is dead, or gives no sign of life, and why."""
         cluster = self._cluster
         ray.wait(
             [cluster.watches[suspect]],
@@ -186,7 +186,7 @@ class Recovery:
         return dead
 
     def _count(self, dead: dict[Peer, str]) -> list[int]:
-        """Counts deaths; returns the places of workers that died too often and that the others can do without."""
+        """Count deaths; return the seats of workers that died too often and are dispensable."""
         cluster, allowed = self._cluster, self._cluster.run_config.failure.max_failures
         left_out = []
         for peer, cause in dead.items():
@@ -199,7 +199,10 @@ class Recovery:
         return left_out
 
     def _can_go_on(self, dead: dict[Peer, str]) -> bool:
-        """Whether the others can do without these: workers that die together with a server are waited for."""
+        """Return whether the others can do without dead processes.
+
+        Workers that die together with a server are waited for.
+        """
         cluster = self._cluster
         left = cluster.job.num_workers - len(dead)
         if by_calls(cluster.job.config) and not cluster.job.strategy.in_driver:
@@ -208,7 +211,8 @@ class Recovery:
             2, cluster.successors.least
         )
 
-    def _rebuild(self, dead: dict[Peer, str], added: dict[Peer, Any] | None) -> None:  # noqa: PLR0915
+    def _rebuild(self, dead: dict[Peer, str], added: dict[Peer, Any] | None) -> None:  # noqa: PLR0915 - one order
+        """Give living and added processes their roles anew, and the state that was found."""
         cluster, job = self._cluster, self._cluster.job
         role = (
             "worker" if job.strategy.in_workers else "server"
@@ -280,9 +284,10 @@ class Recovery:
         self._state.put_back(found, part, left_out, inner, buffers, list(added))
 
     def _start(self, dead: dict[Peer, str], *, fewer: bool) -> dict[Peer, Any] | None:
-        """Processes in place of the dead, spare ones where there are any.
+        """Start processes in place of the dead; spare ones are taken first.
 
-        None if the other workers go on meanwhile; nobody if the other servers do.
+        Returns:
+            None if the other workers continue meanwhile; no process if the other servers do.
         """
         cluster, successors = self._cluster, self._cluster.successors
         starting = successors.starting  # each holds the place that another would wait for
@@ -319,7 +324,7 @@ class Recovery:
         return added
 
     def _does_with_fewer_servers(self, dead: dict[Peer, str]) -> bool:
-        """Whether the other servers do until there are more, which then is the strategy."""
+        """Return whether the other servers do; the strategy then has fewer until there are more."""
         config = self._cluster.job.config
         left = self._cluster.job.num_servers - len(dead)
         if by_calls(config) or left < 1 or any(peer.role != "server" for peer in dead):
@@ -331,7 +336,7 @@ class Recovery:
         return True
 
     def _salvage(self, holding: list[Any], dead: dict[Peer, str]) -> RecoveredState:
-        """All servers' state at one version, in the processes that hold chunks; or the last copy of it."""
+        """Return all servers' state at one version, or the last copy of it."""
         cluster = self._cluster
         found = None
         if cluster.job.replication > 1 and holding:

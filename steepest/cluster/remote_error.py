@@ -1,13 +1,13 @@
-"""How an exception of a job's process travels to the driver."""
+"""How an exception of one of the job's processes travels to the driver."""
 
 from __future__ import annotations
 
 
 class RemoteError(Exception):
-    """An exception of another process as text, which travels although the exception itself may not.
+    """An exception of another process as text, which travels although the exception may not.
 
     Attributes:
-        told: as `describe_error` returns it.
+        told: the exception's description, as `describe_error` returns it.
     """
 
     def __init__(self, told: dict[str, str]) -> None:

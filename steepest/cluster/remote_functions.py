@@ -1,4 +1,4 @@
-"""What the driver has workers do between steps: functions of a worker's replicas."""
+"""Functions that the driver runs on a worker's replicas between steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from steepest.tensors.dtypes import Tensors
 
 
 def load_buffers(replicas: Replicas, state: Tensors) -> None:
-    """Sets the state of every replica, see `Model.state`."""
+    """Set the buffers of every replica, see `Model.load_state`."""
     for model in replicas.models:
         model.load_state(state)
 
 
 def take_installed(replicas: Replicas, names: Sequence[str]) -> None:
-    """Sets frozen parameters of every replica to what was installed; the others stay."""
+    """Set frozen parameters of every replica to the installed weights; other buffers stay.
+
+    Args:
+        names: of the frozen parameters.
+    """
     for model in replicas.models:
         model.load_state(
             {name: value for name, value in model.state().items() if name not in names}
@@ -32,7 +36,7 @@ def take_installed(replicas: Replicas, names: Sequence[str]) -> None:
 
 
 def name_of(function: Any) -> str:
-    """What a user calls a function, for errors."""
+    """Return the name of a user's function, quoted, for errors."""
     return repr(
         getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
     )
@@ -71,7 +75,15 @@ def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.Object
 def evaluate(
     replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors
 ) -> WorkerResult:
-    """A worker's part of an evaluation, with the state averaged over all replicas in place of its own."""
+    """Return a worker's part of an evaluation.
+
+    The first replica computes it, with buffers averaged over all replicas in place of its own.
+
+    Args:
+        data, batch_size: as of `DistributedSGD.evaluate`.
+        parts: number of workers that share the data.
+        state: the averaged buffers.
+    """
     own = replicas.models[0].state()
     replicas.models[0].load_state(state)
     try:
@@ -81,7 +93,7 @@ def evaluate(
 
 
 def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, Tensors]:
-    """Buffers by replica, from a checkpoint's "replica/buffer"."""
+    """Return buffers by replica, of a checkpoint's tensors by "replica/buffer"."""
     states: dict[int, Tensors] = {}
     for key, value in flat.items():
         replica, _, name = key.partition("/")
@@ -90,7 +102,7 @@ def by_replica(flat: Mapping[str, torch.Tensor]) -> dict[int, Tensors]:
 
 
 def inner_state(replicas: Replicas, step: int) -> InnerOptimizerState:
-    """What a worker's own optimizer remembers, see `LocalReplicas.inner_state`."""
+    """Return what a worker's own optimizer remembers, see `LocalReplicas.inner_state`."""
     assert isinstance(replicas, LocalReplicas)
     return replicas.inner_state(step)
 
@@ -102,7 +114,14 @@ def load_inner_state(
     plain: list[str],
     schedule: ScheduleState | None,
 ) -> None:
-    """Sets it: this worker's own, or the mean when there were others."""
+    """Set what a worker's own optimizer remembers.
+
+    Args:
+        own: state by worker.
+        mean: for a worker that has none in `own`.
+        plain: names of plain numbers in either.
+        schedule: where the learning-rate schedule stands.
+    """
     assert isinstance(replicas, LocalReplicas)
     replicas.load_inner_state(own.get(replicas.worker, mean), plain, schedule)
 
@@ -127,7 +146,7 @@ def load_left_out(
 
 
 def use_plan(replicas: Replicas, plan: SamplePlan | None, seed: int) -> None:
-    """Sets which samples belong to whom from now on."""
+    """Set which samples belong to which worker from now on."""
     replicas.use_plan(plan, seed)
 
 
@@ -139,7 +158,14 @@ def continue_from(
     averaged: Tensors,
     total: int,
 ) -> None:
-    """Takes a checkpoint's place in the data and buffers: its own, or the mean when there were others."""
+    """Continue at a checkpoint's place in the data, with its buffers.
+
+    Args:
+        plan, seed: see `Cluster.plan`.
+        states: buffers by replica.
+        averaged: their mean, taken where the checkpoint has another number of replicas.
+        total: number of replicas of the job.
+    """
     replicas.use_plan(plan, seed)
     for index, model in enumerate(replicas.models, start=replicas.first_index):
         model.load_state(states[index] if len(states) == total else averaged)

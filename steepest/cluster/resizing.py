@@ -1,4 +1,4 @@
-"""Another number of workers or servers: new processes start while the others train, and join between two steps."""
+"""Another number of workers or servers: new processes start beside training, and join it."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class Resize:
         self._opening = [actor.reserve.remote(nbytes) for actor in self._servers.values()]
 
     def ready(self, timeout: float = 0.0) -> bool:
-        """Whether all new processes are up and have their models.
+        """Return whether all new processes are up and have their models.
 
         Raises:
             ResourcesError: there has been no room for them for `DeadlineConfig.start` seconds, or
                 they did not come up.
-            Whatever building a model raises. The job goes on as it was, after `cancel`.
+            Exception: whatever building a model raises. The job goes on as it was, after `cancel`.
         """
         limit = self._cluster.run_config.deadlines.start
         if self._room is not None and not self._added:
@@ -123,13 +123,13 @@ class Resize:
         return are_up([*self._waiting, *self._opening], timeout, self._began + 5 * limit)
 
     def wait(self) -> None:
-        """Returns when it is ready."""
+        """Wait until the change is ready, or late."""
         limit = self._cluster.run_config.deadlines.start * 5
         while not self.ready(_LOOK_SECONDS) and time.monotonic() - self._began < limit:
             pass  # whoever is late then is named by `apply`
 
     def apply(self) -> None:
-        """Makes it so, between two steps."""
+        """Give the job its new size; called between two steps."""
         cluster, before, began = self._cluster, self._cluster.job, time.monotonic()
         cluster.extend_deadline()
         for peer, described in zip(
@@ -153,14 +153,14 @@ class Resize:
         )
 
     def cancel(self) -> None:
-        """Ends what was started for it."""
+        """End the processes that were started for the change."""
         for actor in (*self._added.values(), *self._servers.values()):
             ray.kill(actor, no_restart=True)
         if self._room is not None:
             self._room.release()
 
     def again(self) -> Resize | None:
-        """The same change of a job that another one was made of meanwhile, if it was somebody's wish."""
+        """Return the same change of what is another job by now, if the user has asked for it."""
         self.cancel()
         if self._wanted is None and self._config == self._cluster.job.config:
             return None
@@ -169,7 +169,7 @@ class Resize:
 
 
 class Without:
-    """Goes on without the workers that are gone; the others are numbered anew. Successors join when they are up.
+    """Continues without the dead workers; the others are numbered anew. Successors join later.
 
     Args:
         cluster: the job's processes.
@@ -181,17 +181,17 @@ class Without:
         self._state = state
 
     def ready(self) -> bool:
-        """At once."""
+        """Return True: nothing has to start."""
         return True
 
     def cancel(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
     def again(self) -> None:
-        """It is made at once."""
+        """Return None: the change is never put off."""
 
     def apply(self) -> None:
-        """Makes it so, between two steps."""
+        """Let the dead workers go; called between two steps."""
         cluster, began = self._cluster, time.monotonic()
         successors = cluster.successors
         left_out = [cluster.placement.order[index] for index in successors.left_out]
@@ -243,7 +243,7 @@ class Return:
         }
 
     def ready(self) -> bool:
-        """Whether they have their models."""
+        """Return whether the returning workers have their models."""
         calls = list(self._built.values())
         up = len(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) == len(calls)
         return (
@@ -251,13 +251,13 @@ class Return:
         )  # who is replaced just now could not let go of its roles
 
     def cancel(self) -> None:
-        """They will be taken in another time."""
+        """Do nothing: they return another time."""
 
     def again(self) -> None:
-        """They will be taken in another time."""
+        """Return None: they return another time."""
 
     def apply(self) -> None:
-        """Makes it so, between two steps."""
+        """Have the successors join; called between two steps."""
         cluster, began = self._cluster, time.monotonic()
         if any(never_ran(call) for call in self._built.values()):
             return  # it died: another one starts
@@ -291,7 +291,7 @@ class Return:
 
 
 class WorkerRange:
-    """As many workers as the cluster has room for, within bounds; whoever is gone is done without for a while.
+    """As many workers as the cluster has room for, within bounds; dead ones are missing a while.
 
     Args:
         cluster: the job's processes.
@@ -315,13 +315,16 @@ class WorkerRange:
         cluster.successors.least = self._least
 
     def fix(self, workers: int) -> None:
-        """From now on there are exactly that many, and nobody else is awaited."""
+        """Keep exactly that many workers from now on; no other is awaited."""
         self._exact, self._most, self._least = True, workers, min(2, workers)
         self._cluster.successors.least = self._least
         self._cluster.successors.await_nobody()
 
     def loss(self) -> Without | None:
-        """Whether it is time to go on without those that are gone; to be asked often."""
+        """Return the change by which the others continue without dead workers, if it is due.
+
+        To be called often.
+        """
         cluster, now = self._cluster, time.monotonic()
         successors, run_config = cluster.successors, cluster.run_config
         workers = cluster.job.num_workers
@@ -352,7 +355,7 @@ class WorkerRange:
                 )  # fmt: skip
 
     def look(self) -> Resize | Return | Move | None:
-        """What should be changed, if anything; to be asked often."""
+        """Return what should be changed, if anything; to be called often."""
         cluster, now = self._cluster, time.monotonic()
         successors, workers = cluster.successors, cluster.job.num_workers
         if now - self._heard >= _LOOK_SECONDS:

@@ -1,4 +1,4 @@
-"""The driver's side of training: grants steps, takes what comes of them, and takes back what is left over."""
+"""The driver's side of training: it grants steps, takes their results, and takes back the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHORT_SECONDS = 0.02  # while a process starts that others wait for
 
 
 def _unheard(step: int, plan: SamplePlan | None) -> Result:
-    """Return the result of a committed step of which no message came: its samples, and no statistics."""
+    """Return the result of a committed step of which no message came: samples, no statistics."""
     samples = 0 if plan is None else plan.position(step - 1).size
     return Result(0, 0, step, samples, bytes_pushed=0, bytes_pulled=0, staleness=())
 
@@ -33,29 +33,29 @@ class Change(Protocol):
     """Something that is made between two steps, when it is ready."""
 
     def ready(self) -> bool:
-        """Whether it can be made at once."""
+        """Return whether it can be made at once."""
 
     def apply(self) -> None:
-        """Makes it; nobody is at work."""
+        """Make the change; no worker trains meanwhile."""
 
     def cancel(self) -> None:
-        """It will not be made."""
+        """Give the change up."""
 
     def again(self) -> Change | None:
-        """What is to be made of it when another one comes first."""
+        """Return what remains of the change when another one was made first."""
 
 
 class WorkerRange(Protocol):
     """Bounds within which a job's size follows what the cluster has."""
 
     def loss(self) -> Change | None:
-        """What must be changed at once, if anything."""
+        """Return what must be changed at once, if anything."""
 
     def look(self) -> Change | None:
-        """What should be changed, if anything."""
+        """Return what should be changed, if anything."""
 
     def fix(self, workers: int) -> None:
-        """From now on there are exactly that many."""
+        """Keep exactly that many workers from now on."""
 
 
 class Training:
@@ -96,8 +96,8 @@ class Training:
         """Steps committed, as far as the driver has heard."""
         return self.cluster.step
 
-    def take(self, steps: int, stats: bool, on_step: Callable[[Result], None]) -> None:  # noqa: PLR0915
-        """Grants steps and hands on each result; takes back what is not used when anything raises."""
+    def take(self, steps: int, stats: bool, on_step: Callable[[Result], None]) -> None:  # noqa: PLR0915 - one loop
+        """Grant steps and hand on each result; take back what is not used when anything raises."""
         self._began = time.monotonic()
         goal, self.running = self.step + steps, True
         taken = 0
@@ -162,7 +162,7 @@ class Training:
         self.cluster.on_router(lambda: client.ask(steps, stats))
 
     def _stop(self) -> int:
-        """Has workers stop soon; returns after which step."""
+        """Have workers stop soon; return after which step."""
         client = self.cluster.client
         limit: int = self.wait(
             self.cluster.on_router(client.stop), "the coordinator to stop the workers"
@@ -170,7 +170,7 @@ class Training:
         return self.cluster.job.step_of(limit)
 
     def request(self, change: Change) -> None:
-        """Has something changed between two steps of those that are being taken; from any thread."""
+        """Have something changed between two of the steps that are being taken; from any thread."""
         if self._urgent:  # that is made first
             earlier, self._later = self._later, change
         else:
@@ -205,7 +205,7 @@ class Training:
             self._change = later.again()
 
     def _complete(self) -> None:
-        """What is lost of copies is there again before anybody trains no more; it was done without meanwhile."""
+        """Wait until copies that were lost are there again."""
         recovery, deadline = (
             self.cluster.recovery,
             time.monotonic() + 5 * self.cluster.run_config.deadlines.start,
@@ -219,7 +219,7 @@ class Training:
                 time.sleep(_SHORT_SECONDS)
 
     def _loss(self, outcome: Result | Failure | PeerLostError) -> tuple[Peer, str] | None:
-        """Who is gone, and why, if that is what has come."""
+        """Return the role that is lost, and why, if an outcome says so."""
         if isinstance(outcome, PeerLostError):
             return self.cluster.client.lost_peer or Peer("server", 0), str(outcome)
         if isinstance(outcome, Failure) and outcome.reason == "lost":
@@ -228,7 +228,7 @@ class Training:
         return None
 
     def _is_mended(self, process: Peer) -> bool:
-        """Whether `_mend` sees to the death of a process."""
+        """Return whether `_mend` handles the death of a process."""
         return (
             process.role == "worker" and self.cluster.job.workers_are_replaced
         ) or self._can_replace(process)
@@ -243,7 +243,7 @@ class Training:
         self.bytes_pulled += result.bytes_pulled
 
     def _next_outcome(self, *, stopping: bool) -> Result | Failure | PeerLostError | None:
-        """The next event; None when nothing comes, and a change is ready that is not being made yet."""
+        """Return the next outcome; None when a change is ready and none comes."""
         deadline = (
             time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
         )  # the coordinator's word first
@@ -275,7 +275,7 @@ class Training:
                     ) from None
 
     def _mend(self, lost: WorkerLost | None) -> PeerLostError | None:
-        """Replaces workers that died; returns what to say if somebody died whom only a recovery replaces."""
+        """Replace workers that died; return the loss of a process that only a recovery replaces."""
         recovery = self.cluster.recovery
         try:
             if recovery is None or recovery.loss() is None:
@@ -289,7 +289,7 @@ class Training:
         return PeerLostError(loss[1])
 
     def _revoke(self) -> None:
-        """After an error or Ctrl-C: workers become idle; steps that were committed meanwhile stay."""
+        """Take back steps after an error or Ctrl-C; those that were committed meanwhile stay."""
         client = self.cluster.client
         try:
             self.wait(self.cluster.on_router(client.revoke), "the coordinator to stop the workers")
@@ -309,7 +309,7 @@ class Training:
         raise_step_error(failure, self.cluster.places)
 
     def wait(self, future: Future[T], what: str) -> T:
-        """What a future holds, within the deadline.
+        """Return what a future holds, within the deadline.
 
         Raises:
             DeadlineError, PeerLostError

@@ -1,4 +1,4 @@
-"""Successors: another process takes the place of a worker that died; spare ones are kept ready for it."""
+"""Successors: another process takes the place of a dead worker; spare ones are kept ready."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Successors:
     # -- spare processes -----------------------------------------------------------------------
 
     def prepare(self, trained: float) -> None:
-        """Starts spare processes, if some are wanted by now."""
+        """Start spare processes, if some are wanted after `trained` seconds of training."""
         run_config = self._cluster.run_config
         wanted = run_config.failure.spares
         if wanted is None:
@@ -107,13 +107,13 @@ class Successors:
             self._spares.append((actor, actor.place.remote()))
 
     def prepare_if_wanted(self) -> None:
-        """After a death there is a spare process unless none is wanted."""
+        """Start a spare process after a death, unless none is wanted."""
         self.prepare(
             _SPARE_AFTER_SECONDS if self._cluster.run_config.failure.spares is None else 0.0
         )
 
     def spare(self, node: str) -> Any | None:
-        """A spare process on a node that is up, if there is one."""
+        """Return a spare process on a node, if one is up; it is a spare no more."""
         for spare in self._spares:
             actor, placing = spare
             ready, _ = ray.wait([placing], timeout=0)
@@ -131,7 +131,7 @@ class Successors:
         return None
 
     def leave(self, nodes: Collection[str]) -> None:
-        """Ends spare processes on nodes that will go."""
+        """End spare processes on nodes that will leave the cluster."""
         for spare in list(self._spares):
             actor, placing = spare
             if has_answered(placing) and ray.get(placing).node in nodes:
@@ -139,7 +139,7 @@ class Successors:
                 ray.kill(actor, no_restart=True)
 
     def end(self) -> None:
-        """Ends the spare processes, and those that are starting."""
+        """End the spare processes, and those that are starting."""
         starting = [*self.starting.values(), *self.returning]
         for actor in [*(actor for actor, _ in self._spares), *(start.actor for start in starting)]:
             ray.kill(actor, no_restart=True)
@@ -150,7 +150,7 @@ class Successors:
     # -- silence -------------------------------------------------------------------------------
 
     def look(self, trained: float) -> None:
-        """Asks every worker for a sign of life, gives up who has not answered for too long, and starts spares.
+        """Ask every worker for a sign of life, give up silent ones, and start spare processes.
 
         Args:
             trained: seconds of training so far.
@@ -196,19 +196,19 @@ class Successors:
         cluster.deaths.declare(peer, why)
 
     def give_up_on(self, workers: Collection[int]) -> None:
-        """Nobody will take the place of these."""
+        """End the processes that start in the places of these workers."""
         for index in workers:
             ray.kill(self.starting.pop(index).actor, no_restart=True)
 
     def await_nobody(self) -> None:
-        """Those whose job has gone on without them do not join any more."""
+        """End the processes that wait to return to a job that continued without them."""
         for start in self.returning:
             ray.kill(start.actor, no_restart=True)
         self.returning.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nobody is replaced meanwhile."""
+        """Replace no worker during a block."""
         before, self._mending = self._mending, True
         try:
             yield
@@ -216,15 +216,15 @@ class Successors:
             self._mending = before
 
     def forget(self) -> None:
-        """Workers have other numbers: what was asked of them before says nothing."""
+        """Forget unanswered questions: workers have other indices now."""
         self._pings.clear()
         self._silent.clear()
 
     def let_go(self) -> dict[int, str]:
-        """Whose successors are starting joins later: the others go on without them; returns who, and why.
+        """Have successors that are starting join later; return the dead workers, and why they died.
 
-        Those are among them that died without anybody's word so far. Nobody is let go when too few
-        would be left.
+        The others continue without them. Workers are among them whose death was not noticed so far.
+        None is let go when too few would be left.
         """
         asked = {
             peer.index: actor.alive.remote()
@@ -246,13 +246,15 @@ class Successors:
         return dict(sorted(gone.items()))
 
     def is_due(self) -> bool:
-        """Whether it is time to look again at processes that are starting."""
+        """Return whether it is time to look again at processes that are starting."""
         return bool(self.starting) and time.monotonic() - self._tried >= _TRY_SECONDS
 
     # -- successors ----------------------------------------------------------------------------
 
     def mend(self, lost: WorkerLost | None = None, *, wait: bool = True) -> None:
-        """Gives workers that died a successor each, where that can be; training goes on when they have joined.
+        """Give workers that died a successor each, where that can be.
+
+        Training continues when they have joined.
 
         Args:
             lost: what the coordinator says of one of them; the others are found by asking Ray.
@@ -260,8 +262,8 @@ class Successors:
                 are up join.
 
         Raises:
-            PeerLostError: it cannot be, or not again. Whatever its successor raises when it is
-                made.
+            PeerLostError: a worker cannot be replaced, or not again. What its successor raises when
+                it is made is raised too.
         """
         cluster = self._cluster
         if self._mending or not cluster.job.workers_are_replaced:
@@ -281,7 +283,7 @@ class Successors:
                     return
 
     def _notice(self, lost: WorkerLost | None, *, wait: bool) -> None:
-        """Begins to replace every worker that is dead by now.
+        """Begin to replace every worker that is dead by now.
 
         Args:
             lost: what the coordinator says of one of them, if it says anything.
@@ -302,7 +304,7 @@ class Successors:
                 self._begin(index, cause, wait=wait)
 
     def _begin(self, index: int, cause: str, *, wait: bool) -> None:
-        """Another process starts, to take the place of a worker that is dead."""
+        """Start another process in the place of a dead worker."""
         cluster, peer, seat = (
             self._cluster,
             worker_peer(index),
@@ -339,9 +341,12 @@ class Successors:
         )
 
     def follow(self, dead: Mapping[int, tuple[str, Any | None]]) -> None:
-        """Processes start in the places of workers that the others do without: by index why, and a spare one, if any.
+        """Start processes in the places of workers that the others do without.
 
-        None does in the place of one that died too often.
+        None starts in the place of one that died too often.
+
+        Args:
+            dead: by worker, why it died, and a spare process, if there is one.
         """
         cluster, now = self._cluster, time.monotonic()
         for index, (cause, spare) in sorted(dead.items()):
@@ -351,7 +356,7 @@ class Successors:
                 self.returning.append(self._start(index, seat, cause, actor, now))
 
     def count_failure(self, peer: Peer, seat: int, cause: str) -> int:
-        """How many processes have died in a place, with the one that just did.
+        """Return how many processes have died in a seat, with the one that just did.
 
         Raises:
             PeerLostError: it ended by an error of its own, and so did the one before it there at
@@ -365,14 +370,14 @@ class Successors:
         return self._failures[seat]
 
     def build(self, actor: Any, index: int) -> Any:
-        """Has a process build the models of a worker; the call."""
+        """Have a process build the models of a worker; return the call."""
         cluster, job = self._cluster, self._cluster.job
         return actor.build.remote(
             cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut
         )
 
     def again(self, start: Start) -> Start | None:
-        """Starts another process if that one never was: Ray takes a while to see that a node is dead."""
+        """Start another process if one could never run; Ray notices a node's death late."""
         if not any(never_ran(call) for call in start.building):
             return None
         actor = self._cluster.start_worker(start.index, start.seat)
@@ -386,7 +391,7 @@ class Successors:
         return True
 
     def _wait_for(self, index: int, start: Start) -> Start:
-        """Returns when it is up, or the one that was started after it."""
+        """Return a starting process when it is up, or the one that was started after it."""
         while True:
             left = start.began + self._cluster.run_config.deadlines.start * 5 - time.monotonic()
             ray.wait(start.building, num_returns=2, timeout=max(left, 0.1))
@@ -401,7 +406,7 @@ class Successors:
             self._join(index, start)
 
     def _join(self, index: int, start: Start) -> None:  # noqa: PLR0915 - one order of steps
-        """The process that starts in the place of a worker takes part; if it dies in doing so, it has a successor."""
+        """Have a process that starts in the place of a worker join; raise what it raises."""
         cluster, peer, actor, cause = self._cluster, worker_peer(index), start.actor, start.cause
         job, run_config = cluster.job, cluster.run_config
         cluster.extend_deadline()
@@ -462,7 +467,7 @@ class Successors:
         return [i for i in alive if self._silent.get(i) != cluster.lives[i]]
 
     def _states_of_the_others(self) -> list[Tensors]:
-        """Returns the states of the replicas of all workers that have weights; a worker that dies meanwhile has none.
+        """Return the buffers of all workers' replicas that have weights, without those that die.
 
         Where all contribute to each version, a successor that has joined is sent weights when no
         other is missing.
@@ -478,7 +483,7 @@ class Successors:
                     raise
 
     def _tell(self, workers: Collection[int]) -> None:
-        """Have workers learn where all the others listen; pass over a worker that dies, which is replaced next."""
+        """Have workers learn where all others listen; a worker that dies is replaced next."""
         cluster = self._cluster
         calls = {
             i: cluster.actors[worker_peer(i)].join.remote(cluster.stored_job, cluster.listening)
