@@ -205,7 +205,7 @@ class CheckpointManager:
             self.drop()
 
     def drop(self) -> None:
-        """Release the directory without writing anything more."""
+        """Write nothing more, and release the directory when no write is going on."""
         if self._writer is not None:
             self._writer.end(self._lock.release)  # what hangs may yet write there
         else:
@@ -245,8 +245,8 @@ class CheckpointManager:
         except PeerLostError as error:  # if it can have a successor, that is asked
             log.warning("reading the state again: %s", error)
             saved = self._state.collect()
-        told = None if self.last is None else asdict(self.last)
-        saved = replace(saved, about={**saved.about, "result": told})
+        result = None if self.last is None else asdict(self.last)
+        saved = replace(saved, about={**saved.about, "result": result})
         self._written, paused = self._place, time.monotonic() - began
         self._writer.start(lambda progress: self._write(saved, paused, progress))
 

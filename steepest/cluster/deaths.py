@@ -152,10 +152,8 @@ def death_of(watch: Any) -> Death | None:
                 return Death(text[text.index(mark) :].partition(" Some common causes")[0][:300])
         return Death(text[:300])
     except ray.exceptions.RayTaskError as error:
-        told = (
-            error.cause.told
-            if isinstance(error.cause, RemoteError)
-            else {"error": str(error.cause)}
-        )
-        return Death(f"its router ended: {told['error']}", told.get("traceback", str(error)))
+        if isinstance(error.cause, RemoteError):
+            described = error.cause.told
+            return Death(f"its router ended: {described['error']}", described["traceback"])
+        return Death(f"its router ended: {error.cause}", str(error))
     return Death("it was stopped")

@@ -178,7 +178,7 @@ def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoR
     """
     cause = error.cause
     if isinstance(cause, RemoteError):
-        raise_told(cause.told, who, what)
+        _raise_described(cause.told, who, what)
     if isinstance(cause, ray.exceptions.RaySystemError):
         raise ConfigurationError(
             f"{who} cannot read what it was sent to {what}: {last_line(error)}: send what can be "
@@ -192,18 +192,18 @@ def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoR
     ) from RemoteTraceback(str(error))
 
 
-def raise_told(told: Mapping[str, str], who: str, what: str) -> NoReturn:
+def _raise_described(described: Mapping[str, str], who: str, what: str) -> NoReturn:
     """Raise an error that travelled as text, see `raise_remote`.
 
     Args:
-        told: the error's description, see `steepest.errors.describe_error`.
+        described: by `steepest.errors.describe_error`.
         who: name of the process that raised it.
         what: the process was asked to do.
     """
-    if (own := described_error(told, f"{who}: ")) is not None:
+    if (own := described_error(described, f"{who}: ")) is not None:
         raise own
-    raise ModelRaisedError(f"{who} could not {what}: {told['error']}") from RemoteTraceback(
-        told["traceback"]
+    raise ModelRaisedError(f"{who} could not {what}: {described['error']}") from RemoteTraceback(
+        described["traceback"]
     )
 
 

@@ -197,7 +197,7 @@ class JobState:
             state: of the coordinator; None if the weights do not follow from the log so far.
             schedule: where the schedule stands, if `state` does not hold it.
         """
-        self._cluster.mend()  # who is missing would be waited for
+        self._cluster.mend()  # a dead server would be waited for
         if self._cluster.recovery is not None and "ledger" not in (state or {}):
             self._cluster.recovery.forget()  # the copy of other ones
         if state is None:  # what came before does not explain it
@@ -247,10 +247,10 @@ class JobState:
         (plan, _), job, client = self._cluster.plan, self._cluster.job, self._cluster.client
         if plan is None:
             return Remaining()
-        told: Counters = self._training.wait(
+        counters: Counters = self._training.wait(
             self._cluster.on_router(client.counters), "the coordinator's counters"
         )
-        return plan.remaining(told.following, told.returned, job.shares, job.parts)
+        return plan.remaining(counters.following, counters.returned, job.shares, job.parts)
 
     def ends(self) -> list[int]:
         """Return the first step after epoch 0, 1, ..., for the epochs that have ended."""
@@ -385,10 +385,10 @@ class JobState:
         """
         cluster = self._cluster
         if keep is None:
-            cluster.mend()  # who is missing could not let go of its roles
+            cluster.mend()  # a dead worker could not drop its roles
         job, stays = cluster.job, self._stays(config)
         snapshot = self.snapshot("standing" if stays else "state")
-        told: Counters = self._training.wait(
+        counters: Counters = self._training.wait(
             cluster.on_router(cluster.client.counters), "the coordinator's counters"
         )
         count = workers or job.num_workers
@@ -403,9 +403,10 @@ class JobState:
         optimizer = OptimizerState.collect(cluster, snapshot, keep, step, call)
         buffers = self.mean_buffers() if added else Tensors()
         history = {
-            name: getattr(told, name) for name in ("committed", "skipped", "dropped", "staleness")
+            name: getattr(counters, name)
+            for name in ("committed", "skipped", "dropped", "staleness")
         }
-        state = {"ledger": [told.following, *told.returned], "history": history}
+        state = {"ledger": [counters.following, *counters.returned], "history": history}
         if stays:
             found = RecoveredState(
                 snapshot.version, state, self._commits(), holders=cluster.holdings()

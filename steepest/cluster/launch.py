@@ -204,12 +204,12 @@ class Cluster:
         """
         served = self._serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
-        there = [
+        running = [
             self.places[peer].node for peer in map(server_peer, range(first)) if peer in self.places
         ]
         beside = zip(
             range(first, served),
-            spread(self.placement.nodes()[:num_workers], served, there),
+            spread(self.placement.nodes()[:num_workers], served, running),
             strict=False,
         )
         return {
@@ -279,7 +279,7 @@ class Cluster:
         num_workers: int,
         placement: Mapping[int, int] | None = None,
         held: Holdings | None = None,
-        gone: Collection[Peer] = (),
+        dead: Collection[Peer] = (),
     ) -> None:
         """Give all processes other roles, at version 0, which continues at a step.
 
@@ -296,7 +296,7 @@ class Cluster:
             placement: seats of new workers, by index; the others get the first that are free.
             held: the processes that hold each chunk, if chunks keep their state; None if they get
                 other state.
-            gone: dead servers; those with no successor in `added` are left out, and the later
+            dead: servers; those with no successor in `added` are left out, and the later
                 servers move up.
 
         Raises:
@@ -315,9 +315,9 @@ class Cluster:
         self.successors.forget()
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
-        before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # who was who
+        before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # by new role
         servers_before = sorted(
-            p for p in self.actors if p.role == "server" and (p not in gone or p in added)
+            p for p in self.actors if p.role == "server" and (p not in dead or p in added)
         )
         before |= {server_peer(index): peer for index, peer in enumerate(servers_before)}
         processes = dict(

@@ -48,7 +48,7 @@ class OptimizerState:
     def collect(
         cls,
         cluster: Cluster,
-        told: Snapshot | RecoveredState,
+        held: Snapshot | RecoveredState,
         numbers: Iterable[int],
         step: int,
         call: Call,
@@ -57,13 +57,13 @@ class OptimizerState:
 
         Args:
             cluster: the job.
-            told: what servers and the coordinator hold.
+            held: what servers and the coordinator hold.
             numbers: the indices that the workers will have, in the order in which `call` asks them.
             step: committed steps.
             call: runs a function on the workers' replicas; returns a result for each worker. It is
                 used with local SGD and with compression.
         """
-        held, plain = files.assemble(cluster.job.description.layout, told.records)
+        on_servers, plain = files.assemble(cluster.job.description.layout, held.records)
         if not isinstance(cluster.job.config, LocalStrategy):
             kept = (
                 zip(numbers, call(remote_functions.left_out), strict=True)
@@ -73,9 +73,9 @@ class OptimizerState:
             left_out = {
                 f"{_LEFT_OUT}{w}/{name}": v for w, state in kept for name, v in state.items()
             }
-            return cls(held, plain, left_out, told.state.get("schedule"))
+            return cls(on_servers, plain, left_out, held.state.get("schedule"))
         found = call(remote_functions.inner_state, step)
-        apart = {_OUTER + name: value for name, value in held.items()}
+        apart = {_OUTER + name: value for name, value in on_servers.items()}
         for worker, (state, _, _) in zip(numbers, found, strict=True):
             apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}
         mean, plain, schedule = mean_inner(found)
@@ -85,7 +85,7 @@ class OptimizerState:
         """Give workers the state that is theirs; return the servers' state, as records.
 
         Raises:
-            CheckpointError: there is state of an unknown or frozen parameter; nothing has changed.
+            CheckpointError: there is state of an unknown or frozen parameter.
         """
         layout = cluster.job.description.layout
         if not isinstance(cluster.job.config, LocalStrategy):

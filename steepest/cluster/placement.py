@@ -25,7 +25,7 @@ from steepest.config.run import cluster_address
 from steepest.errors import ResourcesError
 
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
-_FAILED_PLACES = 2  # on a node that is no good
+_FAILED_SEATS = 2  # from which on a node is not used any more
 
 
 def ensure_ray(num_cpus: int | None = None) -> bool:
@@ -107,7 +107,7 @@ class Reservation:
         )
 
     def release(self) -> None:
-        """Give the room back; processes that run there end."""
+        """Give the room back, if it is owned; processes that run there end."""
         if self.owned:
             remove_placement_group(self.group)
 
@@ -274,15 +274,15 @@ class Placement:
         self.order: list[int] = []
         self.retired: list[int] = []
         self._reservations: list[Reservation] = []
-        self._all: list[tuple[Reservation, int]] = []
+        self._seats: list[tuple[Reservation, int]] = []  # each with its number among these
         self._nodes: list[str] = []
-        self._failed: Counter[str] = Counter()  # by node: places in which processes died too often
+        self._failed: Counter[str] = Counter()  # by node: seats in which processes died too often
 
     def add(self, reservation: Reservation) -> None:
-        """Add the seats of a reservation, as free ones."""
+        """Add the seats of a reservation to the end of `order`."""
         self._reservations.append(reservation)
-        self.order += range(len(self._all), len(self._all) + len(reservation.bundles))
-        self._all += [(reservation, worker) for worker in range(len(reservation.bundles))]
+        self.order += range(len(self._seats), len(self._seats) + len(reservation.bundles))
+        self._seats += [(reservation, worker) for worker in range(len(reservation.bundles))]
         self.look()
 
     def look(self) -> None:
@@ -291,12 +291,12 @@ class Placement:
 
     def nodes(self, order: Sequence[int] | None = None) -> list[str]:
         """Return the node ids of seats, by default of those in `order`."""
-        return [self._nodes[place] for place in (self.order if order is None else order)]
+        return [self._nodes[seat] for seat in (self.order if order is None else order)]
 
     def strategy(self, worker: int) -> PlacementGroupSchedulingStrategy:
         """Return how Ray schedules a process in, or beside, the seat of a worker."""
-        reservation, place = self._all[self.order[worker % len(self.order)]]
-        return reservation.strategy(place)
+        reservation, number = self._seats[self.order[worker % len(self.order)]]
+        return reservation.strategy(number)
 
     def arranged(self, workers: int, placement: Mapping[int, int]) -> list[int]:
         """Return another order of the seats.
@@ -305,30 +305,30 @@ class Placement:
             workers: how many there will be.
             placement: seats of some workers, by index; the others get the first that are free.
         """
-        free = [place for place in self.order if place not in placement.values()]
+        free = [seat for seat in self.order if seat not in placement.values()]
         return [placement[i] if i in placement else free.pop(0) for i in range(workers)] + free
 
-    def retire(self, place: int) -> None:
+    def retire(self, seat: int) -> None:
         """Take a seat out of use."""
-        self.order.remove(place)
-        self.retired.append(place)
+        self.order.remove(seat)
+        self.retired.append(seat)
 
-    def leave_out(self, places: Sequence[int]) -> str:
+    def leave_out(self, seats: Sequence[int]) -> str:
         """Retire seats in which processes died too often; return what follows from it, in words."""
         failing = self.failing
-        for place in places:
-            self._failed[self._nodes[place]] += 1
-            self.retire(place)
+        for seat in seats:
+            self._failed[self._nodes[seat]] += 1
+            self.retire(seat)
         with_node = ", and so is the node" if self.failing != failing else ""
-        return f"left out from now on{with_node}" if places else "a successor joins when it is up"
+        return f"left out from now on{with_node}" if seats else "a successor joins when it is up"
 
     @property
     def failing(self) -> set[str]:
-        """Ids of nodes in which two seats were left out; empty if no other node would remain.
+        """Ids of nodes on which two seats or more were left out, where no process is placed.
 
-        No process is placed on them.
+        Empty if no other node would remain.
         """
-        found = {node for node, count in self._failed.items() if count >= _FAILED_PLACES}
+        found = {node for node, count in self._failed.items() if count >= _FAILED_SEATS}
         return (
             found
             if found and {node["NodeID"] for node in ray.nodes() if node["Alive"]} > found
@@ -339,16 +339,16 @@ class Placement:
         """Give all reservations back."""
         for reservation in self._reservations:
             reservation.release()
-        self._reservations, self._all, self.order = [], [], []
+        self._reservations, self._seats, self.order = [], [], []
 
 
-def spread(nodes: Sequence[str], servers: int, there: Sequence[str] = ()) -> list[int]:
+def spread(nodes: Sequence[str], servers: int, running: Sequence[str] = ()) -> list[int]:
     """Return, for each server, the worker beside which it is placed: nodes take turns.
 
     Args:
         nodes: of the workers.
         servers: how many there will be.
-        there: nodes of the servers that run already, for which nothing is returned.
+        running: nodes of the servers that run already, for which nothing is returned.
 
     Example:
         >>> spread(["a", "a", "b"], 3)
@@ -358,7 +358,7 @@ def spread(nodes: Sequence[str], servers: int, there: Sequence[str] = ()) -> lis
     """
     firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
     beside = [firsts[server % len(firsts)] for server in range(servers)]
-    for node in there[:servers]:
+    for node in running[:servers]:
         beside.remove(next((at for at in beside if nodes[at] == node), beside[0]))
     return beside
 

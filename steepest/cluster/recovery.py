@@ -91,7 +91,7 @@ class Recovery:
             self.recover(*loss)
 
     def loss(self) -> tuple[Peer, str] | None:
-        """Return a dead process that only a recovery can replace, and why it died, if there is one."""
+        """Return a dead process that only a recovery can replace, and why; None without one."""
         cluster = self._cluster
         if self._busy:
             return None
@@ -274,7 +274,7 @@ class Recovery:
             same = {i: i for i in range(job.num_workers)}
             config = job.config if added or self._fewer is None else self._fewer[0]
             cluster.reform(
-                config, step, same, added, job.num_workers, held=found.holders, gone=dead
+                config, step, same, added, job.num_workers, held=found.holders, dead=dead
             )
         except BaseException:
             for actor in (added or {}).values():
