@@ -25,14 +25,12 @@ class _Work:
         then: what to do when it is over, once the trainer waits for it no more.
     """
 
-    moved: float  # when it last got on
+    moved: float
     file: Path
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-    hung: bool = False  # whether it was given up waiting for
-    then: Callable[[], None] | None = (
-        None  # what to do when it is over; nobody waits for it any more
-    )
+    hung: bool = False
+    then: Callable[[], None] | None = None
 
 
 class Writer:

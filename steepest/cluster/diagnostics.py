@@ -182,8 +182,7 @@ def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoR
     if isinstance(cause, ray.exceptions.RaySystemError):
         raise ConfigurationError(
             f"{who} cannot read what it was sent to {what}: {last_line(error)}: send what can be "
-            "pickled, of modules "
-            "that the workers have too"
+            "pickled, of modules that the workers have too"
         ) from RemoteTraceback(str(error))
     raise ConfigurationError(
         f"{who} could not send what came of it when asked to {what}: {type(cause).__name__}: "

@@ -49,17 +49,16 @@ class DirectoryLock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
-            os.register_at_fork(
-                after_in_child=file.close
-            )  # a child that outlives this process must not keep it
+            # a child that outlives this process must not keep the lock
+            os.register_at_fork(after_in_child=file.close)
         except BlockingIOError:
             file.seek(0)
             holder = file.read(300).decode(errors="replace") or "another driver"
             file.close()
             raise CheckpointError(
                 f"cannot keep checkpoints in {folder}: {holder} keeps its own there, and two would "
-                "delete each "
-                "other's; wait for its end or call its shutdown(), or give this run another path"
+                "delete each other's; wait for its end or call its shutdown(), or give this run "
+                "another path"
             ) from None
         except OSError as error:
             file.close()

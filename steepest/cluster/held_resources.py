@@ -12,9 +12,8 @@ from steepest.cluster.placement import ensure_ray
 
 _lock = threading.RLock()
 _holders: list[Holder] = []
-_began: str | None = (
-    None  # the job with which steepest began Ray, which ends with the last holder that is shut down
-)
+#: Ray's id of the job with which steepest began Ray; Ray ends with the last holder that is let go.
+_began: str | None = None
 
 
 @dataclass(eq=False)
@@ -64,9 +63,7 @@ def let_go(holder: Holder, *, dropped: bool = False) -> None:
     if holder not in _holders:
         return
     _holders.remove(holder)
-    if (
-        dropped
-    ):  # perhaps within a garbage collection, which may have come in the middle of anything
+    if dropped:  # perhaps within a garbage collection, which may come in the middle of anything
         return
     with _lock:
         if ray.is_initialized() and _began == _job() and not _others(None):

@@ -106,8 +106,7 @@ class JobState:
             if names:
                 raise ConfigurationError(
                     f"{lacks} has no {', '.join(sorted(names)[:8])}: give what state_dict() of "
-                    "such a model returned; "
-                    "set_weights() takes some parameters"
+                    "such a model returned; set_weights() takes some parameters"
                 )
         buffers = Tensors((name, torch.as_tensor(state[name])) for name in mine.keys() - parameters)
         for name, value in buffers.items():
@@ -119,9 +118,8 @@ class JobState:
         weights = layout.allocate()
         layout.write(weights, {name: value for name, value in state.items() if name not in buffers})
         self.install(version, weights, None)
-        self._cluster.workers.call(
-            remote_functions.load_buffers, buffers
-        )  # frozen parameters are as installed
+        # frozen parameters of replicas are as installed
+        self._cluster.workers.call(remote_functions.load_buffers, buffers)
 
     def log(self) -> CommitLog:
         """Return every commit so far, see `DistributedSGD.log`."""

@@ -245,8 +245,7 @@ def ask_for_room(
     if ray.util.get_current_placement_group() is not None:
         raise ResourcesError(
             f"{workers} more workers do not fit into the placement group that this runs in: give "
-            "it more bundles "
-            "with tune.with_resources(trainable, DistributedSGD.resources(...))"
+            "it more bundles with tune.with_resources(trainable, DistributedSGD.resources(...))"
         )
     selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
     chosen = {"bundle_label_selector": [selector] * workers} if without else {}

@@ -57,8 +57,7 @@ def sent(fn: Callable[..., Any], result: Any) -> ray.ObjectRef[tuple[Any]]:
         why = describe_error(error.__cause__ or error)["error"]
         raise ConfigurationError(
             f"cannot send what came of it when asked to run the function {name_of(fn)}: {why}; "
-            "return what can be "
-            "pickled: numbers, text, tensors, arrays, and containers of these"
+            "return what can be pickled: numbers, text, tensors, arrays, and containers of these"
         ) from error
 
 
