@@ -1,1 +1,1 @@
-"""The messages of the protocol: their kinds, their fields, and who may send which."""
+"""The messages of the protocol: their kinds, their fields, and which role may send which."""

@@ -9,18 +9,24 @@ from steepest.messages.fields import TEXT
 from steepest.messages.message import Kind
 from steepest.messages.schema import Body, Generation, Header, Payload, Sequence, body
 
-#: Number of the call of a user's function in which members are, in their generation.
+#: Number of a call of a user's function in which members take part; 0 during a step.
 Call = Annotated[int, Header("version")]
 
 
 @body(Kind.DATA)
 @dataclass(frozen=True)
 class Data(Body):
-    """What an operation sends; from a member to another.
+    """The bytes of one message of a collective operation.
+
+    A member sends it to another member, during a call of a user's function or during a step.
 
     Attributes:
-        sequence: the sender's count of what it sent this member in this call.
-        lent: 0 if the payload may stay in the memory of the sender, -1 if it is to be copied.
+        generation: the membership during a step; 0 during a call.
+        sequence: the sender's count of its messages to this member in this call or generation, from
+            0.
+        call: number of the call of a user's function; 0 during a step.
+        lent: 0 if the receiver may read the payload in the sender's memory, -1 if it must copy it.
+        payload: the bytes of the tensor.
     """
 
     generation: Generation
@@ -33,15 +39,23 @@ class Data(Body):
 @body(Kind.CONNECTED)
 @dataclass(frozen=True)
 class Connected(Body):
-    """A channel is open; from the member that has opened it."""
+    """A channel between two members is open.
+
+    The member that has opened it sends it to the other one, which then sends the messages that it
+    has kept for the first.
+    """
 
 
 @body(Kind.ABORT)
 @dataclass(frozen=True)
 class Abort(Body):
-    """Nothing more will come in this call; from a member to all others.
+    """The sender takes no further part in a call or generation.
+
+    A member sends it to all others when it gives an operation up or its user's function raised;
+    their operations in progress end with a `PeerLostError`.
 
     Attributes:
+        generation, call: as in `Data`.
         reason: in words.
     """
 

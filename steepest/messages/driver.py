@@ -1,4 +1,4 @@
-"""The messages between the driver's client and the coordinator: steps, what came of them, counters and the log."""
+"""The messages between the driver's client and the coordinator: steps, counters, the log."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ from steepest.messages.schema import Body, Generation, Header, Sequence, Version
 @body(Kind.ASK)
 @dataclass(frozen=True)
 class Ask(Body):
-    """Have that many more steps taken; from the client to the coordinator. Each is answered by a result or a failure.
+    """A request for more steps; each step is answered by a RESULT, or all of them by one FAILURE.
+
+    The driver's client sends it to the coordinator when a user calls `step` or `fit`.
 
     Attributes:
+        sequence: the client's count of its requests.
+        steps: number of steps beyond those that were asked for before.
         stats: whether results are to have loss, metrics and timings.
     """
 
@@ -42,16 +46,24 @@ class Ask(Body):
 @body(Kind.RESULT)
 @dataclass(frozen=True)
 class Result(Body):
-    """A step is committed; from the coordinator to the client.
+    """A step is committed.
+
+    The coordinator sends it to the client with the COMMIT of the step's last update.
 
     Attributes:
-        version: that its last update made.
-        step: number of the step, from 1.
-        samples, bytes_pushed, bytes_pulled: sums over its pushes.
+        generation: of the coordinator.
+        version: that the step's last update made.
+        step: number of steps committed by now, this one included.
+        samples: number of samples in the step's pushes.
+        bytes_pushed, bytes_pulled: bytes of gradients and of weights, summed over its pushes, see
+            `Report`.
         staleness: of each push, in versions.
-        loss, metrics, timings: means by weight, and by push; None and empty where they are not
-            wanted.
-        gradient_norm: mean over its updates; None where it is not known.
+        loss: mean over the samples, by weight; None, with metrics and timings, where the client
+            asked for no statistics.
+        metrics: means over the samples, by name.
+        timings: seconds by part of a step, means over pushes.
+        gradient_norm: 2-norm of the mean gradient before clipping, mean over the step's updates;
+            None where it is not known.
     """
 
     generation: Generation
@@ -70,15 +82,23 @@ class Result(Body):
 @body(Kind.FAILURE)
 @dataclass(frozen=True)
 class Failure(Body):
-    """The open step is given up, with all that was granted; from the coordinator to the client.
+    """The open step is given up, and the steps asked for after it with it.
+
+    The coordinator sends it to the client; a new generation begins with it.
 
     Attributes:
-        step: steps that are committed.
-        reason: "raised" (a worker's model: worker, error, traceback, kind), "schedule" (error,
-            traceback, kind), "nonfinite" (culprits), "lost" (peer, why) or "deadline" (awaited,
-            seconds).
+        generation, version: of the coordinator from now on.
+        step: number of steps committed by now.
+        reason: "raised" (a worker's model or data; with worker, error, traceback, kind), "schedule"
+            (the schedule raised; with error, traceback, kind), "nonfinite" (with culprits), "lost"
+            (a process died; with peer, why) or "deadline" (with awaited, seconds).
+        culprits: (worker, parameter's name) for each NaN or infinity, see `VersionStaged`.
+        worker: index of the worker whose model or data raised.
+        peer: the process that died.
+        why: the cause of its death, in words.
+        error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
         awaited: names of the processes that have not done their part.
-        seconds: that the step was waited for.
+        seconds: for which the step was waited for.
     """
 
     generation: Generation
@@ -99,7 +119,13 @@ class Failure(Body):
 @body(Kind.REVOKE)
 @dataclass(frozen=True)
 class Revoke(Body):
-    """Take back what is granted and not committed; from the client to the coordinator."""
+    """A request to take back all steps that were asked for and are not committed.
+
+    The client sends it to the coordinator when `fit` ends early, as by an exception.
+
+    Attributes:
+        sequence: the client's count of its requests.
+    """
 
     sequence: Sequence
 
@@ -107,7 +133,15 @@ class Revoke(Body):
 @body(Kind.REVOKED)
 @dataclass(frozen=True)
 class Revoked(Body):
-    """It is taken back, and workers are idle in a new generation; from the coordinator to the client."""
+    """The steps are taken back, and workers are idle in a new generation.
+
+    The coordinator sends it to the client, in answer to a REVOKE.
+
+    Attributes:
+        generation: that has begun.
+        sequence: of the request.
+        version: number of updates committed.
+    """
 
     generation: Generation
     sequence: Sequence
@@ -117,7 +151,13 @@ class Revoked(Body):
 @body(Kind.STOP)
 @dataclass(frozen=True)
 class Stop(Body):
-    """Grant nothing more, and finish the steps that are begun; from the client to the coordinator."""
+    """A request to finish the steps that are begun, and to take back the others.
+
+    The client sends it to the coordinator when the driver wants workers idle between two steps.
+
+    Attributes:
+        sequence: the client's count of its requests.
+    """
 
     sequence: Sequence
 
@@ -125,9 +165,13 @@ class Stop(Body):
 @body(Kind.STOPPED)
 @dataclass(frozen=True)
 class Stopped(Body):
-    """How far workers will come; from the coordinator to the client.
+    """The version at which workers become idle.
+
+    The coordinator sends it to the client, in answer to a STOP.
 
     Attributes:
+        generation: of the coordinator.
+        sequence: of the request.
         limit: the last version that will be committed.
     """
 
@@ -139,11 +183,14 @@ class Stopped(Body):
 @body(Kind.GIVE_UP)
 @dataclass(frozen=True)
 class GiveUp(Body):
-    """A worker is silent or cut off, although its channel is open; from the client to the coordinator.
+    """A worker is to be treated as dead although its channel is open.
+
+    The client sends it to the coordinator when the driver finds a worker silent or cut off.
 
     Attributes:
-        life: its incarnation.
-        why: in words.
+        worker: index of the worker.
+        life: incarnation that is silent; the message does nothing if another one has joined.
+        why: the cause, in words.
     """
 
     worker: Annotated[int, WORKER]
@@ -154,7 +201,17 @@ class GiveUp(Body):
 @body(Kind.WORKER_LOST)
 @dataclass(frozen=True)
 class WorkerLost(Body):
-    """A life of a worker is over, and another one may join in its place; from the coordinator to the client."""
+    """One life of a worker is over; its successor may join.
+
+    The coordinator sends it to the client when a worker's channel closes or the client gives it up,
+    in a job that waits for successors.
+
+    Attributes:
+        generation, version: of the coordinator from now on.
+        worker: index of the worker.
+        life: incarnation that is over.
+        why: the cause, in words.
+    """
 
     generation: Generation
     version: Version
@@ -166,7 +223,13 @@ class WorkerLost(Body):
 @body(Kind.READ_COUNTERS)
 @dataclass(frozen=True)
 class ReadCounters(Body):
-    """Tell the counters; from the client to the coordinator."""
+    """A request for the counters.
+
+    A client sends it to the coordinator.
+
+    Attributes:
+        sequence: the client's count of its requests.
+    """
 
     sequence: Sequence
 
@@ -174,17 +237,23 @@ class ReadCounters(Body):
 @body(Kind.COUNTERS)
 @dataclass(frozen=True)
 class Counters(Body):
-    """What was done so far; from the coordinator to the client.
+    """The counters of the job so far.
+
+    The coordinator sends it to the client, in answer to a READ_COUNTERS.
 
     Attributes:
-        step: whole steps.
-        committed, skipped, dropped: updates, those of them that changed nothing, and pushes that
-            became none.
-        staleness: (staleness, pushes of it).
-        following: the lowest share of the samples that was never given out.
-        returned: shares below that came back.
-        paces: (worker, seconds that it computes for a push).
-        slow: (worker, the step since which it is a straggler).
+        generation: of the coordinator.
+        sequence: of the request.
+        version: number of updates committed, those before a restore included.
+        step: number of whole steps committed.
+        committed: number of updates committed since the job began.
+        skipped: number of these that changed nothing, because of NaN or infinity.
+        dropped: number of pushes that were dropped instead of committed.
+        staleness: (staleness in versions, number of pushes that had it).
+        following: the lowest share of the samples that was never leased.
+        returned: shares below that one that came back uncommitted.
+        paces: (worker, seconds of computing for one push, a running mean).
+        slow: (worker, number of steps committed before it became a straggler).
     """
 
     generation: Generation
@@ -204,7 +273,14 @@ class Counters(Body):
 @body(Kind.READ_LOG)
 @dataclass(frozen=True)
 class ReadLog(Body):
-    """Tell entries of the log, from `first` on; from the client to the coordinator."""
+    """A request for a page of the log.
+
+    The client sends it to the coordinator.
+
+    Attributes:
+        sequence: the client's count of its requests.
+        first: index of the first entry that is wanted.
+    """
 
     sequence: Sequence
     first: Annotated[int, COUNT]
@@ -213,11 +289,15 @@ class ReadLog(Body):
 @body(Kind.LOG_PAGE)
 @dataclass(frozen=True)
 class LogPage(Body):
-    """Some entries of the log; from the coordinator to the client.
+    """Consecutive entries of the log.
+
+    The coordinator sends it to the client, in answer to a READ_LOG.
 
     Attributes:
-        log: as many as fit, at least one if there is one; None if no log is kept.
-        length: of the whole log.
+        sequence: of the request.
+        log: as many entries as fit into a page, at least one if there is one; None if no log is
+            kept.
+        length: number of entries in the whole log.
     """
 
     sequence: Sequence

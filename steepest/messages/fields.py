@@ -1,4 +1,4 @@
-"""What a field of a message may hold: small predicates, put together into one schema for each kind."""
+"""The values that a field of a message may hold: predicates, one schema of them for each kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steepest.messages.message import WHOLE, Peer, PushId
 
 #: The greatest number in any field. Sums of a few of them fit into 64 bits.
 MOST = 1 << 62
-#: The greatest weight of a gradient. The square of its inverse is a number, too.
+#: The greatest weight of a gradient. The square of its inverse is still a float above 0.
 HEAVIEST = 1e100
 #: Characters of a text: a traceback is cut to 20,000.
 _TEXT = 1 << 16
@@ -23,7 +23,7 @@ _INTEGERS = {int}
 
 
 class Limits(NamedTuple):
-    """How many workers, servers and chunks there are; by default as many as a header can number."""
+    """The numbers of workers, servers and chunks of a job; by default the most of a header."""
 
     workers: int = 1 << 31
     servers: int = 1 << 31
@@ -32,14 +32,15 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field.
+    """The values that one field of a message may hold.
 
     Attributes:
-        allowed: what it may hold, in words.
-        fits: whether it may hold a value, in a job of these limits. Never raises, whatever JSON
-            made.
-        needed: whether it must be there.
-        read: makes of what JSON made of it what it was; None for the same.
+        allowed: these values, in words, for errors.
+        fits: whether the field may hold a value, in a job of these limits; never raises, whatever
+            value JSON gave.
+        needed: whether a message must have the field.
+        read: converts what JSON gave to the type that the sender's field had; None where it is the
+            same.
     """
 
     allowed: str
@@ -50,16 +51,16 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What a message of one kind, from one role to another, holds.
+    """The fields of a message of one kind from one role to another.
 
     Attributes:
-        meta: the fields of `Message.meta` that any role looks at; others may be there, and are
-            ignored.
-        weighs: whether its weight and total say what its payload weighs.
-        header: limits of what is in the header, by its attribute, beside those of the version and
+        meta: the fields of `Message.meta` that any role reads, by name; a message may have others,
+            which are ignored.
+        header: limits of fields in the header, by its attribute, beside those of the version and
             the chunk.
-        names: what the header's attributes are called in this kind.
-        about_chunk: whether it is about one chunk, and not about all or none.
+        names: the kind's own names for the header's attributes, for errors.
+        about_chunk: whether the message is about one chunk, rather than about all or none.
+        weighs: whether its weight and total say what its payload weighs.
     """
 
     meta: Mapping[str, Field] = field(default_factory=dict)
@@ -70,17 +71,17 @@ class Schema:
 
     @property
     def lowest_chunk(self) -> int:
-        """The lowest chunk index that it may have."""
+        """The lowest chunk index that the message may have."""
         return 0 if self.about_chunk else WHOLE
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The fields of `meta` that must be there."""
+        """The names of the fields of `meta` that the message must have."""
         return tuple(name for name, field in self.meta.items() if field.needed)
 
 
 def needed(field: Field) -> Field:
-    """The same field, which must be there."""
+    """Return the same field, as one that a message must have."""
     return replace(field, needed=True)
 
 
@@ -97,7 +98,10 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """A hyperparameter: a number, a switch, a word, nothing; or a few of them, such as betas."""
+    """Return whether a value can be a hyperparameter.
+
+    That is a number, a bool, a text or None; or a list of numbers and bools, such as betas.
+    """
     single = value is None or isinstance(value, bool) or _is_number(value) or _is_text(value)
     return single or (
         _is_list(value) and all(_is_number(part) or isinstance(part, bool) for part in value)
@@ -125,7 +129,7 @@ ANYTHING = Field("anything", lambda value, limits: True)
 
 
 def one_of(*words: str) -> Field:
-    """One of these words."""
+    """Return a field that holds one of these words."""
     return Field(
         " or ".join(map(repr, words)),
         lambda value, limits: isinstance(value, str) and value in words,
@@ -133,7 +137,7 @@ def one_of(*words: str) -> Field:
 
 
 def many(each: Field) -> Field:
-    """A list of any length."""
+    """Return a field that holds a list of any length, each element of which fits `each`."""
     fits = each.fits
     return Field(
         f"a list, of each {each.allowed}",
@@ -142,7 +146,10 @@ def many(each: Field) -> Field:
 
 
 def rows(width: int) -> Field:
-    """A list of any length of lists of this length: the index of a worker, and integers. Of these COMMIT has many."""
+    """Return a field that holds a list of rows of `width` integers, the first a worker's index.
+
+    It checks a whole list at once, because a COMMIT has many rows.
+    """
     lengths = {width}
 
     def fits(value: Any, limits: Limits) -> bool:
@@ -170,7 +177,7 @@ def rows(width: int) -> Field:
 
 
 def some(each: Field) -> Field:
-    """A list of one or more."""
+    """Return a field that holds a list of one or more elements, each of which fits `each`."""
     other = many(each)
     return Field(
         f"{other.allowed}, not empty",
@@ -179,7 +186,7 @@ def some(each: Field) -> Field:
 
 
 def row(*parts: Field) -> Field:
-    """A list of just these."""
+    """Return a field that holds a list of as many elements as `parts`, each fit for its part."""
     checks = tuple(part.fits for part in parts)
 
     def fits(value: Any, limits: Limits) -> bool:
@@ -191,7 +198,7 @@ def row(*parts: Field) -> Field:
 
 
 def numbers_by_name() -> Field:
-    """An object of numbers."""
+    """Return a field that holds an object whose values are numbers."""
     return Field(
         "an object of numbers",
         lambda value, limits: (
@@ -202,7 +209,7 @@ def numbers_by_name() -> Field:
 
 
 def plain_by_name() -> Field:
-    """An object of hyperparameters."""
+    """Return a field that holds an object whose values are hyperparameters."""
     return Field(
         "an object of plain values",
         lambda value, limits: (
@@ -212,7 +219,7 @@ def plain_by_name() -> Field:
 
 
 def nothing_or(other: Field) -> Field:
-    """Null, or this."""
+    """Return a field that holds null, or what another field holds."""
     return Field(
         f"null, or {other.allowed}",
         lambda value, limits: value is None or other.fits(value, limits),
@@ -220,7 +227,7 @@ def nothing_or(other: Field) -> Field:
 
 
 def whole(fields: Mapping[str, Field]) -> Field:
-    """An object with such fields, and maybe others."""
+    """Return a field that holds an object with these fields; the object may have others, too."""
     required = [name for name, part in fields.items() if part.needed]
 
     def fits(value: Any, limits: Limits) -> bool:
@@ -240,10 +247,13 @@ def unfit(
     values: Mapping[str, Any],
     limits: Limits,
 ) -> str | None:
-    """Return what is wrong with the first field that is missing, or may not hold what it holds; None if nothing is.
+    """Return what is wrong with the first field that is missing or holds a wrong value, else None.
 
     Args:
-        required: names of the fields that are needed.
+        fields: the allowed values, by name.
+        required: names of the fields that must be there.
+        values: of the message, by name; names that `fields` lacks are ignored.
+        limits: of the job.
     """
     for name in required:
         if name not in values:
@@ -259,17 +269,17 @@ def _pushes(value: Iterable[Iterable[int]]) -> tuple[PushId, ...]:
     return tuple(starmap(PushId, value))
 
 
-#: Which pushes.
+#: Pushes: (worker, incarnation, sequence number) of each.
 PUSHES = replace(rows(3), read=_pushes)
-#: Readers of weights: (worker, sequence number of what it asked with, or 0).
+#: Readers of weights: (worker, sequence number of the push that it awaits them for, or 0).
 READERS = rows(2)
 PEER = replace(
     row(one_of("coordinator", "server", "worker", "client", "aggregator", "member"), COUNT),
     read=lambda value: Peer(*value),
 )
-#: What clients have put: (role, index, request).
+#: Clients that have put a state: (role, index, request number) of each.
 PUTS = many(row(one_of("client"), COUNT, COUNT))
-#: NaN or infinity: (worker, or -1 for the sum over all; parameter).
+#: NaN or infinity: (worker, or -1 for the sum over all; name of the parameter).
 CULPRITS = many(
     row(Field("an integer from -1", lambda v, limits: type(v) is int and -1 <= v < MOST), TEXT)
 )
@@ -279,5 +289,5 @@ _HISTORY = {
     "dropped": needed(COUNT),
     "staleness": needed(many(row(COUNT, COUNT))),
 }
-#: What another coordinator needs to go on from there; what is missing begins anew.
+#: The state from which another coordinator continues; parts that are missing begin anew.
 STATE = whole({"ledger": some(COUNT), "history": whole(_HISTORY), "schedule": RECORD})

@@ -1,4 +1,4 @@
-"""The messages of a step: gradients to servers, what is staged to the coordinator, commits, weights to workers."""
+"""The messages of a step: pushes of gradients, reports, what is staged, commits, weights."""
 
 from __future__ import annotations
 
@@ -37,21 +37,34 @@ from steepest.messages.schema import (
 
 #: The version whose weights a gradient was computed from.
 Pulled = Annotated[int, Header("version")]
-#: Sample weight of one unit of a payload: a chunk of a gradient is the payload times this.
+#: Sample weight of one unit of a payload: the weighted gradient is the payload times this.
 Unit = Annotated[float, Header("weight", weighs=True)]
 #: Summed weight of the samples behind a gradient.
 Total = Annotated[float, Header("total", weighs=True)]
-#: Positions, in the layout, of the parameters of a chunk for which there is no gradient.
+#: Indices, in the layout's entries, of the parameters of a chunk that have no gradient.
 Absent = Annotated[Row[int], many(COUNT)]
 
 
 @body(Kind.PUSH)
 @dataclass(frozen=True)
 class Push(Body):
-    """One chunk of a gradient; from a worker to a server, or to the aggregator of its host, as the chunk is complete.
+    """One chunk of a gradient.
 
-    A parameter server's user pushes an update of its arrays, as generation 0, incarnation 0 and in
-    units of 1. Without a payload the chunk has no gradient, and counts as zero.
+    A worker sends it during its backward pass, as soon as the chunk is complete, to each server
+    that holds the chunk; or, where its host has an aggregator and the server is on another host, to
+    the aggregator. A user of a parameter server sends an update of its arrays in this form, as
+    generation 0, incarnation 0, and in units of 1.
+
+    Attributes:
+        generation, incarnation: of the worker as it computed the gradient.
+        sequence: the worker's count of its pushes; the same for all chunks of one gradient.
+        pulled: version of the weights from which the gradient was computed.
+        chunk: index of the chunk.
+        unit: sample weight that the payload is to be multiplied by.
+        total: summed weight of the samples behind the gradient.
+        absent: indices, in the layout's entries, of parameters of the chunk without a gradient.
+        payload: the chunk's bytes in its dtype, in half precision, or compressed; None where there
+            is no gradient, which counts as zero.
     """
 
     generation: Generation
@@ -68,7 +81,23 @@ class Push(Body):
 @body(Kind.HOST_PUSH)
 @dataclass(frozen=True)
 class HostPush(Body):
-    """One chunk of the sum of the gradients of a host's workers; from their aggregator to a server of another host."""
+    """One chunk of the sum of the gradients of a host's workers.
+
+    An aggregator sends it to the server of another host that owns the chunk, once each worker of
+    its host has pushed the chunk. If the sum holds NaN or infinity, the aggregator sends the
+    gradients one by one instead, each as a HOST_PUSH of one push.
+
+    Attributes:
+        generation: of the pushes.
+        pulled: version of the weights from which the gradients were computed.
+        chunk: index of the chunk.
+        unit: sample weight that the payload is to be multiplied by.
+        total: summed weight of the samples behind all of the gradients.
+        pushes: the pushes that are added up, in the order of their workers.
+        absent: indices, in the layout's entries, of parameters of the chunk without a gradient in
+            any of the pushes.
+        payload: as in `Push`.
+    """
 
     generation: Generation
     pulled: Pulled
@@ -83,13 +112,18 @@ class HostPush(Body):
 @body(Kind.VERSION_STAGED)
 @dataclass(frozen=True)
 class VersionStaged(Body):
-    """The gradients of all members for the next version are reduced; from a server to the coordinator.
+    """The gradients of all members for the next version are reduced on one server.
+
+    A server sends it to the coordinator when all its trainable chunks are reduced, under a rule
+    that commits all pushes of a version together.
 
     Attributes:
-        version: from which they were computed.
-        squares: sum of the squares of the mean, over the chunks that this server answers for; None
-            where gradients are not looked at.
-        culprits: (worker, parameter) of NaN and infinity.
+        generation: of the pushes.
+        version: of the weights from which the gradients were computed.
+        squares: sum of the squares of the mean gradient's elements, over the chunks whose first
+            holder this server is; None where gradients are not checked.
+        culprits: (worker, parameter's name) for each NaN or infinity found; worker -1 where only
+            the sum is not finite.
     """
 
     generation: Generation
@@ -101,7 +135,18 @@ class VersionStaged(Body):
 @body(Kind.PUSH_STAGED)
 @dataclass(frozen=True)
 class PushStaged(Body):
-    """Every chunk of one push is there; from a server to the coordinator. `squares` is of that push alone."""
+    """Every chunk of one push has arrived at one server.
+
+    A server sends it to the coordinator, under a rule that commits pushes one by one.
+
+    Attributes:
+        generation, incarnation, sequence: of the push.
+        pulled: version of the weights from which the gradient was computed.
+        worker: index of the worker that pushed.
+        squares: sum of the squares of this push's gradient, over the chunks whose first holder this
+            server is; None where gradients are not checked.
+        culprits: as in `VersionStaged`.
+    """
 
     generation: Generation
     incarnation: Incarnation
@@ -113,24 +158,28 @@ class PushStaged(Body):
 
     @property
     def push(self) -> PushId:
-        """Return which push it is."""
+        """The push that is staged."""
         return PushId(self.worker, self.incarnation, self.sequence)
 
 
 @body(Kind.REPORT)
 @dataclass(frozen=True)
 class Report(Body):
-    """Every chunk of a gradient has left; from a worker to the coordinator.
+    """Every chunk of a gradient has been sent, and what the step was like.
+
+    A worker sends it to the coordinator right after the last PUSH of the gradient.
 
     Attributes:
-        total: weight of its samples.
-        samples: how many they are.
-        bytes_pushed: of this gradient, to other processes.
-        bytes_pulled: of weights that came from other processes since the last report.
-        loss: mean over the samples; None, as metrics and timings are empty, where no statistics are
-            wanted.
-        metrics: means by name.
-        timings: seconds by part of the step.
+        generation, incarnation, sequence: of the push.
+        pulled: version of the weights from which the gradient was computed.
+        total: summed weight of its samples.
+        samples: number of its samples.
+        bytes_pushed: bytes of this gradient that were sent to other processes.
+        bytes_pulled: bytes of weights received from other processes since the last report.
+        loss: mean over the samples, by weight; None, with metrics and timings empty, where the
+            driver asked for no statistics.
+        metrics: means over the samples, by name.
+        timings: seconds, by part of the step: "data", "compute", "wait".
     """
 
     generation: Generation
@@ -148,14 +197,17 @@ class Report(Body):
 
 @dataclass(frozen=True)
 class Decision(Body):
-    """What the coordinator tells all servers, in one order; where servers remember it, with what comes with it.
+    """A decision of the coordinator; base of the messages that all servers get in one order.
+
+    Servers that hold copies remember the decisions, so that a new coordinator can continue from
+    them.
 
     Attributes:
-        generation, version: at which the servers are once they have carried it out.
-        number: its number among the decisions, from 1; 0 where servers have no copies and remember
-            nothing.
-        state: what another coordinator needs to go on from here.
-        schedule: where the schedule of hyperparameters stands, in some of the decisions.
+        generation, version: of a server once it has carried the decision out.
+        number: the decision's number, from 1; 0 where servers hold no copies and remember nothing.
+        state: the coordinator's ledger and counters after the decision, for a new coordinator.
+        schedule: the state of the hyperparameters' schedule; in each MEMBERS and each hundredth
+            commit, None in others.
     """
 
     generation: Generation
@@ -168,17 +220,21 @@ class Decision(Body):
 @body(Kind.COMMIT)
 @dataclass(frozen=True)
 class Commit(Decision):
-    """Apply these pushes as the next version; from the coordinator to every server.
+    """The order to apply these pushes as the next version.
+
+    The coordinator sends it to every server when the pushes are staged on all servers and reported
+    by their workers. Servers apply it and send the new weights to the readers.
 
     Attributes:
-        rate: factor of the learning rate.
-        pushes: in the order in which they are added up.
-        readers: (worker, sequence) of the workers that are sent the weights, and what for.
-        hyper: hyperparameters by group, where they differ from the servers' own; None where none
-            does.
-        skip: whether nothing is applied, because of NaN or infinity.
-        clip: factor of the gradient.
-        entry: of the log, if one is kept and servers remember it.
+        rate: factor of the learning rate, for this update alone.
+        pushes: the pushes, in the order in which they are added up.
+        readers: (worker, sequence number) of each process that is sent the new weights; the number
+            is that of the push that it awaits them for, 0 for a training worker.
+        hyper: for each parameter group, the hyperparameters that differ from the optimizer's own;
+            None where none does.
+        skip: whether the version is made without applying anything, because of NaN or infinity.
+        clip: factor of the mean gradient, from clipping by its norm.
+        entry: the commit's entry in the log, if a log is kept and servers remember decisions.
     """
 
     rate: Annotated[float, Header("weight", FINITE)]
@@ -193,10 +249,14 @@ class Commit(Decision):
 @body(Kind.DISCARD)
 @dataclass(frozen=True)
 class Discard(Decision):
-    """These pushes will not be committed; from the coordinator to every server.
+    """The order to forget pushes that will not be committed.
+
+    The coordinator sends it to every server when a rule drops pushes, when a user's push holds NaN
+    or infinity, or when a process died before its push arrived at all servers.
 
     Attributes:
-        readers: (worker, sequence) of the workers that are sent the weights instead.
+        pushes: the pushes.
+        readers: (worker, 0) of each worker that is sent the present weights for its next push.
     """
 
     pushes: Annotated[tuple[PushId, ...], PUSHES]
@@ -206,7 +266,14 @@ class Discard(Decision):
 @body(Kind.REFRESH)
 @dataclass(frozen=True)
 class Refresh(Decision):
-    """Send the weights to workers that go on, and hold older ones; from the coordinator to every server."""
+    """The order to send the present weights to workers that hold older ones.
+
+    The coordinator sends it to every server when workers get a lease, or training ends, under a
+    rule that commits pushes one by one.
+
+    Attributes:
+        readers: (worker, 0) of each of these workers.
+    """
 
     readers: Annotated[Row[Row[int]], READERS]
 
@@ -214,7 +281,14 @@ class Refresh(Decision):
 @body(Kind.LOGGED)
 @dataclass(frozen=True)
 class Logged(Body):
-    """A commit is known in another process than the coordinator's; from a server there to the coordinator."""
+    """A commit is remembered in another process than the coordinator's, and outlives that one.
+
+    Server 1 sends it to the coordinator after it has applied the commit, where chunks have copies.
+
+    Attributes:
+        generation: of the server.
+        version: that the commit made.
+    """
 
     generation: Generation
     version: Version
@@ -223,11 +297,20 @@ class Logged(Body):
 @body(Kind.WEIGHTS)
 @dataclass(frozen=True)
 class Weights(Body):
-    """One chunk of the weights; from a server to its readers, or from an aggregator to the workers of its host.
+    """One chunk of the weights.
+
+    A server sends it to the readers of a commit or snapshot; in training also the aggregator of a
+    host to the workers of that host, as soon as the chunk has come.
 
     Attributes:
-        sequence: of the reader's request or push that it answers; 0 for workers.
-        reload: whether the chunks that are not trained come, too.
+        generation: of the server.
+        sequence: number of the reader's request, or of a user's push, that it answers; 0 for
+            training workers.
+        version: of these weights.
+        chunk: index of the chunk.
+        reload: whether all chunks are sent, those that are not trained too, as when a generation
+            begins.
+        payload: the chunk's bytes, in its dtype or in half precision.
     """
 
     generation: Generation
@@ -241,7 +324,15 @@ class Weights(Body):
 @body(Kind.WEIGHTS_SHARED)
 @dataclass(frozen=True)
 class WeightsShared(Body):
-    """The vector in which the weights of a host lie, as payload; from an aggregator to the workers of the host."""
+    """The memory in which the weights of a host lie.
+
+    An aggregator sends it to the workers of its host before the first weights of a generation. A
+    worker that can map the memory uses it as its own weights.
+
+    Attributes:
+        generation: of the aggregator's weights.
+        payload: the flat vector of all weights, in shared memory.
+    """
 
     generation: Generation
     payload: Payload = field(default=None, compare=False)

@@ -1,4 +1,4 @@
-"""The messages between the coordinator and those who train: who is a member, and who may take which step."""
+"""The messages by which the coordinator and workers agree on members, generations and steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from steepest.messages.schema import Body, Generation, Header, Incarnation, Vers
 @body(Kind.JOIN)
 @dataclass(frozen=True)
 class Join(Body):
-    """A worker is ready to be a member; to the coordinator, when its process has started."""
+    """A worker asks to become a member.
+
+    A worker sends it to the coordinator when its process has started and its channels are open.
+
+    Attributes:
+        incarnation: number of lives of this worker before this one.
+    """
 
     incarnation: Incarnation
 
@@ -23,13 +29,19 @@ class Join(Body):
 @body(Kind.MEMBERS)
 @dataclass(frozen=True)
 class Members(Decision):
-    """A generation begins; from the coordinator to every server and worker. Pushes of earlier ones are void.
+    """A generation begins; pushes of earlier generations are void.
+
+    The coordinator sends it to every server and every worker that has joined: when all have joined,
+    when a member is lost, when a step is given up or steps are taken back, and when a state is
+    installed. A worker that joins a generation later is sent it alone.
 
     Attributes:
-        workers: indices of the members.
+        workers: indices of the members, ascending.
         reload: whether servers send all weights to all members.
-        install: (role, index, request) of the clients whose states the servers install first.
-        again: whether gradients that were computed from the same weights before are still good.
+        install: (role, index, request number) of the clients whose states the servers install
+            before they send weights.
+        again: whether a worker that has computed a gradient from the same version and share pushes
+            that again, instead of computing it anew.
     """
 
     workers: Annotated[Row[int], many(WORKER)]
@@ -41,7 +53,14 @@ class Members(Decision):
 @body(Kind.WORKER_JOINED)
 @dataclass(frozen=True)
 class WorkerJoined(Decision):
-    """A worker joins the generation that there is; from the coordinator to every server, which sends it all weights."""
+    """A worker becomes a member of the generation that has begun already.
+
+    The coordinator sends it to every server, under a rule that commits pushes one by one; servers
+    send the worker all weights.
+
+    Attributes:
+        worker: index of the worker.
+    """
 
     worker: Annotated[int, WORKER]
 
@@ -49,11 +68,15 @@ class WorkerJoined(Decision):
 @body(Kind.WORKER_ENDED)
 @dataclass(frozen=True)
 class WorkerEnded(Decision):
-    """A life of a worker is over, and the others go on; from the coordinator to every server.
+    """One life of a worker is over, and the other members continue.
+
+    The coordinator sends it to every server, under a rule that commits pushes one by one, when the
+    worker's channel closes or the driver gives the worker up.
 
     Attributes:
-        life: its incarnation; what it and earlier ones push from now on is refused.
-        pushes: of it that are not complete everywhere, and void.
+        worker: index of the worker.
+        life: incarnation that is over; pushes of it, and of earlier ones, are refused from now on.
+        pushes: its pushes that have not arrived at all servers, which are void.
     """
 
     worker: Annotated[int, WORKER]
@@ -64,10 +87,13 @@ class WorkerEnded(Decision):
 @body(Kind.GRANT)
 @dataclass(frozen=True)
 class Grant(Body):
-    """Steps may be taken; from the coordinator to every worker, where every member contributes to every version.
+    """Steps may be taken up to a version.
+
+    The coordinator sends it to every member when the driver asks for steps and when a generation
+    continues, under a rule by which every member contributes to every version.
 
     Attributes:
-        limit: the version that the last of them makes.
+        limit: the version that the last of these steps makes.
         stats: whether reports are to have loss, metrics and timings.
     """
 
@@ -79,13 +105,16 @@ class Grant(Body):
 @body(Kind.LEASE)
 @dataclass(frozen=True)
 class Lease(Body):
-    """A share of the samples is a worker's to compute; from the coordinator, where workers take what is next.
+    """A share of the samples is leased to a worker, which computes one push from it.
+
+    The coordinator sends it to an idle worker, under a rule that commits pushes one by one.
 
     Attributes:
-        version: of the weights that it needs at least.
-        share: number of the share.
+        version: of the weights from which the worker computes; it waits for them if it holds older
+            ones.
+        share: number of the share, counted over all epochs.
         stats: as in `Grant`.
-        committed: sequence number of the last of its pushes that was committed; 0 for none.
+        committed: sequence number of the last push of the worker that was committed; 0 for none.
     """
 
     generation: Generation
@@ -98,10 +127,14 @@ class Lease(Body):
 @body(Kind.FAILED)
 @dataclass(frozen=True)
 class Failed(Body):
-    """Computing a gradient raised; from a worker to the coordinator.
+    """Computing a gradient raised an exception.
+
+    A worker sends it to the coordinator when the model or its data raised.
 
     Attributes:
-        error, traceback, kind: see `steepest.errors.describe_error`.
+        generation, incarnation: of the worker.
+        version: of the weights from which the gradient was being computed.
+        error, traceback, kind: of the exception, see `steepest.errors.describe_error`.
     """
 
     generation: Generation

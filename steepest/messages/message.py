@@ -1,4 +1,4 @@
-"""What travels between processes: peers, message kinds and one message type."""
+"""Peers, message kinds, and the one type of message that travels between processes."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ class Peer(NamedTuple):
     """A role and its index, such as ``Peer("worker", 2)``; the name used in every error."""
 
     role: str
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which has no use here
 
     def __str__(self) -> str:
         return self.role if self.role == "coordinator" else f"{self.role} {self.index}"
 
 
 COORDINATOR = Peer("coordinator", 0)
-WHOLE = -1  # the chunk index of what is about no chunk, or about all of the weights
+WHOLE = -1  # the chunk index of a message about no chunk, or about all of them
 
 
 def worker_peer(index: int) -> Peer:
-    """The peer of worker `index`."""
+    """Return the peer of worker `index`."""
     return Peer("worker", index)
 
 
 def server_peer(index: int) -> Peer:
-    """The peer of server `index`."""
+    """Return the peer of server `index`."""
     return Peer("server", index)
 
 
 def aggregator_peer(index: int) -> Peer:
-    """The peer of the aggregator beside server `index`."""
+    """Return the peer of the aggregator beside server `index`."""
     return Peer("aggregator", index)
 
 
 def member_peer(rank: int) -> Peer:
-    """The peer of a member of a collective."""
+    """Return the peer of the member of a collective with this rank."""
     return Peer("member", rank)
 
 
 class PushId(NamedTuple):
-    """What tells a push from every other: it is applied at most once, however often it is sent.
+    """The identity of a push, by which it is applied at most once, however often it is sent.
 
     Attributes:
-        worker: that computed it, or the index of a parameter server's user.
-        incarnation: which life of the worker.
+        worker: index of the worker that computed it, or of a parameter server's user.
+        incarnation: number of lives of the worker before the one that computed it.
         sequence: the worker's own count of its pushes.
     """
 
@@ -57,7 +57,10 @@ class PushId(NamedTuple):
 
 
 class Kind(enum.IntEnum):
-    """Message kinds; the body of each, in the module that is named, says what it means and who sends it when."""
+    """The kinds of messages.
+
+    The dataclass of each kind, in the module that is named, says who sends it to whom, and when.
+    """
 
     # steepest.messages.gradients
     PUSH = 1
@@ -121,9 +124,9 @@ class Kind(enum.IntEnum):
 class Message:
     """A message as it travels: a header of fixed places, a little JSON, and at most one payload.
 
-    What a message of a kind says is a body (`steepest.messages.schema`), whose `pack` makes the
-    message and whose `unpack` reads it; the body's fields say what the places of the header and the
-    JSON mean in that kind.
+    Each kind has a dataclass, its body (`steepest.messages.schema`), whose `pack` makes the message
+    and whose `unpack` reads it; the body's fields say what the places of the header and the JSON
+    mean in that kind.
 
     Attributes:
         kind: says which body it has.
@@ -132,10 +135,10 @@ class Message:
         meta: the other fields of the body, JSON-able, or None.
         payload: contiguous one-dimensional uint8 memory, or None: a CPU tensor, or, in a process
             that does without torch, a NumPy array. The receiver has what its role's `destination`
-            returned. Whoever sends it leaves it unchanged until the receiver is known to be done
-            with it.
-        source, target: filled in by the router.
-        admitted: whether the router has checked it, see `Admission`; nothing that travels.
+            returned. The sender leaves it unchanged until the receiver is known to be done with it.
+        source, target: the sending and the receiving role; set by the router.
+        admitted: whether the receiving router has checked the message, see `Admission`; does not
+            travel.
     """
 
     kind: Kind
@@ -153,9 +156,9 @@ class Message:
     admitted: bool = False
 
     def values(self) -> dict[str, Any]:
-        """`meta`, or an empty dict."""
+        """Return `meta`, or an empty dict where it is None."""
         return self.meta if self.meta is not None else {}
 
 
-#: How a role sends: to whom, what. Never blocks.
+#: How a role sends a message to a peer. Never blocks.
 Send = Callable[[Peer, Message], None]

@@ -1,4 +1,4 @@
-"""Who may say what to whom, and what such a message holds: looked up before any role sees it."""
+"""The messages that each role may send to each other role, checked before a role is given them."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ from steepest.messages.snapshots import (
 )
 from steepest.messages.users import PushCommitted, Pushed, PushRefused, UserLeft
 
-#: Roles of which a successor may connect while the channel of the one before it is still open.
+#: Roles of which a successor may connect while its predecessor's channel is still open.
 SUCCEEDED = ("worker", "member", "client")
 #: A kind, the sender's role, the receiver's role.
 Line = tuple[Kind, str, str]
-#: Who says what: bodies of messages by the sender's and the receiver's role.
+#: Bodies of the messages that may be sent, by the sender's and the receiver's role.
 Sayings = Mapping[tuple[str, str], Sequence[type[Body]]]
 
-#: What a training job and a parameter server by itself have in common.
+#: The messages that a training job and a parameter server by itself have in common.
 _COMMON: Sayings = {
     ("coordinator", "server"): (Commit, Discard, Members, Snapshot),
     ("server", "worker"): (Weights,),
@@ -120,27 +120,28 @@ def _lines(*sayings: Sayings) -> dict[Line, Schema]:
     }
 
 
-#: Of a job that trains.
+#: The messages of a job that trains.
 TRAINING: Mapping[Line, Schema] = MappingProxyType(_lines(_COMMON, _TRAINING))
 #: A user has one life, in no generation, and pushes a chunk once or not at all.
 _USERS_PUSH = limited(
     Push.SCHEMA,
     {"generation": ZERO, "incarnation": ZERO, "weight": ZERO_OR_ONE, "total": ZERO_OR_ONE},
 )
-#: Of a parameter server by itself: its users are workers, who know nothing of each other, and
-#: clients.
+#: The messages of a parameter server by itself. Its users have the role of workers, and know
+#: nothing of each other, or of clients.
 OPEN: Mapping[Line, Schema] = MappingProxyType(
     {**_lines(_COMMON, _OPEN), (Kind.PUSH, "worker", "server"): _USERS_PUSH}
 )
 
 
 class Admission:
-    """What a process takes from others.
+    """The check of messages that come from other processes.
 
     Args:
-        table: who may say what to whom, and the fields of that.
-        limits: how many workers, servers and chunks there are.
-        succeeded: as `SUCCEEDED`, or fewer.
+        table: the schema of each kind that a role may send to a role.
+        limits: the number of workers, servers and chunks of the job.
+        succeeded: roles whose successor may connect while the old channel is open: `SUCCEEDED`, or
+            fewer.
     """
 
     def __init__(
@@ -164,17 +165,26 @@ class Admission:
         }
 
     def exists(self, peer: Peer) -> bool:
-        """Whether there can be such a coordinator, server or aggregator; anybody may be anything else."""
+        """Return whether this job can have a peer.
+
+        The index of a coordinator is 0, those of servers and aggregators are within the limits,
+        others are any.
+        """
         if peer.role in ("server", "aggregator"):
             return 0 <= peer.index < self._limits.servers
         return peer.role != "coordinator" or peer == COORDINATOR
 
     def check(self, message: Message) -> None:
-        """Looks at a message before anybody acts on it; costs a microsecond where there is no `meta`.
+        """Check that a message's sender may send it, and that each field may hold its value.
+
+        It takes a microsecond for a message without `meta`.
+
+        Args:
+            message: with source and target.
 
         Raises:
-            ProtocolError: its sender may not say such a thing to its receiver; or a field holds
-                what it may not, and which.
+            ProtocolError: the sender's role may not send this kind to the receiver's; or a field is
+                missing or holds a wrong value, which the error names.
         """
         source, target, limits = message.source, message.target, self._limits
         assert source is not None
@@ -189,7 +199,8 @@ class Admission:
         if not lowest <= message.chunk < limits.chunks:
             wrong = f"chunk={message.chunk}: give an index from {lowest} to {limits.chunks - 1}"
         elif not 0 <= message.version < MOST:
-            wrong = f"{schema.names.get('version', 'version')}={message.version}: give an integer from 0 to 2**62"
+            name = schema.names.get("version", "version")
+            wrong = f"{name}={message.version}: give an integer from 0 to 2**62"
         elif weighs and not (
             0.0 <= message.weight <= HEAVIEST and 0.0 <= message.total <= HEAVIEST
         ):
@@ -211,7 +222,11 @@ def _unfit_header(message: Message, schema: Schema, limits: Limits) -> str | Non
 
 
 def _unfit_weight(message: Message, schema: Schema) -> str | None:
-    """What is not finite is no fault of the message: it makes a gradient that is not finite, and is told of as that."""
+    """Return what is wrong with a message's weight or total, else None.
+
+    NaN and infinity are allowed: they make a gradient that is not finite, which servers report as
+    such.
+    """
     for slot, value in (("weight", message.weight), ("total", message.total)):
         if value < 0 or HEAVIEST < value < math.inf:
             return f"{schema.names.get(slot, slot)}={value}: give a number from 0 to {HEAVIEST:g}"

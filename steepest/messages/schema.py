@@ -1,9 +1,9 @@
-"""One frozen dataclass for each kind of message: its fields, their limits, and how they lie in a message.
+"""One frozen dataclass for each kind of message: its fields, their limits, their places.
 
-A field is annotated with what it may hold. Fields that a header has a place for name that place
-(`Header`); the others travel as JSON under their own names, and are left out while they hold their
-default. So a dataclass is all that has to be written: how it becomes a message, how it is read from
-one, and what is refused follow from it.
+Each field is annotated with the values that it may hold. Fields that the header has a place for
+name that place (`Header`); the others travel as JSON under their own names, and are left out while
+they hold their default. From the dataclass follow how it becomes a message, how it is read from
+one, and which messages are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from steepest.messages.fields import Field, Schema, needed
 from steepest.messages.message import Kind, Message
 
 B = TypeVar("B", bound="Body")
-_SLOTS = {  # of a header, with what they hold where a kind has no such field
+_SLOTS = {  # places of a header, with the value that they have where a kind has no such field
     "generation": 0,
     "incarnation": 0,
     "sequence": 0,
@@ -41,9 +41,9 @@ class Header(NamedTuple):
 
     Attributes:
         slot: an attribute of `Message`.
-        limit: what the field may hold; None for whatever the header can, within what is always
-            checked: versions are from 0 to 2**62, chunks exist, weights of gradients are from 0 to
-            1e100.
+        limit: the values that the field may hold; None for all that the header can hold, within
+            what is always checked: versions are from 0 to 2**62, chunks exist, weights of gradients
+            are from 0 to 1e100.
         weighs: whether it is a weight of a gradient.
     """
 
@@ -54,39 +54,39 @@ class Header(NamedTuple):
 
 #: The payload: bytes that follow the JSON, a one-dimensional uint8 tensor, or None.
 Payload = Annotated[Any, Header("payload")]
-#: The membership that a message belongs to; void in later ones.
+#: The membership that a message belongs to, counted from 1; a message of an older one is void.
 Generation = Annotated[int, Header("generation")]
-#: Which life of the sending worker.
+#: The number of lives of the sending worker before the present one.
 Incarnation = Annotated[int, Header("incarnation")]
-#: The sender's own count: of a worker's pushes, or of a client's requests.
+#: A worker's own count of its pushes, or a client's of its requests.
 Sequence = Annotated[int, Header("sequence")]
-#: Updates of the weights that were committed.
+#: The number of updates of the weights that were committed.
 Version = Annotated[int, Header("version")]
-#: A chunk of the flat vector.
+#: The index of a chunk of the flat vector.
 Chunk = Annotated[int, Header("chunk")]
 
 
 class Body:
-    """What a message of one kind says; a subclass for each kind is made by `body`.
+    """The content of a message of one kind; `body` makes a subclass for each kind.
 
     Attributes:
         KIND: of the message.
-        SCHEMA: what its fields may hold, see `steepest.messages.permissions`.
+        SCHEMA: the values that its fields may hold, see `steepest.messages.permissions`.
     """
 
     KIND: ClassVar[Kind]
     SCHEMA: ClassVar[Schema]
 
     def pack(self) -> Message:
-        """Return a new message that says this."""
+        """Return a new message with this content."""
         raise NotImplementedError
 
     @classmethod
     def unpack(cls: type[B], message: Message) -> B:
-        """Return what a message of this kind says.
+        """Return the content of a message of this kind.
 
         Raises:
-            KeyError: a field is missing; `Admission.check` has refused such a message of another
+            KeyError: a field is missing; `Admission.check` refuses such a message of another
                 process before.
         """
         raise NotImplementedError
@@ -94,7 +94,7 @@ class Body:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """One field of a body: how it is called, where it lies, what it may hold, its default if it has one."""
+    """One field of a body: its name, place in the header, allowed values, default if it has one."""
 
     name: str
     slot: str | None
@@ -105,14 +105,16 @@ class _Part:
 
 
 def body(kind: Kind) -> Callable[[type[B]], type[B]]:
-    """Make a frozen dataclass the body of messages of a kind: gives it `pack`, `unpack` and `SCHEMA`.
+    """Return a decorator that makes a frozen dataclass the body of a kind of messages.
 
-    Its `__init__` is made anew, because that of a frozen dataclass takes three times as long.
+    It gives the class `KIND`, `SCHEMA`, `pack` and `unpack`, and another `__init__`, because that
+    of a frozen dataclass takes three times as long.
     """
 
     def make(cls: type[B]) -> type[B]:
         hints = get_type_hints(cls, include_extras=True)
-        parts = [_part(field, hints[field.name]) for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        parts = [_part(field, hints[field.name]) for field in fields]
         cls.KIND, cls.SCHEMA = kind, _schema(parts)
         for name, function in _functions(cls, kind, parts).items():
             function.__qualname__ = f"{cls.__qualname__}.{name}"

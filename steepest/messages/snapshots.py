@@ -1,4 +1,4 @@
-"""The messages by which clients read one version over all servers, and put another state in its place."""
+"""The messages by which clients read one version of the state, or install another state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from steepest.messages.schema import (
     body,
 )
 
-#: Which of the messages of one put it is; by this it is acknowledged.
+#: The number of a message among those of one put, from 0; by it the message is acknowledged.
 Number = Annotated[int, Header("version")]
 _WHAT = one_of("weights", "state", "standing")
 
@@ -39,12 +39,15 @@ _WHAT = one_of("weights", "state", "standing")
 @body(Kind.READ)
 @dataclass(frozen=True)
 class Read(Body):
-    """Have all servers send one version; from a client, or a parameter server's user, to the coordinator.
+    """A request for a snapshot: one version over all servers.
+
+    The driver's client, or a user of a parameter server, sends it to the coordinator.
 
     Attributes:
+        sequence: the reader's count of its requests.
         what: "weights"; "state" for the optimizer's and the coordinator's state as well; "standing"
             for the version and the coordinator's state alone.
-        chunks: of the weights; None for all.
+        chunks: indices of the chunks whose weights are wanted; None for all.
     """
 
     sequence: Sequence
@@ -55,11 +58,16 @@ class Read(Body):
 @body(Kind.SNAPSHOT)
 @dataclass(frozen=True)
 class Snapshot(Body):
-    """Send a reader what it asked for; from the coordinator to every server, between two commits.
+    """The order to send a reader what it asked for.
+
+    The coordinator sends it to every server between two commits, so that all send one version.
 
     Attributes:
-        sequence, what, chunks: of its request, see `Read`.
-        state: of the coordinator, to be passed on; None where only weights are read.
+        generation: of the coordinator.
+        sequence, what, chunks: of the request, see `Read`.
+        version: that the servers are at.
+        reader: the process that asked.
+        state: of the coordinator, to be passed on to the reader; None where only weights are read.
     """
 
     generation: Generation
@@ -76,12 +84,15 @@ class _Tensor(Body):
     """One tensor of optimizer state.
 
     Attributes:
+        sequence: of the request to which it belongs.
+        chunk: index of the chunk.
         name: of the parameter.
-        key: of the optimizer's state of that parameter.
-        start, stop: the elements of the parameter that it is about.
-        plain: whether the optimizer holds a number instead of a tensor.
-        dtype: without "torch.".
+        key: of the tensor in the optimizer's state of that parameter.
+        start, stop: the elements of the parameter, flattened, that it is about.
+        plain: whether the optimizer holds a Python number instead of a tensor.
+        dtype: of the tensor, without "torch.".
         shape: of the tensor.
+        payload: its bytes.
     """
 
     sequence: Sequence
@@ -97,7 +108,7 @@ class _Tensor(Body):
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return what the record is, as checkpoints and servers have it."""
+        """The description of the tensor, as checkpoints and servers have it."""
         names = ("name", "key", "start", "stop", "plain", "dtype", "shape")
         return {name: getattr(self, name) for name in names}
 
@@ -105,17 +116,24 @@ class _Tensor(Body):
 @body(Kind.STATE)
 @dataclass(frozen=True)
 class StateTensor(_Tensor):
-    """One tensor of optimizer state; from a server to the client that reads it."""
+    """One tensor of optimizer state, in a snapshot.
+
+    A server sends it to the client that reads "state".
+    """
 
 
 @body(Kind.SNAPSHOT_END)
 @dataclass(frozen=True)
 class SnapshotEnd(Body):
-    """Everything of a snapshot that this server has was sent; from a server to the reader.
+    """The end of a snapshot from one server: all that it has of it was sent before.
+
+    A server sends it to the reader.
 
     Attributes:
+        generation: of the server.
+        sequence: of the reader's request.
         version: of the snapshot.
-        state: of the coordinator, where it was asked for.
+        state: of the coordinator, where the reader asked for "state" or "standing".
     """
 
     generation: Generation
@@ -127,7 +145,16 @@ class SnapshotEnd(Body):
 @body(Kind.PUT)
 @dataclass(frozen=True)
 class Put(Body):
-    """One chunk of weights, to be installed later; from a client to the servers of the chunk."""
+    """One chunk of weights, to be installed later.
+
+    A client sends it to every server that holds the chunk.
+
+    Attributes:
+        sequence: the client's count of its requests; one for all messages of a put.
+        number: of this message among those of the put, from 0.
+        chunk: index of the chunk.
+        payload: the chunk's bytes in its dtype.
+    """
 
     sequence: Sequence
     number: Number
@@ -138,7 +165,13 @@ class Put(Body):
 @body(Kind.PUT_STATE)
 @dataclass(frozen=True)
 class PutState(_Tensor):
-    """One tensor of optimizer state, to be installed later; from a client to the servers of the chunk."""
+    """One tensor of optimizer state, to be installed later.
+
+    A client sends it to every server that holds the chunk.
+
+    Attributes:
+        number: of this message among those of the put, from 0.
+    """
 
     number: Number = field(default=0, kw_only=True)
 
@@ -146,7 +179,14 @@ class PutState(_Tensor):
 @body(Kind.REPLACE_STATE)
 @dataclass(frozen=True)
 class ReplaceState(Body):
-    """The tensors that are put replace all optimizer state, also if there is none; from a client to every server."""
+    """The put replaces all optimizer state, even if it holds no tensor of it.
+
+    A client sends it to every server when it installs weights together with optimizer state.
+
+    Attributes:
+        sequence: of the put.
+        number: of this message among those of the put, from 0.
+    """
 
     sequence: Sequence
     number: Number
@@ -155,7 +195,14 @@ class ReplaceState(Body):
 @body(Kind.PUT_RECEIVED)
 @dataclass(frozen=True)
 class PutReceived(Body):
-    """One of the messages of a put is there; from a server to the client."""
+    """A server has received one message of a put.
+
+    The server sends it to the client.
+
+    Attributes:
+        sequence: of the put.
+        number: of the message that was received.
+    """
 
     sequence: Sequence
     number: Number
@@ -164,12 +211,16 @@ class PutReceived(Body):
 @body(Kind.INSTALL)
 @dataclass(frozen=True)
 class Install(Body):
-    """Make what was put the state; from a client to the coordinator, when all of it is acknowledged.
+    """A request to make a put the state of the job.
+
+    A client sends it to the coordinator when servers have acknowledged all messages of the put.
 
     Attributes:
-        version: that it is from now on.
-        anew: whether the shares of the samples begin anew there.
-        state: of the coordinator, or parts of it; what is missing begins anew.
+        sequence: of the put.
+        version: that the state has from now on.
+        anew: whether the shares of the samples begin anew at that version.
+        state: of the coordinator, or parts of it, see `RecoveredState`; None to leave its ledger
+            and counters as they are.
     """
 
     sequence: Sequence
@@ -181,7 +232,15 @@ class Install(Body):
 @body(Kind.INSTALLED)
 @dataclass(frozen=True)
 class Installed(Body):
-    """It is the state at this version; from the coordinator to the client."""
+    """The put is the state of the job.
+
+    The coordinator sends it to the client, in answer to an INSTALL.
+
+    Attributes:
+        generation: that has begun.
+        sequence: of the request.
+        version: of the state.
+    """
 
     generation: Generation
     sequence: Sequence
@@ -191,7 +250,15 @@ class Installed(Body):
 @body(Kind.INSTALL_REFUSED)
 @dataclass(frozen=True)
 class InstallRefused(Body):
-    """Nothing is installed, because a process is gone; from the coordinator to the client."""
+    """Nothing is installed, because a process is dead.
+
+    The coordinator sends it to the client, in answer to an INSTALL.
+
+    Attributes:
+        sequence: of the request.
+        peer: the dead process.
+        why: the cause of its death, in words.
+    """
 
     sequence: Sequence
     peer: Annotated[Peer, PEER]
@@ -201,10 +268,13 @@ class InstallRefused(Body):
 @body(Kind.INSTALL_PUT)
 @dataclass(frozen=True)
 class InstallPut(Decision):
-    """Make what clients have put the state; from the coordinator of a parameter server by itself to every server.
+    """The order to make what clients have put the state.
+
+    The coordinator of a parameter server by itself sends it to every server; a training job's
+    coordinator does so with MEMBERS.
 
     Attributes:
-        install: (role, index, request) of each client.
+        install: (role, index, request number) of each client whose put is installed.
     """
 
     install: Annotated[Row[Row[Any]], PUTS]

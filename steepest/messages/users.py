@@ -1,4 +1,4 @@
-"""The messages of a parameter server by itself about the pushes of its users."""
+"""The messages between the users of a parameter server and its coordinator, about pushes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from steepest.messages.schema import Body, Sequence, Version, body
 @body(Kind.PUSHED)
 @dataclass(frozen=True)
 class Pushed(Body):
-    """Every chunk of a push is on its way; from a user to the coordinator.
+    """A user pushes an update.
+
+    The user sends it to the coordinator right before the chunks, which are PUSHes to the servers.
 
     Attributes:
-        pull: whether the user is sent the weights that the push makes, instead of `PushCommitted`.
+        sequence: the user's count of its pushes.
+        pulled: newest version that the user has received.
+        pull: whether the user is sent the weights that the push makes, instead of a PUSH_COMMITTED.
     """
 
     sequence: Sequence
@@ -29,7 +33,14 @@ class Pushed(Body):
 @body(Kind.PUSH_COMMITTED)
 @dataclass(frozen=True)
 class PushCommitted(Body):
-    """A push is part of this version; from the coordinator to the user."""
+    """A push is committed.
+
+    The coordinator sends it to the user.
+
+    Attributes:
+        sequence: of the push.
+        version: that the push made.
+    """
 
     sequence: Sequence
     version: Version
@@ -38,7 +49,14 @@ class PushCommitted(Body):
 @body(Kind.PUSH_REFUSED)
 @dataclass(frozen=True)
 class PushRefused(Body):
-    """A push holds NaN or infinity, and is not applied; from the coordinator to the user."""
+    """A push holds NaN or infinity, and is not applied.
+
+    The coordinator sends it to the user, with ``nonfinite="refuse"``.
+
+    Attributes:
+        sequence: of the push.
+        culprits: (worker, array's name) for each array with NaN or infinity.
+    """
 
     sequence: Sequence
     culprits: Annotated[Row[Row[Any]], CULPRITS]
@@ -47,6 +65,13 @@ class PushRefused(Body):
 @body(Kind.USER_LEFT)
 @dataclass(frozen=True)
 class UserLeft(Body):
-    """The channel of a user is closed, and all that came over it is staged; from a server to the coordinator."""
+    """A user's channel to one server has closed, and all pushes that came over it are staged.
+
+    The server sends it to the coordinator, which commits the pushes that are whole on all servers
+    and drops the others.
+
+    Attributes:
+        worker: index of the user.
+    """
 
     worker: Annotated[int, WORKER]
