@@ -10,7 +10,7 @@ from steepest.tensors.memory import Memory, address_of
 
 
 class Address(NamedTuple):
-    """The addresses at which a process listens: TCP for other nodes, a Unix-domain socket for its own.
+    """The addresses at which a process listens: TCP, and a Unix-domain socket for its own node.
 
     Attributes:
         node: Ray node id (or any name) that tells hosts apart.
@@ -30,9 +30,9 @@ class Address(NamedTuple):
 class Channel(Protocol):
     """One ordered, framed, two-way stream between this process and one other.
 
-    `send` never blocks: what the stream does not take at once is kept and follows when it can, in
-    order. A payload is not copied by `send`; `own_pending` copies those that have not left yet, for
-    an owner that is about to change them. A channel closes when its peer dies.
+    Bytes that the stream does not take at once are kept, and follow in order as soon as it takes
+    them. `send` does not copy a payload; `own_pending` copies queued payloads for an owner that is
+    about to change them. A channel closes when its peer dies.
     """
 
     @property
@@ -50,15 +50,17 @@ class Channel(Protocol):
     def send(self, message: Message) -> None:
         """Queue a message; never blocks.
 
+        The payload must stay unchanged until it has left, or the receiver is done with it.
+
         Raises:
-            MessageTooLargeError: what is beside its payload has over 4 MB.
+            MessageTooLargeError: the message has over 4 MB beside its payload.
         """
 
     def own_pending(self, memory: Memory) -> None:
-        """Copy queued payloads that lie in this memory (flat, uint8), so that it may be changed."""
+        """Copy queued payloads that lie in this memory (flat, uint8), which may be changed then."""
 
     def close(self) -> None:
-        """Close this end; the other one sees the end of the stream."""
+        """Close this end; the other end reads the end of the stream."""
 
 
 #: Returns the memory for a payload that begins to arrive (see `steepest.transport.frames.Sink`).
@@ -67,12 +69,12 @@ ChannelSink = Callable[[Channel, Message, int], Memory | None]
 
 
 class Event(NamedTuple):
-    """An event of a transport: a message, a new channel, or (both None) a closed one.
+    """An event of a transport: a message, a new channel, or a closed channel.
 
     Attributes:
         channel: on which it happened.
         message: that has arrived; None for a new or closed channel.
-        reason: "opened" for a new channel, otherwise why it was closed.
+        reason: "opened" for a new channel, the cause for a closed one, empty for a message.
     """
 
     channel: Channel
@@ -84,18 +86,19 @@ class Transport(Protocol):
     """All channels of one process, served by one thread."""
 
     def poll(self, timeout: float) -> list[Event]:
-        """Move bytes both ways, and return what happened.
+        """Move bytes both ways, and return the events since the last call, oldest first.
 
-        Wait up to `timeout` seconds for the first event.
+        Args:
+            timeout: seconds to wait for the first event.
         """
 
     def pump(self) -> None:
-        """Send what can be sent now, without waiting."""
+        """Send the queued bytes that channels take now, without waiting."""
 
     def in_use(self, memory: Memory) -> bool:
-        """Return whether this memory must not change.
+        """Return whether this memory (flat, uint8) must not change.
 
-        A peer may be reading it, or some of it has not left yet.
+        That is so while a peer may be reading it, or some of it has not left yet.
         """
 
     def wake(self) -> None:

@@ -1,4 +1,4 @@
-"""How a message lies on a stream: a fixed header, a little JSON, raw bytes. Nothing is pickled."""
+"""Messages as bytes of a stream: a fixed header, a little JSON, raw bytes. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -24,37 +24,43 @@ ROLES = ("coordinator", "server", "worker", "client", "aggregator", "member")
 _ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
 _KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
 _READ_AHEAD = 1 << 16
-_to_json = json.JSONEncoder(
-    separators=(",", ":")
-).encode  # made once: `json.dumps` makes one for each call
-_from_json = (
-    json.JSONDecoder().raw_decode
-)  # `decode` looks for white space, too, which takes half as long again
-_LENT = 1 << 63  # in the size of a payload: it lies in shared memory, a notice follows in its place
+# Made once: `json.dumps` makes an encoder for each call.
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+# `decode` looks for white space, too, which takes half as long again.
+_from_json = json.JSONDecoder().raw_decode
+# In the size of a payload: it lies in shared memory, and a notice follows in its place.
+_LENT = 1 << 63
 
-# Between the channels themselves: a reader wants a lent payload sent, because it cannot map it; the
-# message that follows is that one, and comes before those that have arrived since.
+# Frames between the two ends of a channel. SEND_AGAIN: the reader cannot map a lent payload, and
+# wants its bytes. SENT_AGAIN: the next message is the one with that payload, and comes before the
+# messages that have arrived since.
 _CONTROL = struct.Struct(f"<2sBI{HEADER.size - 7}x")
 _CONTROL_MAGIC = b"sC"
 SEND_AGAIN, SENT_AGAIN = 1, 2
 
-#: Where an arriving payload of that many bytes goes: memory of just that size, or None to receive
-#: and discard it. When the message has its payload already, a NumPy array, it lies in memory of the
-#: sender: that memory may be returned, to leave it there, and must not be written to. Raises
-#: ProtocolError to refuse it.
+#: Returns the memory for an arriving payload, given its message and its size in bytes: memory of
+#: just that size, or None to receive and discard it. When the message has its payload already, a
+#: NumPy array, it lies in memory of the sender: that memory may be returned, to leave it there, and
+#: must not be written to. Raises ProtocolError to refuse the payload.
 Sink = Callable[[Message, int], Memory | None]
 
 
 def buffer_of(payload: Memory) -> memoryview:
-    """The bytes of a payload, without a copy."""
+    """Return the bytes of a payload, without a copy."""
     return as_array(payload).data
 
 
 def encode(message: Message, notice: bytes = b"") -> bytes:
-    """Header and JSON of a message; the payload follows as it lies in memory, or is lent by a notice.
+    """Return the header and JSON of a message, with a notice if its payload is lent.
+
+    The bytes of a payload that is not lent follow on the stream, from where they lie in memory.
+
+    Args:
+        message: with source and target.
+        notice: says where the lent payload lies; empty if it is not lent.
 
     Raises:
-        MessageTooLargeError: its JSON is longer than `MAX_META`.
+        MessageTooLargeError: its JSON is longer than `MAX_META` bytes.
     """
     source, target = message.source, message.target
     assert source is not None
@@ -63,23 +69,29 @@ def encode(message: Message, notice: bytes = b"") -> bytes:
     size = 0 if message.payload is None else message.payload.nbytes
     size |= _LENT if notice else 0
     head = HEADER.pack(
-        MAGIC, PROTOCOL, message.kind, _ROLE_NUMBER[source.role], source.index, _ROLE_NUMBER[target.role],
-        target.index, message.generation, message.incarnation, message.sequence, message.version,
-        message.chunk, message.weight, message.total, len(meta), size,
+        MAGIC, PROTOCOL, message.kind, _ROLE_NUMBER[source.role], source.index,
+        _ROLE_NUMBER[target.role], target.index, message.generation, message.incarnation,
+        message.sequence, message.version, message.chunk, message.weight, message.total, len(meta),
+        size,
     )  # fmt: skip
     return head + meta + notice
 
 
 def control(what: int, slot: int) -> bytes:
-    """What a channel says to the other end of itself about the payload lent in a slot."""
+    """Return a frame between the two ends of a channel, about a lent payload.
+
+    Args:
+        what: `SEND_AGAIN` or `SENT_AGAIN`.
+        slot: in which the payload is lent.
+    """
     return _CONTROL.pack(_CONTROL_MAGIC, what, slot)
 
 
 def encode_meta(message: Message) -> bytes:
-    """The JSON of a message.
+    """Return the JSON of a message; empty if it has none.
 
     Raises:
-        MessageTooLargeError: it is longer than `MAX_META`.
+        MessageTooLargeError: it is longer than `MAX_META` bytes.
     """
     meta = b"" if message.meta is None else _to_json(message.meta).encode()
     if len(meta) > MAX_META:
@@ -91,13 +103,16 @@ def encode_meta(message: Message) -> bytes:
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:
-    """A message without its JSON and payload, and their sizes in bytes.
+    """Return a message without its JSON and payload, and the sizes of these two in bytes.
+
+    The size of a lent payload has the highest bit set (`_LENT`).
 
     Raises:
         ProtocolError: wrong magic, protocol version, kind, role, or a size beyond the limits.
     """
-    (magic, protocol, kind, source_role, source_index, target_role, target_index, generation, incarnation,
-     sequence, version, chunk, weight, total, meta_size, payload_size) = HEADER.unpack_from(data)  # fmt: skip
+    (magic, protocol, kind, source_role, source_index, target_role, target_index, generation,
+     incarnation, sequence, version, chunk, weight, total, meta_size,
+     payload_size) = HEADER.unpack_from(data)  # fmt: skip
     if magic != MAGIC:
         raise ProtocolError(
             f"frame starts with {magic!r}, not {MAGIC!r}: the sender is not a steepest process"
@@ -112,8 +127,8 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, i
         )
     try:
         message = Message(
-            _KINDS[kind], generation, incarnation, sequence, version, chunk, weight, total, None, None,
-            _peer(source_role, source_index), _peer(target_role, target_index),
+            _KINDS[kind], generation, incarnation, sequence, version, chunk, weight, total, None,
+            None, _peer(source_role, source_index), _peer(target_role, target_index),
         )  # fmt: skip
     except (KeyError, IndexError) as error:
         raise ProtocolError(f"frame of unknown kind or role: {error}") from None
@@ -126,10 +141,10 @@ def _peer(role: int, index: int) -> Peer:
 
 
 def decode_meta(data: bytes | memoryview) -> dict[str, object]:
-    """The JSON object of a frame.
+    """Return the JSON object of a frame.
 
     Raises:
-        ProtocolError: not JSON, or not an object.
+        ProtocolError: the bytes are not JSON, or not an object.
     """
     try:
         text = str(data, "utf-8")
@@ -144,15 +159,16 @@ def decode_meta(data: bytes | memoryview) -> dict[str, object]:
 
 
 class FrameReader:
-    """Turns a byte stream into messages; payloads are received straight into the sink's memory.
+    """A reader of messages from a byte stream; payloads are received into the sink's memory.
 
     Args:
         receive_into: reads into a buffer and returns the number of bytes, 0 at the end of the
-            stream; raises BlockingIOError when nothing is there.
-        sink: tells where each payload goes.
-        borrow: a payload that is not in the stream, by its notice and size; None when it cannot be
-            had there. Messages that follow are then held back until it has been sent again.
-        send_again: called with a slot when the other end cannot have what was lent to it there.
+            stream; raises BlockingIOError when no bytes are there.
+        sink: returns the memory for each payload.
+        borrow: returns a lent payload by its notice and size in bytes, or None when it cannot be
+            mapped. The messages behind it are then held back until the payload has been sent again.
+        send_again: called with a slot when the other end could not map the payload lent to it
+            there.
     """
 
     def __init__(
@@ -166,17 +182,14 @@ class FrameReader:
         self._sink = sink
         self._borrow = borrow
         self._send_again = send_again
-        self._held: deque[Message | None] = (
-            deque()
-        )  # behind a message whose payload is to come, which is None
-        self._is_missing = (
-            False  # whether the payload of the message that is being read cannot be had
-        )
-        self._is_again = False  # whether the message that is being read comes for the second time
-        self._lent = (
-            False  # whether the payload of the message that is being read is not in the stream
-        )
-        self._ahead = bytearray(_READ_AHEAD)  # bytes read but not yet understood: [start, end)
+        # Messages held back behind one whose payload is still to come, which is None here.
+        self._held: deque[Message | None] = deque()
+        # Of the message that is being read: whether its payload cannot be mapped, whether it comes
+        # for the second time, and whether its payload is lent.
+        self._is_missing = False
+        self._is_again = False
+        self._lent = False
+        self._ahead = bytearray(_READ_AHEAD)  # bytes received and not parsed yet: [start, end)
         self._view = memoryview(self._ahead)
         self._start = 0
         self._end = 0
@@ -190,22 +203,23 @@ class FrameReader:
 
     @property
     def failed(self) -> bool:
-        """Whether the stream is known to have failed behind the last message: the next `read` says how."""
+        """Whether the stream failed behind the messages returned last; the next `read` says how."""
         return self._failure is not None
 
     @property
     def missing(self) -> int:
-        """Bytes to come of the payload that is being received."""
+        """The bytes that are still to come of the payload that is being received."""
         return self._payload_size - self._received if self._payload is not None else 0
 
     def read(self) -> list[Message]:
-        """Every message that is complete by now; returns when the stream would block.
+        """Return the messages that have become complete, in order, when the stream would block.
 
-        What ends the stream is raised only after the messages before it have been returned.
+        An error of the stream is raised only after the messages before it have been returned.
 
         Raises:
             EOFError: the stream ended between frames.
             ProtocolError: it ended inside a frame, or a frame is malformed.
+            OSError: reading failed.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -213,7 +227,7 @@ class FrameReader:
         messages: list[Message] = []
         try:
             full = True
-            while full:  # what does not fill its buffer is all that is there
+            while full:  # bytes that do not fill the buffer are all that the stream has now
                 full = (
                     self._read_payload(self._payload) if self._payload is not None else self._fill()
                 )
@@ -224,12 +238,12 @@ class FrameReader:
         except (EOFError, OSError, ProtocolError) as error:
             if not messages:
                 raise
-            self._failure = error.with_traceback(
-                None
-            )  # without the frames, and the messages in them
+            # Without the traceback, whose frames hold the messages.
+            self._failure = error.with_traceback(None)
             return messages
 
     def _fill(self) -> bool:
+        """Receive bytes behind those not parsed yet; return whether they filled the buffer."""
         if self._start:
             if self._end > self._start:
                 self._view[: self._end - self._start] = bytes(self._view[self._start : self._end])
@@ -250,7 +264,11 @@ class FrameReader:
         return count == len(room)
 
     def _read_payload(self, payload: memoryview) -> bool:
-        """Receives into the destination, or, discarding, into the same scratch over and over."""
+        """Receive bytes of the payload; return whether they filled the memory that was offered.
+
+        A payload that the sink does not want is received into the same scratch memory over and
+        over.
+        """
         left = self._payload_size - self._received
         if self._discard is not None:
             target = self._discard[: min(left, len(self._discard))]
@@ -263,6 +281,7 @@ class FrameReader:
         return count == len(target)
 
     def _parse(self, messages: list[Message]) -> None:
+        """Append the messages that are complete to a list, except those held back."""
         while True:
             if self._message is None:
                 if self._end - self._start < HEADER.size:
@@ -305,10 +324,13 @@ class FrameReader:
         elif what == SENT_AGAIN and self._held and not self._is_again:
             self._is_again = True
         else:
-            raise ProtocolError("a word between channels that makes no sense")
+            raise ProtocolError("a control frame that makes no sense")
 
     def _hold(self, message: Message, messages: list[Message]) -> None:
-        """Keeps messages in order although one comes for the second time."""
+        """Hold a message back, behind one whose payload is missing, or release the messages held.
+
+        They are released, in order, when the message with the missing payload has been sent again.
+        """
         if self._is_again:
             self._is_again = False
             self._held[0] = message
@@ -334,7 +356,7 @@ class FrameReader:
         self._start += ahead
 
     def _take_lent(self, message: Message) -> None:
-        """Leaves the payload where it lies, or copies it where it is wanted."""
+        """Set the payload of a message that is lent: in place, or copied to the sink's memory."""
         if self._borrow is None:
             raise ProtocolError("a payload in shared memory over a stream that has none")
         notice = self._view[self._start : self._start + NOTICE.size]

@@ -1,17 +1,13 @@
 """The opening of a connection, in which both ends prove that they know the job's token.
 
-========
-====================================================================================================
-from     bytes ========
-====================================================================================================
-acceptor the greeting, its nonce caller   the greeting, its nonce, the size of its hello, the hello
-(its own roles, those it means), its proof acceptor the size of its answer, the answer (its own
-roles), its proof ========
-====================================================================================================
+- The acceptor sends the greeting and its nonce.
+- The caller sends the greeting, its nonce, the size of its hello, the hello (its own roles, and
+  those that it means to reach), and its proof.
+- The acceptor sends the size of its answer, the answer (its own roles), and its proof.
 
 A proof is an HMAC-SHA256 of both nonces and of the hello or answer of the same end. In place of the
 answer's size the acceptor may say that the proof is wrong, or that it needs the place for another
-connection. Nothing else is understood before.
+connection. Until then no other byte of a connection is understood.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ _ROOT = 0
 
 
 class BusyError(Exception):
-    """The acceptor closed this connection for another one; it is to be tried again."""
+    """The acceptor closed this connection for another one; the caller is to try again."""
 
 
 def names_of(peers: tuple[Peer, ...]) -> str:
@@ -62,8 +58,8 @@ def names_of(peers: tuple[Peer, ...]) -> str:
     return " + ".join(str(peer) for peer in peers) or "a peer"
 
 
-def _proof(token: bytes, side: bytes, first: bytes, second: bytes, said: bytes) -> bytes:
-    return hmac.new(token, b"\0".join((side, first, second, said)), hashlib.sha256).digest()
+def _proof(token: bytes, side: bytes, first: bytes, second: bytes, content: bytes) -> bytes:
+    return hmac.new(token, b"\0".join((side, first, second, content)), hashlib.sha256).digest()
 
 
 def _pack(peers: tuple[Peer, ...]) -> bytes:
@@ -99,27 +95,29 @@ def prove(
     meant: tuple[Peer, ...],
     deadline: float,
 ) -> tuple[Peer, ...]:
-    """Open a connected socket, blocking, and return the roles that the other end proves to host.
+    """Prove the token to the acceptor of a connection, and return the roles that it proves to host.
+
+    Blocks until the acceptor has answered.
 
     Args:
-        sock: connected.
+        sock: a connected socket.
         token: the job's secret.
         own: roles of this process.
-        meant: roles that the other end should host; none for any.
-        deadline: by `time.monotonic`.
+        meant: roles that the acceptor should host; none for any.
+        deadline: on the clock of `time.monotonic`, in seconds.
 
     Raises:
         AuthenticationError: the two ends do not know the same token.
         ProtocolError: the other end is not a steepest process of this version, or hosts other roles
             than `meant`.
-        BusyError: the other end needs the place.
+        BusyError: the acceptor needs the place for another connection.
         TimeoutError: no answer by the deadline.
         OSError: the connection broke.
     """
-    theirs = _receive_exactly(sock, len(_GREETING) + _NONCE, deadline)
-    if not theirs.startswith(_GREETING):
+    greeting = _receive_exactly(sock, len(_GREETING) + _NONCE, deadline)
+    if not greeting.startswith(_GREETING):
         raise ProtocolError("the other end is not a steepest process of this version")
-    first, second = theirs[len(_GREETING) :], secrets.token_bytes(_NONCE)
+    first, second = greeting[len(_GREETING) :], secrets.token_bytes(_NONCE)
     hello = _pack_hello(own, meant)
     proof = _proof(token, b"connect", first, second, hello)
     with contextlib.suppress(ConnectionError):  # an end that has closed may have said why
@@ -165,20 +163,25 @@ def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
 
 
 class Refusals:
-    """Refused connections, counted and logged: the first at once, then one line a minute."""
+    """A count of refused connections, and their log: the first at once, then one line a minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0
         self._clock = clock
-        self._untold = 0
+        self._unlogged = 0
         self._last = ""
         self._next = -float("inf")
 
-    def add(self, who: str, reason: str) -> None:
-        """Count a refused connection, and log it if a line is due."""
+    def add(self, origin: str, reason: str) -> None:
+        """Count a refused connection, and log it if a line is due.
+
+        Args:
+            origin: of the connection: an address or a user.
+            reason: in words.
+        """
         self.count += 1
-        self._untold += 1
-        self._last = f"{who}: {reason}"
+        self._unlogged += 1
+        self._last = f"{origin}: {reason}"
         self.log_if_due()
 
     def log_if_due(self, *, now: bool = False) -> None:
@@ -187,15 +190,15 @@ class Refusals:
         Args:
             now: whether to log them even if no line is due.
         """
-        if self._untold and (now or self._clock() >= self._next):
+        if self._unlogged and (now or self._clock() >= self._next):
             self._next = self._clock() + LOG_SECONDS
             number = (
                 "a connection"
-                if self._untold == 1
-                else f"{self._untold} connections, the last of them"
+                if self._unlogged == 1
+                else f"{self._unlogged} connections, the last of them"
             )
             log.warning("refused %s from %s", number, self._last)
-            self._untold = 0
+            self._unlogged = 0
 
 
 @dataclass(eq=False)
@@ -212,27 +215,27 @@ class _Opening:
 class Openings:
     """The accepting end of a process: listeners, and connections until they have proven the token.
 
-    What strangers can cost is bounded: `MOST_OPENINGS` sockets without buffers of this process,
-    each for at most `OPENING_SECONDS`, `ACCEPTED_AT_ONCE` new ones in a turn, a line of the log a
+    Strangers can cost only so much: `MOST_OPENINGS` sockets without buffers of this process, each
+    for at most `OPENING_SECONDS`, `ACCEPTED_AT_ONCE` new ones in a turn, a line of the log a
     minute. When descriptors run out, one of these sockets is closed; if there is none, a reserved
     descriptor serves to accept and turn away a caller, so that a listener never stays ready for a
     connection that cannot be accepted.
 
-    When all places are taken a new connection gets that of a random one, of the address that has
-    most of them. So strangers at other addresses than an honest peer's take no place of its, and of
-    strangers at the same one it is safe with probability (1 - 1/48)^n when it answers before n more
-    of them are accepted. Bytes that have come are read before new connections are accepted. A
-    caller that loses its place, or is too slow, is told so and tries again until its own deadline
-    (`BusyError`).
+    When all places are taken, a new connection gets the place of a random one, of the address that
+    has most of them. So strangers at other addresses than an honest peer's take no place of its,
+    and among strangers at its own address it keeps its place with probability (1 - 1/48)^n when it
+    answers before n more of them are accepted. Bytes that have come are read before new connections
+    are accepted. A caller that loses its place, or is too slow, is told so and tries again until
+    its own deadline (`BusyError`).
 
-    Over Unix-domain sockets, which every user of the host can reach, only this user and root are
-    heard at all.
+    Over Unix-domain sockets, which every user of the host can reach, only this user and root may
+    connect.
 
     Args:
         token: the job's secret.
         peers: the roles of this process.
-        selector: that of the transport; the data of what is registered is a function, to be called
-            when it is ready.
+        selector: of the transport; the data of each registered socket is a function to call when
+            the socket is ready.
         adopt: takes over a socket whose other end has proven to host these roles.
         clock: in seconds, monotonic.
     """
@@ -265,7 +268,7 @@ class Openings:
         )
 
     def limit(self, timeout: float) -> float:
-        """Return the shorter of `timeout` and the seconds until the next connection has to be closed."""
+        """Return the shorter of `timeout` and the seconds until a connection has to be closed."""
         if self._open:
             timeout = min(timeout, next(iter(self._open)).deadline - self._clock())
         return timeout
@@ -363,8 +366,8 @@ class Openings:
         if opening not in self._open:
             return  # it was closed a moment ago
         try:
-            if (said := self._receive(opening)) is not None:
-                self._answer(opening, *said)
+            if (proven := self._receive(opening)) is not None:
+                self._answer(opening, *proven)
         except BlockingIOError:
             return
         except AuthenticationError as error:
@@ -440,9 +443,10 @@ class Openings:
 
 
 def _origin(sock: socket.socket, address: object) -> tuple[str, bool]:
-    """Return the origin of a connection, and whether that is a user of the host who may not connect.
+    """Return the origin of a connection, and whether that is another user of the host.
 
-    IPv6 addresses of one network of 64 bits are one origin.
+    The origin is a user of the host or an address; IPv6 addresses of one network of 64 bits are one
+    origin.
     """
     if sock.family == socket.AF_UNIX:
         uid = struct.unpack(

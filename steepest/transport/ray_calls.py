@@ -41,16 +41,16 @@ from steepest.transport.frames import HEADER, Sink, decode_header, decode_meta, 
 
 log = logging.getLogger(__name__)
 
-#: What a call returns: one byte, whether more follows unasked, and messages; and the payloads that
-#: are not small.
+#: The result of a call: one byte, whether more messages follow unasked, and encoded messages; and
+#: the large payloads of these.
 Answer = tuple[bytes, list[Bytes]]
 NOTHING: Answer = (b"", [])
-#: Head of a call: the caller's key, the call's number, and what it is; Ray takes long for every
-#: further argument.
+#: Head of a call: the caller's key, the call's number, and what it is. One argument holds it all,
+#: because Ray takes long for every further one.
 CALL_HEAD = struct.Struct("<QQB")
 HELLO, SAY, END = range(3)  # followed by the caller's peers as JSON; by messages; by nothing
 
-_Call = tuple[int, memoryview, Sequence[Bytes]]  # what it is, what follows the head, payloads
+_Call = tuple[int, memoryview, Sequence[Bytes]]  # what it is, the bytes behind the head, payloads
 
 _SMALL_BYTES = 100_000  # a payload below follows its message's header
 _FULL_BYTES = 1 << 20  # a caller that has gathered more does not wait for the end of its turn
@@ -75,12 +75,16 @@ class Callee(NamedTuple):
 
 
 def threads_for(callers: int) -> int:
-    """Return the `max_concurrency` that an actor needs for calls that wait there, beside what it needs otherwise."""
+    """Return the `max_concurrency` that an actor needs for the calls that it holds back.
+
+    Args:
+        callers: number of callers; calls of other methods need threads beside these.
+    """
     return _IN_FLIGHT * callers
 
 
 class _Channel:
-    """What both ends have in common: messages gather until they leave."""
+    """What both kinds of channels have in common: messages are gathered until they leave."""
 
     def __init__(self, transport: CallTransport, peers: tuple[Peer, ...]) -> None:
         self.name = " + ".join(map(str, peers))
@@ -112,10 +116,11 @@ class _Channel:
         self._parts.append(part)
 
     def _copy(self, message: Message) -> Any:
+        """Return a copy of a large payload, in the form in which it leaves."""
         raise NotImplementedError
 
     def _gathered(self) -> tuple[bytes, list[Any]]:
-        """Return what was sent since the last time."""
+        """Return the messages gathered since the last call: encoded, and their large payloads."""
         taken = b"".join(self._parts), self._payloads
         self._parts, self._payloads, self._size = [], [], 0
         return taken
@@ -124,7 +129,11 @@ class _Channel:
         """Do nothing: payloads are copies already."""
 
     def close(self, reason: str = "it has closed this channel") -> None:
-        """Close this end, for a reason that the other end may see; what has not left is lost."""
+        """Close this end; messages that have not left are lost.
+
+        Args:
+            reason: may be shown by the other end.
+        """
         if not self.closed:
             self.closed = True
             self._end(reason)
@@ -137,7 +146,8 @@ class CallingChannel(_Channel):
     """A `Channel` to an actor; made by `CallTransport.connect`.
 
     Attributes:
-        calls: those in flight, and those that have returned and are to be taken; oldest first.
+        calls: calls in flight, and calls that have returned whose answers are not taken yet; oldest
+            first.
     """
 
     def __init__(self, transport: CallTransport, callee: Callee) -> None:
@@ -152,25 +162,31 @@ class CallingChannel(_Channel):
         return self._transport.store(message)
 
     def call(self, what: int, text: bytes = b"", payloads: Sequence[Any] = ()) -> Future[Answer]:
-        """Make the next call; HELLO is the first, and the next one follows its answer."""
+        """Make the next call of the actor, and return its future.
+
+        Args:
+            what: HELLO for the first call, after whose answer the next may be made; SAY or END.
+            text: the caller's peers as JSON, or encoded messages.
+            payloads: large payloads of these messages, in the object store.
+        """
         head = CALL_HEAD.pack(self._key, self._number, what)
         self._number += 1
         future: Future[Answer] = self._callee.actor.exchange.remote(head + text, *payloads).future()
         return future
 
     def send(self, message: Message) -> None:
-        """Keep a message, with a copy of its payload, for the next call; much does not wait for that."""
+        """Keep a message, with a copy of its payload, for the next call; from 1 MB on call now."""
         super().send(message)
         if self._size >= _FULL_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Call with what is gathered, unless too many calls are in flight."""
+        """Call with the gathered messages, unless too many calls are in flight."""
         if self._parts and self._in_flight() < _IN_FLIGHT:
             self._say()
 
     def listen(self, now: float) -> float:
-        """See to it that a call is in flight; return the seconds after which to look again."""
+        """Make a call if none is in flight; return the seconds after which to do so again."""
         if self.closed or self._in_flight():
             return math.inf
         if now < self._listen_at:
@@ -179,7 +195,7 @@ class CallingChannel(_Channel):
         return math.inf
 
     def answered(self, more: bool) -> None:
-        """Pause after messages that have come, unless more follow unasked."""
+        """Begin the callee's pause after messages have come, unless more follow unasked."""
         self._listen_at = 0.0 if more else time.monotonic() + self._callee.pause
 
     def _in_flight(self) -> int:
@@ -198,16 +214,16 @@ class CallingChannel(_Channel):
         self._transport.calling.remove(self)
         self.calls.clear()
         with contextlib.suppress(ray.exceptions.RayError):  # of a dead actor
-            self.call(END)  # its future is taken: Ray prints errors that nobody takes
+            self.call(END)  # `call` takes its future: Ray prints errors of futures never taken
 
 
 class AnsweringChannel(_Channel):
-    """A `Channel` to a caller; made by the transport when it calls for the first time."""
+    """A `Channel` to a caller; made by the transport at the caller's first call."""
 
     def __init__(self, transport: CallTransport, key: int, peers: tuple[Peer, ...]) -> None:
         super().__init__(transport, peers)
         self._key = key
-        self._calls: dict[int, _Call] = {}  # that have come, and are to be taken
+        self._calls: dict[int, _Call] = {}  # calls that have come and are not taken yet, by number
         self._next = 0
         self._newest = -1
         self._held: Future[Answer] | None = None  # the newest call's
@@ -224,7 +240,14 @@ class AnsweringChannel(_Channel):
         super().send(message)
 
     def put(self, number: int, call: _Call, answer: Future[Answer]) -> None:
-        """Keep a call that has come; hold it if it is the newest."""
+        """Keep a call that has come, and hold its answer back if it is the newest.
+
+        Args:
+            number: of the call; an older call than the newest is answered at once, without
+                messages.
+            call: its content.
+            answer: the future by which the call returns.
+        """
         self._calls[number] = call
         if number < self._newest:
             answer.set_result(NOTHING)
@@ -234,13 +257,18 @@ class AnsweringChannel(_Channel):
         self._until = time.monotonic() + _HOLD_SECONDS
 
     def next(self) -> _Call | None:
-        """Return the next call; None if it has not come yet."""
+        """Return the next call in the order of their numbers; None if it has not come yet."""
         call = self._calls.pop(self._next, None)
         self._next += call is not None
         return call
 
     def flush(self, more: bool) -> None:
-        """Let the call that is held return if it is time; in the middle of a turn more follows, and little waits."""
+        """Let the held call return, if it carries messages or was held for long enough.
+
+        Args:
+            more: whether this is the middle of a turn, so that more messages follow; they gather
+                for a moment then.
+        """
         if self._held is None:
             return
         now = time.monotonic()
@@ -251,7 +279,7 @@ class AnsweringChannel(_Channel):
             self.release()
 
     def release(self, answer: Answer = NOTHING) -> None:
-        """Let the call that is held return, if there is one."""
+        """Let the held call return an answer, if a call is held."""
         if self._held is not None:
             self._held.set_result(answer)
             self._held = None
@@ -263,11 +291,11 @@ class AnsweringChannel(_Channel):
 
 
 class CallTransport:
-    """A `Transport` over actor calls: calls actors, and answers when its own process is one.
+    """A `Transport` over actor calls: it calls actors, and answers if its process is an actor.
 
     Args:
-        sink: where arriving payloads go; asked on the thread that polls.
-        peers: the roles of this process, for those that it calls.
+        sink: returns the memory for an arriving payload; called on the thread that polls.
+        peers: the roles of this process, for the processes that it calls.
     """
 
     def __init__(self, sink: ChannelSink, peers: tuple[Peer, ...] = ()) -> None:
@@ -277,19 +305,22 @@ class CallTransport:
         self.calling: list[CallingChannel] = []
         self.callers: dict[int, AnsweringChannel] = {}  # by their keys
         self._sink = sink
-        self._called: deque[tuple[bytes, Sequence[Bytes], Future[Answer]]] = (
-            deque()
-        )  # left by Ray's threads
+        # Calls that Ray's threads have put here, with the futures by which they return.
+        self._called: deque[tuple[bytes, Sequence[Bytes], Future[Answer]]] = deque()
         self._events: list[Event] = []
         self._woken = threading.Event()
         self._stored: dict[tuple[int, ...], Any] = {}
         self._closed = False
 
     def connect(self, callee: Callee, timeout: float = 10.0) -> CallingChannel:
-        """Become a caller of an actor.
+        """Become a caller of an actor, and return the channel; blocks until the actor has answered.
+
+        Args:
+            callee: the actor.
+            timeout: in seconds.
 
         Raises:
-            PeerLostError: it is dead, or takes no calls.
+            PeerLostError: the actor is dead, or takes no calls.
             DeadlineError: no answer within `timeout` seconds.
         """
         channel = CallingChannel(self, callee)
@@ -309,9 +340,13 @@ class CallTransport:
     def answer(self, call: bytes, payloads: Sequence[Bytes]) -> Future[Answer]:
         """Take the arguments of a call of `exchange`; any thread may do this.
 
+        Args:
+            call: its head, and encoded messages.
+            payloads: the large payloads of these messages.
+
         Returns:
-            What the call has to return, or to raise: ShutdownError when this process does not serve
-            any more, PeerLostError when this end of the channel is closed.
+            The call's result or error: ShutdownError when this process does not serve any more,
+            PeerLostError when this end of the channel is closed.
         """
         answer: Future[Answer] = Future()
         self._called.append((call, payloads, answer))
@@ -326,7 +361,7 @@ class CallTransport:
                 self._called.popleft()[2].set_exception(ShutdownError("the process is shut down"))
 
     def store(self, message: Message) -> Any:
-        """Put a payload into the object store; weights that go to several workers only once."""
+        """Put a payload into the object store, equal weights only once; return its reference."""
         data = as_array(message.payload)
         if message.kind is not Kind.WEIGHTS:
             return ray.put(data)
@@ -338,7 +373,11 @@ class CallTransport:
         return self._stored[key]
 
     def poll(self, timeout: float) -> list[Event]:
-        """Let what was sent leave, and wait up to `timeout` seconds for the first event."""
+        """Send gathered messages, and return the events since the last call, oldest first.
+
+        Args:
+            timeout: seconds to wait for the first event.
+        """
         self._flush(more=False)
         self._take()
         now = time.monotonic()
@@ -352,7 +391,7 @@ class CallTransport:
         return events
 
     def pump(self) -> None:
-        """Let what was sent leave, if need be."""
+        """Send gathered messages, for use in the middle of a turn."""
         self._flush(more=True)
 
     def _flush(self, more: bool) -> None:
@@ -377,7 +416,7 @@ class CallTransport:
                 answer.set_exception(PeerLostError("it has closed this channel"))
 
     def _take(self) -> None:
-        """Take the answers and the calls that have come, each channel's in their order."""
+        """Take the answers and calls that have come, each channel's in order of their numbers."""
         for calling in list(self.calling):
             while calling.calls and calling.calls[0].done():
                 self._take_answer(calling, calling.calls.popleft())
@@ -402,7 +441,7 @@ class CallTransport:
             succeeding = {peer for peer in channel.peers if peer.role in SUCCEEDED}
             for other in list(self.callers.values()):
                 if other is channel:
-                    break  # those behind it have come later
+                    break  # the channels behind it are newer
                 if succeeding.intersection(other.peers):
                     self.lose(other, "it has connected anew")
             self._events.append(Event(channel, None, "opened"))
@@ -430,7 +469,7 @@ class CallTransport:
         self._events += [Event(channel, message) for message in messages]
 
     def lose(self, channel: _Channel, reason: str) -> None:
-        """Close a channel and report it."""
+        """Close a channel, and report that as an event."""
         if not channel.closed:
             channel.close(reason)
             self._events.append(Event(channel, None, reason))
@@ -444,7 +483,7 @@ class CallTransport:
         self._woken.set()
 
     def close(self) -> None:
-        """Close every channel; calls that are held return at once."""
+        """Close every channel; held calls return at once."""
         self._closed = True
         for channel in [*self.calling, *self.callers.values()]:
             channel.close("the process is shut down")
@@ -453,7 +492,12 @@ class CallTransport:
 
 
 def unpack(text: memoryview, payloads: Sequence[Bytes], sink: Sink) -> list[Message]:
-    """Return the messages of a call or an answer; payloads are copied to where the sink says.
+    """Return the messages of a call or an answer, with payloads copied into the sink's memory.
+
+    Args:
+        text: encoded messages.
+        payloads: the large payloads of these, in order.
+        sink: returns the memory for each payload.
 
     Raises:
         ProtocolError: a header makes no sense, or does not go with its payload.

@@ -1,4 +1,4 @@
-"""The router: the roles of one process on one thread, their messages, and calls from other threads."""
+"""The router: the roles of one process on one thread, their messages, calls from other threads."""
 
 from __future__ import annotations
 
@@ -23,26 +23,36 @@ T = TypeVar("T")
 
 
 class Role(Protocol):
-    """A state machine: it is given messages and losses, and sends through the router."""
+    """A state machine: it is given messages, lost peers and the time, and sends through the router.
+
+    Its methods are called on the router's thread, one at a time.
+    """
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Acts on one message.
+        """Act on one message.
 
         Raises:
             ProtocolError: the message makes no sense here; it is counted and dropped.
         """
 
     def destination(self, message: Message, size: int) -> Memory | None:
-        """Where the payload of an arriving message goes (see `steepest.transport.frames.Sink`)."""
+        """Return the memory for an arriving payload of `size` bytes; None to discard it.
+
+        A payload that `message` has already is lent: it lies in the sender's memory, and may be
+        returned to leave it there.
+
+        Raises:
+            ProtocolError: the role takes no such payload.
+        """
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """A peer's channel closed."""
+        """Take note that the channel to a peer has closed."""
 
     def tick(self, now: float) -> None:
-        """Time has passed; `now` is in seconds, monotonic."""
+        """Take note of the time: `now` is in seconds, monotonic."""
 
 
-#: Starts a daemon thread with a body and a name.
+#: Starts a daemon thread, given its body and its name, and returns it.
 StartThread = Callable[[Callable[[], None], str], threading.Thread]
 
 
@@ -53,18 +63,21 @@ def _start_thread(body: Callable[[], None], name: str) -> threading.Thread:
 
 
 class Router:
-    """Delivers messages between the roles of this process and, over a transport, those of others.
+    """The delivery of messages between the roles of this process and those of other processes.
 
-    Everything happens on the thread that runs `run`, one thing at a time, so that roles need no
-    locks. Other threads use `call`. What comes from another process is checked here, before any
-    role sees it: whether its sender is at the other end of the channel, and what `admission` says.
+    All of it happens on the thread that runs `run`, one thing at a time, so that roles need no
+    locks; other threads use `call`. A message of another process is checked before any role is
+    given it: whether its sender is at the other end of the channel, and whether `admission` allows
+    it.
 
     Args:
-        tick_seconds: how often roles are told the time while nothing happens.
+        tick_seconds: seconds between two ticks of the roles while no messages come.
 
     Attributes:
-        admission: what is taken from other processes.
-        refused: messages and channels that were not.
+        transport: the channels to other processes; None before `use` and after `clear`.
+        admission: the check of messages and channels of other processes.
+        refused: number of messages and channels that were refused.
+        finished: holds None when `run` has ended after `stop`, or the exception that ended it.
     """
 
     def __init__(self, tick_seconds: float = 0.5) -> None:
@@ -76,7 +89,7 @@ class Router:
         self._channels: dict[Peer, Channel] = {}
         self._local: deque[Message] = deque()
         self._calls: deque[Callable[[], None]] = deque()
-        self._events: deque[Event] = deque()  # seen, and not delivered yet
+        self._events: deque[Event] = deque()  # of the transport, not delivered yet
         self._ticked = 0.0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -85,22 +98,23 @@ class Router:
     # -- wiring --------------------------------------------------------------------------------
 
     def use(self, transport: Transport) -> None:
-        """Receive and send over a transport; its sink is `destination`."""
+        """Receive and send over a transport, whose sink is `destination`."""
         self.transport = transport
 
     def admit(self, admission: Admission) -> None:
-        """Take from other processes what this admission allows, and nothing else."""
+        """Accept from other processes what this admission allows, and nothing else."""
         self.admission = admission
 
     def host(self, peer: Peer, role: Role) -> None:
-        """Makes a role live in this process."""
+        """Deliver the messages for `peer` to a role in this process from now on."""
         self._roles[peer] = role
 
     def attach(self, channel: Channel) -> None:
-        """Makes a channel the way to the roles at its other end.
+        """Send messages for the roles at a channel's other end over that channel from now on.
 
-        It is closed instead, and counted as refused, if it speaks for a role that lives here, for
-        one whose channel is open and which has no successors, or for a server that there is not.
+        The channel is closed instead, and counted as refused, if it names a role that lives here, a
+        role that has an open channel and can have no successor, or a server that the job does not
+        have.
         """
         if (why := self._why_not(channel)) is not None:
             self.refused += 1
@@ -111,7 +125,7 @@ class Router:
             self._channels[peer] = channel
 
     def _why_not(self, channel: Channel) -> str | None:
-        """Why a channel may not speak for the peers that it names; None if it may."""
+        """Return why a channel may not speak for the peers that it names; None if it may."""
         for peer in channel.peers:
             other = self._channels.get(peer, channel)
             if not self.admission.exists(peer):
@@ -123,7 +137,10 @@ class Router:
         return None
 
     def clear(self) -> None:
-        """Forgets every role and all that is on its way, and closes the transport; another one may take its place."""
+        """Forget all roles, messages and events, and close the transport.
+
+        Another transport can be used afterwards.
+        """
         if self.transport is not None:
             self.transport.close()
             self.transport = None
@@ -131,11 +148,15 @@ class Router:
             queue.clear()
 
     def channel(self, peer: Peer) -> Channel | None:
-        """The channel to a peer, or None when it lives here or is unknown."""
+        """Return the channel to a peer; None when the peer lives here or has no channel."""
         return self._channels.get(peer)
 
     def sender(self, source: Peer) -> Send:
-        """The `send` of one role."""
+        """Return the function by which a role sends.
+
+        It never blocks. A message for a role in this process is queued; one for a peer without a
+        channel is dropped.
+        """
 
         def send(target: Peer, message: Message) -> None:
             message.source, message.target = source, target
@@ -144,26 +165,31 @@ class Router:
                 return
             channel = self._channels.get(target)
             if channel is None:
-                log.debug("%s for %s, who is gone, dropped", message.kind.name, target)
+                log.debug("dropped %s for %s, which has no channel", message.kind.name, target)
                 return
             channel.send(message)
 
         return send
 
     def destination(self, channel: Channel, message: Message, size: int) -> Memory | None:
-        """The sink of this process' transport: asks the role that the message is for.
+        """Return the memory for an arriving payload, as the role says that the message is for.
 
-        What it returns is overwritten before the message is delivered, so the sender is checked
-        here already.
+        This is the sink of the transport. The memory is overwritten before the message is
+        delivered, so the sender is checked here already.
+
+        Args:
+            channel: on which the payload arrives.
+            message: without its payload, unless it is lent.
+            size: of the payload, in bytes.
 
         Raises:
-            ProtocolError: nobody here takes the payload, from that sender or at all.
+            ProtocolError: no role here takes the payload, from that sender or at all.
         """
         assert message.target is not None
         self._check_arriving(channel, message)
         role = self._roles.get(message.target)
         if role is None:
-            raise ProtocolError(f"{message.kind.name} for {message.target}, who does not live here")
+            raise ProtocolError(f"{message.kind.name} for {message.target}, which is not here")
         self.admission.check(message)
         message.admitted = True
         try:
@@ -172,7 +198,7 @@ class Router:
             raise ProtocolError(f"{message.kind.name} that makes no sense: {error}") from error
 
     def own_pending(self, memory: Memory) -> None:
-        """Copies what has not left yet of that memory (flat, uint8), so that it may change."""
+        """Copy payloads in this memory (flat, uint8) that have not left yet; it may change then."""
         for channel in set(self._channels.values()):
             if channel.pending:
                 channel.own_pending(memory)
@@ -181,7 +207,10 @@ class Router:
                 message.payload = clone(message.payload)
 
     def in_use(self, memory: Memory) -> bool:
-        """Whether that memory (flat, uint8) must not change: somebody may be reading it, or has yet to be sent it."""
+        """Return whether this memory (flat, uint8) must not change.
+
+        That is so while a peer may be reading it, or some of it is still to be sent.
+        """
         if any(
             message.payload is not None and overlap(message.payload, memory)
             for message in self._local
@@ -190,12 +219,15 @@ class Router:
         return self.transport is not None and self.transport.in_use(memory)
 
     def pump(self) -> None:
-        """Sends what can be sent now; for use in the middle of a long computation, or before it."""
+        """Send queued bytes without waiting; for use before or during a long computation."""
         if self.transport is not None:
             self.transport.pump()
 
     def pump_both_ways(self) -> None:
-        """Receives, too, where nothing that may come is written to what the computation uses; delivers it later."""
+        """Send and receive without waiting; messages that come are delivered in the next turn.
+
+        For use during a computation that reads no memory into which payloads may arrive.
+        """
         if self.transport is not None:
             self.transport.pump()
             self._events.extend(self.transport.poll(0.0))
@@ -203,14 +235,14 @@ class Router:
     # -- running -------------------------------------------------------------------------------
 
     def turn(self, timeout: float) -> None:
-        """Runs queued calls, delivers what is there, and waits up to `timeout` seconds for more."""
+        """Run queued calls, deliver messages, and wait up to `timeout` seconds for more of them."""
         self._run_calls()
         self._deliver_local()
         if self.transport is None:
             return
         if not self._events:
             self._events.extend(self.transport.poll(0.0 if self._calls or self._local else timeout))
-        while self._events:  # a role may call `wait`, which goes on with those that are left
+        while self._events:  # a role may call `wait`, which takes further events
             channel, message, reason = self._events.popleft()
             if message is not None:
                 self._receive(channel, message)
@@ -226,7 +258,7 @@ class Router:
             self._dispatch(self._local.popleft())
 
     def _receive(self, channel: Channel, message: Message) -> None:
-        """Delivers what another process sent, if it may."""
+        """Deliver a message of another process, or count it as refused if a check fails."""
         try:
             self._check_source(channel, message)
             if not message.admitted:
@@ -237,10 +269,16 @@ class Router:
             self._dispatch(message)
 
     def _check_source(self, channel: Channel, message: Message) -> None:
-        """Whether a channel speaks for a peer: it said so when it was opened, and was not refused."""
+        """Check that a channel speaks for a message's source.
+
+        It does if its opening named the source and the channel was not refused.
+
+        Raises:
+            ProtocolError: it does not.
+        """
         source = message.source
         if source is None or source not in channel.peers:
-            raise ProtocolError(f"{channel.name} speaks for another")
+            raise ProtocolError(f"{channel.name} sends as {source}")
         if (
             self._channels.get(source) is not channel
             and source.role not in self.admission.succeeded
@@ -248,7 +286,11 @@ class Router:
             raise ProtocolError(f"{channel.name} is not the {source} that is connected")
 
     def _check_arriving(self, channel: Channel, message: Message) -> None:
-        """As `_check_source`, of a channel whose opening may have been seen and not been delivered yet."""
+        """Check as `_check_source`, for a channel that may have opened and not been attached yet.
+
+        Raises:
+            ProtocolError: the channel does not speak for the message's source.
+        """
         source = message.source
         if source is not None and source in channel.peers and source not in self._channels:
             if (why := self._why_not(channel)) is not None:
@@ -262,15 +304,16 @@ class Router:
         role = self._roles.get(message.target)
         try:
             if role is None:
-                raise ProtocolError(f"{message.target} does not live here")
+                raise ProtocolError(f"{message.target} is not here")
             role.handle(message.source, message)
         except ProtocolError as error:
             self._refuse(message, str(error))
         except (KeyError, TypeError, ValueError, IndexError):
             if message.source in self._roles or message.source.role == "coordinator":
-                raise  # a decision that cannot be carried out, or a defect here: not something to go on after
+                # A decision that cannot be carried out, or a defect of this process, which ends.
+                raise
             log.exception("%s from %s makes no sense", message.kind.name, message.source)
-            self._refuse(message, "see above")
+            self._refuse(message, "it makes no sense, see above")
 
     def _refuse(self, message: Message, reason: str) -> None:
         self.refused += 1
@@ -284,24 +327,25 @@ class Router:
                     role.lost(peer, reason)
 
     def run(self) -> None:
-        """Serves until `stop`; what a role raises ends it, and is raised here."""
+        """Take turns until `stop` is called; an exception of a role ends it, and is raised here."""
         while not self._stopping.is_set():
             self._turn_and_tick()
 
     def wait(self, timeout: float = math.inf) -> None:
-        """One turn in the middle of a role's work, when it cannot go on; it is handed messages meanwhile.
+        """Take one turn in the middle of a role's work, which needs more messages to go on.
+
+        That role is given messages meanwhile.
 
         Args:
-            timeout: in seconds; it ends after a tick in any case.
+            timeout: in seconds; the turn ends after a tick in any case.
 
         Raises:
             ShutdownError: `stop` was called.
         """
         if self._stopping.is_set():
             raise ShutdownError("the process is shut down")
-        self._turn_and_tick(
-            0.0 if self._local else timeout
-        )  # what lies here may be what it waits for
+        # The role may be waiting for a message of a role in this process.
+        self._turn_and_tick(0.0 if self._local else timeout)
 
     def _turn_and_tick(self, timeout: float = math.inf) -> None:
         self.turn(min(timeout, self._tick_seconds))
@@ -311,22 +355,22 @@ class Router:
             self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Tells every role the time, in seconds."""
+        """Call every role's `tick` with the time, in seconds."""
         for role in list(self._roles.values()):
             role.tick(now)
 
     def start(self, name: str, start_thread: StartThread = _start_thread) -> None:
-        """Runs in a thread of its own; `finished` tells how that ended.
+        """Call `run` in a thread of its own; `finished` holds how that ended.
 
         Args:
             name: of the thread.
-            start_thread: starts one.
+            start_thread: starts it.
         """
 
         def body() -> None:
             try:
                 self.run()
-            except BaseException as error:  # noqa: BLE001 - carried to whoever waits on `finished`
+            except BaseException as error:  # noqa: BLE001 - raised by `finished.result()`
                 self._end(error)
             else:
                 self._end(None)
@@ -341,16 +385,16 @@ class Router:
             self.finished.set_result(None)
         else:
             self.finished.set_exception(error)
-        self._run_calls()  # each fails; those that come later are run by `call`
+        self._run_calls()  # each fails; calls made later are run by `call`
 
     def _run_calls(self) -> None:
         with contextlib.suppress(IndexError):  # another thread may take the last one
             while self._calls:
-                self.pump()  # a call may take long, and others wait for what was said before it
+                self.pump()  # a call may take long, and peers wait for messages sent before it
                 self._calls.popleft()()
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Ends `run` and waits for its thread."""
+        """End `run`, and wait for its thread up to `timeout` seconds; any thread may do this."""
         self._stopping.set()
         if self.transport is not None:
             self.transport.wake()
@@ -358,7 +402,12 @@ class Router:
             self._thread.join(timeout)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Has a function run on the router's thread; the future holds what it returns or raises."""
+        """Have a function run on the router's thread; any thread may do this.
+
+        Returns:
+            A future that holds what the function returns or raises; ShutdownError if `stop` was
+            called before it ran.
+        """
         future: Future[T] = Future()
 
         def run() -> None:

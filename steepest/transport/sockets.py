@@ -5,18 +5,19 @@ leave from the tensors' memory (`sendmsg`) and arrive in it (`recv_into`). A con
 mutual proof that both ends know the job's token (`steepest.transport.handshake`); until then no
 byte of it is understood as a frame, and it is no channel.
 
-Which sockets are used, and whether payloads are lent in shared memory, may be narrowed by `ways`:
+`ways` restricts the kinds of sockets, and whether payloads are lent in shared memory:
 
-======== ================================== ==============
-ways     inside a host                      between hosts
-======== ================================== ==============
-"wire"   Unix-domain sockets, shared memory TCP
-"shared" Unix-domain sockets, shared memory refused "unix"   Unix-domain sockets                TCP
-"tcp"    TCP                                TCP
-======== ================================== ==============
+======== =================================== ==============
+ways     inside a host                       between hosts
+======== =================================== ==============
+"wire"   Unix-domain sockets, shared memory  TCP
+"shared" Unix-domain sockets, shared memory  refused
+"unix"   Unix-domain sockets                 TCP
+"tcp"    TCP                                 TCP
+======== =================================== ==============
 
-All processes of a job are given the same. The sender decides whether it lends: an end that does not
-lend still takes what is lent to it.
+All processes of a job are given the same `ways`. The sender decides whether it lends a payload: an
+end that does not lend still reads what is lent to it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ def check_ways(ways: str, *nodes: str) -> None:
 
     Over "wire", "tcp" and "ray" they always can.
 
+    Args:
+        ways: as of `ParameterServerStrategy.transport`.
+        nodes: the node ids of the processes.
+
     Raises:
         ConfigurationError: they cannot.
     """
@@ -76,8 +81,8 @@ def check_ways(ways: str, *nodes: str) -> None:
     for other in nodes:
         if other != nodes[0]:
             raise ConfigurationError(
-                f'transport="shared", but node {nodes[0][:12]} and node {other[:12]} share no memory: have all '
-                'processes on one node, the driver too, or give transport="wire"'
+                f'transport="shared", but node {nodes[0][:12]} and node {other[:12]} share no '
+                'memory: have all processes on one node, the driver too, or give transport="wire"'
             )
 
 
@@ -93,9 +98,13 @@ class WireTransport:
         token: the job's secret, at least 16 bytes.
         peers: the roles of this process, told to the other end.
         node: a name equal for processes that may meet on a Unix-domain socket.
-        sink: returns the memory for a payload that arrives.
+        sink: returns the memory for an arriving payload.
         ways: "wire", "shared", "unix" or "tcp"; see above.
         clock: for the deadlines of connections that have proven nothing; in seconds, monotonic.
+
+    Attributes:
+        bytes_sent: of payloads, lent ones included.
+        lending: the memory that is lent to other processes.
 
     Raises:
         AuthenticationError: the token is too short.
@@ -133,7 +142,7 @@ class WireTransport:
         for sock in (self._wake_in, self._wake_out):
             sock.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wake)
-        self._short = 0  # waits that were short, one after another
+        self._short = 0  # the number of short waits since the last long one
         self._closed = False
 
     @property
@@ -148,6 +157,9 @@ class WireTransport:
 
         Args:
             host: an IPv4 or IPv6 address of this host.
+
+        Returns:
+            The addresses, for other processes to connect to.
 
         Raises:
             ConfigurationError: the address is none of this host.
@@ -169,13 +181,16 @@ class WireTransport:
     def connect(self, address: Address, timeout: float = 10.0) -> WireChannel:
         """Connect to a listening process, over a Unix-domain socket when it is on the same node.
 
-        Where that cannot be reached (containers of one node with networks of their own), TCP takes
-        its place unless `ways` forces one, and nothing is lent. Blocks until the connection is
-        open.
+        Where that socket cannot be reached (containers of one node with networks of their own), TCP
+        takes its place unless `ways` forces the socket, and nothing is lent. Blocks until the
+        connection is open.
 
         Args:
             address: of the process.
             timeout: in seconds.
+
+        Returns:
+            The open channel.
 
         Raises:
             PeerLostError: no process listens there, or it closes the connection.
@@ -224,8 +239,8 @@ class WireTransport:
                 if self.ways != "wire":
                     raise ConnectionRefusedError(
                         f"{error}; it has ended, or this process is in another network namespace "
-                        "of the node, where "
-                        f'transport="{self.ways}" reaches nobody: give "wire" or "tcp"'
+                        f'of the node, where transport="{self.ways}" reaches no process: give '
+                        '"wire" or "tcp"'
                     ) from error
         return _dial_tcp(address, deadline)
 
@@ -243,7 +258,11 @@ class WireTransport:
     # -- serving -------------------------------------------------------------------------------
 
     def poll(self, timeout: float) -> list[Event]:
-        """Move bytes both ways, and return what happened; wait up to `timeout` seconds for it."""
+        """Move bytes both ways, and return the events since the last call, oldest first.
+
+        Args:
+            timeout: seconds to wait for the first event.
+        """
         gathering, self._gathering = self._gathering, []
         for channel in gathering:
             if not channel.closed:
@@ -266,11 +285,10 @@ class WireTransport:
         return events
 
     def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for sockets.
+        """Wait for sockets up to `timeout` seconds, and return those that are ready.
 
-        After many short waits for small messages poll for a while before sleeping.
-
-        Waking up would take longer than such a wait. The processor is yielded between polls.
+        After many short waits, which small messages cause, poll for a while before sleeping: waking
+        up would take longer than such a wait. The processor is yielded between polls.
         """
         if not timeout:
             return self._selector.select(0)
@@ -290,6 +308,7 @@ class WireTransport:
         return found
 
     def _read(self, channel: WireChannel) -> None:
+        """Read the messages of a channel that has bytes; close it if the stream has failed."""
         try:
             messages = channel._reader.read()
             self._events += [Event(channel, message) for message in messages]
@@ -310,12 +329,12 @@ class WireTransport:
             self.lose(channel, str(error))
 
     def pump(self) -> None:
-        """Send what can be sent now, without waiting."""
+        """Send the queued bytes that sockets take now, without waiting."""
         for channel in [channel for channel in self._channels if channel.pending]:
             channel.flush()
 
     def in_use(self, memory: Memory) -> bool:
-        """Return whether a peer may still be reading this memory, or some of it has not left yet."""
+        """Return whether a peer may be reading this memory, or some of it has not left yet."""
         return self.lending.in_use(memory) or any(
             c.holds(memory) for c in self._channels if c.pending
         )
@@ -338,11 +357,11 @@ class WireTransport:
             self.bytes_sent += message.payload.nbytes
 
     def gather(self, channel: WireChannel) -> None:
-        """Send what a channel has queued with the next `poll` or `pump`."""
+        """Send a channel's queued bytes with the next `poll` or `pump`."""
         self._gathering.append(channel)
 
     def watch(self, channel: WireChannel, writing: bool) -> None:
-        """Set whether the selector also waits for a channel to take bytes."""
+        """Set whether the selector also waits for a channel's socket to take bytes."""
         if not channel.closed:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
             self._selector.modify(channel._socket, events, channel)

@@ -33,7 +33,7 @@ _DESCRIPTOR_SPACE = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
 class StreamOwner(Protocol):
-    """The methods of the transport that a channel calls.
+    """The transport of a channel: the methods that the channel calls.
 
     Attributes:
         lends: whether payloads may be lent in shared memory.
@@ -50,13 +50,13 @@ class StreamOwner(Protocol):
         """Add a sent message to the counters."""
 
     def gather(self, channel: WireChannel) -> None:
-        """Send what the channel has queued with the next `poll` or `pump`."""
+        """Send the channel's queued bytes with the next `poll` or `pump`."""
 
     def watch(self, channel: WireChannel, writing: bool) -> None:
         """Set whether to wait for the socket to take bytes."""
 
     def lose(self, channel: WireChannel, reason: str) -> None:
-        """Close a channel and report it."""
+        """Close a channel, and report that as an event."""
 
     def forget(self, channel: WireChannel) -> None:
         """Close a channel without an event."""
@@ -66,8 +66,8 @@ class WireChannel:
     """A `Channel` over one connected socket; made by `WireTransport`.
 
     Args:
-        transport: that holds the socket.
-        sock: connected and proven.
+        transport: that owns the channel.
+        sock: connected, with the token proven.
         name: of the other end, for errors.
         peers: the roles at the other end.
     """
@@ -79,18 +79,19 @@ class WireChannel:
         self.peers = peers
         self.pending = 0
         self.closed = False
-        self._broken = False  # the peer takes no more bytes; those that it has sent are still read
+        self._broken = False  # the peer takes no more bytes; the bytes that it sent are still read
         self._transport = transport
         self._socket = sock
-        # Bytes to send, and their address; 0 for bytes that no owner changes.
+        # Bytes to send, and their address in memory; 0 for bytes that no owner changes.
         self._queue: deque[tuple[memoryview, int]] = deque()
-        self._awaited = 1  # bytes that must have come before the transport is woken
+        self._awaited = 1  # number of bytes that must have come before the transport is woken
         self._watched = False  # whether the transport waits for the socket to take more
         sink = functools.partial(transport.sink, self)
         local = sock.family == socket.AF_UNIX and shared_memory.AVAILABLE
         self._lender = transport.lending.lender() if local and transport.lends else None
         self._borrower = shared_memory.Borrower()
-        self._descriptors: deque[int | None] = deque()  # that have come and were not used yet
+        # Descriptors that have come and are not used yet; None for one that found no place.
+        self._descriptors: deque[int | None] = deque()
         # Segments whose descriptors go with the next bytes.
         self._to_pass: list[shared_memory.Segment] = []
         if local:
@@ -99,9 +100,10 @@ class WireChannel:
             self._reader = FrameReader(sock.recv_into, sink)
 
     def send(self, message: Message) -> None:
-        """Queue a message.
+        """Queue a message; a closed channel drops it.
 
-        Small ones leave together, before the transport waits. A closed channel drops it.
+        Small messages leave together, before the transport waits; larger ones leave now, as far as
+        the socket takes them. A payload of `SHARED_FROM` bytes or more is lent where it can be.
         """
         if self.closed or self._broken:
             return
@@ -127,13 +129,13 @@ class WireChannel:
             self.pending += data.nbytes
 
     def flush(self) -> None:
-        """Send queued bytes until the socket takes no more; the rest follows when it does again."""
+        """Send queued bytes until the socket takes no more; the transport sends the rest later."""
         try:
             while self._queue:
                 self._send_bytes()
         except BlockingIOError:
             pass
-        except ConnectionError:  # the peer is dead, but what it sent before is still to be read
+        except ConnectionError:  # the peer is dead, but bytes that it sent are still to be read
             self._broken = True
             self.pending = 0
             self._queue.clear()
@@ -150,8 +152,7 @@ class WireChannel:
     def _send_bytes(self) -> None:
         """Send the bytes of one system call."""
         parts = [data for data, _ in itertools.islice(self._queue, _BUFFERS_PER_CALL)]
-        # One descriptor at a time: a reader whose table is full does not learn how many are
-        # missing.
+        # One descriptor at a time: a reader whose table is full does not learn how many it lacks.
         if self._to_pass:
             descriptor = array.array("i", [self._to_pass[0].descriptor])
             parts = parts if len(self._to_pass) == 1 else [parts[0][:1]]
@@ -168,7 +169,7 @@ class WireChannel:
             sent -= first.nbytes
 
     def _receive(self, into: memoryview) -> int:
-        """Receive bytes as `recv_into` does, and descriptors with them."""
+        """Receive bytes into a buffer, and descriptors with them; return the number of bytes."""
         count, ancillary, flags, _ = self._socket.recvmsg_into(
             [into], _DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC
         )
@@ -180,13 +181,18 @@ class WireChannel:
         return count
 
     def await_bytes(self, missing: int) -> None:
-        """Let this process sleep until a good part of the missing bytes has come."""
+        """Let the transport sleep until a good part of the missing bytes has come.
+
+        Args:
+            missing: bytes of the payload that is being received, still to come.
+        """
         wanted = 1 if self._lender is not None else max(min(missing, _WORTH_WAKING), 1)
         if wanted != self._awaited:
             self._awaited = wanted
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _borrow(self, notice: memoryview, size: int) -> Bytes | None:
+        """Return a lent payload; None, and ask for its bytes, if it cannot be mapped."""
         found = self._borrower.borrow(notice, size, self._descriptors)
         if found is None:
             self._append(memoryview(control(SEND_AGAIN, shared_memory.NOTICE.unpack(notice)[1])))
@@ -194,7 +200,10 @@ class WireChannel:
         return found
 
     def _send_again(self, slot: int) -> None:
-        """Send a lent payload through the socket, which the other end cannot read where it lies.
+        """Send the bytes of a lent payload, because the other end could not map its memory.
+
+        Args:
+            slot: in which the payload is lent.
 
         Raises:
             ProtocolError: nothing is lent in that slot.
@@ -207,7 +216,7 @@ class WireChannel:
         self._transport.gather(self)
 
     def release(self) -> None:
-        """Free the shared memory and the descriptors."""
+        """Free the shared memory and the descriptors of this channel."""
         if self._lender is not None:
             self._lender.close()
         self._borrower = shared_memory.Borrower()
@@ -226,7 +235,7 @@ class WireChannel:
         )
 
     def own_pending(self, memory: Memory) -> None:
-        """Copy queued bytes that lie in this memory, so that it may change."""
+        """Copy queued bytes that lie in this memory; it may change then."""
         begin = address_of(memory)
         end = begin + memory.nbytes
         for index, (data, address) in enumerate(self._queue):
