@@ -1,24 +1,25 @@
 """The exceptions of steepest.
 
 SteepestError
-├── ConfigurationError (ValueError)       an argument is wrong; nothing was started or changed
-├── ResourcesError                        the cluster cannot place what was asked
-├── StepError                             the job's processes did not do what they were asked
-│   ├── ModelError (ConfigurationError)   a model breaks the protocol, or replicas disagree
-│   ├── ModelRaisedError                  the user's code or data raised (its traceback is the cause)
-│   ├── NonFiniteError                    a gradient holds NaN or infinity
-│   ├── DeadlineError (TimeoutError)      something was awaited in vain; names what, from whom, and in which step
-│   └── PeerLostError (ConnectionError)   a process died; names it, its node and its last log lines
-├── MessageTooLargeError                  a message does not fit into a frame; raised where it is sent
-├── ProtocolError                         a frame is malformed, truncated, oversized or out of place
-│   └── AuthenticationError               a peer did not prove the job's token
-├── CheckpointError                       a checkpoint is missing, damaged or of another model, or its place is taken
-└── ShutdownError                         the trainer was used after `shutdown()`
+├── ConfigurationError (ValueError)      an argument is wrong; nothing was started or changed
+├── ResourcesError                       the cluster cannot place what was asked
+├── StepError                            the job's processes did not do what they were asked
+│   ├── ModelError (ConfigurationError)  a model breaks the protocol, or replicas disagree
+│   ├── ModelRaisedError                 the user's code or data raised; its traceback is the cause
+│   ├── NonFiniteError                   a gradient holds NaN or infinity
+│   ├── DeadlineError (TimeoutError)     something did not happen in time; names the peers awaited
+│   └── PeerLostError (ConnectionError)  a process died; names it, its node, its last log lines
+├── MessageTooLargeError                 a message does not fit into a frame; raised at the sender
+├── ProtocolError                        a frame is malformed, truncated, oversized or out of place
+│   └── AuthenticationError              a peer did not prove the job's token
+├── CheckpointError                      a checkpoint is missing, damaged or of another model
+└── ShutdownError                        the trainer was used after `shutdown()`
 
-`DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; weights and optimizer state are then
-those of the last commit, less what a dead process alone held. Each subclass names a cause. Other calls raise the same
-classes for the same causes: a start, a handshake, an evaluation, a push or a collective operation can meet an exception
-of the user's code, a deadline or a dead process as a step can.
+`DistributedSGD.step` and `fit` raise a StepError for a step that is not committed; weights and
+optimizer state are then those of the last commit, less what a dead process alone held. Each
+subclass names a cause. Other calls raise the same classes for the same causes: a start, a
+handshake, an evaluation, a push or a collective operation can meet an exception of the user's code,
+a deadline or a dead process as a step can.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class StepError(SteepestError):
 
 
 class ModelError(StepError, ConfigurationError):
-    """A model breaks the `Model` protocol, or two replicas of it disagree; raised as it is built, and by steps."""
+    """A model breaks the `Model` protocol, or two replicas of it disagree.
+
+    It is raised when the model is built, and by steps.
+    """
 
 
 class ModelRaisedError(StepError):
@@ -56,11 +60,17 @@ class ModelRaisedError(StepError):
 
 
 class NonFiniteError(StepError):
-    """A gradient, or an update of a `ParameterServer`, holds NaN or infinity; names the parameter and the worker."""
+    """A gradient, or an update of a `ParameterServer`, holds NaN or infinity.
+
+    The message names the parameter and the worker.
+    """
 
 
 class DeadlineError(StepError, TimeoutError):
-    """Something did not happen in time: a step, a start, a handshake, an answer; names what, and the peers awaited."""
+    """Something did not happen in time: a step, a start, a handshake, an answer.
+
+    The message names it, and the processes that were waited for.
+    """
 
 
 class PeerLostError(StepError, ConnectionError):
@@ -68,7 +78,10 @@ class PeerLostError(StepError, ConnectionError):
 
 
 class MessageTooLargeError(SteepestError):
-    """A message has more beside its payload than fits into a frame: names its kind, its size and the limit."""
+    """A message has more beside its payload than fits into a frame.
+
+    The message of the error names its kind, its size and the limit.
+    """
 
 
 class ProtocolError(SteepestError):
@@ -80,7 +93,7 @@ class AuthenticationError(ProtocolError):
 
 
 class CheckpointError(SteepestError):
-    """A checkpoint is missing, damaged or belongs to another model; or another driver keeps its own in that place."""
+    """A checkpoint is missing, damaged or of another model, or another driver has its directory."""
 
 
 class ShutdownError(SteepestError):
@@ -91,47 +104,51 @@ _MESSAGE_LIMIT, _TRACEBACK_LIMIT = 4_000, 20_000  # characters
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """Describe an exception as text that fits a message, whatever its class is and whatever it holds.
+    """Describe an exception of any class as text that fits into a message.
 
     Returns:
         "error", its class and message; its "traceback"; and "kind", the class of this module that
         it is of, if it is of any.
     """
     kinds = (base.__name__ for base in type(error).__mro__ if base.__module__ == __name__)
-    told = {
+    described = {
         "error": _shortened(f"{type(error).__name__}: {_message_of(error)}", _MESSAGE_LIMIT),
         "traceback": _shortened("".join(traceback.format_exception(error)), _TRACEBACK_LIMIT),
     }
     kind = next(kinds, None)
-    return told if kind is None else told | {"kind": kind}
+    return described if kind is None else described | {"kind": kind}
 
 
 def _message_of(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as failure:  # noqa: BLE001 - the user's own `__str__`, which may do anything
+    except BaseException as failure:  # noqa: BLE001 - the user's `__str__` may do anything
         return f"(its __str__ raised {type(failure).__name__})"
 
 
 def _shortened(text: str, limit: int) -> str:
-    """Leave out the middle: a traceback begins with the frames, and ends with the exception."""
+    """Return a text with its middle left out, if it is longer than `limit` characters.
+
+    A traceback begins with the frames, and ends with the exception.
+    """
     if len(text) > limit:
         text = f"{text[: limit // 2]}\n[...]\n{text[-limit // 2 :]}"
-    return text.encode(
-        "utf-8", "backslashreplace"
-    ).decode()  # it may hold halves of surrogate pairs
+    # It may hold halves of surrogate pairs, which UTF-8 has not.
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
-def described_error(told: Mapping[str, str], prefix: str = "") -> SteepestError | None:
-    """Return the exception of this module that `describe_error` described; None for one of another class.
+def described_error(described: Mapping[str, str], prefix: str = "") -> SteepestError | None:
+    """Return the exception that `describe_error` described, if its class is of this module.
+
+    Return None for one of another class.
 
     Its message is the original's after a prefix, its cause a `RemoteTraceback`.
     """
-    kind = globals().get(told.get("kind", ""))
+    kind = globals().get(described.get("kind", ""))
     if not (isinstance(kind, type) and issubclass(kind, SteepestError)):
         return None
-    found = kind(prefix + told["error"].partition(": ")[2])
-    found.__cause__ = RemoteTraceback(told["traceback"])
+    found = kind(prefix + described["error"].partition(": ")[2])
+    found.__cause__ = RemoteTraceback(described["traceback"])
     return found
 
 

@@ -131,9 +131,8 @@ class DistributedSGD:
             raise ConfigurationError(f"seed={seed}: give an integer of at most {_LARGEST_SEED}")
         chosen = self._chosen(strategy, least)
         run_config = run_config or RunConfig()
-        self._lock = (
-            threading.RLock()
-        )  # step, fit, evaluate, save ... one at a time; reads need no lock
+        # step, fit, evaluate, save ... run one at a time; weights, stats, log, resize need no lock
+        self._lock = threading.RLock()
         self._cluster: Cluster | None = None
         with contextlib.ExitStack() as undo:
             lock = DirectoryLock(checkpoints)
@@ -155,27 +154,27 @@ class DistributedSGD:
 
     @property
     def strategy(self) -> StrategyConfig:
-        """The strategy that is used now."""
+        """The present strategy."""
         return self._job.config
 
     @property
     def num_workers(self) -> int:
-        """Number of worker processes now."""
+        """The present number of worker processes."""
         return self._job.num_workers
 
     @property
     def num_servers(self) -> int:
-        """Number of servers now, in processes of their own or in those of workers."""
+        """The present number of servers, in processes of their own or in the workers' processes."""
         return self._job.num_servers
 
     @property
     def devices_per_worker(self) -> int:
-        """Number of replicas in each worker."""
+        """The number of replicas in each worker."""
         return self._job.devices_per_worker
 
     @property
     def accumulate(self) -> int:
-        """Number of batches that each replica computes in a step."""
+        """The number of batches that each replica computes in a step."""
         return self._job.accumulate
 
     @property
@@ -189,7 +188,9 @@ class DistributedSGD:
     # -- training ------------------------------------------------------------------------------
 
     def step(self, fetch_stats: bool = True) -> StepResult:
-        """Take one step, of one batch (or `accumulate` batches) on every replica; return when it is committed.
+        """Take one step, and return its result when it is committed.
+
+        A step is one batch, or `accumulate` batches, on every replica.
 
         Args:
             fetch_stats: whether to compute and return loss, metrics and timings too.
@@ -259,7 +260,9 @@ class DistributedSGD:
     # -- looking -------------------------------------------------------------------------------
 
     def evaluate(self, data: Any, batch_size: int | None = None) -> EvaluationResult:
-        """Return loss and metrics over a data set, divided among the workers, with the last committed weights.
+        """Return loss and metrics over a data set, with the last committed weights.
+
+        The data set is divided among the workers.
 
         Args:
             data: anything that the model takes as training data, of known length.
@@ -293,7 +296,9 @@ class DistributedSGD:
             return EvaluationResult(loss, metrics, sum(result.samples for result in results))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return CPU copies of all parameters by name, at one version; at any time, from any thread.
+        """Return CPU copies of all parameters by name, at one version.
+
+        It may be called at any time, from any thread.
 
         Frozen parameters that the model itself changes (a momentum encoder's, say) are averaged
         over replicas, as buffers are. During training each replica sends its own between two of its
@@ -303,7 +308,9 @@ class DistributedSGD:
         return self._state.weights()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return CPU copies of all parameters, under each of their names, and of buffers, averaged over replicas.
+        """Return CPU copies of all parameters, under each of their names, and of buffers.
+
+        Buffers are averaged over replicas.
 
         The plain module takes it: ``module.load_state_dict(sgd.state_dict())``.
         """
@@ -311,7 +318,9 @@ class DistributedSGD:
             return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Set all parameters and buffers of every replica; the optimizer's state and the place in the data stay.
+        """Set all parameters and buffers of every replica.
+
+        The optimizer's state and the position in the data stay.
 
         Args:
             state: by name, what `state_dict` of a trainer, or of the plain module, returned: no
@@ -326,7 +335,9 @@ class DistributedSGD:
             self._keeping.changed()
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Set some parameters by name on all servers and workers; the others, and the optimizer's state, stay.
+        """Set some parameters by name on all servers and workers.
+
+        The others, and the optimizer's state, stay.
 
         Raises:
             ConfigurationError: a name is unknown, or a tensor has another shape; nothing has
@@ -337,7 +348,7 @@ class DistributedSGD:
             self._keeping.changed()
 
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
-        """Run a function in every worker process, between steps; return the results, in the order of workers.
+        """Run a function in every worker process, between steps; return the results, by worker.
 
         Raises:
             ModelRaisedError: the function raised; its traceback is the cause.
@@ -348,7 +359,10 @@ class DistributedSGD:
             return self._live().workers.call(fn, view=True, what=f"run the function {name_of(fn)}")
 
     def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
-        """Run a function on every replica, in its process, between steps; return and raise as `foreach_worker`."""
+        """Run a function on every replica, in its process, between steps; return the results.
+
+        They are in the order of workers and devices. It raises as `foreach_worker` does.
+        """
         with self._idle():
             parts = self._live().workers.call(
                 remote_functions.on_models, fn, what=f"run the function {name_of(fn)}"
@@ -356,7 +370,10 @@ class DistributedSGD:
             return [result for part in parts for result in part]
 
     def for_model(self, fn: Callable[[Model], T]) -> T:
-        """Run a function on the first replica only; return its result, and raise as `foreach_worker`."""
+        """Run a function on the first replica only, and return its result.
+
+        It raises as `foreach_worker` does.
+        """
         with self._idle():
             what = f"run the function {name_of(fn)}"
             result: T
@@ -366,12 +383,12 @@ class DistributedSGD:
             return result
 
     def warmup(self) -> None:
-        """Compute a gradient on every replica and discard it, so that the first step is not the slowest."""
+        """Compute a gradient on every replica and discard it, so that the first step is fast."""
         with self._idle():
             self._live().workers.call(Replicas.warmup, what="compute a gradient")
 
     def stats(self) -> Stats:
-        """Return the job's counters and events so far."""
+        """Return the job's counters and events so far; any thread may ask."""
         cluster = self._live()
         counters = self._wait(
             self._on_router(cluster.client.counters), "the coordinator's counters"
@@ -400,7 +417,7 @@ class DistributedSGD:
         )
 
     def log(self) -> CommitLog:
-        """Return every commit so far: which worker's pushes, over which samples, computed from which version.
+        """Return every commit so far, with its pushes, their samples, and the versions they pulled.
 
         `steepest.testing.replay` applies the log serially, which gives the same weights.
 
@@ -438,7 +455,9 @@ class DistributedSGD:
             self._keeping.restored()
 
     def set_strategy(self, strategy: str | StrategyConfig) -> None:
-        """Continue under another strategy from the last committed step; the workers and their models stay.
+        """Continue under another strategy from the last committed step.
+
+        The workers and their models stay.
 
         Weights, optimizer state, buffers and the position in the data are carried over exactly.
 
@@ -454,7 +473,9 @@ class DistributedSGD:
             self._keeping.changed()
 
     def resize(self, num_workers: int | None = None, num_servers: int | None = None) -> None:
-        """Continue with another number of workers, or of servers, from the next step on; nothing is lost or repeated.
+        """Continue with another number of workers, or of servers, from the next step on.
+
+        No update and no sample is lost or repeated.
 
         New processes start first. Between two steps this returns when they are part of the job.
         While training is under way (called by a callback, or from another thread) it returns at
@@ -506,9 +527,8 @@ class DistributedSGD:
         backup = getattr(config, "backup_workers", 0)
         if backup and backup >= workers:
             raise ConfigurationError(
-                f"backup_workers={backup} with num_workers={workers}: nobody would be left whose "
-                "gradient a "
-                "step takes; give fewer backup workers, or more workers"
+                f"backup_workers={backup} with num_workers={workers}: a step would take no "
+                "worker's gradient; give fewer backup workers, or more workers"
             )
         return config
 
@@ -521,10 +541,10 @@ class DistributedSGD:
         gpu: bool = False,
         cpus_per_worker: int = 1,
     ) -> Any:
-        """Return what a Ray Tune trial must reserve.
+        """Return the placement group that a Ray Tune trial must reserve for its trainer.
 
         Example:
-            >>> tune.with_resources(trainable, DistributedSGD.resources(2))          # doctest: +SKIP
+            >>> tune.with_resources(trainable, DistributedSGD.resources(2))     # doctest: +SKIP
         """
         from ray.tune import PlacementGroupFactory
 
@@ -532,7 +552,9 @@ class DistributedSGD:
         return PlacementGroupFactory([{}, *[bundle] * require_count("num_workers", num_workers)])
 
     def shutdown(self) -> None:
-        """End all processes of this job, and Ray if the trainer started it; a second call does nothing.
+        """End all processes of this job, and Ray if the trainer started it.
+
+        A second call does nothing.
 
         With `checkpoints`, one is written before, if steps were taken since the last one.
 
@@ -568,7 +590,7 @@ class DistributedSGD:
         with self._lock:
             if self._training.running:
                 raise ConfigurationError(
-                    "on_step is called while workers go on: there is weights() and stats(); "
+                    "on_step is called while workers train: it may call weights() and stats(); "
                     "everything else belongs into on_epoch_end, or between steps of a loop of your "
                     "own"
                 )
@@ -600,7 +622,7 @@ def _check_creator(model_creator: object) -> None:
         raise ConfigurationError(f"model_creator={model_creator!r}: {wanted}")
     try:
         signature = inspect.signature(model_creator)
-    except ValueError:  # some that are written in C have none
+    except ValueError:  # some callables that are written in C have no signature
         return
     try:
         signature.bind(0, 0)

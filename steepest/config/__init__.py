@@ -1,1 +1,1 @@
-"""What a user chooses: strategies, compression, how a job is run; each validated when it is made."""
+"""A user's choices: strategies, compression, how a job is run; each validated when it is made."""

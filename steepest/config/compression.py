@@ -48,7 +48,9 @@ class Int8:
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Send the gradient of each parameter of two or more dimensions as a product of two thin matrices.
+    """Send the gradient of each parameter as a product of two thin matrices.
+
+    This holds for parameters of two or more dimensions.
 
     The gradient is taken as a matrix with the parameter's first dimension as rows. Vectors, and
     matrices that are no larger than their factors, are sent as they are. Vogels et al. 2019,
@@ -70,7 +72,7 @@ class PowerSGD:
 Compression = TopK | Int8 | PowerSGD
 
 
-#: compression with its default settings, by the name that stands for it
+#: Each compression with its default settings, by its name.
 COMPRESSION_BY_NAME: dict[str, Compression] = {
     "topk": TopK(),
     "int8": Int8(),

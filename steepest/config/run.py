@@ -1,4 +1,7 @@
-"""How a job is run: frozen groups of settings, validated when made; the only reader of environment variables."""
+"""How a job is run: frozen groups of settings, validated when made.
+
+Environment variables are read here and in no other module.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,8 @@ class RunConfig:
         ConfigurationError: a value is of another type.
 
     Example:
-        >>> RunConfig(failure=FailureConfig(spares=1), deadlines=DeadlineConfig(step=60)).deadlines.step
+        >>> config = RunConfig(failure=FailureConfig(spares=1), deadlines=DeadlineConfig(step=60))
+        >>> config.deadlines.step
         60
     """
 
@@ -140,7 +144,7 @@ class RunConfig:
 
 
 def cluster_address() -> str | None:
-    """Return the address of the running Ray cluster that RAY_ADDRESS names, or None when it is not set."""
+    """Return the address of the Ray cluster that RAY_ADDRESS names, or None when it is not set."""
     return os.environ.get("RAY_ADDRESS") or None
 
 

@@ -10,7 +10,7 @@ from steepest.errors import ConfigurationError
 
 
 def check_copies(num_servers: int | None, replication: int) -> None:
-    """Check that there are at least as many servers as copies of each chunk, if their number is given.
+    """Check that there are at least as many servers as copies of each chunk, if both are given.
 
     Raises:
         ConfigurationError: there are fewer, or either number is no count.
@@ -19,8 +19,7 @@ def check_copies(num_servers: int | None, replication: int) -> None:
     if num_servers is not None and require_count("num_servers", num_servers) < replication:
         raise ConfigurationError(
             f"replication={replication} with num_servers={num_servers}: each copy is on another "
-            "server; "
-            "give more servers, or leave num_servers out"
+            "server; give more servers, or leave num_servers out"
         )
 
 
@@ -32,18 +31,19 @@ def check_clip_norm(value: float | None) -> None:
     """
     if value is not None and not (is_finite_number(value) and value > 0):
         raise ConfigurationError(
-            f"clip_norm={value!r:.40}: give a positive number, or None to leave gradients as they "
-            "are"
+            f"clip_norm={value!r:.40}: give a positive number, or None to leave gradients unchanged"
         )
 
 
-#: the ways in which processes communicate, see `ParameterServerStrategy`
+#: The ways in which processes communicate, see `ParameterServerStrategy`.
 TRANSPORTS = ("wire", "shared", "unix", "tcp", "ray")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleStrategy:
-    """Average gradients on the driver, through Ray's object store: slow, and the reference for other strategies.
+    """Average gradients on the driver, through Ray's object store.
+
+    It is slow, and the reference for the other strategies.
 
     Attributes:
         clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
@@ -65,7 +65,7 @@ WireDtype = str | tuple[str | None, str | None] | None
 
 
 class _OnTheWire:
-    """What the strategies have in common whose processes exchange gradients without the driver."""
+    """The settings of all strategies in which processes exchange gradients without the driver."""
 
     chunk_bytes: int | None
     nonfinite: str
@@ -103,7 +103,7 @@ class _OnTheWire:
 
     @property
     def push_format(self) -> Compression | str | None:
-        """How gradients are sent between hosts: compressed, as "fp16" or "bf16", or None for as they are."""
+        """How gradients are sent between hosts: compressed, "fp16", "bf16"; None for unchanged."""
         if self.compression is not None:
             return (
                 COMPRESSION_BY_NAME[self.compression]
@@ -114,13 +114,15 @@ class _OnTheWire:
 
     @property
     def pull_format(self) -> str | None:
-        """How weights are sent between hosts: as "fp16" or "bf16", or None for as they are."""
+        """How weights are sent between hosts: "fp16" or "bf16"; None for unchanged."""
         return self.wire_dtype[1] if isinstance(self.wire_dtype, tuple) else self.wire_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllreduceStrategy(_OnTheWire):
-    """Allreduce without server processes: each worker sums and updates one slice of the weights, and all gather them.
+    """Allreduce without server processes: each worker sums and updates one slice of the weights.
+
+    All workers then gather the updated slices.
 
     The optimizer's state is thereby sharded: each worker keeps that of its own slice.
 
@@ -175,15 +177,13 @@ class AllreduceStrategy(_OnTheWire):
         if self.sharded and self.compression is not None:
             raise ConfigurationError(
                 f"sharded=True with compression={self.compression!r}: sharded workers gather new "
-                "weights, which "
-                "compression would damage; leave sharded out, and every worker gets the compressed "
-                "gradients"
+                "weights, which compression would damage; leave sharded out, and every worker gets "
+                "the compressed gradients"
             )
         if self.compression is not None and self.wire_dtype is not None:
             raise ConfigurationError(
                 f"wire_dtype={self.wire_dtype!r} with compression={self.compression!r}: gradients "
-                "are compressed, and "
-                "no weights are sent; leave wire_dtype out"
+                "are compressed, and no weights are sent; leave wire_dtype out"
             )
 
     @property
@@ -265,9 +265,8 @@ class ParameterServerStrategy(_OnTheWire):
         if self.clip_norm is not None and self.backup_workers:
             raise ConfigurationError(
                 f"clip_norm={self.clip_norm} with backup_workers={self.backup_workers}: which "
-                "gradients a step takes "
-                "is decided before their mean is formed, so its norm is not known; leave one of "
-                "them out"
+                "gradients a step takes is decided before their mean is formed, so its norm is not "
+                "known; leave one of them out"
             )
         if self.compression is not None and (self.backup_workers or self.correction == "drop"):
             raise ConfigurationError(
@@ -285,8 +284,9 @@ class ParameterServerStrategy(_OnTheWire):
             )
         if self.mode == "async" and (self.staleness is None) == (self.correction == "drop"):
             raise ConfigurationError(
-                f'mode="async" with staleness={self.staleness} and correction={self.correction!r}: give staleness=, '
-                'the bound, together with correction="drop", or neither; mode="ssp" makes workers wait instead'
+                f'mode="async" with staleness={self.staleness} and correction={self.correction!r}: '
+                'give staleness=, the bound, together with correction="drop", or neither; '
+                'mode="ssp" makes workers wait instead'
             )
 
     @property
@@ -302,7 +302,7 @@ class ParameterServerStrategy(_OnTheWire):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStrategy(_OnTheWire):
-    """Local SGD: each worker trains by itself, and every `sync_every` batches the workers' changes are averaged.
+    """Local SGD: each worker trains by itself, and the workers' changes are averaged now and then.
 
     A step is one such round: `sync_every` batches on every replica, each followed by an update of
     the worker's own weights by the model's optimizer (whose schedule counts these updates), then
@@ -388,7 +388,6 @@ def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
         names = ", ".join(repr(name) for name in STRATEGY_NAMES)
         raise ConfigurationError(
             f"strategy={strategy!r}: give one of {names}, or SimpleStrategy(...), "
-            "ParameterServerStrategy(...), "
-            "AllreduceStrategy(...), LocalStrategy(...)"
+            "ParameterServerStrategy(...), AllreduceStrategy(...), LocalStrategy(...)"
         )
     return _BY_NAME[strategy]
