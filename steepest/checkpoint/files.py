@@ -4,8 +4,8 @@ A checkpoint is a directory. `manifest.json` names the other files and their SHA
 its own; it is written last and replaced in one step, so that a directory always holds one whole
 checkpoint.
 
-    weights-*.safetensors    parameters and buffers by the user's own names; loads into the plain module
-    optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however they were split
+    weights-*.safetensors    parameters and buffers by the user's own names, for the plain module
+    optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however split
     replicas-*.safetensors   each replica's own buffers as "replica/buffer"
 """
 
@@ -71,12 +71,12 @@ class Checkpoint:
         weights: parameters and buffers by name.
         optimizer: state by "parameter/key".
         replicas: buffers by "replica/buffer".
-        about: step, epoch, offset, seed, samples, optimizer, flags (which change what state it
-            keeps), plain (state keys that are Python numbers), aliases; JSON-able. Also, but for
-            older checkpoints, left (samples left over, see `SamplePlan`), begun (the order of begun
-            epochs, see there), updates (that the model's optimizer has made for each weight, which
-            its schedule counts), schedule (see `Schedule.state`; or None) and ends (the first steps
-            after epoch 0, 1, ...).
+        about: JSON-able: step, epoch, offset, seed, samples, optimizer, flags (switches of the
+            optimizer that decide which state it keeps), plain (state keys that are Python numbers),
+            aliases. Also, but for older checkpoints, left (parts of epochs left over, see
+            `SamplePlan`), begun (the order of begun epochs, see there), updates (number of updates
+            of each weight by the model's optimizer, which its schedule counts), schedule (see
+            `Schedule.state`; or None) and ends (the first steps after epoch 0, 1, ...).
     """
 
     weights: dict[str, torch.Tensor]
@@ -87,7 +87,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class JobSignature:
-    """The job to which a checkpoint must fit.
+    """The properties of a job that a checkpoint must have to be restored.
 
     Attributes:
         layout: of its parameters.
@@ -107,7 +107,7 @@ class JobSignature:
         """Check that a checkpoint fits to this job; nothing is changed.
 
         Raises:
-            CheckpointError: it does not; says in what.
+            CheckpointError: it does not; the message says in which property.
         """
         for what, mine in (
             ("optimizer", self.optimizer),
@@ -148,8 +148,9 @@ def gather(
         weights: the flat vector.
         optimizer: its state by "parameter/key", and the keys that are plain numbers.
         states: each replica's buffers.
-        place: step, epoch, offset, left, begun, updates, schedule, ends and seed.
-        apart: state of single processes, by keys of its own.
+        place: the position in training: step, epoch, offset, left, begun, updates, schedule, ends
+            and seed, see `Checkpoint.about`.
+        apart: state of single processes, such as what compression left out, by keys of its own.
     """
     state, plain = optimizer
     about = {

@@ -29,7 +29,7 @@ def encode_manifest(files: Mapping[str, Any], about: Mapping[str, Any]) -> bytes
 
 
 def decode_manifest(raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `files` and `about` of a manifest.
+    """Return `files` and `about` of a manifest, as `encode_manifest` was given them.
 
     Raises:
         CheckpointError: the bytes are not what `encode_manifest` returned, or of another format.
@@ -70,13 +70,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _is_file(kind: str, told: Any) -> bool:
+def _is_file(kind: str, value: Any) -> bool:
     return (
-        isinstance(told, dict)
-        and re.fullmatch(rf"{kind}-[0-9a-f-]+\.safetensors", str(told.get("name")), re.ASCII)
+        isinstance(value, dict)
+        and re.fullmatch(rf"{kind}-[0-9a-f-]+\.safetensors", str(value.get("name")), re.ASCII)
         is not None
-        and isinstance(told.get("sha256"), str)
-        and _is_mapping(told.get("dtypes"), lambda dtype: isinstance(dtype, str))
+        and isinstance(value.get("sha256"), str)
+        and _is_mapping(value.get("dtypes"), lambda dtype: isinstance(dtype, str))
     )
 
 

@@ -33,8 +33,8 @@ class Row:
         strategy: its name.
         accuracy: on the test data.
         samples_per_second, seconds: of training.
-        difference: the largest of any weight from training in one process; None where updates are
-            others.
+        difference: the largest difference of any weight from training in one process; None where
+            the strategy makes other updates.
     """
 
     strategy: str
@@ -68,10 +68,10 @@ def load_digits() -> tuple[Arrays, Arrays]:
 
 
 def network() -> nn.Module:
-    """Return a small convolutional network in float64, which shows mathematics, not rounding."""
+    """Return a small convolutional network, in float64 so that rounding hides no difference."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 32), nn.ReLU(),
-        nn.Linear(32, 10),
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 10),
     ).double()  # fmt: skip
 
 
@@ -157,10 +157,12 @@ def table(rows: list[Row]) -> str:
     """Return the closing table as text."""
     lines = [
         "",
-        f"{'strategy':<12}{'test accuracy':>14}{'samples/s':>12}{'wall time':>12}{'from one process':>20}",
+        f"{'strategy':<12}{'test accuracy':>14}{'samples/s':>12}{'wall time':>12}"
+        f"{'from one process':>20}",
     ]
     lines += [
-        f"{row.strategy:<12}{row.accuracy:>13.1%} {row.samples_per_second:>11,.0f}{row.seconds:>10.1f} s"
+        f"{row.strategy:<12}{row.accuracy:>13.1%} {row.samples_per_second:>11,.0f}"
+        f"{row.seconds:>10.1f} s"
         + (f"{'(other updates)':>20}" if row.difference is None else f"{row.difference:>20.1e}")
         for row in rows
     ]

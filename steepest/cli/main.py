@@ -11,7 +11,7 @@ from steepest.errors import SteepestError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand, and return the exit status."""
+    """Run a subcommand of the command line, and return the exit status: 0 if it succeeded."""
     parser = argparse.ArgumentParser(prog="steepest", description="Distributed SGD on Ray.")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="train handwritten digits under every strategy")
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def doctor() -> int:
     """Print what Ray, torch and devices there are, and train one step in each strategy.
 
-    0 when all is well.
+    Returns:
+        The exit status: 0 if every strategy works.
     """
     import numpy as np
     import torch

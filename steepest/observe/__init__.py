@@ -1,1 +1,1 @@
-"""What a user sees of a run: results, callbacks, the progress bar."""
+"""A user's view of a run: results, callbacks, the progress bar."""

@@ -1,4 +1,4 @@
-"""Callbacks of `fit`, and the progress bar, which is one."""
+"""Callbacks of `fit`, and the progress bar, which is one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Run(Protocol):
 
 
 class Callback:
-    """Base class of what `DistributedSGD.fit` calls on the driver, in the thread of `fit`; override what you need.
+    """Base class of callbacks of `DistributedSGD.fit`; override the methods that you need.
+
+    They are called on the driver, in the thread of `fit`.
 
     `sgd` is the trainer. Callbacks are called in the order in which they were given. An error that
     one raises ends `fit`, which raises it after `on_fit_end`.
@@ -30,10 +32,13 @@ class Callback:
         """Take note that training begins; `steps` steps will be taken."""
 
     def on_step(self, sgd: Any, result: StepResult) -> None:
-        """Take note of a committed step; called for each, in order, while workers compute the next ones."""
+        """Take note of a committed step.
+
+        It is called for each step, in order, while workers compute the next ones.
+        """
 
     def on_event(self, sgd: Any, event: Event) -> None:
-        """Take note of a death, a resize or another event of `Stats.events`; called once for each, in order.
+        """Take note of a death, a resize or another event of `Stats.events`, each once, in order.
 
         It is called between two calls of `on_step`, or before `on_fit_end`, while workers may
         compute. Events since the last `fit` come right after `on_fit_begin`.
@@ -51,7 +56,7 @@ class Callback:
 
 
 class EventFeed:
-    """Calls callbacks with each event once, in order.
+    """The calls of `Callback.on_event`: once for each event of a job, in order.
 
     Args:
         events: all events so far, oldest first; grows while processes die and come.
@@ -59,13 +64,16 @@ class EventFeed:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
-        self._told = 0
+        self._reported = 0
 
     def tell(self, sgd: Any, callbacks: Sequence[Callback]) -> None:
-        """Call `on_event` of all callbacks for each event since the last call; raise what a callback raises."""
-        while self._told < len(self._events):
-            event = self._events[self._told]
-            self._told += 1
+        """Call `on_event` of all callbacks for each event since the last call.
+
+        An error of a callback is raised; the event is not reported again.
+        """
+        while self._reported < len(self._events):
+            event = self._events[self._reported]
+            self._reported += 1
             for callback in callbacks:
                 callback.on_event(sgd, event)
 
@@ -80,7 +88,7 @@ class ProgressBar(Callback):
         self._drawn = 0.0
 
     def on_fit_begin(self, sgd: Run, steps: int) -> None:
-        """Draw the bar."""
+        """Draw the bar, for `steps` steps."""
         self._samples = 0
         self._began = time.monotonic()
         self._drawn = 0.0

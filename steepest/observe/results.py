@@ -1,12 +1,10 @@
-"""What steps, evaluations and statistics return."""
+"""The results of steps, evaluations and statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from steepest.messages.driver import Result
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +35,17 @@ class StepResult:
     gradient_norm: float | None = None
 
     @classmethod
-    def from_result(cls, result: Result, epoch: int | None) -> StepResult:
-        """Return the user's view of the coordinator's result of a step.
-
-        Args:
-            epoch: that the step belongs to, which the coordinator does not know.
-        """
+    def from_message(cls, version: int, meta: dict[str, Any], epoch: int | None) -> StepResult:
+        """Return the result of a step from the coordinator's RESULT."""
         return cls(
-            result.step,
+            version,
             epoch,
-            float("nan") if result.loss is None else float(result.loss),
-            dict(result.metrics or {}),
-            result.samples,
-            tuple(result.staleness),
-            dict(result.timings or {}),
-            result.gradient_norm,
+            float(meta.get("loss", "nan")),
+            dict(meta.get("metrics", {})),
+            int(meta["samples"]),
+            tuple(meta["staleness"]),
+            dict(meta.get("timings", {})),
+            meta.get("gradient_norm"),
         )
 
 
@@ -118,10 +112,11 @@ class Event(NamedTuple):
 
     Attributes:
         time: seconds since the epoch, as `time.time` has it.
-        kind: "replaced" (a successor took the place of a worker), "left" (the others go on without
-            a worker), "returned" (its successor joined them), "recovered" (other processes took
-            over the chunks of a dead one), "moved" (away from a node that will go), "resized".
-        step: committed by then.
+        kind: "replaced" (a successor took a dead worker's place), "left" (the other workers continue
+            without a dead one), "returned" (its successor joined them), "recovered" (other
+            processes took over the chunks of a dead one), "moved" (processes moved away from a node
+            that is about to be removed), "resized".
+        step: number of steps committed by then.
         line: the line of the log.
     """
 
@@ -136,8 +131,8 @@ class Straggler(NamedTuple):
 
     Attributes:
         worker: its index.
-        factor: how many times as long as the median of the others it computes.
-        since: the step since which it does.
+        factor: its computing time, as a multiple of the median of the other workers'.
+        since: number of the first step in which it was slow.
     """
 
     worker: int
@@ -168,10 +163,11 @@ class Stats:
     """The counters of a job.
 
     Attributes:
-        step: steps committed, those before a restore included.
-        version: updates committed; as many as steps in synchronous modes.
-        generation: memberships so far.
-        samples, seconds: trained since the job began, and spent in `step` and `fit`.
+        step: number of steps committed, those before a restore included.
+        version: number of updates committed; as many as steps in synchronous modes.
+        generation: number of memberships so far.
+        samples: number of samples trained on since the job began.
+        seconds: spent in `step` and `fit` since then.
         bytes_pushed: gradient bytes that left workers for servers, in the precision in which they
             did.
         bytes_pulled: bytes of weights that came to workers, likewise; bytes in shared memory count

@@ -1,4 +1,4 @@
-"""For tests: a whole job in one thread, over in-process channels, on virtual time; the replay of a log."""
+"""For tests: a whole job in one thread on virtual time, scripted faults, the replay of a log."""
 
 from steepest.testing.cluster import InProcessCluster, server_peers
 from steepest.testing.collective import InProcessCollective

@@ -1,4 +1,4 @@
-"""A whole job in one thread."""
+"""A whole training job in one thread, over in-process channels."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import PeerLostError
-from steepest.messages.driver import Failure, Result, WorkerLost
-from steepest.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
+from steepest.messages.message import Kind, Message, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
 from steepest.testing.script import Script
@@ -51,15 +50,14 @@ class InProcessCluster:
         keep_log: whether to keep every commit for `log`.
         lend: whether gradients and weights are read where they lie, as between processes of one
             host.
-        hosts: of the workers and servers; by default each has a host of its own.
-        replaces: whether a worker that is killed (`kill`) is waited for, until `replace` gives it a
-            successor.
+        hosts: the hosts of the workers and servers; by default each has a host of its own.
+        replaces: whether the job waits for a successor of a worker that is killed, which `replace`
+            starts; otherwise the death is a failure of the step.
         faults: the script, see `steepest.testing.Fault`.
 
     Attributes:
-        left: what the coordinator has said of workers that died.
-        on_left: called for each, with its index; replaces the worker unless another function is put
-            here.
+        left: the coordinator's WORKER_LOST messages, one for each worker that died.
+        on_left: called with the index of each of these workers; by default `replace`.
         lives: by worker, how many processes came before the present one.
 
     Example:
@@ -105,10 +103,10 @@ class InProcessCluster:
             check_agreement(built[0][1], described, "worker 0", f"worker {worker}")
         num_servers = chosen.num_servers(1, num_workers)
         self.job = Job(
-            built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout, keep_log, hosts,
-            accumulate, replaces=replaces,
+            built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout,
+            keep_log, hosts, accumulate, replaces=replaces,
         )  # fmt: skip
-        self.left: list[WorkerLost] = []
+        self.left: list[Message] = []
         self.on_left: Callable[[int], None] = self.replace
         cpu = [torch.device("cpu")] * devices_per_worker
         replicas = [
@@ -162,9 +160,7 @@ class InProcessCluster:
     def _wire(self) -> None:
         """Connect the processes, each channel once."""
         in_workers = self.job.strategy.in_workers
-        everybody = (
-            bool(self.job.places.aggregators) or in_workers
-        )  # all have something to say to all
+        all_to_all = bool(self.job.places.aggregators) or in_workers  # all send to all
         client_peers = (Peer("client", 0),)
         for server, router in enumerate(self.server_routers):
             peers = self._server_peers(server)
@@ -173,7 +169,7 @@ class InProcessCluster:
                 self._connect(
                     worker_peer(index), worker_router, (worker_peer(index),), router, peers
                 )
-            for other in range(server if everybody else min(server, 1)):
+            for other in range(server if all_to_all else min(server, 1)):
                 other_peers = self._server_peers(other)
                 self._connect(
                     Peer("server", server), router, peers, self.server_routers[other], other_peers
@@ -235,26 +231,26 @@ class InProcessCluster:
     ) -> None:
         self.links.setdefault(near, []).append(self.network.connect(a, a_peers, b, b_peers))
 
-    def step(self, steps: int = 1) -> list[Result | Failure]:
-        """Take steps and return their results; the last one is a failure if a step failed.
+    def step(self, steps: int = 1) -> list[Message]:
+        """Take steps, and return their RESULT messages; a FAILURE ends the list.
 
         Raises:
             PeerLostError: a server is dead.
             DeadlineError: nothing moves any more.
         """
         self.client.ask(steps, True)
-        found: list[Result | Failure] = []
+        found: list[Message] = []
         while len(found) < steps:
             self.network.run_until(lambda: not self.client.outcomes.empty(), "a step")
             outcome = self.client.outcomes.get()
             if isinstance(outcome, PeerLostError):
                 raise outcome
-            if isinstance(outcome, WorkerLost):
+            if outcome.kind is Kind.WORKER_LOST:
                 self.left.append(outcome)
-                self.on_left(outcome.worker)
+                self.on_left(int(outcome.values()["worker"]))
                 continue
             found.append(outcome)
-            if isinstance(outcome, Failure):
+            if outcome.kind.name == "FAILURE":
                 break
         return found
 
@@ -281,7 +277,7 @@ class InProcessCluster:
         )
 
     def snapshot(self, what: str = "weights") -> Snapshot:
-        """Return the servers' weights, with "state" the optimizer's state too."""
+        """Return the servers' weights; with `what` "state", the optimizer's state too."""
         return self.wait(self.client.read(what), "a snapshot")
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -317,6 +313,6 @@ class InProcessCluster:
 
 
 def server_peers(index: int) -> tuple[Peer, ...]:
-    """Return the roles in the process of a server: beside the first one lives the coordinator."""
+    """Return the roles in the process of a server: with server 0 lives the coordinator."""
     own = Peer("server", index)
     return (own, Peer("coordinator", 0)) if index == 0 else (own,)

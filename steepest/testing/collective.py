@@ -1,4 +1,4 @@
-"""A collective between threads."""
+"""A collective between threads of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steepest.errors import ConfigurationError, DeadlineError, PeerLostError
 
 
 class InProcessCollective(Collective):
-    """A `Collective` between threads of one process: slow, simple, what others are held against.
+    """A `Collective` between threads of one process: slow and simple, the reference for the others.
 
     Make one for each member with `InProcessCollective.group`.
 
@@ -79,25 +79,25 @@ class _Post:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._laid: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._sent: dict[tuple[int, int, int], torch.Tensor] = {}
         self._aborted = ""
 
     def put(self, place: tuple[int, int, int], memory: torch.Tensor) -> None:
         with self._changed:
             self._raise_if_aborted()
-            self._laid[place] = memory
+            self._sent[place] = memory
             self._changed.notify_all()
 
     def take(self, place: tuple[int, int, int], deadline: float) -> torch.Tensor:
         with self._changed:
-            there = self._changed.wait_for(lambda: self._aborted or place in self._laid, deadline)
+            came = self._changed.wait_for(lambda: self._aborted or place in self._sent, deadline)
             self._raise_if_aborted()
-            if not there:
+            if not came:
                 raise DeadlineError(
                     f"member {place[1]} waited {deadline:g} s in vain for a message by member "
                     f"{place[0]}"
                 )
-            return self._laid.pop(place)
+            return self._sent.pop(place)
 
     def abort(self, reason: str) -> None:
         with self._changed:

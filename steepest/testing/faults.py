@@ -13,10 +13,11 @@ from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind, Peer
 from steepest.models.protocol import Arrive, Computed, Model
 
-#: A moment in a step of a worker: as the forward pass begins; as the first gradient is written; as
-#: the last one is, when the chunks without it have left; when everything has left and nothing is
-#: reported; as new weights come. Of a server: as a gradient comes ("push"); when half of its chunks
-#: are updated; as weights leave ("pull").
+#: A moment in a step. Of a worker: "forward", as the forward pass begins; "backward", as the first
+#: gradient is written; "push", as the last gradient is written, when the chunks without it have
+#: left; "report", when all chunks have left and the REPORT has not; "pull", as new weights come. Of
+#: a server: "push", as a gradient comes; "apply", when half of its chunks are updated; "pull", as
+#: weights leave.
 Moment = Literal["forward", "backward", "push", "report", "pull", "apply"]
 
 #: The moments in which a model's own code runs.
@@ -43,13 +44,14 @@ class Fault:
         step: of the process.
         at: the moment in the step; servers have "push" (as a gradient comes), "apply" (when half of
             the chunks are updated) and "pull" (as weights leave for workers).
-        life: of the process, None for every one: by default a successor is spared.
-        peer: the other end, as ``("server", 0)``; None for all.
-        kind: of the messages; None for all.
-        count: how many messages, at most.
-        rounds: of `Network.rounds`, that it lasts.
-        factor: how many times as long everything takes.
-        steps: that it lasts.
+        life: number of lives before the one that it strikes, 0 by default, which spares successors;
+            None for every life.
+        peer: the other end of a cut or of messages, as ``("server", 0)``; None for all.
+        kind: of the messages; None for all kinds.
+        count: greatest number of messages that it strikes.
+        rounds: number of `Network.rounds` that it lasts.
+        factor: how many times as long everything takes in a slow process.
+        steps: number of steps that slowness lasts.
 
     Raises:
         ConfigurationError: there is no such process, step, moment or duration.
@@ -266,14 +268,16 @@ Reached = Callable[[int, Moment, Arrive], None]
 
 
 class Clock:
-    """A count of the steps of one life of a worker, by the gradients of its last replica.
+    """A count of the steps of one life of a worker, by the gradients that it begins to compute.
+
+    Its last replica reports the moments of a step.
 
     Args:
         batches: that each replica computes for a step.
         reached: called at each moment of a step.
 
     Attributes:
-        step: the one that was begun last, or -1.
+        step: the step that was begun last, or -1.
         computing: whether that step is being computed.
         factor: how many times as long computing takes.
     """
@@ -327,10 +331,11 @@ class Clock:
         metrics: bool,
         arrive: Arrive,
     ) -> Computed:
+        """Compute a gradient, and report the moments of the step meanwhile."""
         missing = {index for index, entry in enumerate(model.layout.entries) if entry.trainable}
         everything = len(missing)
 
-        def told(entry: int, *about: Any) -> None:
+        def reported(entry: int, *about: Any) -> None:
             self._stretch()
             if len(missing) == everything:
                 self._reached(self.step, "backward", arrive)
@@ -347,7 +352,7 @@ class Clock:
 
         self._reached(self.step, "forward", arrive)
         self._mark = time.perf_counter()
-        computed = compute(batch, told, metrics, arrived)
+        computed = compute(batch, reported, metrics, arrived)
         self._stretch()
         self._reached(self.step, "report", arrive)
         return computed
@@ -359,7 +364,7 @@ class Clock:
 
 
 class WatchedCreator:
-    """A model creator whose models are watched by a clock for each life, made with its first model.
+    """A model creator whose models are watched by a clock; each life of a worker has its own clock.
 
     Args:
         creator: of the models.

@@ -1,4 +1,4 @@
-"""What the parts of a job keep in memory, for tests that it is bounded, or nothing at all."""
+"""The messages and memory that the parts of a job keep, for tests that these are bounded."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def buffers_of(server: Server) -> int:
 
 
 def pushes_of(server: Server) -> int:
-    """Return how many pushes a server keeps: those that are staged or arriving, and buffers in use."""
+    """Return how many pushes a server keeps: staged and arriving ones, and buffers in use."""
     chunks = server.chunks.values()
     used = sum(len(held._buffers) - sum(map(len, held._spare.values())) for held in chunks)
     return used + sum(len(held.staged) for held in chunks) + len(server._progress.pushes)

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 class _Loan:
     """A payload that another process reads where it lies.
 
+    The loan ends when the last view of the payload is collected.
+
     Given back when the last view of it is collected.
     """
 
@@ -109,8 +111,8 @@ class InProcessTransport:
         self.random: random.Random | None = None  # chooses the channel of the next message
         self.speed = 1.0  # the share of its turns that the process takes
         self.every = 1  # the process takes a turn in one of so many rounds
-        self.hung_until = 0.0  # the round until which it takes no turns, and sends nothing
-        # Messages that it would have sent while it hung.
+        self.hung_until = 0.0  # the round until which the process takes no turns and sends nothing
+        # Messages that the process would have sent while it hung.
         self.unsent: list[tuple[InProcessTransport, Link, Message]] = []
         self.links: list[Link] = []  # this process' end of each of its channels
 
@@ -120,7 +122,7 @@ class InProcessTransport:
         return bool(self.inbox or self.router._local or self.router._events or self.router._calls)
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return the next message, if there is one; never waits."""
+        """Return the next message, if there is one; never wait."""
         if not self.inbox:
             return []
         link, message = self._next()
@@ -332,7 +334,7 @@ class Network:
 
         Args:
             done: the condition.
-            what: is waited for, for the error.
+            what: names the condition in the error.
 
         Raises:
             DeadlineError: nothing moves any more, not even when an hour of virtual time passes.
@@ -360,7 +362,9 @@ class Network:
         )
 
     def wait(self, router: Router) -> None:
-        """Give every process a turn in the middle of one's work.
+        """Give every process a turn in the middle of the work of one process.
+
+        That process' random state stays as it is.
 
         That one's random state stays as it is.
 
@@ -369,7 +373,7 @@ class Network:
             ShutdownError: that process was removed.
         """
         if not self.runs(router):
-            raise ShutdownError("the process is gone")
+            raise ShutdownError("the process is dead")
         states = torch.get_rng_state(), np.random.get_state(), random.getstate()
         try:
             # Hooks of a checkpointed part of the model must not see the other processes' tensors.
@@ -413,7 +417,7 @@ class Network:
             self._pass(36.0)
 
     def _pass(self, seconds: float) -> None:
-        """Let virtual time pass, and tell all routers."""
+        """Let virtual time pass, and tick all routers."""
         self.now += seconds
         for transport in self._transports:
             if not self._hangs(transport):

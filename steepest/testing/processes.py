@@ -28,7 +28,7 @@ def with_faults(
     *,
     batches: int = 1,
 ) -> ModelCreator:
-    """Return a model creator whose jobs' processes misbehave as scripted, wherever they run.
+    """Return a model creator whose job's processes have scripted faults, wherever they run.
 
     Only faults that a process can do to itself: `Fault.kill` and `Fault.hang` of workers and
     servers at any of their moments, `Fault.raises` and `Fault.slow` of workers. Faults at
@@ -62,8 +62,8 @@ def with_faults(
         if not possible or fault.rounds < math.inf:
             raise ConfigurationError(
                 f"{fault} cannot happen inside a real process: give kill or hang (without rounds) "
-                "of workers and "
-                "servers, raises or slow of workers, or use InProcessCluster(faults=...)"
+                "of workers and servers, raises or slow of workers, or use "
+                "InProcessCluster(faults=...)"
             )
     inside = _ProcessScript(chosen, Path(lives).absolute(), batches)
     return WatchedCreator(model_creator, inside.make_clock, inside.attend)
@@ -102,7 +102,7 @@ _LIVES: dict[tuple[Path, Peer], _Life] = {}
 
 @dataclass(frozen=True)
 class _ProcessScript:
-    """A script for the process that it is in.
+    """The script in one process, to which the model creator, or the job, carries it.
 
     It travels there with the model creator, and with the job.
     """

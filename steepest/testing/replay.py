@@ -90,7 +90,10 @@ def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | Non
 
 
 class _Run:
-    """A run of which a log tells, in one process: every worker's replicas, one server, and the weights in between.
+    """The replay of one part of a log in one process.
+
+    It has every worker's replicas, one server, and the weights of the versions that are still
+    needed.
 
     Args:
         carried: from the part of the log before this one; None for the first.
@@ -104,8 +107,7 @@ class _Run:
         ):
             raise ConfigurationError(
                 f"the log begins at version {log.commits[0].version - 1}, where weights were set "
-                "or restored: a replay "
-                "needs a run from its beginning"
+                "or restored: a replay needs a run from its beginning"
             )
         models, self._job = _models_and_job(log, model_creator)
         if carried is not None and (
@@ -113,9 +115,8 @@ class _Run:
         ):
             raise ConfigurationError(
                 f"the run went on at version {log.start} with other processes, under a strategy in "
-                "which workers have "
-                "a state of their own, which the log does not tell: only the part before can be "
-                "replayed"
+                "which workers have a state of their own, which the log does not tell: only the "
+                "part before can be replayed"
             )
         self._log = log
         self._layout = self._job.description.layout
@@ -127,7 +128,7 @@ class _Run:
         self._server = _server(self._job, self._weights, log.start)
         if carried is not None:
             for chunk, about, value in disassemble(self._layout, carried.state, carried.plain):
-                self._server.chunks[chunk].load_state(about, value.clone())
+                self._server._chunks[chunk].load_state(about, value.clone())
             _refuse_if(carried.differing, log)
             self._workers[0].begin_with(carried.own)
         self._senders = _Senders(self._job, self._server)
@@ -136,7 +137,7 @@ class _Run:
             push.pulled: commit.version for commit in log.commits for push in commit.pushes
         }
         self._history = {log.start: self._weights.clone()}
-        #: of each worker's replicas: buffers, and frozen parameters that they change
+        # By worker and replica: buffers, and frozen parameters that the model changes.
         self._states = [self._workers[0].states()] * log.num_workers
         self._lives: dict[int, int] = {}
         self._succeeded = False  # whether a worker had a successor
@@ -176,11 +177,11 @@ class _Run:
         exchange.sequence = push.sequence
         replicas.compute(push.share, exchange.ready, False)
         self._states[push.worker] = replicas.states()
-        exchange.committed(push.sequence)
+        exchange.compressor.commit()
 
     def carried(self) -> _Carried:
-        """Return what goes over to the next part of the log."""
-        held = self._server.chunks.items()
+        """Return the state with which the next part of the log begins."""
+        held = self._server._chunks.items()
         records = [(index, about, value) for index, chunk in held for about, value in chunk.state()]
         everything = _all(self._states, self._workers)
         mean = mean_states(everything, [1.0] * len(everything))
@@ -219,7 +220,7 @@ def _models_and_job(log: CommitLog, model_creator: ModelCreator) -> tuple[list[M
 def _workers(
     log: CommitLog, job: Job, models: list[Model], model_creator: ModelCreator
 ) -> list[Replicas]:
-    """Return each worker's replicas: the same for all workers, unless each has a state of its own."""
+    """Return each worker's replicas: the same for all, unless each has a state of its own."""
     devices = log.devices_per_worker
     cpu = [torch.device("cpu")] * devices
     workers = [build_replicas(job, 0, models, cpu)] * log.num_workers
@@ -259,14 +260,14 @@ def _refuse_if(names: list[str], log: CommitLog) -> None:
     """
     if names:
         raise ConfigurationError(
-            f"after version {log.start} a worker began with the mean of what the others had made "
-            f"of frozen parameters ({names[0]!r}), and the log does not tell what that was: only "
-            "what came before can be replayed"
+            f"after version {log.start} a worker began with the mean of the other workers' frozen "
+            f"parameters ({names[0]!r}), which the log does not tell: only the part before can be "
+            "replayed"
         )
 
 
 def _all(states: list[list[Tensors]], workers: list[Replicas]) -> list[Tensors]:
-    """Return the values that each worker's replicas have changed themselves, all with the same names."""
+    """Return the values that each worker's replicas changed themselves, all with the same names."""
 
     def call(function: Callable[..., Any], *names: Sequence[str]) -> list[Any]:
         found = []
@@ -280,13 +281,13 @@ def _all(states: list[list[Tensors]], workers: list[Replicas]) -> list[Tensors]:
 
 
 class _Senders:
-    """The workers' ends, whose pushes reach the one server in the form that they had in the run."""
+    """The workers' ends of pushes, which reach the one server in the form of the run."""
 
     def __init__(self, job: Job, server: Server) -> None:
         self._job = job
         self._server = server
         self._exchanges: dict[int, tuple[int, PushPull]] = {}  # by worker: incarnation, end
-        self._relays = {
+        self._aggregators = {
             index: HostAggregator(
                 index,
                 job.topology,
@@ -298,7 +299,10 @@ class _Senders:
         }
 
     def exchange(self, worker: int, incarnation: int) -> PushPull:
-        """Return a worker's end; a successor begins with a new one, because the old residuals died.
+        """Return a worker's end of pushes.
+
+        Each life of the worker has its own, because what compression had left out is lost with a
+        life.
 
         Args:
             worker: its index.
@@ -314,11 +318,11 @@ class _Senders:
 
     def _arrive(self, source: Peer, target: Peer, message: Message) -> None:
         if target.role == "server" and target.index != self._job.owners[message.chunk]:
-            return  # the holders of copies get the same
+            return  # other holders of the chunk get the same push
         message.source, message.target = source, target
         if message.payload is not None:
             message.payload = message.payload.clone()  # the next push overwrites it
-        (self._relays[target.index] if target.role == "aggregator" else self._server).handle(
+        (self._aggregators[target.index] if target.role == "aggregator" else self._server).handle(
             source, message
         )
 

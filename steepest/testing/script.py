@@ -63,7 +63,8 @@ class Script:
     ) -> None:
         self._cluster = cluster
         self._faults = tuple(faults)
-        self._happened: Counter[tuple[int, int]] = Counter()  # how often: by position, and life
+        # How often each fault has happened: by its position in `faults`, and life.
+        self._happened: Counter[tuple[int, int]] = Counter()
         self._batches = batches
         self.creator = WatchedCreator(model_creator, self._make_clock)
 
@@ -95,7 +96,7 @@ class Script:
         def reached(step: int, moment: Moment, arrive: Arrive) -> None:
             router = self._cluster.router(own)
             if life != self._life(own) or not self._cluster.network.runs(router):
-                raise ShutdownError("the process is gone")
+                raise ShutdownError("the process is dead")
             if moment == "forward":
                 self._set_pace(own, step)
             for fault in self._due(own, step, moment):
@@ -107,18 +108,18 @@ class Script:
                     continue
                 self._act(own, fault)
                 if fault.what == "kill":
-                    raise ShutdownError("the process is gone")
+                    raise ShutdownError("the process is dead")
 
         return Clock(self._batches, reached)
 
     def watch(self, server: Server, own: Peer) -> None:
-        """Have a server's faults happen in the middle of an update."""
+        """Watch a server, so that its faults happen in the middle of an update."""
 
         def reached(step: int, moment: Moment, about: str) -> None:
             for fault in self._due(own, step, moment):
                 self._act(own, fault)
                 if fault.what == "kill":
-                    raise ShutdownError("the process is gone")
+                    raise ShutdownError("the process is dead")
 
         watch_applying(server, reached)
 
@@ -158,7 +159,7 @@ class Script:
         return [(copy, rounds) for copy in copies]
 
     def _moments(self, message: Message, source: Peer, target: Peer) -> list[tuple[Peer, Moment]]:
-        """Return the moments that have come as that message is sent, each with its process."""
+        """Return the moments that come as this message is sent, each with its process."""
         if message.kind in (Kind.PUSH, Kind.HOST_PUSH) and target.role == "server":
             return [(target, "push")]
         if message.kind is not Kind.WEIGHTS:
@@ -199,7 +200,7 @@ class Script:
                 network.cut(router, far, fault.rounds)
 
     def _set_pace(self, process: Peer, step: int) -> None:
-        """Make a process as slow as its faults say."""
+        """Set how slow a process is in a step, by the faults that slow it."""
         life = self._life(process)
         own = [
             (n, f)
