@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import os
 import threading
 import weakref
@@ -36,9 +35,15 @@ from steepest.config.strategies import (
     LocalStrategy,
     ParameterServerStrategy,
     StrategyConfig,
-    as_strategy,
+    strategy_for,
 )
-from steepest.config.validation import require_choice, require_count, require_range
+from steepest.config.validation import (
+    require_choice,
+    require_count,
+    require_instance,
+    require_model_creator,
+    require_range,
+)
 from steepest.data.sampler import SamplePlan
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.job import Job, ModelCreator
@@ -114,23 +119,18 @@ class DistributedSGD:
         run_config: RunConfig | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        _check_creator(model_creator)
-        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-            raise ConfigurationError(
-                f"checkpoints={checkpoints!r}: give steepest.Checkpoints(path), or None"
-            )
-        if run_config is not None and not isinstance(run_config, RunConfig):
-            raise ConfigurationError(
-                f"run_config={run_config!r}: give steepest.RunConfig(...), or None"
-            )
+        require_model_creator(model_creator)
+        if checkpoints is not None:
+            require_instance("checkpoints", checkpoints, Checkpoints)
+        run_config = RunConfig() if run_config is None else run_config
+        require_instance("run_config", run_config, RunConfig)
         require_choice("gpu", gpu, (False, True))
         least, most = require_range("num_workers", num_workers)
         devices = require_count("devices_per_worker", devices_per_worker)
         seed, accumulate = require_count("seed", seed, 0), require_count("accumulate", accumulate)
         if seed > _LARGEST_SEED:
             raise ConfigurationError(f"seed={seed}: give an integer of at most {_LARGEST_SEED}")
-        chosen = self._chosen(strategy, least)
-        run_config = run_config or RunConfig()
+        chosen = strategy_for(strategy, least)
         # step, fit, evaluate, save ... run one at a time; weights, stats, log, resize need no lock
         self._lock = threading.RLock()
         self._cluster: Cluster | None = None
@@ -280,20 +280,11 @@ class DistributedSGD:
             results: list[WorkerResult] = cluster.workers.call(
                 remote_functions.evaluate, data, batch_size, parts, state, what="evaluate"
             )
-            weight = sum(result.weight for result in results)
-            if not weight:
+            if not any(result.weight for result in results):
                 raise ConfigurationError("evaluate() was given no samples")
-
-            def mean(values: list[tuple[float, float]]) -> float:
-                return sum(value * w for value, w in values) / sum(w for _, w in values)
-
-            names = sorted({name for result in results for name in result.metrics})
-            metrics = {
-                name: mean([(r.metrics[name], r.weight) for r in results if name in r.metrics])
-                for name in names
-            }
-            loss = mean([(result.loss, result.weight) for result in results])
-            return EvaluationResult(loss, metrics, sum(result.samples for result in results))
+            return EvaluationResult.mean_of(
+                [(result.weight, result.loss, result.metrics, result.samples) for result in results]
+            )
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters by name, at one version.
@@ -469,7 +460,7 @@ class DistributedSGD:
                 nothing has changed.
         """
         with self._idle():
-            self._state.reform(self._chosen(strategy, self.num_workers))
+            self._state.reform(strategy_for(strategy, self.num_workers))
             self._keeping.changed()
 
     def resize(self, num_workers: int | None = None, num_servers: int | None = None) -> None:
@@ -509,7 +500,7 @@ class DistributedSGD:
             count = require_count("num_workers", num_workers)
         assert self._training.range is not None
         wanted = None if num_workers is None else self._training.range.fix
-        change = Resize(cluster, count, self._chosen(config, count), self._state, wanted)
+        change = Resize(cluster, count, strategy_for(config, count), self._state, wanted)
         if self._training.running:
             self._training.request(change)
             return
@@ -520,17 +511,6 @@ class DistributedSGD:
             except BaseException:
                 change.cancel()
                 raise
-
-    @staticmethod
-    def _chosen(strategy: str | StrategyConfig, workers: int) -> StrategyConfig:
-        config = as_strategy(strategy)
-        backup = getattr(config, "backup_workers", 0)
-        if backup and backup >= workers:
-            raise ConfigurationError(
-                f"backup_workers={backup} with num_workers={workers}: a step would take no "
-                "worker's gradient; give fewer backup workers, or more workers"
-            )
-        return config
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -609,24 +589,3 @@ class DistributedSGD:
     def _wait(self, future: Future[T], what: str) -> T:
         self._live()
         return self._training.wait(future, what)
-
-
-def _check_creator(model_creator: object) -> None:
-    """Check that `model_creator` can be called with two arguments.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
-    wanted = "give a function of (worker_index, device_index) that returns a model"
-    if not callable(model_creator):
-        raise ConfigurationError(f"model_creator={model_creator!r}: {wanted}")
-    try:
-        signature = inspect.signature(model_creator)
-    except ValueError:  # some callables that are written in C have no signature
-        return
-    try:
-        signature.bind(0, 0)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"model_creator={model_creator!r} takes {signature}, {error}: {wanted}"
-        ) from None

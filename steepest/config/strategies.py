@@ -391,3 +391,19 @@ def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
             "ParameterServerStrategy(...), AllreduceStrategy(...), LocalStrategy(...)"
         )
     return _BY_NAME[strategy]
+
+
+def strategy_for(strategy: str | StrategyConfig, num_workers: int) -> StrategyConfig:
+    """Return what `as_strategy` returns, for a job of so many workers.
+
+    Raises:
+        ConfigurationError: there is no such strategy, or it needs more workers.
+    """
+    config = as_strategy(strategy)
+    backup = getattr(config, "backup_workers", 0)
+    if backup and backup >= num_workers:
+        raise ConfigurationError(
+            f"backup_workers={backup} with num_workers={num_workers}: a step would take no "
+            "worker's gradient; give fewer backup workers, or more workers"
+        )
+    return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from numbers import Integral
 
@@ -71,6 +72,27 @@ def require_instance(name: str, value: object, kind: type) -> None:
     """
     if not isinstance(value, kind):
         raise ConfigurationError(f"{name}={value!r:.80}: give a steepest.{kind.__name__}(...)")
+
+
+def require_model_creator(model_creator: object) -> None:
+    """Check that a model creator can be called with the indices of a worker and of a device.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    wanted = "give a function of (worker_index, device_index) that returns a model"
+    if not callable(model_creator):
+        raise ConfigurationError(f"model_creator={model_creator!r}: {wanted}")
+    try:
+        signature = inspect.signature(model_creator)
+    except ValueError:  # some callables that are written in C have no signature
+        return
+    try:
+        signature.bind(0, 0)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"model_creator={model_creator!r} takes {signature}, {error}: {wanted}"
+        ) from None
 
 
 def is_finite_number(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,6 +62,30 @@ class EvaluationResult:
     loss: float
     metrics: dict[str, float]
     samples: int
+
+    @classmethod
+    def mean_of(
+        cls, parts: Sequence[tuple[float, float, Mapping[str, float], int]]
+    ) -> EvaluationResult:
+        """Return the result over a data set from those of its parts.
+
+        Args:
+            parts: (weight, loss, metrics by name, samples) of each part; a part may lack a metric,
+                and the weights are not all 0.
+        """
+
+        def mean(values: list[tuple[float, float]]) -> float:
+            return sum(value * weight for value, weight in values) / sum(w for _, w in values)
+
+        names = sorted({name for _, _, metrics, _ in parts for name in metrics})
+        return cls(
+            mean([(loss, weight) for weight, loss, _, _ in parts]),
+            {
+                name: mean([(m[name], weight) for weight, _, m, _ in parts if name in m])
+                for name in names
+            },
+            sum(samples for _, _, _, samples in parts),
+        )
 
 
 @dataclass(frozen=True)
