@@ -523,6 +523,10 @@ class DistributedSGD:
     ) -> Any:
         """Return the placement group that a Ray Tune trial must reserve for its trainer.
 
+        Args:
+            num_workers, devices_per_worker, gpu: as of the constructor.
+            cpus_per_worker: as of `ResourceConfig`.
+
         Example:
             >>> tune.with_resources(trainable, DistributedSGD.resources(2))     # doctest: +SKIP
         """

@@ -176,8 +176,13 @@ def assemble(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Join optimizer state to whole tensors, from the slices that servers hold.
 
+    Args:
+        layout: of the parameters.
+        records: the slices, in any order; all of each tensor.
+
     Returns:
-        State by "parameter/key", and the names of those that are plain numbers.
+        State by "parameter/key", whose tensors have the shapes of the optimizer's, and the names of
+        entries that are plain numbers, sorted.
     """
     pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
     plain: set[str] = set()
@@ -204,9 +209,12 @@ def assemble(
 def disassemble(
     layout: ParameterLayout, state: Mapping[str, torch.Tensor], plain: Iterable[str]
 ) -> list[Record]:
-    """Split whole tensors of optimizer state into the slices of a layout.
+    """Split whole tensors of optimizer state into slices of a layout, the reverse of `assemble`.
 
-    The reverse of `assemble`.
+    Args:
+        layout: of the parameters, whose chunks may be cut in another way than before.
+        state: whole tensors by "parameter/key".
+        plain: names of entries that are plain numbers.
 
     Raises:
         CheckpointError: state of an unknown or frozen parameter.

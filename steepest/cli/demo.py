@@ -88,7 +88,12 @@ def asynchronous_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 def model_creator(
     train: Arrays, sgd: Callable[[nn.Module], torch.optim.Optimizer] = optimizer
 ) -> ModelCreator:
-    """Return a function that makes a replica's model."""
+    """Return a function that makes a replica's model: the network with its loss, data and metrics.
+
+    Args:
+        train: training data, images and labels.
+        sgd: makes the optimizer of a module.
+    """
 
     def create(worker_index: int, device_index: int) -> Model:
         metrics = {"accuracy": accuracy}
@@ -108,6 +113,10 @@ def train_in_one_process(train: Arrays, steps: int) -> dict[str, torch.Tensor]:
     """Return the weights of plain PyTorch training on the whole batch of each step, by name.
 
     Every synchronous strategy must equal them.
+
+    Args:
+        train: training data, images and labels.
+        steps: number of batches, each of `WORKERS * BATCH` images.
     """
     seed_everything(SEED)
     module = network()
@@ -123,7 +132,15 @@ def train_in_one_process(train: Arrays, steps: int) -> dict[str, torch.Tensor]:
 
 
 def run(epochs: int = 8, *, progress: bool = True) -> list[Row]:
-    """Train under each strategy, print a table, and return its rows."""
+    """Train under each strategy, print a table, and return its rows.
+
+    Args:
+        epochs: number of epochs under each strategy.
+        progress: whether to show progress bars.
+
+    Raises:
+        ConfigurationError: scikit-learn is not installed.
+    """
     from steepest.cluster.placement import ray_session
 
     train, test = load_digits()

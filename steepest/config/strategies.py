@@ -396,6 +396,10 @@ def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
 def strategy_for(strategy: str | StrategyConfig, num_workers: int) -> StrategyConfig:
     """Return what `as_strategy` returns, for a job of so many workers.
 
+    Args:
+        strategy: a name or a strategy object.
+        num_workers: the number of workers, at least 1.
+
     Raises:
         ConfigurationError: there is no such strategy, or it needs more workers.
     """

@@ -55,6 +55,11 @@ def require_range(name: str, value: object) -> tuple[int, int]:
 def require_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Check that a value is one of those allowed.
 
+    Args:
+        name: of the argument, for the error.
+        value: compared by identity, texts by equality.
+        allowed: the allowed values.
+
     Raises:
         ConfigurationError: it is not.
     """

@@ -35,10 +35,16 @@ class StepResult:
     gradient_norm: float | None = None
 
     @classmethod
-    def from_message(cls, version: int, meta: dict[str, Any], epoch: int | None) -> StepResult:
-        """Return the result of a step from the coordinator's RESULT."""
+    def from_message(cls, step: int, meta: dict[str, Any], epoch: int | None) -> StepResult:
+        """Return the result of a step from the coordinator's RESULT.
+
+        Args:
+            step: number of steps committed by now.
+            meta: the fields of the message.
+            epoch: of the step; None when the data are streams.
+        """
         return cls(
-            version,
+            step,
             epoch,
             float(meta.get("loss", "nan")),
             dict(meta.get("metrics", {})),

@@ -255,7 +255,15 @@ class InProcessCluster:
         return found
 
     def wait(self, future: Future[T], what: str) -> T:
-        """Run the job until a future is done, and return its result."""
+        """Run the job until a future is done, and return its result.
+
+        Args:
+            future: that a role of the job completes.
+            what: names it in the error.
+
+        Raises:
+            DeadlineError: nothing moves any more.
+        """
         self.network.run_until(future.done, what)
         return future.result()
 

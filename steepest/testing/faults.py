@@ -112,7 +112,10 @@ class Fault:
     def raises(
         cls, role: str, index: int, *, step: int, at: Moment = "forward", life: int | None = 0
     ) -> Fault:
-        """Return a fault in which the model raises a RuntimeError."""
+        """Return a fault in which the model raises a RuntimeError.
+
+        The arguments of this and the following methods are the attributes of `Fault`.
+        """
         return cls("raise", role, index, step, at, life)
 
     @classmethod

@@ -16,8 +16,13 @@ Report = Callable[[int, Moment, str], None]
 
 
 def watch_applying(server: Server, reached: Report) -> None:
-    """Have a server report when half of its chunks are updated to the next version ("apply")."""
-    chunks = [held for held in server.chunks.values() if held.chunk.trainable]
+    """Make a server report when half of its chunks are updated to the next version ("apply").
+
+    Args:
+        server: that is watched from now on.
+        reached: called with the step, the moment, and the chunks that are updated, in words.
+    """
+    chunks = [held for held in server._chunks.values() if held.chunk.trainable]
     updated: dict[int, list[int]] = {}  # to the version that is being made
 
     def watch(held: ServerChunk) -> None:
@@ -44,10 +49,14 @@ def watch_applying(server: Server, reached: Report) -> None:
 
 
 def watch_server(server: Server, reached: Report) -> None:
-    """Have a server report the moments of its steps.
+    """Make a server report the moments of its steps.
 
     They are "apply" (see `watch_applying`), each chunk of a gradient that has come ("push"), and
     each chunk of weights that leaves ("pull").
+
+    Args:
+        server: that is watched from now on.
+        reached: called with the step, the moment, and the chunk and its peer, in words.
     """
     handle, send = server.handle, server._send
 
@@ -68,7 +77,13 @@ def watch_server(server: Server, reached: Report) -> None:
 
 
 def watch_worker(worker: Worker, clock: Clock, reached: Report) -> None:
-    """Have a worker report each chunk of weights that comes while it computes nothing ("pull")."""
+    """Make a worker report each chunk of weights that comes while it computes nothing ("pull").
+
+    Args:
+        worker: that is watched from now on.
+        clock: of the worker's steps.
+        reached: called with the step, the moment, and the chunk and its version, in words.
+    """
     receive = worker._exchange.receive
 
     def received(source: Peer, message: Message) -> tuple[int, int] | None:

@@ -269,7 +269,12 @@ class Network:
     def connect(
         self, a: Router, a_peers: tuple[Peer, ...], b: Router, b_peers: tuple[Peer, ...]
     ) -> Link:
-        """Connect two processes, and return the end that `a` holds."""
+        """Connect two processes, and return the end that `a` holds.
+
+        Args:
+            a, b: the processes.
+            a_peers, b_peers: the roles that each hosts.
+        """
         near, far = _transport(a), _transport(b)
         there = Link(self, " + ".join(map(str, b_peers)), b_peers, far)
         back = Link(self, " + ".join(map(str, a_peers)), a_peers, near)

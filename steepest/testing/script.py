@@ -113,7 +113,12 @@ class Script:
         return Clock(self._batches, reached)
 
     def watch(self, server: Server, own: Peer) -> None:
-        """Watch a server, so that its faults happen in the middle of an update."""
+        """Watch a server, so that its faults happen in the middle of an update.
+
+        Args:
+            server: that is watched from now on.
+            own: its peer.
+        """
 
         def reached(step: int, moment: Moment, about: str) -> None:
             for fault in self._due(own, step, moment):

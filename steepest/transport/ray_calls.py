@@ -469,7 +469,7 @@ class CallTransport:
         self._events += [Event(channel, message) for message in messages]
 
     def lose(self, channel: _Channel, reason: str) -> None:
-        """Close a channel, and report that as an event."""
+        """Close a channel, and report that as an event with this reason."""
         if not channel.closed:
             channel.close(reason)
             self._events.append(Event(channel, None, reason))

@@ -31,6 +31,10 @@ class Role(Protocol):
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message.
 
+        Args:
+            source: the role that sent it; the router has checked that it may send such a message.
+            message: with its payload, if it has one and `destination` did not discard it.
+
         Raises:
             ProtocolError: the message makes no sense here; it is counted and dropped.
         """
@@ -46,7 +50,12 @@ class Role(Protocol):
         """
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Take note that the channel to a peer has closed."""
+        """Take note that the channel to a peer has closed.
+
+        Args:
+            peer: each role at the other end of the channel, in a call of its own.
+            reason: in words.
+        """
 
     def tick(self, now: float) -> None:
         """Take note of the time: `now` is in seconds, monotonic."""

@@ -373,7 +373,7 @@ class WireTransport:
         self.lose(channel, f"refused: {reason}")
 
     def lose(self, channel: WireChannel, reason: str) -> None:
-        """Close a channel and report it as an event."""
+        """Close a channel, and report that as an event with this reason."""
         if not channel.closed:
             self.forget(channel)
             self._events.append(Event(channel, None, reason))

@@ -53,10 +53,10 @@ class StreamOwner(Protocol):
         """Send the channel's queued bytes with the next `poll` or `pump`."""
 
     def watch(self, channel: WireChannel, writing: bool) -> None:
-        """Set whether to wait for the socket to take bytes."""
+        """Set whether to wait (`writing`) for the channel's socket to take bytes."""
 
     def lose(self, channel: WireChannel, reason: str) -> None:
-        """Close a channel, and report that as an event."""
+        """Close a channel, and report that as an event with this reason."""
 
     def forget(self, channel: WireChannel) -> None:
         """Close a channel without an event."""
