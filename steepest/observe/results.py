@@ -142,8 +142,8 @@ class Event(NamedTuple):
 
     Attributes:
         time: seconds since the epoch, as `time.time` has it.
-        kind: "replaced" (a successor took a dead worker's place), "left" (the other workers continue
-            without a dead one), "returned" (its successor joined them), "recovered" (other
+        kind: "replaced" (a successor took a dead worker's place), "left" (the other workers
+            continue without a dead one), "returned" (its successor joined them), "recovered" (other
             processes took over the chunks of a dead one), "moved" (processes moved away from a node
             that is about to be removed), "resized".
         step: number of steps committed by then.
