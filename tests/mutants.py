@@ -27,20 +27,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = (
-    "protocol/coordinator", "engine/server", "engine/server_chunk", "engine/staging_progress",
-    "engine/outgoing_weights", "engine/early_pushes", "protocol/push_tracking", "data/sampler", "checkpoint/files",
+    "protocol/coordinator", "protocol/closed_job", "engine/server", "engine/server_chunk",
+    "engine/staging_progress", "engine/outgoing_weights", "engine/early_pushes",
+    "protocol/push_tracking", "data/sampler", "checkpoint/files",
 )  # fmt: skip
 #: tests that are likely to notice come first, so that most mutants cost seconds
+DECIDING = [
+    "coordinator",
+    "leftovers",
+    "commit_rules",
+    "modes",
+    "worker_replacement",
+    "fault_scripts",
+    "pushes",
+]
 FIRST = {
-    "protocol/coordinator": [
-        "coordinator",
-        "leftovers",
-        "commit_rules",
-        "modes",
-        "worker_replacement",
-        "fault_scripts",
-        "pushes",
-    ],
+    "protocol/coordinator": DECIDING,
+    "protocol/closed_job": DECIDING,
     "engine/server": [
         "server",
         "pushes",

@@ -1,4 +1,4 @@
-"""The client: the driver's end. Asks for steps, reads one version over all servers, installs state."""
+"""The client: the driver's role, which asks for steps, reads the state and installs it."""
 
 from __future__ import annotations
 
@@ -55,12 +55,13 @@ Outcome = Result | Failure | WorkerLost | PeerLostError
 
 @dataclass
 class Snapshot:
-    """Everything asked for, at one version.
+    """What a read returns, at one version over all servers.
 
     Attributes:
-        weights: the flat vector.
-        records: optimizer state, slice by slice; empty unless asked for.
-        state: of the coordinator, with the optimizer's, see `RecoveredState`.
+        version: of which everything is.
+        weights: the flat vector (uint8, of the layout's size); empty for a read of "standing".
+        records: optimizer state, slice by slice; empty unless "state" was read.
+        state: of the coordinator, see `RecoveredState`; empty where only weights were read.
     """
 
     version: int
@@ -71,7 +72,7 @@ class Snapshot:
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """Where a job stands: generation and version; it only grows."""
+    """The generation and version of a job, which only grow."""
 
     generation: int
     version: int
@@ -79,16 +80,19 @@ class Position:
 
 @dataclass
 class _Read:
+    """A read that some servers have not answered yet."""
+
     future: Future[Snapshot]
     snapshot: Snapshot
     awaited: set[int]  # servers that have not sent everything
-    records: dict[tuple[Any, ...], Record] = field(
-        default_factory=dict
-    )  # by place: a copy changes nothing
+    # By (chunk, parameter, key, start), so that a message that comes twice changes nothing.
+    records: dict[tuple[Any, ...], Record] = field(default_factory=dict)
 
 
 @dataclass
 class _Install:
+    """A state that is being installed: first its parts are put on servers, then it is ordered."""
+
     future: Future[Position]
     version: int
     unacknowledged: set[int]  # numbers of messages
@@ -97,22 +101,27 @@ class _Install:
 
 
 class Client:
-    """A state machine over messages; its methods are called on the router's thread.
+    """The driver's role in a job: a state machine over messages.
+
+    Its methods are called on the router's thread. Futures are set there, too.
 
     Args:
         layout: of the model.
         holders: the servers of each chunk.
-        num_servers: how many there are.
-        send: how to send.
+        num_servers: the number of servers.
+        send: sends as the client.
 
     Attributes:
-        lost_peer: the first that was lost, as far as the client has heard.
+        outcomes: the bodies of RESULT, FAILURE and WORKER_LOST, or the loss of a peer, in the order of
+            events; may be read on any thread.
+        position: the newest generation and version that the client has heard of.
+        lost_peer: the first coordinator or server whose loss the client has heard of; None if there
+            is none.
     """
 
     def __init__(
         self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send
     ) -> None:
-        #: in the order of events; an error stands for the loss of the coordinator or of a server
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.position = Position(0, 0)
         self._layout = layout
@@ -123,52 +132,67 @@ class Client:
         self._reads: dict[int, _Read] = {}
         self._installs: dict[int, _Install] = {}
         self._answers: dict[int, Future[Any]] = {}  # of requests that one message answers
-        self._left: set[tuple[int, int]] = (
-            set()
-        )  # workers and their lives, of which it has heard that they ended
-        self._gone: PeerLostError | None = None
+        self._ended: set[tuple[int, int]] = set()  # (worker, life) of each WORKER_LOST
+        self._failure: PeerLostError | None = None  # after which nothing is answered any more
         self.lost_peer: Peer | None = None
 
     def ask(self, steps: int, stats: bool) -> None:
-        """Grants that many more steps; each ends as one entry of `outcomes`."""
-        if self._gone is not None:
-            while (
-                not self.outcomes.empty()
-            ):  # results of earlier steps, later than the word that somebody is gone
+        """Ask the coordinator for more steps; each ends as one entry of `outcomes`.
+
+        After the loss of a server or the coordinator the only entry is that loss.
+
+        Args:
+            steps: how many.
+            stats: whether their results have loss, metrics and timings.
+        """
+        if self._failure is not None:
+            while not self.outcomes.empty():  # results of earlier steps, which came after the loss
                 self.outcomes.get()
-            self.outcomes.put(self._gone)
+            self.outcomes.put(self._failure)
             return
         self._requests += 1
         self._send(COORDINATOR, Ask(self._requests, steps, stats).pack())
 
     def revoke(self) -> Future[Position]:
-        """Takes back what is granted but not committed; the future tells where the job stands then."""
+        """Take back the steps that are granted but not committed.
+
+        Returns:
+            A future of the job's position after that.
+        """
         return self._request(Revoke)
 
     def stop(self) -> Future[int]:
-        """Have workers stop at the end of a step soon; the future holds the last version that will come."""
+        """Have workers stop after a step soon; the future is of the last version to come."""
         return self._request(Stop)
 
     def _request(self, make: Callable[[int], Body]) -> Future[Any]:
-        """Send the coordinator what one message answers, made from its number; the future holds the answer."""
+        """Send the coordinator a request, and return a future of the one message that answers it.
+
+        Args:
+            make: returns the request with a number.
+        """
         self._requests += 1
         future: Future[Any] = Future()
         self._answers[self._requests] = future
         self._send(COORDINATOR, make(self._requests).pack())
-        return self._unless_gone(future)
+        return self._unless_failed(future)
 
     def read(self, what: str) -> Future[Snapshot]:
-        """The weights (`what` is "weights") or all state ("state"), at one version over all servers.
+        """Read the job's state at one version over all servers.
 
-        Or, once all of them are there, only which version that is, and the coordinator's state
-        ("standing").
+        Args:
+            what: "weights"; "state", which is the optimizer's and the coordinator's, too; or
+                "standing", which is the version and the coordinator's state only.
+
+        Returns:
+            A future, which is done when every server has answered.
         """
         self._requests += 1
         weights = torch.empty(0) if what == "standing" else self._layout.allocate()
         read = _Read(Future(), Snapshot(-1, weights), set(range(self._servers)))
         self._reads[self._requests] = read
         self._send(COORDINATOR, Read(self._requests, what).pack())
-        return self._unless_gone(read.future)
+        return self._unless_failed(read.future)
 
     def install(
         self,
@@ -177,14 +201,19 @@ class Client:
         records: list[Record] | None,
         state: dict[str, Any] | None = None,
     ) -> Future[Position]:
-        """Makes these the weights, as that version; with `records`, the optimizer's state too, and samples begin anew.
+        """Make these weights and this state those of the job.
 
         Args:
-            version: from now on.
-            weights: flat; None for those that servers have, and their optimizers' state.
+            version: the number that the weights have from now on.
+            weights: the flat vector, copied now; None to keep the servers' weights and optimizer
+                state.
             records: optimizer state; None to leave it, and the order of samples, as they are.
-            state: of the coordinator, or parts of it, see `RecoveredState`; what is missing begins
-                anew, but for the schedule, which then has to find its way.
+            state: of the coordinator, or parts of it, see `RecoveredState`; missing parts begin
+                anew, except the schedule, which is stepped to its place.
+
+        Returns:
+            A future of the job's position after it; fails with `PeerLostError` if a server or the
+            coordinator is lost before the answer.
         """
         self._requests += 1
         parts = [] if weights is None else self._puts(weights, records)
@@ -194,12 +223,12 @@ class Client:
             self._send(server_peer(server), part(number).pack())
         if not parts:
             self._order(self._requests, install)
-        return self._unless_gone(install.future)
+        return self._unless_failed(install.future)
 
     def _puts(
         self, weights: torch.Tensor, records: list[Record] | None
     ) -> list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]]:
-        """Return what each server is sent of a state, made from the number by which it is acknowledged."""
+        """Return the parts of a state: the server of each, and the message by its number."""
         request = self._requests
         parts: list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]] = []
         for chunk, holders in enumerate(self._holders):
@@ -217,32 +246,51 @@ class Client:
         return parts
 
     def declare_lost(self, worker: int, life: int, why: str) -> None:
-        """Has a worker given up that is silent or cut off; a WORKER_LOST in `outcomes` says when it is."""
+        """Have the coordinator give up a worker that is silent or cut off.
+
+        It has when a WORKER_LOST is in `outcomes`.
+
+        Args:
+            worker: its index.
+            life: its incarnation.
+            why: for the error.
+        """
         self._send(COORDINATOR, GiveUp(worker, life, why).pack())
 
     def counters(self) -> Future[Counters]:
-        """Ask for the coordinator's counters."""
+        """Return a future of the coordinator's counters."""
         return self._request(ReadCounters)
 
     def log_page(self, first: int) -> Future[LogPage]:
-        """Ask for some entries of the coordinator's log, from `first` on."""
+        """Return a future of some entries of the coordinator's log, from entry `first` on."""
         return self._request(lambda number: ReadLog(number, first))
 
-    def _unless_gone(self, future: Future[T]) -> Future[T]:
-        """Whoever is gone will not answer: the future fails now."""
-        if self._gone is not None:
-            self._fail_all(self._gone)
+    def _unless_failed(self, future: Future[T]) -> Future[T]:
+        """Return a future, failed already if a peer is lost that would have to answer."""
+        if self._failure is not None:
+            self._fail_all(self._failure)
         return future
 
     # -- Role ----------------------------------------------------------------------------------
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
-        """Where an arriving payload goes."""
+        """Return the memory for an arriving payload: of the vector that is read, or new.
+
+        Args:
+            message: without its payload.
+            size: of the payload, in bytes.
+
+        Returns:
+            `size` bytes; None to drop the payload, because no read waits for it.
+
+        Raises:
+            ProtocolError: a client takes no such payload.
+        """
         read = self._reads.get(message.sequence)
         if read is None or (
             message.source is not None and message.source.index not in read.awaited
         ):
-            return None  # nobody waits for it any more
+            return None
         if message.kind is Kind.WEIGHTS and 0 <= message.chunk < len(self._layout.chunks):
             view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
             if view.numel() == size:
@@ -253,13 +301,17 @@ class Client:
             f"a client takes no {message.kind.name} of {size} bytes for chunk {message.chunk}"
         )
 
-    def handle(self, source: Peer, message: Message) -> None:  # noqa: PLR0915 - one case for each kind
-        """Acts on one message."""
+    def handle(self, source: Peer, message: Message) -> None:  # noqa: PLR0915
+        """Act on one message.
+
+        Raises:
+            ProtocolError: a client takes no such message.
+        """
         match message.kind:
             case Kind.WORKER_LOST:
                 lost = WorkerLost.unpack(message)
-                if (life := (lost.worker, lost.life)) not in self._left:
-                    self._left.add(life)
+                if (life := (lost.worker, lost.life)) not in self._ended:
+                    self._ended.add(life)
                     self._move_to(lost)
                     self.outcomes.put(lost)
             case Kind.RESULT:
@@ -296,8 +348,8 @@ class Client:
             case _:
                 raise ProtocolError(f"a client does not take {message.kind.name}")
 
-    def _move_to(self, told: WorkerLost | Installed | Revoked) -> None:
-        self.position = max(self.position, Position(told.generation, told.version))
+    def _move_to(self, news: WorkerLost | Installed | Revoked) -> None:
+        self.position = max(self.position, Position(news.generation, news.version))
 
     def _end_step(self, outcome: Result | Failure) -> None:
         position = Position(outcome.generation, outcome.version)
@@ -310,6 +362,7 @@ class Client:
             waiting.set_result(answer)
 
     def _take(self, source: Peer, message: Message, read: _Read) -> None:
+        """Take a server's part of a snapshot, or its end."""
         if source.index not in read.awaited:
             return  # a copy
         if message.kind is Kind.WEIGHTS:
@@ -319,12 +372,17 @@ class Client:
                 view.copy_(weights.payload)
         elif message.kind is Kind.STATE:
             part = StateTensor.unpack(message)
-            place = (part.chunk, part.name, part.key, part.start)
-            read.records[place] = (part.chunk, part.about, state_tensor(part.about, part.payload))
+            key = (part.chunk, part.name, part.key, part.start)
+            read.records[key] = (part.chunk, part.about, state_tensor(part.about, part.payload))
         else:
             self._end_snapshot(source, SnapshotEnd.unpack(message), read)
 
     def _end_snapshot(self, source: Peer, end: SnapshotEnd, read: _Read) -> None:
+        """Note that a server has sent its part; with the last one, set the read's future.
+
+        Raises:
+            ProtocolError: its part is of another version than those of the servers before.
+        """
         if read.snapshot.version not in (-1, end.version):
             raise ProtocolError(
                 f"versions {read.snapshot.version} and {end.version} in one snapshot"
@@ -338,6 +396,7 @@ class Client:
             read.future.set_result(read.snapshot)
 
     def _acknowledge(self, received: PutReceived) -> None:
+        """Note that a server has a part of a state; with the last one, have the state installed."""
         install = self._installs.get(received.sequence)
         if install is None or received.number not in install.unacknowledged:
             return  # a copy
@@ -351,18 +410,19 @@ class Client:
         )
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """A server or the coordinator is gone: whatever waits for it fails, now and later."""
-        if peer.role in ("server", "coordinator") and self._gone is None:
-            self._gone = PeerLostError(f"{peer} is gone ({reason})")
+        """Fail all futures, now and later, if a server or the coordinator is lost."""
+        if peer.role in ("server", "coordinator") and self._failure is None:
+            self._failure = PeerLostError(f"{peer} is gone ({reason})")
             self.lost_peer = self.lost_peer or peer
-            self._fail_all(self._gone)
-            self.outcomes.put(self._gone)
+            self._fail_all(self._failure)
+            self.outcomes.put(self._failure)
 
     def close(self) -> None:
-        """Nothing will arrive any more."""
+        """Fail all futures with `ShutdownError`: no message will arrive any more."""
         self._fail_all(ShutdownError("the trainer is shut down"))
 
     def _fail_all(self, error: PeerLostError | ShutdownError) -> None:
+        """Set an error as the result of all futures; none waits afterwards."""
         reads, self._reads = self._reads, {}
         installs, self._installs = self._installs, {}
         answers, self._answers = self._answers, {}
@@ -372,7 +432,7 @@ class Client:
             future.set_exception(error)
 
     def tick(self, now: float) -> None:
-        """Deadlines are those of the callers."""
+        """Do nothing: deadlines are those of the callers, who wait for futures."""
 
 
 def _state_part(request: int, chunk: int, fields: dict[str, Any]) -> Callable[[int], PutState]:
@@ -380,10 +440,10 @@ def _state_part(request: int, chunk: int, fields: dict[str, Any]) -> Callable[[i
 
 
 def read_log(client: Client) -> Future[list[Commit]]:
-    """All of the coordinator's log, page by page; called on the router's thread.
+    """Read all of the coordinator's log, page by page; called on the router's thread.
 
-    Raises:
-        ConfigurationError: it keeps none (in the future).
+    Returns:
+        A future of the commits, oldest first; fails with `ConfigurationError` if no log is kept.
     """
     everything: Future[list[Commit]] = Future()
     commits: list[Commit] = []

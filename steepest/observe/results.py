@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from steepest.messages.driver import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +37,21 @@ class StepResult:
     gradient_norm: float | None = None
 
     @classmethod
-    def from_message(cls, step: int, meta: dict[str, Any], epoch: int | None) -> StepResult:
-        """Return the result of a step from the coordinator's RESULT.
+    def from_result(cls, result: Result, epoch: int | None) -> StepResult:
+        """Return the user's view of the coordinator's result of a step.
 
         Args:
-            step: number of steps committed by now.
-            meta: the fields of the message.
-            epoch: of the step; None when the data are streams.
+            epoch: of the step, which the coordinator does not know; None when the data are streams.
         """
         return cls(
-            step,
+            result.step,
             epoch,
-            float(meta.get("loss", "nan")),
-            dict(meta.get("metrics", {})),
-            int(meta["samples"]),
-            tuple(meta["staleness"]),
-            dict(meta.get("timings", {})),
-            meta.get("gradient_norm"),
+            float("nan") if result.loss is None else float(result.loss),
+            dict(result.metrics or {}),
+            result.samples,
+            tuple(result.staleness),
+            dict(result.timings or {}),
+            result.gradient_norm,
         )
 
 

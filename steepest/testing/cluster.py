@@ -30,7 +30,8 @@ from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import PeerLostError
-from steepest.messages.message import Kind, Message, Peer, aggregator_peer, server_peer, worker_peer
+from steepest.messages.driver import Failure, Result, WorkerLost
+from steepest.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.testing.faults import Fault
 from steepest.testing.network import Link, Network
 from steepest.testing.script import Script
@@ -56,7 +57,7 @@ class InProcessCluster:
         faults: the script, see `steepest.testing.Fault`.
 
     Attributes:
-        left: the coordinator's WORKER_LOST messages, one for each worker that died.
+        left: what the coordinator says of each worker that died.
         on_left: called with the index of each of these workers; by default `replace`.
         lives: by worker, how many processes came before the present one.
 
@@ -106,7 +107,7 @@ class InProcessCluster:
             built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout,
             keep_log, hosts, accumulate, replaces=replaces,
         )  # fmt: skip
-        self.left: list[Message] = []
+        self.left: list[WorkerLost] = []
         self.on_left: Callable[[int], None] = self.replace
         cpu = [torch.device("cpu")] * devices_per_worker
         replicas = [
@@ -231,26 +232,26 @@ class InProcessCluster:
     ) -> None:
         self.links.setdefault(near, []).append(self.network.connect(a, a_peers, b, b_peers))
 
-    def step(self, steps: int = 1) -> list[Message]:
-        """Take steps, and return their RESULT messages; a FAILURE ends the list.
+    def step(self, steps: int = 1) -> list[Result | Failure]:
+        """Take steps and return their results; a failure of a step ends the list.
 
         Raises:
             PeerLostError: a server is dead.
             DeadlineError: nothing moves any more.
         """
         self.client.ask(steps, True)
-        found: list[Message] = []
+        found: list[Result | Failure] = []
         while len(found) < steps:
             self.network.run_until(lambda: not self.client.outcomes.empty(), "a step")
             outcome = self.client.outcomes.get()
             if isinstance(outcome, PeerLostError):
                 raise outcome
-            if outcome.kind is Kind.WORKER_LOST:
+            if isinstance(outcome, WorkerLost):
                 self.left.append(outcome)
-                self.on_left(int(outcome.values()["worker"]))
+                self.on_left(outcome.worker)
                 continue
             found.append(outcome)
-            if outcome.kind.name == "FAILURE":
+            if isinstance(outcome, Failure):
                 break
         return found
 

@@ -22,7 +22,7 @@ def watch_applying(server: Server, reached: Report) -> None:
         server: that is watched from now on.
         reached: called with the step, the moment, and the chunks that are updated, in words.
     """
-    chunks = [held for held in server._chunks.values() if held.chunk.trainable]
+    chunks = [held for held in server.chunks.values() if held.chunk.trainable]
     updated: dict[int, list[int]] = {}  # to the version that is being made
 
     def watch(held: ServerChunk) -> None:

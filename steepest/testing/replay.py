@@ -128,7 +128,7 @@ class _Run:
         self._server = _server(self._job, self._weights, log.start)
         if carried is not None:
             for chunk, about, value in disassemble(self._layout, carried.state, carried.plain):
-                self._server._chunks[chunk].load_state(about, value.clone())
+                self._server.chunks[chunk].load_state(about, value.clone())
             _refuse_if(carried.differing, log)
             self._workers[0].begin_with(carried.own)
         self._senders = _Senders(self._job, self._server)
@@ -177,11 +177,11 @@ class _Run:
         exchange.sequence = push.sequence
         replicas.compute(push.share, exchange.ready, False)
         self._states[push.worker] = replicas.states()
-        exchange.compressor.commit()
+        exchange.committed(push.sequence)
 
     def carried(self) -> _Carried:
         """Return the state with which the next part of the log begins."""
-        held = self._server._chunks.items()
+        held = self._server.chunks.items()
         records = [(index, about, value) for index, chunk in held for about, value in chunk.state()]
         everything = _all(self._states, self._workers)
         mean = mean_states(everything, [1.0] * len(everything))
