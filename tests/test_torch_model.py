@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import namedtuple
 from typing import Any
 
@@ -150,6 +152,16 @@ def normed() -> TorchModel:
     module.register_buffer("scratch", torch.zeros(1), persistent=False)
     module[2].eval()
     return torch_model(module)
+
+
+def test_a_model_that_is_dropped_is_freed_with_its_parameters() -> None:
+    bound = Bound(torch_model())
+    for _ in range(3):
+        bound.compute()
+    dropped = [weakref.ref(bound.model), *map(weakref.ref, bound.model.module.parameters())]
+    del bound
+    gc.collect()
+    assert [reference() for reference in dropped] == [None] * len(dropped)
 
 
 def test_buffers_are_the_state_and_evaluation_leaves_them_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -220,35 +221,46 @@ class TorchModel:
         self._writes.watch(self.layout, self._parameters, self._holders, weights)
 
     def _hook(self, index: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        # torch keeps hooks where the garbage collector does not see them: a reference to the model,
+        # which holds the parameter, would keep both for ever
+        this = weakref.ref(self)
+
         def collect(parameter: torch.Tensor) -> None:
-            if self._ready is None:
-                return  # a backward pass of the user's own, outside of a step
-            if self._missing.pop(index, None) is None:
-                name = self.layout.entries[index].name
-                raise ModelError(
-                    f"the gradient of {name!r} was accumulated twice: leave backward() to the "
-                    "library, and "
-                    "checkpoint activations with use_reentrant=False"
-                )
-            gradient = parameter.grad
-            assert gradient is not None
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            chunks = self.layout.chunks_of[index]
-            if len(chunks) == 1 or not dense.is_contiguous():
-                self._take(dense, view)
-                self._ready(index, self._weight, True)
-            else:  # the first part leaves while the next one is copied
-                for chunk in chunks:
-                    where = next(
-                        slice(p.start, p.stop)
-                        for p in self.layout.chunks[chunk].slices
-                        if p.entry == index
-                    )
-                    self._take(dense.view(-1)[where], view.view(-1)[where])
-                    self._ready(index, self._weight, True, chunk)
-            parameter.grad = None
+            model = this()
+            if model is not None and model._ready is not None:
+                model._collect(index, parameter, view, model._ready)
+            # else it is a backward pass of the user's own, outside of a step
 
         return collect
+
+    def _collect(
+        self, index: int, parameter: torch.Tensor, view: torch.Tensor, ready: Ready
+    ) -> None:
+        """Move the gradient of a layout's entry into its view of the flat vector, and report it."""
+        if self._missing.pop(index, None) is None:
+            name = self.layout.entries[index].name
+            raise ModelError(
+                f"the gradient of {name!r} was accumulated twice: leave backward() to the "
+                "library, and "
+                "checkpoint activations with use_reentrant=False"
+            )
+        gradient = parameter.grad
+        assert gradient is not None
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        chunks = self.layout.chunks_of[index]
+        if len(chunks) == 1 or not dense.is_contiguous():
+            self._take(dense, view)
+            ready(index, self._weight, True)
+        else:  # the first part leaves while the next one is copied
+            for chunk in chunks:
+                where = next(
+                    slice(p.start, p.stop)
+                    for p in self.layout.chunks[chunk].slices
+                    if p.entry == index
+                )
+                self._take(dense.view(-1)[where], view.view(-1)[where])
+                ready(index, self._weight, True, chunk)
+        parameter.grad = None
 
     def _take(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
         if self._loss_scale == 1.0:
