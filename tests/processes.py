@@ -30,13 +30,9 @@ from steepest.transport.sockets import WireTransport
 SECONDS = 60.0
 TOKEN = b"correct horse battery staple"
 FIRST = 100  # index of the first user
-PROCESSES = multiprocessing.get_context("forkserver")  # torch is imported once
-PROCESSES.set_forkserver_preload(
-    [
-        "steepest.parameter_server.connection",
-        "steepest.parameter_server.group",
-        "steepest.transport.sockets",
-    ]
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(  # what tests import is imported once
+    ["pytest", "hypothesis", "tests.processes", "tests.test_sockets"]
 )
 
 
