@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -15,6 +15,7 @@ from steepest import DistributedSGD, ResourceConfig, RunConfig
 from steepest.config.compression import Compression, Int8, PowerSGD, TopK
 from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster, replay
+from tests.drawn import runs
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, samples, sgd
 
@@ -60,7 +61,7 @@ def doomed(
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", ["sync", "async", "ssp-2"])
-@settings(max_examples=8, deadline=None)
+@runs(4)
 @given(deaths=st.lists(DEATHS, min_size=1, max_size=3), shuffle=st.integers(0, 2**32))
 def test_a_compressed_run_is_replayed_to_the_bit_whoever_dies(
     name: str, choice: str, deaths: list[tuple[int, Kind, int]], shuffle: int
