@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+# also where the environment says otherwise: the tests start many processes, which would compile the same modules
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-cluster bench-check test-full mutants coverage check bench soak clean
 
