@@ -195,12 +195,13 @@ def test_what_travels_narrow_is_clipped_as_it_arrives(name: str, wire_dtype: str
 def test_asynchronously_each_push_is_clipped_by_itself(name: str, seed: int) -> None:
     task = Task(optimizer=sgd(momentum=0.9), data=samples(36))
     cluster = make(name, task, 3, settings={"clip_norm": CLIP}, shuffle=seed)
-    results = trained(cluster, 8)
-    log, job = cluster.log(), cluster.job
-    norms: list[float] = []
-    expected = serial(clipped(task, norms), log, job.plan(), job.shares, job.versions_per_step)
+    results, norms, job = [], [], cluster.job
+    while not norms or not min(norms) < CLIP < max(norms):  # the first may all be clipped
+        results += trained(cluster, 8)
+        norms.clear()
+        log = cluster.log()
+        expected = serial(clipped(task, norms), log, job.plan(), job.shares, job.versions_per_step)
     assert difference(cluster.weights(), expected) < 1e-12
-    assert min(norms) < CLIP < max(norms)
     assert [commit.clip for commit in log.commits] == pytest.approx(
         [min(1, CLIP / (n + 1e-6)) for n in norms]
     )

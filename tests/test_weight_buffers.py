@@ -99,10 +99,11 @@ def test_servers_use_few_rooms_and_only_while_somebody_reads(mode: str, seed: in
     cluster = InProcessCluster(
         linear_model_creator(), num_workers=3, strategy=strategy, shuffle=seed
     )
-    cluster.step(30)
-    rooms = [server.weight_buffers_held for server in cluster.servers if trainable(server)]
-    assert all(count <= 4 for count in rooms), "three readers and what is being made"
-    if mode == "sync":
-        assert set(rooms) == {1}, "who has new weights needs the old ones no more"
-    else:
-        assert max(rooms) > 1, "nobody read while weights changed: this tests nothing"
+    rooms: list[int] = []
+    for _ in range(10):
+        cluster.step(30)
+        rooms = [server.weight_buffers_held for server in cluster.servers if trainable(server)]
+        assert all(count <= 4 for count in rooms), "three readers and what is being made"
+        if mode == "sync" or max(rooms) > 1:  # by chance nobody reads while weights change
+            break
+    assert (max(rooms) > 1) == (mode != "sync"), "who has new weights needs the old ones no more"
