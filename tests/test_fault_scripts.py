@@ -495,7 +495,7 @@ def schedule(rng: random.Random, name: str) -> Faults:
 
 
 @pytest.mark.parametrize("name", MODES)
-@seeds(4)
+@seeds(2)
 def test_whatever_happens_the_log_explains_the_weights(name: str, seed: int) -> None:
     rng = random.Random(seed)
     faults = schedule(rng, name)

@@ -173,7 +173,7 @@ def serial(
 
 @pytest.mark.parametrize("task", ["momentum", "schedule"])
 @pytest.mark.parametrize("name", MODES)
-@seeds(2)
+@seeds(1)
 def test_plain_torch_that_follows_the_log_gets_the_same_weights(
     name: str, task: str, seed: int
 ) -> None:
@@ -265,7 +265,7 @@ def test_a_step_given_up_half_way_loses_no_share_and_repeats_none(name: str, see
 
 
 @pytest.mark.parametrize("name", MODES)
-@seeds(3)
+@seeds(2)
 def test_steps_taken_back_at_any_moment_go_on_where_they_stopped(name: str, seed: int) -> None:
     task, events = TASKS["momentum"], random.Random(seed).randint(30, 400)
     cluster = make(name, task, shuffle=seed)
@@ -335,7 +335,7 @@ def test_with_backup_workers_what_was_dropped_comes_later_and_nothing_twice(seed
 
 
 @pytest.mark.parametrize("name", MODES)
-@seeds(2)
+@seeds(1)
 def test_log_results_and_counters_agree_about_staleness(name: str, seed: int) -> None:
     cluster = make(name, shuffle=seed)
     results = [StepResult.from_result(r, None) for r in trained(cluster, 8)]
@@ -376,7 +376,7 @@ def test_one_worker_in_any_mode_is_serial_training(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODES)
-@seeds(2)
+@seeds(1)
 def test_after_the_last_step_every_worker_holds_the_newest_weights(name: str, seed: int) -> None:
     cluster = make(name, shuffle=seed)
     before: list[torch.Tensor] = []
@@ -443,7 +443,7 @@ SURE = [
 
 
 @pytest.mark.parametrize("name", SURE)
-@seeds(2)
+@seeds(1)
 def test_nan_that_is_refused_names_worker_and_tensor_and_changes_nothing(
     name: str, seed: int
 ) -> None:
@@ -461,7 +461,7 @@ def test_nan_that_is_refused_names_worker_and_tensor_and_changes_nothing(
 
 
 @pytest.mark.parametrize("name", SURE)
-@seeds(2)
+@seeds(1)
 def test_nan_that_is_skipped_is_a_version_in_which_nothing_changes(name: str, seed: int) -> None:
     cluster, task = poisoned(name, "skip", shuffle=seed)
     weights = {0: cluster.weights()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,9 +22,9 @@ from steepest.config.strategies import (
 from steepest.engine.replicas import seed_everything
 from steepest.engine.topology import HostMap
 from steepest.errors import ModelError
-from steepest.messages.driver import Failure, Result
 from steepest.testing import InProcessCluster, replay
 from tests.own_writes import STATEFUL, WRITERS, WRITES, Momentum, Writer
+from tests.pairs import grid
 from tests.reference import Task, same_bits
 
 WORKERS = (1, 2, 3)
@@ -96,12 +97,12 @@ def config_servers(config: StrategyConfig) -> int:
     return getattr(config, "num_servers", None) or 1
 
 
-@pytest.fixture(scope="module", params=list(STATEFUL))
-def stateful(request: pytest.FixtureRequest) -> tuple[str, dict[str, torch.Tensor]]:
-    """A model, and what it is after training by one worker with a server that is sent everything."""
-    cluster = cluster_of(task_of(STATEFUL[request.param]), 1, EXACT["ps"], "sent")
+@functools.cache
+def alone(name: str) -> dict[str, torch.Tensor]:
+    """What a model is after training by one worker with a server that is sent everything."""
+    cluster = cluster_of(task_of(STATEFUL[name]), 1, EXACT["ps"], "sent")
     cluster.step(STEPS)
-    return request.param, cluster.state_dict()
+    return cluster.state_dict()
 
 
 def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -110,50 +111,25 @@ def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-def pairs() -> list[tuple[str, str, int]]:
-    """Each two of strategy, way and number of workers occur together."""
-    combined = []
-    for i, (strategy, way) in enumerate(itertools.product(EXACT, WAYS)):
-        combined.append((strategy, way, WORKERS[(i + i // len(WAYS)) % len(WORKERS)]))
-    return combined
-
-
-def check(
-    stateful: tuple[str, dict[str, torch.Tensor]], strategy: str, way: str, workers: int
+@grid(name=STATEFUL, strategy=EXACT, way=WAYS, workers=WORKERS)
+def test_every_way_gives_what_one_process_gives(
+    name: str, strategy: str, way: str, workers: int
 ) -> None:
-    name, wanted = stateful
     cluster = cluster_of(task_of(STATEFUL[name], workers), workers, EXACT[strategy], way)
     results = cluster.step(STEPS)
-    assert isinstance(results[-1], Result), results[-1]
-    found = cluster.state_dict()
+    assert results[-1].kind.name == "RESULT", results[-1].meta
+    wanted = alone(name)
     if name == "batch norm" and workers > 1:  # each replica normalises by its own batch
         other = cluster_of(task_of(STATEFUL[name], workers), workers, EXACT["ps"], "sent")
         other.step(STEPS)
         wanted = other.state_dict()
-    close(found, wanted)
+    close(cluster.state_dict(), wanted)
 
 
-@pytest.mark.parametrize(("strategy", "way", "workers"), pairs())
-def test_every_way_gives_what_one_process_gives(
-    stateful: tuple[str, dict[str, torch.Tensor]], strategy: str, way: str, workers: int
-) -> None:
-    check(stateful, strategy, way, workers)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", EXACT)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("workers", WORKERS)
-def test_every_way_gives_what_one_process_gives_in_full(
-    stateful: tuple[str, dict[str, torch.Tensor]], strategy: str, way: str, workers: int
-) -> None:
-    check(stateful, strategy, way, workers)
-
-
-@pytest.mark.parametrize("strategy", OTHERS)
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize(
-    "name", ["momentum, in place", "momentum, storage", "spectral norm", "batch norm"]
+@grid(
+    name=["momentum, in place", "momentum, storage", "spectral norm", "batch norm"],
+    strategy=OTHERS,
+    workers=WORKERS,
 )
 def test_with_other_updates_too_the_way_is_of_no_account(
     name: str, strategy: str, workers: int
@@ -275,9 +251,7 @@ def test_a_replay_gives_each_worker_its_own(name: str, strategy: str) -> None:
 # -- trainable parameters that the model changes -------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("strategy", [*EXACT, *OTHERS])
-@pytest.mark.parametrize("workers", [1, 2])
+@grid(name=WRITERS, strategy=[*EXACT, *OTHERS], workers=[1, 2])
 def test_writing_to_trained_parameters_is_refused(name: str, strategy: str, workers: int) -> None:
     module, parameter = WRITERS[name]
     config = (EXACT | OTHERS)[strategy]
@@ -288,15 +262,16 @@ def test_writing_to_trained_parameters_is_refused(name: str, strategy: str, work
     for model in models:
         model.module.writes = True
     failure = cluster.step(2)[0]
-    assert isinstance(failure, Failure)
+    assert failure.kind.name == "FAILURE"
+    told = failure.values()
     assert (
         f"ModelError: the model has written to its trainable parameter {parameter!r}"
-        in failure.error
+        in told["error"]
     )
     assert same_bits(cluster.state_dict(), before), "nothing of the step is applied"
     for model in models:
         model.module.writes = False
-    assert [type(result) for result in cluster.step(2)] == [Result] * 2
+    assert [result.kind.name for result in cluster.step(2)] == ["RESULT"] * 2
     fine = cluster_of(task, workers, config, "lent")
     fine.step(2)
     if config.name not in ("async", "ssp"):  # whose samples others have taken meanwhile
@@ -323,7 +298,7 @@ def test_it_is_refused_whenever_it_begins(name: str, strategy: str, steps: int) 
     for worker in cluster.workers:
         worker._replicas.models[0].module.writes = True
     (failure,) = cluster.step(1)
-    assert parameter in failure.error
+    assert parameter in failure.values()["error"]
     assert same_bits(cluster.weights(), before)
 
 
@@ -347,10 +322,10 @@ def test_many_weights_are_compared_now_and_then(steps: int, workers: int) -> Non
     cluster.workers[0]._replicas.models[0].module.writes = True
     (result,) = cluster.step(1)
     if steps in (0, 1, 3, 7):
-        assert "'last.weight'" in result.error
+        assert "'last.weight'" in result.values()["error"]
         assert same_bits(cluster.weights(), before)
     else:
-        assert isinstance(result, Result), "it is found later"
+        assert result.kind.name == "RESULT", "it is found later"
 
 
 @pytest.mark.parametrize("how", ["clamp", "storage"])
@@ -366,7 +341,7 @@ def test_what_was_written_to_many_weights_is_sent_again(how: str, strategy: str)
     for module in modules:
         module.writes = True
     (failure,) = cluster.step(1)
-    assert "'last.weight'" in failure.error
+    assert "'last.weight'" in failure.values()["error"]
     assert same_bits(cluster.weights(), before)
     for worker in cluster.workers:
         held = worker.at_version(
@@ -377,7 +352,7 @@ def test_what_was_written_to_many_weights_is_sent_again(how: str, strategy: str)
         assert same_bits(cluster.wait(held, "weights"), before)
     for module in modules:
         module.writes = False
-    assert isinstance(cluster.step(1)[0], Result)
+    assert cluster.step(1)[0].kind.name == "RESULT"
 
 
 @pytest.mark.parametrize("how", ["clamp", "storage"])
@@ -386,7 +361,7 @@ def test_where_the_model_wrote_to_the_servers_memory_the_error_says_so(how: str)
     cluster.step(4)
     cluster.workers[0]._replicas.models[0].module.writes = True
     (failure,) = cluster.step(1)
-    assert "may keep what was written: restore() or set_weights()" in failure.error
+    assert "may keep what was written: restore() or set_weights()" in failure.values()["error"]
 
 
 def test_what_a_model_wrote_before_it_raised_is_undone() -> None:
@@ -407,7 +382,7 @@ def test_what_a_model_wrote_before_it_raised_is_undone() -> None:
         module = cluster.workers[0]._replicas.models[0].module
         module.writes = True
         (failure,) = cluster.step(1)
-        assert "after it wrote" in failure.error
+        assert "after it wrote" in failure.values()["error"]
         module.writes = False
         cluster.step(1)
         fine = cluster_of(task, workers, EXACT[strategy], "sent")

@@ -103,7 +103,7 @@ def salvaged(cluster: InProcessCluster, survivors: list[int]) -> RecoveredState 
 
 
 @pytest.mark.parametrize("name", WAYS)
-@seeds(4)
+@seeds(2)
 def test_whenever_a_server_dies_survivors_know_every_update_that_was_told(
     name: str, seed: int
 ) -> None:

@@ -72,7 +72,7 @@ def test_a_synchronous_run_is_the_same_to_the_bit(worker: int, n: int, kind: Kin
 
 
 @pytest.mark.parametrize("name", WAYS)
-@seeds(4)
+@seeds(2)
 def test_whoever_dies_whenever_the_log_explains_the_weights(name: str, seed: int) -> None:
     rng = random.Random(seed)
     deaths = [
