@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler as schedules
 
 from steepest.config.strategies import LocalStrategy
 from steepest.engine.survivors import assemble, catch_up, state_of
+from steepest.messages.driver import Failure, Result
 from steepest.messages.message import Kind, Message
 from steepest.optim.json_values import from_json, to_json
 from steepest.optim.spec import OptimizerSpec, Schedule
@@ -341,7 +342,7 @@ def test_who_takes_over_from_a_dead_coordinator_has_a_short_way(
     calls: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = 25
-    monkeypatch.setattr("steepest.protocol.coordinator.SCHEDULE_EVERY", every)
+    monkeypatch.setattr("steepest.protocol.commit_state.SCHEDULE_EVERY", every)
     task = task_of(counting)
     before, after = make("copies", task), make("copies", task)
     trained(before, 3 * every + 20)
@@ -399,11 +400,11 @@ class Fading(schedules.ExponentialLR):
 
 def test_a_schedule_that_raises_fails_each_step_from_there_on() -> None:
     cluster = make("sync", task_of(lambda o: Fading(o, 0.9)))
-    assert [message.kind for message in cluster.step(10)] == [Kind.RESULT] * 10
+    assert [type(result) for result in cluster.step(10)] == [Result] * 10
     for _ in range(2):
         (failure,) = cluster.step(1)
-        assert (failure.kind, failure.values()["reason"]) == (Kind.FAILURE, "schedule")
-        assert "spent" in failure.values()["error"]
+        assert (type(failure), failure.reason) == (Failure, "schedule")
+        assert "spent" in failure.error
 
 
 # -- local SGD ------------------------------------------------------------------------------------
@@ -462,7 +463,7 @@ def test_a_round_that_is_taken_again_does_not_begin_anew(calls: Callable[[], int
     cluster.network.filter = lose
     calls()
     (failure,) = cluster.step(1)
-    assert failure.kind is Kind.FAILURE
+    assert isinstance(failure, Failure)
     trained(cluster, 1)
     assert calls() <= 40  # from the beginning: 100 and more in each worker
     assert inner(cluster, 0, 21)["step"] == 21 * 5 - 1
@@ -473,5 +474,5 @@ def test_the_state_after_a_round_that_was_given_up_is_that_before_it() -> None:
     trained(cluster, 3)
     cluster.network.filter = lambda message: [] if message.kind is Kind.PUSH else [message]
     (failure,) = cluster.step(1)
-    assert failure.kind is Kind.FAILURE
+    assert isinstance(failure, Failure)
     assert inner(cluster, 0, 3)["step"] <= 15

@@ -131,7 +131,6 @@ class OptimizerSpec:
         """Return the names of the parameters that the optimizer updates."""
         return {name for names, _ in self.groups for name in names}
 
-    @without_compiler()
     def hyperparameters(self, changed: Sequence[Hyperparameters]) -> list[Hyperparameters]:
         """Return the hyperparameters of each group: those of the recipe, but for the changed ones.
 
@@ -143,6 +142,7 @@ class OptimizerSpec:
         merged = [{**own, **now} for (_, own), now in zip(self.groups, changed, strict=True)]
         return [{k: v for k, v in g.items() if k not in ("fused", "foreach")} for g in merged]
 
+    @without_compiler()
     def build(
         self, slices: Sequence[tuple[str, torch.Tensor]]
     ) -> tuple[torch.optim.Optimizer, list[int]]:

@@ -58,7 +58,7 @@ def watch_server(server: Server, reached: Report) -> None:
         server: that is watched from now on.
         reached: called with the step, the moment, and the chunk and its peer, in words.
     """
-    handle, send = server.handle, server._send
+    handle, send = server.handle, server._weights._send
 
     def handled(source: Peer, message: Message) -> None:
         step = server.version
@@ -73,7 +73,7 @@ def watch_server(server: Server, reached: Report) -> None:
 
     watch_applying(server, reached)
     server.handle = handled  # type: ignore[method-assign]
-    server._send = sent
+    server._weights._send = sent
 
 
 def watch_worker(worker: Worker, clock: Clock, reached: Report) -> None:
