@@ -207,7 +207,8 @@ class DistributedSGD:
         """
         with self._idle():
             results: list[StepResult] = []
-            self._train(1, fetch_stats, results.append)
+            end = self._training.step + 1
+            self._train(lambda: end, fetch_stats, results.append)
             return results[-1]
 
     def fit(
@@ -246,7 +247,9 @@ class DistributedSGD:
                 self, self._keeping, self._events, self._train, steps, epochs, callbacks, progress
             )
 
-    def _train(self, steps: int, stats: bool, on_step: Callable[[StepResult], None]) -> None:
+    def _train(
+        self, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
+    ) -> None:
         self._live()
 
         def on_result(result: Result) -> None:
@@ -255,7 +258,7 @@ class DistributedSGD:
             on_step(self._keeping.last)
 
         with self._keeping.watched():
-            self._training.take(steps, stats, on_result)
+            self._training.take(end, stats, on_result)
 
     # -- looking -------------------------------------------------------------------------------
 

@@ -214,3 +214,49 @@ def test_without_a_successor_it_goes_on_with_fewer(monkeypatch: pytest.MonkeyPat
 def test_wrong_bounds_are_refused(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match="num_workers"):
         DistributedSGD(TASK.creator(), num_workers=wrong)
+
+
+class Sizes(Callback):
+    """Gives a job one number of workers after the other, and counts the samples of each epoch."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = list(sizes)
+        self.asked = 0
+        self.seen: dict[int | None, int] = {}
+        self.lengths: list[int] = []
+        self.ends: list[int | None] = []
+        self.steps = 0
+
+    def on_fit_begin(self, sgd: Any, steps: int) -> None:
+        self.lengths.append(steps)
+
+    def on_length(self, sgd: Any, steps: int) -> None:
+        self.lengths.append(steps)
+
+    def on_step(self, sgd: Any, result: StepResult) -> None:
+        self.steps += 1
+        self.seen[result.epoch] = self.seen.get(result.epoch, 0) + result.samples
+        if self.sizes and sgd.num_workers == (self.asked or sgd.num_workers):
+            self.asked = self.sizes.pop(0)
+            sgd.resize(num_workers=self.asked)
+
+    def on_epoch_end(self, sgd: Any, result: StepResult) -> None:
+        self.ends.append(result.epoch)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps"])
+def test_epochs_are_whole_whatever_happens_to_sizes_meanwhile(strategy: str) -> None:
+    """Two workers, then four, then one: a step covers more or fewer samples, an epoch each of them once."""
+    sizes = Sizes(4, 1)
+    task = Task(optimizer=sgd(lr=0.001), data=samples(4001), batch_size=2)
+    run_config = RunConfig(deadlines=DeadlineConfig(start=60.0))
+    with DistributedSGD(
+        task.creator(), num_workers=2, strategy=strategy, run_config=run_config
+    ) as trainer:
+        while trainer.num_workers != 1:
+            sizes.seen, sizes.ends, sizes.lengths, sizes.steps = {}, [], [], 0
+            trainer.fit(epochs=4, callbacks=[sizes], progress=False)
+            assert list(sizes.seen.values()) == [4001] * 4
+            assert list(sizes.seen) == sizes.ends
+            assert sizes.lengths[-1] == sizes.steps
+        assert len(sizes.lengths) > 1, "its size did not change amid an epoch: this tests nothing"

@@ -107,23 +107,31 @@ class CheckpointManager:
             self.last = StepResult(**result | {"staleness": tuple(result["staleness"])})
         log.warning("going on from step %d, the checkpoint at %s", self._ahead, path)
 
-    def ask(self, steps: int | None, epochs: int | None) -> int:
-        """Return the step up to which `fit` trains when so many steps or epochs are asked for.
+    def ask(self, steps: int | None, epochs: int | None) -> Callable[[], int]:
+        """Return a function that tells with which committed step so many steps or epochs more are done.
 
-        Steps that a resumed checkpoint holds, and that `fit` was not asked for yet in this process,
-        are the first of them.
-
-        Args:
-            steps, epochs: one of them is None.
+        Steps that were taken before this process began, and were not asked for yet, are the first
+        of them. The end of an epoch moves when a step covers another number of samples.
         """
         begin = self._training.step - self._ahead
-        end = begin + (steps or 0)
-        if epochs is not None and (plan := self.plan) is not None:
-            ends = self._state.ends()
-            last = bisect_right(ends, begin) + epochs - 1
-            end = ends[last] if last < len(ends) else plan.end_of(last)
-        self._ahead = max(self._training.step - end, 0)
+        last = bisect_right(self._state.ends(), begin) + (epochs or 1) - 1
+
+        def end() -> int:
+            return self.end_of(last) if steps is None else begin + steps
+
+        self._ahead = max(self._training.step - end(), 0)
         return end
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the next step; None when the data are streams."""
+        return None if self.plan is None else self.plan.position(self._training.step).epoch
+
+    def end_of(self, epoch: int) -> int:
+        """Return how many steps are committed at the end of an epoch, as the job is now."""
+        assert self.plan is not None
+        ends = self._state.ends()
+        return ends[epoch] if epoch < len(ends) else self.plan.end_of(epoch)
 
     def result(self) -> StepResult:
         """Return the last step's result, also of a step taken before this process began."""
@@ -131,11 +139,11 @@ class CheckpointManager:
 
     # -- keeping -------------------------------------------------------------------------------
 
-    def stop_at(self, end: int) -> int:
-        """Return the step, at most `end`, at which training next pauses for a checkpoint."""
+    def next_due(self) -> int | None:
+        """Return the number of committed steps at which the next checkpoint is due; None without any."""
         if self._policy is None:
-            return end
-        return min(end, (self._training.step // self._policy.every + 1) * self._policy.every)
+            return None
+        return (self._training.step // self._policy.every + 1) * self._policy.every
 
     def keep_if_due(self) -> None:
         """Keep the state if a checkpoint is due at this step; called between two steps.

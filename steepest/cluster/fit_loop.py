@@ -11,10 +11,11 @@ from steepest.errors import ConfigurationError
 from steepest.observe.progress import Callback, EventFeed, ProgressBar
 from steepest.observe.results import StepResult
 
-_METHODS = ("on_fit_begin", "on_step", "on_event", "on_epoch_end", "on_fit_end")
+_METHODS = ("on_fit_begin", "on_step", "on_event", "on_length", "on_epoch_end", "on_fit_end")
 
-#: Takes so many steps, with statistics or without, and calls a function for each.
-Train = Callable[[int, bool, Callable[[StepResult], None]], None]
+#: Takes steps until so many are committed as a function returns, with statistics or without, and
+#: calls another function for each.
+Train = Callable[[Callable[[], int], bool, Callable[[StepResult], None]], None]
 
 
 def fit(
@@ -49,15 +50,15 @@ def fit(
     callbacks = [*([ProgressBar()] if progress else []), *callbacks]
     if epochs is not None and keeping.plan is None:
         raise ConfigurationError("the training data are a stream without epochs: give steps=")
-    left = keeping.ask(steps, epochs) - keeping.step
-    if left <= 0:
+    end = keeping.ask(steps, epochs)
+    if (left := end() - keeping.step) <= 0:
         return keeping.result()
     with keeping.at_end():
         for callback in callbacks:
             callback.on_fit_begin(sgd, left)
         try:
             feed.tell(sgd, callbacks)
-            _take(sgd, keeping, feed, train, left, callbacks)
+            _take(sgd, keeping, feed, train, end, callbacks)
         finally:
             try:
                 feed.tell(sgd, callbacks)
@@ -93,28 +94,38 @@ def _take(
     keeping: CheckpointManager,
     feed: EventFeed,
     train: Train,
-    left: int,
+    end: Callable[[], int],
     callbacks: Sequence[Callback],
 ) -> None:
-    """Take `left` steps, pausing where a checkpoint is due and where callbacks see an epoch end."""
+    begin, length = keeping.step, end() - keeping.step
+
+    def tell() -> None:
+        """Tell callbacks of events, and of another number of steps where these have changed it."""
+        nonlocal length
+        feed.tell(sgd, callbacks)
+        if end() - begin != length:
+            length = end() - begin
+            for callback in callbacks:
+                callback.on_length(sgd, length)
 
     def on_step(result: StepResult) -> None:
-        feed.tell(sgd, callbacks)
+        tell()
         for callback in callbacks:
             callback.on_step(sgd, result)
 
     pausing = [
         c for c in callbacks if getattr(type(c), "on_epoch_end", None) is not Callback.on_epoch_end
     ]
-    while left:
-        begin = keeping.step
-        until, ends_epoch = keeping.stop_at(begin + left), None
-        if pausing and keeping.plan is not None:
-            ends_epoch = keeping.plan.epoch_end(begin)
-            until = min(until, ends_epoch)
-        train(until - begin, True, on_step)
-        feed.tell(sgd, callbacks)
-        left -= until - begin
-        for callback in pausing if until == ends_epoch else ():
-            callback.on_epoch_end(sgd, keeping.result())
+    while keeping.step < end():
+        pause, epoch = keeping.next_due(), keeping.epoch if pausing else None
+
+        def until(pause: int | None = pause, epoch: int | None = epoch) -> int:
+            ends = [end(), pause, None if epoch is None else keeping.end_of(epoch)]
+            return min(at for at in ends if at is not None)
+
+        train(until, True, on_step)
+        tell()
+        if epoch is not None and keeping.step >= keeping.end_of(epoch):
+            for callback in pausing:
+                callback.on_epoch_end(sgd, keeping.result())
         keeping.keep_if_due()

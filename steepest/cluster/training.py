@@ -85,6 +85,7 @@ class Training:
         self._later: Change | None = None
         self.range: WorkerRange | None = None
         self._began = 0.0  # of the steps that are being taken
+        self._idle = True  # whether no granted step is left
 
     @property
     def version(self) -> int:
@@ -96,69 +97,92 @@ class Training:
         """Steps committed, as far as the driver has heard."""
         return self.cluster.step
 
-    def take(self, steps: int, stats: bool, on_step: Callable[[Result], None]) -> None:  # noqa: PLR0915 - one loop
-        """Grant steps and hand on each result; take back what is not used when anything raises."""
+    def take(self, end: Callable[[], int], stats: bool, on_step: Callable[[Result], None]) -> None:
+        """Have workers take steps until a step is committed; hand on the result of each.
+
+        What was granted and is not used is taken back when anything raises.
+
+        Args:
+            end: returns the number of steps that are to be committed then, as a whole; asked again
+                whenever the job was put together anew, since a step may cover another number of
+                samples afterwards.
+            stats: whether workers report loss and metrics.
+            on_step: called with each result, in order.
+        """
         self._began = time.monotonic()
-        goal, self.running = self.step + steps, True
-        taken = 0
-        stop: int | None = None  # the step after which workers stop for a change
+        self.running, self._idle = True, True
+        done, goal = self.step, end()
+        stop: int | None = None  # the number of steps after which workers stop for a change
         try:
-            self._ask(steps, stats)
-            while taken < steps:
+            self._ask(goal - done, stats)
+            while done < goal:
                 if stop is None and self._is_change_ready():
                     stop = self._stop()
-                if stop is not None and goal - steps + taken >= stop:
+                if stop is not None and done >= stop:
                     self._make_change()
-                    stop = None
-                    self._ask(steps - taken, stats)
-                if self.cluster.recovery is not None:
-                    self.cluster.recovery.remember()
+                    stop, goal = None, end()
+                    self._ask(goal - done, stats)
+                    continue
                 outcome = self._next_outcome(stopping=stop is not None)
                 if outcome is None:
                     continue
-                recovery = self.cluster.recovery
                 lost = self._loss(outcome)
-                if lost is not None and recovery is not None and self._can_replace(lost[0]):
-                    before, (plan, _) = self.cluster.client, self.cluster.plan
-                    recovery.recover(*lost)
-                    while not before.outcomes.empty() and taken < steps - (
-                        goal - self.step
-                    ):  # the last that it heard
-                        late = before.outcomes.get()
-                        if isinstance(late, Result):
-                            taken += 1
-                            self._count(late)
-                            on_step(late)
-                    stop = None
-                    now = steps - (goal - self.step)
-                    while taken < now:  # committed, and the word of it was lost
-                        taken += 1
-                        unheard = _unheard(goal - steps + taken, plan)
-                        self._count(unheard)
-                        on_step(unheard)
-                    taken = now  # it may have been set back
-                    if taken < steps:
-                        self._ask(steps - taken, stats)
+                if lost is not None and self._can_replace(lost[0]):
+                    done = self._recover(lost, done, on_step)
+                    stop, goal = None, end()
+                    self._ask(goal - done, stats)
                     continue
-                if isinstance(outcome, PeerLostError):
-                    self._raise_lost(outcome)
-                if isinstance(outcome, Failure):
-                    taken = steps  # the coordinator has taken the rest back already
-                    self._raise_failure(outcome)
-                taken += 1
-                self._count(outcome)
-                on_step(outcome)
+                done += 1
+                self._hand_on(outcome, on_step)
+            self._idle = True
             if self._is_change_ready():  # workers stand still
                 self._make_change()
             self._complete()
         finally:
-            self.running = False
-            self.seconds += time.monotonic() - self._began
-            if taken < steps:
-                self._revoke()
+            self._end()
+
+    def _end(self) -> None:
+        self.running = False
+        self.seconds += time.monotonic() - self._began
+        if not self._idle:
+            self._revoke()
+
+    def _recover(self, lost: tuple[Peer, str], done: int, on_step: Callable[[Result], None]) -> int:
+        """Put the job together without a dead process; return how many steps are committed.
+
+        Args:
+            lost: the process, and the cause of its death.
+            done: the number of steps whose results were handed on.
+            on_step: called for each step that was committed before the death and not handed on.
+        """
+        before, (plan, _), recovery = self.cluster.client, self.cluster.plan, self.cluster.recovery
+        assert recovery is not None
+        recovery.recover(*lost)
+        while done < self.step and not before.outcomes.empty():
+            late = before.outcomes.get()
+            if isinstance(late, Result):
+                done += 1
+                self._hand_on(late, on_step)
+        while done < self.step:
+            done += 1
+            self._hand_on(_unheard(done, plan), on_step)
+        return self.step  # it may have been set back
+
+    def _hand_on(
+        self, outcome: Result | Failure | PeerLostError, on_step: Callable[[Result], None]
+    ) -> None:
+        if isinstance(outcome, PeerLostError):
+            self._raise_lost(outcome)
+        if isinstance(outcome, Failure):
+            self._idle = True  # the coordinator has taken the rest back already
+            self._raise_failure(outcome)
+        self._count(outcome)
+        on_step(outcome)
 
     def _ask(self, steps: int, stats: bool) -> None:
-        client = self.cluster.client
+        if steps <= 0:
+            return
+        client, self._idle = self.cluster.client, False
         self.cluster.on_router(lambda: client.ask(steps, stats))
 
     def _stop(self) -> int:
@@ -247,6 +271,8 @@ class Training:
         deadline = (
             time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
         )  # the coordinator's word first
+        if self.cluster.recovery is not None:
+            self.cluster.recovery.remember()
         while True:
             try:
                 successors = self.cluster.successors

@@ -238,10 +238,11 @@ def epoch_ends(plan: SamplePlan, ends: Sequence[int], step: int) -> list[int]:
 
     Args:
         plan: the present plan.
-        ends: of the epochs that had ended before it.
+        ends: of the epochs that had ended before it; those beyond `step` count no more, since
+            training was set back.
         step: committed so far.
     """
-    found = list(ends)
+    found = [end for end in ends if end <= step]
     while (end := plan.end_of(len(found))) <= step:
         found.append(end)
     return found

@@ -44,6 +44,13 @@ class Callback:
         compute. Events since the last `fit` come right after `on_fit_begin`.
         """
 
+    def on_length(self, sgd: Any, steps: int) -> None:
+        """Take note that this `fit` takes `steps` steps in all, instead of as many as were told before.
+
+        With `epochs=` their number changes when workers come or leave, since a step then covers
+        another number of samples. It is called before the next `on_step`.
+        """
+
     def on_epoch_end(self, sgd: Any, result: StepResult) -> None:
         """Take note that an epoch ended with this step.
 
@@ -93,6 +100,11 @@ class ProgressBar(Callback):
         self._began = time.monotonic()
         self._drawn = 0.0
         self._bar = tqdm(total=steps, unit="step", dynamic_ncols=True, file=sys.stderr)
+
+    def on_length(self, sgd: Run, steps: int) -> None:
+        """Give the bar another end."""
+        self._bar.total = steps
+        self._bar.refresh()
 
     def on_step(self, sgd: Run, result: StepResult) -> None:
         """Move the bar on, and write the step's figures ten times per second at most."""
