@@ -387,7 +387,7 @@ class DistributedSGD:
         counters = self._wait(
             self._on_router(cluster.client.counters), "the coordinator's counters"
         )
-        processes = cluster.counters()
+        processes = cluster.workers.counters()
         training = self._training
         return Stats(
             step=counters.step,
@@ -463,7 +463,8 @@ class DistributedSGD:
                 nothing has changed.
         """
         with self._idle():
-            self._state.reform(strategy_for(strategy, self.num_workers))
+            config = strategy_for(strategy, self.num_workers)
+            self._training.surviving(lambda: self._state.reform(config))
             self._keeping.changed()
 
     def resize(self, num_workers: int | None = None, num_servers: int | None = None) -> None:
@@ -503,17 +504,16 @@ class DistributedSGD:
             count = require_count("num_workers", num_workers)
         assert self._training.range is not None
         wanted = None if num_workers is None else self._training.range.fix
-        change = Resize(cluster, count, strategy_for(config, count), self._state, wanted)
+        config = strategy_for(config, count)
+
+        def change() -> Resize:
+            return Resize(cluster, count, config, self._state, wanted)
+
         if self._training.running:
-            self._training.request(change)
+            self._training.request(change())
             return
         with self._idle():
-            try:
-                change.wait()
-                change.apply()
-            except BaseException:
-                change.cancel()
-                raise
+            self._training.surviving(lambda: change().make())
 
     # -- life ----------------------------------------------------------------------------------
 

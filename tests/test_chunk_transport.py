@@ -18,18 +18,14 @@ class Process:
     def __init__(self) -> None:
         self.given: list[list[int]] = []
         self.taken: list[int] = []
-        self.calls: list[str] = []
         self.give = SimpleNamespace(remote=self._give)
         self.take_over = SimpleNamespace(remote=self._take_over)
-        self.forget = SimpleNamespace(remote=lambda: self.calls.append("forget"))
 
     def _give(self, chunks: list[int]) -> list[int]:
-        assert not self.calls  # it would have forgotten
         self.given.append(chunks)
         return chunks
 
     def _take_over(self, *gifts: list[int]) -> None:
-        self.calls.append("take over")
         self.taken += [chunk for gift in gifts for chunk in gift]
 
 
@@ -41,9 +37,7 @@ def carried(before: dict[int, list[Process]], after: dict[int, list[Process]]) -
         return calls
 
     carry(before, after, get)
-    assert len(waited) == 2
-    processes = {each for holders in (*before.values(), *after.values()) for each in holders}
-    assert all(process.calls[-1] == "forget" for process in processes)
+    assert len(waited) == 1
     for process in {each for holders in after.values() for each in holders}:
         had = {chunk for chunk, holders in before.items() if process in holders}
         has = {chunk for chunk, holders in after.items() if process in holders}

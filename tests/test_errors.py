@@ -308,7 +308,10 @@ def test_a_process_with_a_server_that_is_killed(
     strategy: StrategyConfig, workers: int, victim: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single worker hosts the servers itself, the members of an allreduce one each."""
-    with DistributedSGD(creator(), num_workers=workers, strategy=strategy) as sgd:
+    run_config = RunConfig(failure=FailureConfig(snapshot_every=0))
+    with DistributedSGD(
+        creator(), num_workers=workers, strategy=strategy, run_config=run_config
+    ) as sgd:
         sgd.step()
         pid = sgd._live().places[victim].pid
         kill = At(5, lambda: os.kill(pid, signal.SIGKILL))

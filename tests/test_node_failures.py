@@ -38,11 +38,13 @@ class Nodes:
 
     Attributes:
         first: CPUs of the first.
+        others: CPUs of each other one.
     """
 
     def __init__(self) -> None:
         self.place = Place()
         self.first = 0
+        self.others = 1
         self.names: list[str] = []
         self.slow: subprocess.Popen[str] | None = None
         self.started: list[subprocess.Popen[str]] = []
@@ -93,7 +95,7 @@ class Nodes:
             "--block",
             "--disable-usage-stats",
             "--include-log-monitor=false",
-            f"--num-cpus={1 if index else self.first}",
+            f"--num-cpus={self.others if index else self.first}",
         ]
         # its files to itself: nodes that start together would give their sockets the same names
         common += [
@@ -274,6 +276,72 @@ def test_a_node_dies_and_another_takes_its_place(
     nodes.add(4)
     heals = "sgd._live().replaced" if "cut" in disaster else False
     run(nodes, strategy=strategy, disaster=disaster, heals=heals, moves=True, replaced=replaced)
+
+
+SETS = """
+    import subprocess
+    import time
+    from steepest import Callback, DeadlineConfig, FailureConfig, ParameterServerStrategy, RunConfig
+    from steepest.testing import replay
+    from tests.reference import same_bits
+
+    class Disaster(Callback):
+        times = []
+
+        def on_step(self, sgd, result):
+            self.times.append(time.monotonic())
+            if result.step == 100:
+                {disaster}
+
+        def kill(self):
+            pids = subprocess.run(["ip", "netns", "pids", NAMES[node]], capture_output=True, check=True)
+            for pid in pids.stdout.split():
+                os.kill(int(pid), 9)
+
+        def cut(self):
+            subprocess.run(["ip", "-n", SWITCH, "link", "set", f"port{{node}}", "nomaster"], check=True)
+
+    if __name__ == "__main__":
+        NAMES, ADDRESSES, SWITCH = {names}
+        deadlines = DeadlineConfig(step=120.0, start=60.0)
+        failure = FailureConfig(heartbeat=2.0, spares=0)
+        run_config = RunConfig(keep_log=True, deadlines=deadlines, failure=failure)
+        with DistributedSGD(linear_model_creator(), num_workers=4, strategy={strategy}, run_config=run_config) as sgd:
+            hosts = sgd.foreach_worker(lambda view: view.host)
+            node = next(i for i in (1, 2) if hosts.count(ADDRESSES[i]) == 2)
+            dead = [f"worker {{i}}" for i, host in enumerate(hosts) if host == ADDRESSES[node]]
+            places = sgd._live().places.items()
+            dead += [str(p) for p, at in places if p.role == "server" and at.host == ADDRESSES[node]]
+            assert len(dead) >= 3, dead
+            disaster = Disaster()
+            sgd.fit(steps=400, callbacks=[disaster], progress=False)
+            first = sgd.stats().events[0]
+            print(first, sgd.stats().events, flush=True)
+            assert first.kind == "left" and all(name in first.line for name in dead), first
+            assert (sgd.stats().step, sgd.num_workers) == (400, 2)
+            if {copies}:  # else what came before the snapshot's successor is no part of the log
+                assert same_bits(replay(sgd.log(), linear_model_creator()), sgd.weights())
+        gap = max(b - a for a, b in zip(disaster.times, disaster.times[1:]))
+        print(f"without a step: {{gap:.2f}} s; all is well", flush=True)
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("disaster", ["kill", "cut"])
+@pytest.mark.parametrize("copies", [True, False])
+def test_two_workers_and_a_server_are_done_without_when_their_node_is_gone(
+    nodes: Nodes, disaster: str, copies: bool
+) -> None:
+    """At once, although Ray still takes the node for alive, and has no room elsewhere."""
+    nodes.first = nodes.others = 2
+    nodes.add(3)
+    names = (nodes.names, [nodes.address(index) for index in range(3)], nodes.switch)
+    strategy = f"ParameterServerStrategy(num_servers=3, replication={2 if copies else 1})"
+    program = nodes.place.script(
+        SETS.format(disaster=f"self.{disaster}()", names=names, strategy=strategy, copies=copies)
+    )
+    output = nodes.place.run("ip", "netns", "exec", nodes.names[0], sys.executable, program)
+    assert "all is well" in output
 
 
 def test_a_link_is_cut_for_a_while(nodes: Nodes) -> None:

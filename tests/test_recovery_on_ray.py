@@ -90,7 +90,8 @@ def test_an_asynchronous_run_counts_every_update_once() -> None:
 
 
 def test_without_copies_it_is_an_error() -> None:
-    with DistributedSGD(TASK.creator(), num_workers=2) as trainer:
+    run_config = RunConfig(failure=FailureConfig(snapshot_every=0))
+    with DistributedSGD(TASK.creator(), num_workers=2, run_config=run_config) as trainer:
         trainer.step()
         os.kill(server_pid(trainer, 0), signal.SIGKILL)
         with pytest.raises(PeerLostError, match="server 0 on .* died"):

@@ -55,5 +55,3 @@ def carry(before: Holdings, after: Holdings, get: Callable[[list[Any], str], lis
         [process.take_over.remote(*gifts) for process, gifts in given.items()],
         "take over what others held",
     )
-    everybody = {process for processes in before.values() for process in processes}.union(given)
-    get([process.forget.remote() for process in everybody], "forget what it held")

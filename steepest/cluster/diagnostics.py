@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from steepest.cluster.process import Place
+from steepest.cluster.locations import Place
 from steepest.cluster.remote_error import RemoteError
 from steepest.errors import (
     ConfigurationError,

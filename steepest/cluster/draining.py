@@ -129,7 +129,8 @@ class Move:
     def cancel(self) -> None:
         """End the processes that were started for the move."""
         for actor in self._added.values():
-            ray.kill(actor, no_restart=True)
+            if actor not in self._cluster.actors.values():
+                ray.kill(actor, no_restart=True)
         if self._room is not None:
             self._room.release()
 
@@ -162,6 +163,7 @@ class Move:
         who = ", ".join(map(str, sorted(self._leaving)))
         cluster.note(
             "moved",
-            f"{', '.join(hosts)} {self._why}: {who} moved away; {workers} workers from step {step} on; "
-            f"training stopped for {time.monotonic() - began:.2f} s",
+            f"{', '.join(hosts)} {self._why}: {who} moved away; {workers} workers, "
+            f"{cluster.job.global_batch} samples a step, from step {step} on; training stopped for "
+            f"{time.monotonic() - began:.2f} s",
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +14,14 @@ import torch
 from steepest.checkpoint import files
 from steepest.cluster import remote_functions
 from steepest.cluster.launch import Cluster
-from steepest.cluster.optimizer_state import OptimizerState, mean_inner
+from steepest.cluster.membership import Membership
+from steepest.cluster.optimizer_state import OptimizerState
+from steepest.cluster.stock import Copy, Stock
 from steepest.cluster.training import Training
-from steepest.config.strategies import StrategyConfig
+from steepest.config.strategies import LocalStrategy, StrategyConfig
 from steepest.data.sampler import Remaining, epoch_ends
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import Commit, CommitLog
-from steepest.engine.local_sgd import InnerOptimizerState
 from steepest.engine.replicas import all_states, mean_states
 from steepest.engine.strategy import make_strategy
 from steepest.engine.survivors import RecoveredState
@@ -45,6 +48,9 @@ class JobState:
         self._start = 0  # the version with which the log begins
         self._gap = False  # whether a part of it is lost
         self._told_of_schedule = False
+        self._change = 0  # the number of the last change of the job's processes
+        #: The state with which to continue when a change failed in the middle.
+        self.pending: Stock | None = None
 
     @property
     def _cluster(self) -> Cluster:
@@ -185,6 +191,8 @@ class JobState:
         records: list[files.Record] | None,
         state: dict[str, Any] | None = None,
         schedule: ScheduleState | None = None,
+        *,
+        keeps_copy: bool = False,
     ) -> None:
         """Set the servers' weights and the coordinator's state, see `Client.install`.
 
@@ -194,9 +202,10 @@ class JobState:
             records: optimizer state; None to keep it, and the order of samples.
             state: of the coordinator; None if the weights do not follow from the log so far.
             schedule: where the schedule stands, if `state` does not hold it.
+            keeps_copy: whether the driver's copy of an earlier state is still one to continue from.
         """
-        self._cluster.mend()  # a dead server would be waited for
-        if self._cluster.recovery is not None and "ledger" not in (state or {}):
+        self._cluster.mend()  # who is missing would be waited for
+        if self._cluster.recovery is not None and not keeps_copy:
             self._cluster.recovery.forget()  # the copy of other ones
         if state is None:  # what came before does not explain it
             self._logs, self._start, self._gap = [], 0, False
@@ -355,9 +364,8 @@ class JobState:
             cluster.job = job = replace(
                 cluster.job, schedule_offset=cluster.job.schedule_offset + ahead
             )
-            cluster.reform(
-                job.config, step, {i: i for i in range(job.num_workers)}, {}, job.num_workers
-            )
+            everybody = {index: index for index in range(job.num_workers)}
+            cluster.reform(Membership(job.config, job.num_workers, everybody), step)
         return bool(ahead)
 
     def reform(
@@ -398,8 +406,7 @@ class JobState:
             return cluster.workers.call(function, *arguments, workers=old)
 
         step = job.step_of(snapshot.version)
-        optimizer = OptimizerState.collect(cluster, snapshot, keep, step, call)
-        buffers = self.mean_buffers() if added else Tensors()
+        optimizer = OptimizerState.collect(cluster, snapshot, old, step, call)
         history = {
             name: getattr(counters, name)
             for name in ("committed", "skipped", "dropped", "staleness")
@@ -411,54 +418,127 @@ class JobState:
             )
         else:
             found = RecoveredState(snapshot.version, state, self._commits(), snapshot.weights)
-        self.form(config, found, optimizer, buffers, count, keep, added or {}, placement)
+        stock = self.stock(self.copy(found), optimizer)
+        wanted = Membership(config, count, keep, added or {}, placement or {})
+        self.put_together(stock, wanted)
 
-    def form(
-        self,
-        config: StrategyConfig,
-        found: RecoveredState,
-        optimizer: OptimizerState,
-        buffers: Tensors,
-        count: int,
-        keep: Mapping[int, int],
-        added: Mapping[Peer, Any],
-        placement: Mapping[int, int] | None = None,
-    ) -> None:
-        """Give a job's processes other roles, in which they continue from the state that was found.
+    def copy(self, found: RecoveredState | Snapshot) -> Copy:
+        """Return a state of the job as it is, with what is needed to continue from it as another job."""
+        plan, seed = self._cluster.plan
+        if isinstance(found, Snapshot):
+            found = RecoveredState(found.version, found.state, None, found.weights, found.records)
+        return Copy(self._cluster.job, plan, seed, found, self.part())
+
+    def stock(self, copy: Copy, optimizer: OptimizerState, *, copied: bool = False) -> Stock:
+        """Return a state together with that of the workers that there are."""
+        return Stock(copy, optimizer, self._cluster.job.num_workers, copied)
+
+    @contextlib.contextmanager
+    def _changing(self, stock: Stock, keep: Mapping[int, int]) -> Iterator[int]:
+        """Keep `pending` while the job is put together of other processes; yield the number of this change.
 
         Args:
-            config: the strategy.
-            found: weights, or the processes that hold them, and the coordinator's state; its
-                optimizer records are not used.
-            optimizer: the optimizer's state.
-            buffers: for new workers.
-            count: number of workers.
-            keep, added, placement: see `Cluster.reform`.
+            stock: with which it continues.
+            keep: maps each surviving worker's new index to its old one.
         """
-        cluster, job = self._cluster, self._cluster.job
-        plan, seed = cluster.plan
-        step, rest = job.step_of(found.version), Remaining()
-        if plan is not None:
-            together = job.strategy.rule.together  # the steps are the ledger
-            following, *returned = [step * job.shares] if together else found.state["ledger"]
-            rest = plan.remaining(following, returned, job.shares, job.parts)
-            self._ends = epoch_ends(plan, self._ends, step)
-        weights = None if found.weights is None else job.description.layout.named(found.weights)
-        before = self.part()
-        cluster.reform(config, step, keep, added, count, placement, found.holders)
-        self._close_log(found, before, cluster.job.version_of(step))
+        before, self._change = self._cluster.actors, self._change + (self.pending is None)
+        try:
+            with contextlib.ExitStack() as paused:
+                paused.enter_context(self._cluster.successors.paused())
+                if self._cluster.recovery is not None:
+                    paused.enter_context(self._cluster.recovery.paused())
+                yield self._change
+        except BaseException:
+            if self._cluster.actors is not before:  # the old job is no more
+                old = {was: now for now, was in keep.items()}
+                self.pending = replace(stock, optimizer=stock.optimizer.renumbered(old))
+            raise
+        self.pending = None
+        self._cluster.settle(self._change)
+
+    def put_together(self, stock: Stock, wanted: Membership) -> None:
+        """Make another job of some processes, which continues with what there is.
+
+        Args:
+            stock: the state; of the optimizer's, workers' shares are by their old numbers.
+            wanted: the processes, and the strategy.
+
+        Raises:
+            PeerLostError, DeadlineError: a process died, or did not answer. If the old job is no
+                more by then, `pending` is the state with which to begin again.
+        """
+        with self._changing(stock, wanted.keep) as change:
+            self._put_together(stock, wanted, change)
+
+    def _put_together(self, stock: Stock, wanted: Membership, change: int) -> None:
+        cluster, copy, found = self._cluster, stock.copy, stock.found
+        step, rest = copy.step, copy.remaining
+        if copy.plan is not None:
+            self._ends = epoch_ends(copy.plan, self._ends, step)
+        weights = (
+            None if found.weights is None else copy.job.description.layout.named(found.weights)
+        )
+        cluster.reform(wanted, step, found.holders, change)
         layout = cluster.job.description.layout
         flat = None if weights is None else layout.allocate()
         if flat is not None and weights is not None:
             layout.write(flat, weights)
         state = {"history": found.state["history"]}  # the ledger begins anew, with the plan
-        version, records = cluster.job.version_of(step), optimizer.place(cluster)
-        self.install(version, flat, records, state, optimizer.schedule)
-        plan = cluster.job.plan(step, rest, seed)
-        cluster.plan = (plan, seed)
-        cluster.workers.call(remote_functions.use_plan, plan, seed)
-        if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
-            cluster.workers.call(remote_functions.load_buffers, buffers, workers=new)
+        old = {was: now for now, was in wanted.keep.items()}
+        optimizer = stock.optimizer.renumbered(old)
+        version = cluster.job.version_of(step)
+        records = optimizer.place(cluster, same=stock.workers == wanted.num_workers)
+        self.install(version, flat, records, state, optimizer.schedule, keeps_copy=True)
+        plan = cluster.job.plan(step, rest, copy.seed)
+        cluster.plan = (plan, copy.seed)
+        cluster.workers.call(remote_functions.use_plan, plan, copy.seed)
+        self._share_buffers(wanted)
+        self._close_log(found, copy.log, version)
+
+    def _share_buffers(self, wanted: Membership) -> None:
+        """Give new workers the mean of the buffers of those that were there."""
+        call, new = (
+            self._cluster.workers.call,
+            [p.index for p in wanted.added if p.role == "worker"],
+        )
+        old = [index for index in wanted.keep if index not in new]
+        if not new or not old:
+            return
+        states = all_states(partial(call, workers=old))
+        call(remote_functions.load_buffers, mean_states(states, [1.0] * len(states)), workers=new)
+
+    def put_back(self, stock: Stock, wanted: Membership) -> None:
+        """Put the same job together again, with new processes in the places of dead ones.
+
+        Version, plan and the place of each share in it stay as they were.
+
+        Args:
+            stock: the state.
+            wanted: as many processes as there were; those that survived have their numbers.
+
+        Raises:
+            PeerLostError, DeadlineError: see `put_together`.
+        """
+        with self._changing(stock, wanted.keep) as change:
+            self._put_back(stock, wanted, change)
+
+    def _put_back(self, stock: Stock, wanted: Membership, change: int) -> None:
+        cluster, found = self._cluster, stock.found
+        plan = cluster.plan
+        for peer in wanted.gone:
+            if peer.role == "worker":
+                cluster.lives[peer.index] += 1
+        everybody = {index: index for index in range(wanted.num_workers)}
+        cluster.reform(replace(wanted, keep=everybody), stock.copy.step, found.holders, change)
+        cluster.plan = plan
+        schedule = stock.optimizer.schedule if isinstance(wanted.config, LocalStrategy) else None
+        stock.optimizer.place(cluster, same=True)
+        self.install(
+            found.version, found.weights, found.records, found.state, schedule, keeps_copy=True
+        )
+        cluster.workers.call(remote_functions.use_plan, *cluster.plan)
+        self._share_buffers(wanted)
+        self._close_log(found, stock.copy.log, found.version)
 
     def stopped(self) -> RecoveredState:
         """Stop the workers, and return the job's state.
@@ -491,42 +571,6 @@ class JobState:
             and before.kind == after.kind
             and "simple" not in (before.kind, after.kind)
         )
-
-    def put_back(
-        self,
-        found: RecoveredState,
-        before: CommitLog,
-        left_out: dict[int, dict[str, torch.Tensor]],
-        inner: dict[int, InnerOptimizerState],
-        buffers: Sequence[Tensors],
-        added: Sequence[Peer],
-    ) -> None:
-        """Give a job that was put together again after deaths the state that was found.
-
-        Args:
-            found: the servers' and the coordinator's state.
-            before: an empty log of the job that it was.
-            left_out: by worker, what compression has left out of its gradients.
-            inner: by surviving worker, with local SGD, what its own optimizer remembers.
-            buffers: of the surviving replicas.
-            added: new processes.
-        """
-        cluster = self._cluster
-        self._close_log(found, before, found.version)
-        mean, plain, schedule = mean_inner(list(inner.values()))
-        self.install(found.version, found.weights, found.records, found.state, schedule)
-        cluster.workers.call(remote_functions.use_plan, *cluster.plan)
-        if left_out:
-            cluster.workers.call(remote_functions.load_left_out, left_out, {})
-        if inner:
-            own = {i: state for i, (state, _, _) in inner.items()}
-            cluster.workers.call(remote_functions.load_inner_state, own, mean, plain, schedule)
-        if buffers and (new := [peer.index for peer in added if peer.role == "worker"]):
-            cluster.workers.call(
-                remote_functions.load_buffers,
-                mean_states(buffers, [1.0] * len(buffers)),
-                workers=new,
-            )
 
     def _owner(self, buffers: Mapping[str, torch.Tensor]) -> files.JobSignature:
         described = self._cluster.job.description

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,8 +21,10 @@ from steepest.cluster.diagnostics import (
     travelling,
 )
 from steepest.cluster.held_resources import hold, let_go, who_else
+from steepest.cluster.locations import Place, by_calls, hosts_of, make_transport, ways_of
+from steepest.cluster.membership import Membership
 from steepest.cluster.placement import Placement, fitting, reserve, spread, worker_bundle
-from steepest.cluster.process import Place, Process, by_calls, hosts_of, make_transport, ways_of
+from steepest.cluster.process import Process
 from steepest.cluster.ray_private import check as check_ray
 from steepest.cluster.wiring import connect_processes
 from steepest.cluster.worker_calls import WorkerCalls, results_of
@@ -124,6 +125,7 @@ class Cluster:
         self._deadline = time.monotonic() + run_config.deadlines.start * (1 + _UP_FACTOR)
         self.actors: dict[Peer, Any] = {}
         self.watches: dict[Peer, Any] = {}
+        self._leaving: list[Any] = []  # processes without a role, which hold chunks until `settle`
         self.placement = Placement()
         self._token = secrets.token_bytes(32)
         self._router = Router()
@@ -250,8 +252,10 @@ class Cluster:
         num_servers = strategy.num_servers(
             len(set(self.placement.nodes()[: len(workers)])), len(workers)
         )
-        places = self.get([actor.place.remote() for actor in self.actors.values()], "start")
-        self.places = dict(zip(self.actors, places, strict=True))
+        if fresh:
+            places = self.get([actor.place.remote() for actor in self.actors.values()], "start")
+            self.places = dict(zip(self.actors, places, strict=True))
+            self.watches = {peer: actor.watch.remote() for peer, actor in self.actors.items()}
         alike = by_calls(config) or len(workers) == 1
         self.job = Job(
             description, config, len(workers), self._devices, num_servers, self._seed, self.run_config.deadlines.step,
@@ -264,60 +268,52 @@ class Cluster:
         job = self.stored_job = ray.put(self.job)
         self.get([w.bind.remote(job, self.gpu) for w in workers], "bind the model")
         initial = workers[0].initial.remote() if fresh else None
-        for peer, actor in self.actors.items():
-            if peer not in self.watches:
-                self.watches[peer] = actor.watch.remote()
         self.ends, self.listening = connect_processes(self, initial)
         self._connect_driver(initial, held)
 
     def reform(  # noqa: PLR0915 - all that a job is, put together anew in one order
-        self,
-        config: StrategyConfig,
-        step: int,
-        keep: Mapping[int, int],
-        added: Mapping[Peer, Any],
-        num_workers: int,
-        placement: Mapping[int, int] | None = None,
-        held: Holdings | None = None,
-        dead: Collection[Peer] = (),
+        self, wanted: Membership, step: int, held: Holdings | None = None, change: int = 0
     ) -> None:
         """Give all processes other roles, at version 0, which continues at a step.
 
         Afterwards `actors`, `watches`, `lives`, `places`, `job` and `client` are those of the new
-        membership, and processes that have no role in it have ended. Weights, optimizer state and
-        the sample plan are for the caller to install.
+        membership. Weights, optimizer state and the sample plan are for the caller to install, and
+        `settle` is for the caller to call afterwards. When it fails, `actors`, `watches` and
+        `places` are either as before, or those of the new membership.
 
         Args:
-            config: the strategy.
+            wanted: the processes, and the strategy.
             step: committed steps so far.
-            keep: maps each surviving worker's new index to its old one.
-            added: new processes: of workers, with their models built, or in place of dead servers.
-            num_workers: how many workers there are from now on.
-            placement: seats of new workers, by index; the others get the first that are free.
             held: the processes that hold each chunk, if chunks keep their state; None if they get
                 other state.
-            dead: servers; those with no successor in `added` are left out, and the later
-                servers move up.
+            change: a number. Processes that were told to keep their chunks for a change of that
+                number keep the same chunks again when it is tried once more.
 
         Raises:
             ConfigurationError: processes cannot talk in that way; nothing has changed.
             PeerLostError, DeadlineError: a process died, or is late.
         """
+        config, num_workers, keep, added = (
+            wanted.config,
+            wanted.num_workers,
+            wanted.keep,
+            wanted.added,
+        )
         self.placement.look()
         kept = {new: self.placement.order[old] for new, old in keep.items()}
-        order = self.placement.arranged(num_workers, {**kept, **(placement or {})})
+        order = self.placement.arranged(num_workers, {**kept, **wanted.placement})
         check_ways(
             ways_of(config),
             ray.get_runtime_context().get_node_id(),
             *self.placement.nodes(order[:num_workers]),
         )
-        self.placement.order = order
+        order_before, self.placement.order = self.placement.order, order
         self.successors.forget()
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
         before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # by new role
         servers_before = sorted(
-            p for p in self.actors if p.role == "server" and (p not in dead or p in added)
+            p for p in self.actors if p.role == "server" and (p not in wanted.gone or p in added)
         )
         before |= {server_peer(index): peer for index, peer in enumerate(servers_before)}
         processes = dict(
@@ -330,37 +326,56 @@ class Cluster:
             p: actor for p, actor in processes.items() if p.role == "server" and p.index < serving
         }
         started = self.start_servers(config, num_workers, len(servers))
+        fresh = {**added, **started}
         try:
-            self.get([actor.place.remote() for actor in started.values()], "start")
+            found = self.get([actor.place.remote() for actor in fresh.values()], "start")
         except BaseException:
             for actor in started.values():
                 ray.kill(actor, no_restart=True)
+            self.placement.order = order_before
             raise
         self.disconnect()
-        cut = make_strategy(config).cut
-        actors, watches, lives = self.actors, self.watches, self.lives
+        cut, actors, watches, lives = (
+            make_strategy(config).cut,
+            self.actors,
+            self.watches,
+            self.lives,
+        )
         self.actors = {**workers, **servers, **started}
         staying = {
             p: before[p]
             for p, actor in self.actors.items()
             if p in before and actors[before[p]] is actor
         }
-        leaving = [actor for peer, actor in actors.items() if peer not in staying.values()]
-        try:
-            holding = set().union(*(held or {}).values())
-            keep_on = [actor.release.remote(cut, -1, True) for actor in leaving if actor in holding]
-            releases = [
-                self.actors[peer].release.remote(cut, peer.index, held is not None)
-                for peer in staying
-            ]
-            layout, *_ = self.get([*releases, *keep_on], "let go of its roles")
-            self.watches = {new: watches[old] for new, old in staying.items()}
-            self.lives = Counter({p.index: lives[before[p].index] for p in workers if p in before})
-            self._router = Router()
-            self._take_up(config, replace(self.job.description, layout=layout), held, fresh=False)
-        finally:
-            for actor in leaving:
-                ray.kill(actor, no_restart=True)
+        # set before anything can fail, so that whoever dies from here on is known by its new number
+        places = {peer: self.places[old] for peer, old in staying.items()}
+        places |= dict(zip(fresh, found, strict=True))
+        self.places = {peer: places[peer] for peer in self.actors}  # in order, as all else is
+        self.watches = {new: watches[old] for new, old in staying.items()}
+        self.watches |= {
+            peer: self.actors[peer].watch.remote() for peer in self.actors.keys() - staying.keys()
+        }
+        self.lives = Counter({p.index: lives[before[p].index] for p in workers if p in before})
+        self._leaving += [actor for peer, actor in actors.items() if peer not in staying.values()]
+        holding = set().union(*(held or {}).values())
+        keep_on = [
+            actor.release.remote(cut, -1, change) for actor in self._leaving if actor in holding
+        ]
+        releases = [
+            self.actors[peer].release.remote(cut, peer.index, change if held is not None else 0)
+            for peer in staying
+        ]
+        layout, *_ = self.get([*releases, *keep_on], "let go of its roles")
+        self._router = Router()
+        self._take_up(config, replace(self.job.description, layout=layout), held, fresh=False)
+
+    def settle(self, change: int) -> None:
+        """End the processes that have no role any more; the others drop what they kept for a change."""
+        for actor in self._leaving:
+            ray.kill(actor, no_restart=True)
+        self._leaving.clear()
+        for actor in self.actors.values():
+            actor.forget.remote(change)
 
     def holdings(self) -> Holdings:
         """Return the processes that hold each chunk."""
@@ -467,16 +482,6 @@ class Cluster:
                 f"the driver's router was busy for {self.run_config.deadlines.step:g} s"
             ) from None
 
-    def counters(self) -> dict[Peer, dict[str, int]]:
-        """Return the counters of all processes that answer in time, see `Process.counters`."""
-        refs = {actor.counters.remote(): peer for peer, actor in self.actors.items()}
-        answered, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_CLOSE_SECONDS)
-        counters: dict[Peer, dict[str, int]] = {}
-        for ref in answered:
-            with contextlib.suppress(ray.exceptions.RayError):  # dead
-                counters[refs[ref]] = ray.get(ref)
-        return counters
-
     def raise_if_dead(
         self,
         suspect: Peer | None = None,
@@ -537,6 +542,14 @@ class Cluster:
         """Steps committed, as far as the driver has heard."""
         return self.job.step_of(self.client.position.version)
 
+    def seat_of(self, peer: Peer) -> int:
+        """Return the number under which failures of a process' place are counted."""
+        return self.placement.order[peer.index] if peer.role == "worker" else -1 - peer.index
+
+    def lost_peers(self) -> set[Peer]:
+        """Return the peers whose channels to the driver have closed."""
+        return set(self._router.lost_peers)
+
     def note(self, kind: str, line: str) -> None:
         """Log what happened to processes in one line, and add it to `events`."""
         self.events.append(Event(time.time(), kind, self.step, line))
@@ -570,7 +583,7 @@ class Cluster:
         self.disconnect()
         if ray.is_initialized():
             self.successors.end()
-            for actor in self.actors.values():
+            for actor in [*self.actors.values(), *self._leaving]:
                 ray.kill(actor, no_restart=True)
             self.actors.clear()
             self.placement.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from steepest.engine.local_sgd import InnerOptimizerState
 from steepest.engine.replicas import mean_states
 from steepest.engine.survivors import RecoveredState
 from steepest.optim.spec import ScheduleState
+from steepest.tensors.layout import ParameterLayout
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what
 #: each returned.
@@ -58,7 +59,7 @@ class OptimizerState:
         Args:
             cluster: the job.
             held: what servers and the coordinator hold.
-            numbers: the indices that the workers will have, in the order in which `call` asks them.
+            numbers: the workers' indices, in the order in which `call` asks them.
             step: committed steps.
             call: runs a function on the workers' replicas; returns a result for each worker. It is
                 used with local SGD and with compression.
@@ -81,25 +82,58 @@ class OptimizerState:
         mean, plain, schedule = mean_inner(found)
         return cls(mean, plain, apart, schedule)
 
-    def place(self, cluster: Cluster) -> list[files.Record]:
-        """Give workers the state that is theirs; return the servers' state, as records.
+    def with_records(self, layout: ParameterLayout, told: RecoveredState) -> OptimizerState:
+        """Return the same state of workers together with another state of servers and coordinator."""
+        held, plain = files.assemble(layout, told.records)
+        outer = {_OUTER + name: value for name, value in held.items()}
+        if any(key.startswith(_OWN) for key in self.apart):
+            own = {key: value for key, value in self.apart.items() if not key.startswith(_OUTER)}
+            return replace(self, apart={**own, **outer})
+        return replace(self, state=held, plain=plain, schedule=told.state.get("schedule"))
+
+    def renumbered(self, numbers: Mapping[int, int]) -> OptimizerState:
+        """Return the same state with other numbers of workers, without those that have none.
+
+        Args:
+            numbers: maps each worker's number to its new one.
+        """
+        apart = {key: value for key, value in self.apart.items() if key.startswith(_OUTER)}
+        for prefix in (_OWN, _LEFT_OUT):
+            for worker, state in self._by_worker(prefix).items():
+                if worker in numbers:
+                    new = f"{prefix}{numbers[worker]}/"
+                    apart |= {new + name: value for name, value in state.items()}
+        return replace(self, apart=apart)
+
+    def place(self, cluster: Cluster, *, same: bool = False) -> list[files.Record]:
+        """Give workers' state to them; return the servers' state.
+
+        Args:
+            same: whether there are as many workers as there were: then those of which there is no
+                state are successors of dead ones, and the others keep theirs. Otherwise all get the
+                mean if the state is that of another number of workers.
 
         Raises:
             CheckpointError: there is state of an unknown or frozen parameter.
         """
-        layout = cluster.job.description.layout
+        layout, workers = cluster.job.description.layout, range(cluster.job.num_workers)
         if not isinstance(cluster.job.config, LocalStrategy):
             records = files.disassemble(layout, self.state, self.plain)
             if cluster.job.compresses:
                 own = self._by_worker(_LEFT_OUT)
                 check_residuals(layout, own.values())
-                cluster.workers.call(
-                    remote_functions.load_left_out, *_own_or_mean(own, cluster.job.num_workers)
-                )
+                if same and own:
+                    parts: tuple[Own, Mapping[str, torch.Tensor]] = (
+                        {worker: own.get(worker, {}) for worker in workers},
+                        {},
+                    )
+                else:
+                    parts = _own_or_mean(own, len(workers))
+                cluster.workers.call(remote_functions.load_left_out, *parts)
             return records
         files.disassemble(layout, self.state, self.plain)  # raises before anything is changed
         own = self._by_worker(_OWN)
-        if len(own) != cluster.job.num_workers:
+        if not same and len(own) != len(workers):
             own = {}
         cluster.workers.call(
             remote_functions.load_inner_state, own, self.state, self.plain, self.schedule

@@ -12,12 +12,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 import torch
 
+from steepest.cluster.locations import Place, make_transport
+from steepest.cluster.processor_time import processor_seconds
 from steepest.cluster.ray_private import name_process
 from steepest.cluster.remote_error import RemoteError
 from steepest.cluster.remote_functions import sent
 from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
-from steepest.config.strategies import SimpleStrategy, StrategyConfig
 from steepest.data.sampler import SamplePlan
 from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.engine.job import (
@@ -33,9 +34,7 @@ from steepest.engine.job import (
 )
 from steepest.engine.replicas import Memory, Replicas, memory_for
 from steepest.engine.server import Server
-from steepest.engine.strategy import make_strategy
 from steepest.engine.survivors import ServerState, catch_up, state_of
-from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
 from steepest.errors import describe_error
 from steepest.messages.gradients import Decision
@@ -53,7 +52,7 @@ from steepest.tensors.dtypes import Tensors
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import AVAILABLE, segment_of
-from steepest.transport.channel import Address, ChannelSink
+from steepest.transport.channel import Address
 from steepest.transport.connect import connect
 from steepest.transport.ray_calls import Answer, Callee, CallTransport
 from steepest.transport.router import Router
@@ -67,23 +66,6 @@ _NO_COLLECTIVE = (
     'the workers of this job talk by actor calls, which carry no collectives: give DistributedSGD strategy="ps" or '
     '"allreduce", with a transport other than "ray"'
 )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process runs.
-
-    Attributes:
-        node: Ray's id of the node.
-        host: the node's IP address.
-        pid: of the process, on its node.
-        logs: paths, on its node, of the files that hold what it printed.
-    """
-
-    node: str
-    host: str
-    pid: int
-    logs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -150,6 +132,7 @@ class Process:
         self._worker: Worker | None = None
         self._servers: list[Server] = []
         self._retained = RetainedChunks()
+        self._change = 0  # for which they are retained
         self._member: MemberCollective | None = None
         self._index = -1
         self._token = token
@@ -180,6 +163,14 @@ class Process:
 
     def alive(self) -> None:
         """Return, as a sign of life; also while the router is in the middle of a long step."""
+
+    def processor_seconds_of(self, pid: int) -> float | None:
+        """Return the processor time of a process of this node, see `processor_seconds`."""
+        return processor_seconds(pid)
+
+    def lost_peers(self) -> list[Peer]:
+        """Return the peers whose channels to this process have closed."""
+        return list(self.router.lost_peers)
 
     @on_router
     def reserve(self, nbytes: int) -> None:
@@ -229,13 +220,14 @@ class Process:
         )
 
     @on_router
-    def release(self, cut: ChunkSpec, index: int, keep: bool) -> ParameterLayout | None:
+    def release(self, cut: ChunkSpec, index: int, change: int) -> ParameterLayout | None:
         """Drop all roles and connections; keep the models, if any, cut into other chunks.
 
         Args:
             cut: how the models are cut from now on.
             index: of the worker that the process will host, if any.
-            keep: whether to keep the servers' state too, until `forget`.
+            change: the number of the change for which the servers' state is kept until `forget`; 0
+                to drop it. For a change that is tried once more it is the state kept the first time.
 
         Returns:
             The layout of the models as they are cut now; None without models.
@@ -244,7 +236,9 @@ class Process:
         self.router.clear()
         self._use(CallTransport(self.router.destination))
         self._worker = self._member = None
-        self._retained = RetainedChunks(self._servers if keep else ())
+        if change == 0 or change != self._change:
+            self._retained = RetainedChunks(self._servers if change else ())
+        self._change = change
         self._servers = []
         for model in self._models:
             model.relayout(cut)
@@ -342,9 +336,10 @@ class Process:
         self._retained.hand_over(self._servers, parts)
 
     @on_router
-    def forget(self) -> None:
-        """Drop the state that servers held before `release`, which no process needs any more."""
-        self._retained = RetainedChunks()
+    def forget(self, change: int) -> None:
+        """Drop the state that servers of before `release` held: all processes have what they need of it."""
+        if change == self._change:
+            self._retained, self._change = RetainedChunks(), 0
 
     @on_router
     def connect(self, others: Sequence[Address | Callee], timeout: float) -> None:
@@ -511,63 +506,6 @@ def _as_text() -> Iterator[None]:
         raise
     except BaseException as error:  # noqa: BLE001 - raised again by the driver
         raise RemoteError(describe_error(error)) from None
-
-
-def ways_of(config: StrategyConfig) -> str:
-    """Return how a job's processes talk: "wire", "shared", "unix", "tcp" or "ray"."""
-    return "ray" if isinstance(config, SimpleStrategy) else config.transport
-
-
-def by_calls(config: StrategyConfig) -> bool:
-    """Whether a job's processes talk by actor calls, and not on the wire."""
-    return ways_of(config) == "ray"
-
-
-def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyConfig) -> HostMap:
-    """Return which processes share a node.
-
-    Over TCP alone no two processes share one, since they share no memory.
-
-    Args:
-        places: where each process runs, by role.
-        num_servers: how many servers there are.
-        config: the strategy.
-    """
-    strategy, nodes = make_strategy(config), dict[str, int]()
-
-    def number(peer: Peer) -> int:
-        node = str(peer) if ways_of(config) == "tcp" else places[peer].node
-        return nodes.setdefault(node, len(nodes))
-
-    workers = tuple(number(peer) for peer in places if peer.role == "worker")
-    servers = (
-        workers
-        if strategy.in_workers
-        else tuple(number(server_peer(i)) for i in range(num_servers))
-    )
-    gathers = AVAILABLE and ways_of(config) in ("wire", "shared")
-    if strategy.in_workers and len(nodes) == 1:
-        gathers = False  # each member updates its own weights, and nothing has to cross
-    return HostMap(workers, servers, gathers)
-
-
-def make_transport(
-    job: Job, token: bytes, peers: tuple[Peer, ...], node: str, sink: ChannelSink
-) -> WireTransport | CallTransport:
-    """Return a transport for one of a job's processes.
-
-    Args:
-        token: the job's secret.
-        peers: the roles of the process.
-        node: Ray's id of its node.
-        sink: called for the memory that takes an arriving payload.
-    """
-    ways = ways_of(job.config)
-    return (
-        CallTransport(sink, peers)
-        if ways == "ray"
-        else WireTransport(token, peers, node, sink, ways)
-    )
 
 
 def _resident_bytes() -> int:

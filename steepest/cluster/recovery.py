@@ -1,41 +1,49 @@
-"""Recovery: when a process dies that held chunks of which there are copies, nothing is lost."""
+"""Recovery: the processes that survive a death continue the job, from what they hold or from the driver's copy."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import ray
 
-from steepest.cluster import remote_functions
 from steepest.cluster.diagnostics import has_answered, never_ran
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
+from steepest.cluster.locations import by_calls
+from steepest.cluster.membership import Membership
 from steepest.cluster.optimizer_state import OptimizerState
-from steepest.cluster.process import by_calls
+from steepest.cluster.stock import Copy, Stock
 from steepest.config.strategies import (
     LocalStrategy,
     ParameterServerStrategy,
     SimpleStrategy,
     StrategyConfig,
 )
-from steepest.engine.client import Snapshot
+from steepest.elastic.decision import Impossible, Target, Transition, World, decide
+from steepest.engine.client import Position, Snapshot
 from steepest.engine.job import check_agreement
-from steepest.engine.replicas import all_states
 from steepest.engine.survivors import RecoveredState, ServerState, assemble
+from steepest.errors import DeadlineError, PeerLostError
 from steepest.messages.message import Peer, worker_peer
-from steepest.tensors.dtypes import Tensors
 
 log = logging.getLogger(__name__)
-_NOTICE_SECONDS = 5.0
+_WORD_SECONDS = 1.0  # that Ray's word on a death is waited for, because it names the cause
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 0.3  # for the answer of a process whose channel another process has seen closing
+#: A snapshot is taken at most this share of the time, and at most once in so many seconds.
+_SNAPSHOT_SHARE = 0.01
+_SNAPSHOT_SECONDS = 1.0
 
 
 class Recovery:
-    """Puts a job together again from what its living processes hold.
+    """Puts a job together again after deaths, as `steepest.elastic.decision.decide` says.
 
     Args:
         cluster: the job's processes.
@@ -50,35 +58,50 @@ class Recovery:
         self._cluster = cluster
         self._state = state
         self._busy = False
+        self._stopped: RecoveredState | None = None  # where all stood when no holder was dead
+        self._spares: dict[Peer, Any] = {}  # processes that may take dead ones' places
         self._taking: Future[Snapshot] | None = None
-        self._taken: Snapshot | None = None  # the last copy of everything
-        self._fewer: tuple[StrategyConfig, StrategyConfig] | None = (
-            None  # with the servers that are left, and with all
-        )
+        self._asked = 0.0  # when the snapshot under way was asked for
+        self._due = 0.0  # when the next one may be asked for
+        self._position: Position | None = None  # where the job stood then
+        self._taken: Copy | None = None  # the last copy of everything
+        # with the servers that are left, and with all
+        self._fewer: tuple[StrategyConfig, StrategyConfig] | None = None
 
     # -- copies in the driver --------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Take a copy of weights and optimizer state, if one is due, without waiting for it."""
+        """Ask for a copy of weights and optimizer state if one is due, and keep the one that has come."""
         every, client = self._cluster.run_config.failure.snapshot_every, self._cluster.client
-        if every is None or isinstance(self._cluster.job.config, SimpleStrategy):
+        if every == 0 or isinstance(self._cluster.job.config, SimpleStrategy):
             return
+        now = time.monotonic()
         if self._taking is not None:
             if self._taking.done():
                 if self._taking.exception() is None:
-                    self._taken = self._taking.result()
+                    self._taken = self._state.copy(self._taking.result())
                 self._taking = None
-        elif self._taken is None or client.position.version - self._taken.version >= every:
+                pause = (now - self._asked) / _SNAPSHOT_SHARE
+                self._due = now + max(pause, _SNAPSHOT_SECONDS)
+            return
+        if self._taken is None:
+            due = True
+        elif every is None:
+            due = now >= self._due and client.position != self._position
+        else:
+            due = abs(client.position.version - self._taken.found.version) >= every
+        if due:
+            self._asked, self._position = now, client.position
             self._taking = self._cluster.on_router(lambda: client.read("state"))
 
     def forget(self) -> None:
-        """Drop the copy: it is of another job, or of weights that were replaced."""
+        """Drop the copy: the job is another one, or its weights were set."""
         self._taking = self._taken = None
 
     # -- deaths ------------------------------------------------------------------------------------
 
     def can_replace(self, process: Peer) -> bool:
-        """Return whether what a process held can be found again."""
+        """Return whether what a process holds can be found elsewhere."""
         cluster = self._cluster
         job = cluster.job
         kept = job.replication > 1 or self._taken is not None
@@ -86,12 +109,12 @@ class Recovery:
         return cluster.run_config.failure.max_failures > 0 and (kept or only_works)
 
     def look(self) -> None:
-        """Recover if a process has died that only a recovery can replace."""
+        """Recover if a process has died that only this can replace."""
         if (loss := self.loss()) is not None:
             self.recover(*loss)
 
     def loss(self) -> tuple[Peer, str] | None:
-        """Return a dead process that only a recovery can replace, and why; None without one."""
+        """Return a dead process that only this can replace, and the cause of its death; None without any."""
         cluster = self._cluster
         if self._busy:
             return None
@@ -105,212 +128,345 @@ class Recovery:
         return None
 
     def recover(self, suspect: Peer, why: str) -> None:
-        """Replace every process that is dead; training continues from the last committed update.
+        """Continue without the dead processes, or with others in their places, from the last committed update.
 
         Args:
-            suspect: the role that is said to be dead.
-            why: in words.
+            suspect: the process that is said to be dead.
+            why: the cause of its death, in words.
 
         Raises:
-            PeerLostError: there are no copies of what it held, or it died too often.
+            PeerLostError: a chunk has no holder and no copy, or too many processes died in one
+                place.
+            DeadlineError: successors that are needed did not come up.
         """
-        cluster, began = self._cluster, time.monotonic()
-        process = cluster.process_of(suspect)
+        process = self._cluster.process_of(suspect)
         if not self.can_replace(process) or self._busy:
-            cluster.lost(suspect, why)
-        self._busy = True
+            self._cluster.lost(suspect, why)
+        self._begin_again(process, why)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Prevent a recovery inside of this context, because the job is being put together there."""
+        before, self._busy = self._busy, True
         try:
-            dead = self._find_dead(process, why)
-            left_out = self._count(dead)
-            before = cluster.client.position.version
-            added = self._start(dead, fewer=bool(left_out))
-            self._rebuild(dead, added)
-            lost = max(before - cluster.client.position.version, 0)
+            yield
+        finally:
+            self._busy = before
+
+    def resume(self) -> bool:
+        """Finish a change of the job that a death has ended; return whether a death has.
+
+        If the old job is still there, its next step finds the death.
+        """
+        if self._state.pending is not None:
+            self._begin_again(None, "")
+            return True
+        cluster = self._cluster
+        return any(cluster.deaths.cause(peer) is not None for peer in cluster.watches)
+
+    def _begin_again(self, suspect: Peer | None, why: str) -> None:
+        """Find the dead, decide and apply; once more whenever another process dies meanwhile."""
+        cluster, began = self._cluster, time.monotonic()
+        self._busy = True
+        before = cluster.client.position.version
+        standing: RecoveredState | None = None
+        stock, self._stopped = self._state.pending, None
+        said: dict[Any, str] = {}  # by the call that watched the process
+        try:
+            with cluster.successors.paused():
+                dead = self._find_dead(suspect, why)
+                while True:
+                    said |= {cluster.watches[p]: f"{p} ({cause})" for p, cause in dead.items()}
+                    try:
+                        standing = standing or self._standing(dead, stock)
+                        stock = stock or self._take_stock(dead, standing)
+                        transition, seats = self._decide(dead, stock)
+                        self._apply(transition, dead, stock)
+                        break
+                    except (PeerLostError, DeadlineError):
+                        stock = self._state.pending or stock
+                        dead = self._find_dead(None, "")
+                        if {cluster.watches[peer] for peer in dead} <= said.keys():
+                            raise
         finally:
             self._busy = False
         self._taking = None  # its reader is gone
+        then = f"{cluster.placement.leave_out(seats)}; " if transition.left else ""
+        lost = max(before - cluster.client.position.version, 0)
+        self._tell(transition, list(said.values()), lost, then, began)
+
+    def _tell(
+        self, transition: Transition, said: Sequence[str], lost: int, then: str, began: float
+    ) -> None:
+        cluster = self._cluster
+        step, job = cluster.step + 1, cluster.job
         what = (
             f"{lost} updates since the last copy are lost, and made again"
             if lost
             else "no update and no sample is lost"
         )
-        who = ", ".join(f"{peer} ({cause})" for peer, cause in dead.items())
-        step, job = cluster.step + 1, cluster.job
         took = f"training stopped for {time.monotonic() - began:.2f} s"
-        if added is not None:
-            self.count += len(dead)
-        if added:
-            cluster.note(
-                "recovered",
-                f"{who} died; others took over what they held at step {step}, {what}; {took}",
-            )
+        self.count += len(transition.replaced)
+        if transition.replaced:
+            line = f"{', '.join(said)} died; others took over what they held at step {step}"
+            cluster.note("recovered", f"{line}, {what}; {took}")
             return
-        left = (
-            f"{job.num_workers} workers"
-            if added is None
-            else f"{job.num_servers} servers, which took over"
-        )
-        then = cluster.placement.leave_out(left_out)
+        if not transition.left:
+            self.count += len(said)
+        left = [f"{job.num_workers} workers"] if transition.left else []
+        if self._fewer is not None and transition.servers:
+            left.append(f"{job.num_servers} servers, which took over")
         cluster.note(
-            "left", f"{who} died; going on with {left}, from step {step} on; {then}; {what}; {took}"
+            "left",
+            f"{', '.join(said)} died; going on with {' and '.join(left)}, {job.global_batch} samples a step, from step "
+            f"{step} on; {then}{what}; {took}",
         )
 
     def missing(self) -> StrategyConfig | None:
-        """Return the strategy with all its servers, while the job continues with fewer."""
+        """Return the strategy with all its servers, while the job goes on with fewer; otherwise None."""
         if self._fewer is not None and self._cluster.job.config != self._fewer[0]:
             self._fewer = None  # they are there, or somebody wants something else
         return None if self._fewer is None else self._fewer[1]
 
-    def _find_dead(self, suspect: Peer, why: str) -> dict[Peer, str]:
-        """Return every process that is dead, or gives no sign of life, and why."""
-        cluster = self._cluster
-        ray.wait(
-            [cluster.watches[suspect]],
-            timeout=min(cluster.run_config.failure.heartbeat, _NOTICE_SECONDS),
-        )
-        dead = {
-            peer: cause
-            for peer in cluster.watches
-            if (cause := cluster.deaths.cause(peer)) is not None
-        }
-        asked = {
-            peer: actor.alive.remote() for peer, actor in cluster.actors.items() if peer not in dead
-        }
-        wait = max(cluster.run_config.failure.heartbeat, _NOTICE_SECONDS)
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait)
-        for peer, ref in asked.items():
-            if not has_answered(ref):
-                dead[peer] = cluster.deaths.declare(peer, f"no sign of life for {wait:g} s")
-        if suspect not in dead:
-            dead[suspect] = cluster.deaths.declare(suspect, why)
+    # -- observing -------------------------------------------------------------------------------
+
+    def _find_dead(self, suspect: Peer | None, why: str) -> dict[Peer, str]:
+        """Ask all processes for a sign of life; return the dead, and the cause of each death.
+
+        A process is dead when Ray says so, when it does not answer and another process has seen
+        its channel closing, and when it has not answered for `heartbeat` seconds.
+
+        Args:
+            suspect: a process whose channel has closed, if any.
+            why: it is said to be dead.
+        """
+        cluster, began = self._cluster, time.monotonic()
+        asked = {peer: actor.lost_peers.remote() for peer, actor in cluster.actors.items()}
+        signs = cluster.successors.signs
+        closed: set[Peer] = set()
+        if suspect is not None:  # otherwise processes close channels because they get other roles
+            closed = {suspect} | self._processes_of(cluster.lost_peers())
+        dead: dict[Peer, str] = {}
+        while asked:
+            for peer, ref in list(asked.items()):
+                if (cause := cluster.deaths.cause(peer)) is not None:
+                    dead[peer] = cause
+                elif has_answered(ref):
+                    if suspect is not None:
+                        closed |= self._processes_of(ray.get(ref))
+                    if peer != suspect:
+                        del asked[peer]
+                    continue
+                else:
+                    grace = _WORD_SECONDS if peer == suspect else _GRACE_SECONDS
+                    gone = peer in closed and time.monotonic() - began >= grace
+                    if not gone and not signs.is_silent(peer):
+                        continue
+                    cause = why if peer == suspect else "its channels closed"
+                    cause = cause if gone else f"no sign of life for {signs.silence(peer):.1f} s"
+                    dead[peer] = cluster.deaths.declare(peer, cause)
+                del asked[peer]
+            if suspect in asked and time.monotonic() - began >= _WORD_SECONDS:
+                # its router ended a channel although the process answers
+                del asked[suspect]
+                dead[suspect] = cluster.deaths.declare(suspect, why)
+            if asked:
+                signs.look(list(asked))
+                ray.wait(list(asked.values()), timeout=_POLL_SECONDS)
         return dead
 
-    def _count(self, dead: dict[Peer, str]) -> list[int]:
-        """Count deaths; return the seats of workers that died too often and are dispensable."""
-        cluster, allowed = self._cluster, self._cluster.run_config.failure.max_failures
-        left_out = []
-        for peer, cause in dead.items():
-            seat = cluster.placement.order[peer.index] if peer.role == "worker" else -1 - peer.index
-            if cluster.successors.count_failure(peer, seat, cause) > allowed:
-                if not self._can_go_on(dead):
-                    often = f"it was replaced {allowed} times, FailureConfig(max_failures={allowed}) allows no more"
-                    cluster.raise_lost(peer, f"{cause} ({often})")
-                left_out.append(seat)
-        return left_out
+    def _processes_of(self, peers: Iterable[Peer]) -> set[Peer]:
+        """Return the processes in which some roles live; not those of clients and collectives."""
+        roles = ("worker", "server", "coordinator")
+        return {self._cluster.process_of(peer) for peer in peers if peer.role in roles}
 
-    def _can_go_on(self, dead: dict[Peer, str]) -> bool:
-        """Return whether the others can do without dead processes.
+    def _standing(self, dead: Mapping[Peer, str], stock: Stock | None) -> RecoveredState | None:
+        """Stop the survivors; return where the state of all chunks is, or None if it has to be the driver's copy.
 
-        Workers that die together with a server are waited for.
+        Args:
+            dead: the processes that are gone.
+            stock: what is known already, if the job is being put together.
+        """
+        if stock is not None:
+            return stock.found
+        cluster, job = self._cluster, self._cluster.job
+        role = "worker" if job.strategy.in_workers else "server"
+        cluster.extend_deadline()
+        if self._stopped is None and not any(peer.role == role for peer in dead):
+            self._stopped = self._state.stopped()
+        cluster.disconnect()
+        alive = {peer: actor for peer, actor in cluster.actors.items() if peer not in dead}
+        workers = [actor for peer, actor in alive.items() if peer.role == "worker"]
+        cluster.get([actor.give_up.remote() for actor in workers], "stop")
+        holding = [actor for peer, actor in alive.items() if peer.role == role]
+        return self._stopped or self._salvage(holding)
+
+    def _take_stock(self, dead: Mapping[Peer, str], standing: RecoveredState | None) -> Stock:
+        """Return everything with which the job continues.
+
+        Raises:
+            PeerLostError: a chunk has no holder and no copy.
         """
         cluster = self._cluster
-        left = cluster.job.num_workers - len(dead)
-        if by_calls(cluster.job.config) and not cluster.job.strategy.in_driver:
-            return False  # its servers would start anew for it, which takes as long as a worker
-        return all(peer.role == "worker" for peer in dead) and left >= max(
-            2, cluster.successors.least
-        )
+        copy = self._taken if standing is None else self._state.copy(standing)
+        if copy is None:
+            peer, cause = next(iter(dead.items()))
+            cluster.raise_lost(
+                peer, f"{cause}; too many died together: of some chunks no copy is left"
+            )
+        workers = {
+            peer.index: actor
+            for peer, actor in cluster.actors.items()
+            if peer.role == "worker" and peer not in dead
+        }
 
-    def _rebuild(self, dead: dict[Peer, str], added: dict[Peer, Any] | None) -> None:  # noqa: PLR0915 - one order
-        """Give living and added processes their roles anew, and the state that was found."""
-        cluster, job = self._cluster, self._cluster.job
-        role = (
-            "worker" if job.strategy.in_workers else "server"
-        )  # of the processes that hold chunks
-        cluster.extend_deadline()
-        try:
-            found: RecoveredState | None = None
-            if not any(peer.role == role for peer in dead):
-                found = self._state.stopped()
-            cluster.disconnect()
-            alive = {peer: actor for peer, actor in cluster.actors.items() if peer not in dead}
-            workers = {peer.index: actor for peer, actor in alive.items() if peer.role == "worker"}
-            cluster.get([actor.give_up.remote() for actor in workers.values()], "stop")
-            found = found or self._salvage(
-                [actor for p, actor in alive.items() if p.role == role], dead
-            )
-
-            def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-                calls = [
-                    actor.call.remote((0, -1), 0, function, *arguments)
-                    for actor in workers.values()
-                ]
-                return cluster.get(calls, "tell its state")
-
-            step = job.step_of(found.version)
-            if added is None:
-                keep = dict(enumerate(workers))
-                optimizer = OptimizerState.collect(cluster, found, keep, step, call)
-                self._state.form(job.config, found, optimizer, Tensors(), len(keep), keep, {})
-                return
-            left_out = (
-                dict(zip(workers, call(remote_functions.left_out), strict=True))
-                if job.compresses
-                else {}
-            )
-            left_out = (
-                {index: left_out.get(index, {}) for index in range(job.num_workers)}
-                if left_out
-                else {}
-            )
-            local = isinstance(job.config, LocalStrategy)
-            inner = (
-                dict(zip(workers, call(remote_functions.inner_state, step), strict=True))
-                if local
-                else {}
-            )
-            builds = [
-                cluster.successors.build(actor, peer.index)
-                for peer, actor in added.items()
-                if peer.role == "worker"
+        def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+            calls = [
+                actor.call.remote((0, -1), 0, function, *arguments) for actor in workers.values()
             ]
-            for described in cluster.get(builds, "build the model again"):
-                check_agreement(job.description, described, "the job", "a successor")
-            buffers = all_states(call)
-            for peer in dead:
-                if peer.role == "worker":
-                    cluster.lives[peer.index] += 1
-            plan, part = cluster.plan, self._state.part()
-            same = {i: i for i in range(job.num_workers)}
-            config = job.config if added or self._fewer is None else self._fewer[0]
-            cluster.reform(
-                config, step, same, added, job.num_workers, held=found.holders, dead=dead
-            )
-        except BaseException:
-            for actor in (added or {}).values():
-                ray.kill(actor, no_restart=True)
-            raise
-        cluster.plan = plan
-        self._state.put_back(found, part, left_out, inner, buffers, list(added))
+            return cluster.get(calls, "tell its state")
 
-    def _start(self, dead: dict[Peer, str], *, fewer: bool) -> dict[Peer, Any] | None:
-        """Start processes in place of the dead; spare ones are taken first.
+        optimizer = OptimizerState.collect(cluster, copy.found, workers, copy.step, call)
+        return self._state.stock(copy, optimizer, copied=standing is None)
 
-        Returns:
-            None if the other workers continue meanwhile; no process if the other servers do.
+    def _salvage(self, holding: list[Any]) -> RecoveredState | None:
+        """Return all servers' state at one version, in the processes that hold chunks; None if a chunk is lost."""
+        cluster = self._cluster
+        if cluster.job.replication == 1 or not holding:
+            return None
+        heard = ray.put(
+            cluster.get([actor.heard.remote() for actor in holding], "say what it has heard")
+        )
+        parts: list[ServerState] = cluster.get(
+            [actor.state_of.remote(heard) for actor in holding], "catch up"
+        )
+        return assemble(len(cluster.job.holders), dict(zip(holding, parts, strict=True)))
+
+    # -- deciding --------------------------------------------------------------------------------
+
+    def _decide(self, dead: Mapping[Peer, str], stock: Stock) -> tuple[Transition, list[int]]:
+        """Return with which processes the job continues, and the places that no process takes again.
+
+        Raises:
+            PeerLostError: it cannot continue.
         """
+        cluster, successors = self._cluster, self._cluster.successors
+        allowed = cluster.run_config.failure.max_failures
+        worn_out = frozenset(
+            peer
+            for peer, cause in dead.items()
+            if successors.count_failure(peer, cluster.seat_of(peer), cause) > allowed
+        )
+        self._spares = {
+            peer: successors.moved.pop(peer.index)[0]
+            if peer.role == "worker" and peer.index in successors.moved
+            else successors.spare(cluster.places[peer].node)
+            for peer in dead
+            if peer not in worn_out
+        }
+        config = cluster.job.config
+        alone = all(peer.role == "worker" for peer in dead)
+        spreads = isinstance(config, (ParameterServerStrategy, LocalStrategy)) or alone
+        counts = Counter(peer.role for peer in cluster.actors)
+        world = World(
+            workers=counts["worker"],
+            servers=counts["server"],
+            dead=frozenset(dead),
+            ready=frozenset(peer for peer, actor in self._spares.items() if actor is not None),
+            worn_out=worn_out,
+            whole=stock.is_held_by([actor for p, actor in cluster.actors.items() if p not in dead]),
+            snapshot=self._taken is not None,
+        )
+        target = Target(
+            least=max(2, successors.least),
+            waits=cluster.run_config.failure.patience > 0,
+            movable=spreads and (cluster.job.strategy.in_driver or not by_calls(config)),
+        )
+        decided = decide(world, target)
+        if isinstance(decided, Impossible):
+            often = f": FailureConfig(max_failures={allowed}) allows no more" if worn_out else ""
+            cluster.raise_lost(decided.peer, f"{dead[decided.peer]} ({decided.why}{often})")
+        return decided, [cluster.seat_of(peer) for peer in worn_out if peer.role == "worker"]
+
+    # -- applying --------------------------------------------------------------------------------
+
+    def _apply(self, transition: Transition, dead: Mapping[Peer, str], stock: Stock) -> None:
+        """Put the job together of the processes that a transition names.
+
+        Raises:
+            PeerLostError, DeadlineError: another process died, or did not come up. `JobState.pending`
+                then is what to begin again with, if the old job is no more.
+        """
+        cluster, spares = self._cluster, self._spares
+        if transition.source == "snapshot" and not stock.copied and self._taken is not None:
+            stock = stock.from_copy(self._taken)
+        stock = stock.only_in([actor for peer, actor in cluster.actors.items() if peer not in dead])
+        alive = sorted(p.index for p in cluster.actors if p.role == "worker" and p not in dead)
+        as_before = self._state.pending is None and stock.copy.job is cluster.job
+        if transition.replaced:
+            self._replace(dead, alive, stock, as_before=as_before)
+            return
+        cluster.successors.follow(
+            {peer.index: (dead[peer], spares.pop(peer, None)) for peer in transition.left}
+        )
+        for actor in filter(None, spares.values()):
+            ray.kill(actor, no_restart=True)
+        config = self._with_servers(transition.servers)
+        wanted = Membership(config, len(alive), dict(enumerate(alive)), gone=frozenset(dead))
+        if as_before and not transition.left:
+            self._state.put_back(stock, wanted)
+        else:
+            self._state.put_together(stock, wanted)
+
+    def _replace(
+        self, dead: Mapping[Peer, str], alive: Sequence[int], stock: Stock, *, as_before: bool
+    ) -> None:
+        """Put the job together with other processes in the places of the dead.
+
+        Args:
+            dead: the processes that are gone.
+            alive: the workers that are there.
+            stock: the state.
+            as_before: whether the job as it is has that state.
+        """
+        cluster = self._cluster
+        added = self._start(dead, self._spares)
+        try:
+            self._build(added)
+            workers = len(alive) + sum(peer.role == "worker" for peer in added)
+            keep = {index: index for index in alive}
+            wanted = Membership(cluster.job.config, workers, keep, added, gone=frozenset(dead))
+            if as_before:
+                self._state.put_back(stock, wanted)
+            else:
+                self._state.put_together(stock, wanted)
+        except BaseException:
+            for actor in added.values():
+                if actor not in cluster.actors.values():
+                    ray.kill(actor, no_restart=True)
+            raise
+
+    def _with_servers(self, count: int) -> StrategyConfig:
+        """Return the strategy with so many server processes; all of them are wanted again later."""
+        config = self._cluster.job.config
+        have = sum(peer.role == "server" for peer in self._cluster.actors)
+        if count == have or not isinstance(config, (ParameterServerStrategy, LocalStrategy)):
+            return config
+        fewer = replace(config, num_servers=count, replication=min(config.replication, count))
+        self._fewer = fewer, self.missing() or config
+        return fewer
+
+    def _start(self, dead: Mapping[Peer, str], spares: Mapping[Peer, Any]) -> dict[Peer, Any]:
+        """Return processes in place of the dead, spare ones where there are any, when they are up."""
         cluster, successors = self._cluster, self._cluster.successors
         starting = successors.starting  # each holds the place that another would wait for
         successors.give_up_on([index for index in starting if worker_peer(index) in dead])
-        moved = {worker_peer(index) for index in successors.moved}
-        spares = {
-            peer: successors.spare(cluster.places[peer].node) for peer in dead if peer not in moved
-        }
-        waits = cluster.run_config.failure.patience > 0 or None not in spares.values()
-        if fewer or (not waits and not moved and self._can_go_on(dead)):
-            successors.follow(
-                {peer.index: (cause, spares.get(peer)) for peer, cause in dead.items()}
-            )
-            return None
-        added: dict[Peer, Any] = {}
-        if not waits and not any(spares.values()) and self._does_with_fewer_servers(dead):
-            return added
-        for peer in dead:
-            if peer in moved:
-                added[peer] = successors.moved.pop(peer.index)[0]
-                continue
-            start = cluster.start_worker if peer.role == "worker" else cluster.start_server
-            added[peer] = spares[peer] or start(peer.index)
+
+        def start(peer: Peer) -> Any:
+            worker = peer.role == "worker"
+            return (cluster.start_worker if worker else cluster.start_server)(peer.index)
+
+        added = {peer: spares.get(peer) or start(peer) for peer in dead}
         deadline = time.monotonic() + cluster.run_config.deadlines.start * 5
         for peer in added:
             while time.monotonic() < deadline:
@@ -318,41 +474,21 @@ class Recovery:
                 ray.wait([placed], timeout=max(deadline - time.monotonic(), 0.1))
                 if not never_ran(placed):
                     break
-                added[peer] = (
-                    cluster.start_worker if peer.role == "worker" else cluster.start_server
-                )(peer.index)
+                added[peer] = start(peer)
         return added
 
-    def _does_with_fewer_servers(self, dead: dict[Peer, str]) -> bool:
-        """Return whether the other servers do; the strategy then has fewer until there are more."""
-        config = self._cluster.job.config
-        left = self._cluster.job.num_servers - len(dead)
-        if by_calls(config) or left < 1 or any(peer.role != "server" for peer in dead):
-            return False
-        if not isinstance(config, (ParameterServerStrategy, LocalStrategy)):
-            return False
-        fewer = replace(config, num_servers=left, replication=min(config.replication, left))
-        self._fewer = fewer, self.missing() or config
-        return True
+    def _build(self, added: Mapping[Peer, Any]) -> None:
+        """Have new workers build their models.
 
-    def _salvage(self, holding: list[Any], dead: dict[Peer, str]) -> RecoveredState:
-        """Return all servers' state at one version, or the last copy of it."""
+        Raises:
+            ModelError: a model is another one than the job's.
+        """
         cluster = self._cluster
-        found = None
-        if cluster.job.replication > 1 and holding:
-            told = ray.put(
-                cluster.get([actor.heard.remote() for actor in holding], "say what it has heard")
-            )
-            parts: list[ServerState] = cluster.get(
-                [actor.state_of.remote(told) for actor in holding], "catch up"
-            )
-            found = assemble(len(cluster.job.holders), dict(zip(holding, parts, strict=True)))
-        if found is None and self._taken is not None:
-            copy = self._taken
-            found = RecoveredState(copy.version, copy.state, None, copy.weights, copy.records)
-        if found is None:
-            peer, cause = next(iter(dead.items()))
-            cluster.raise_lost(
-                peer, f"{cause}; too many died together: of some chunks no copy is left"
-            )
-        return found
+        cluster.extend_deadline()
+        builds = [
+            cluster.successors.build(actor, peer.index)
+            for peer, actor in added.items()
+            if peer.role == "worker"
+        ]
+        for described in cluster.get(builds, "build the model again"):
+            check_agreement(cluster.job.description, described, "the job", "a successor")

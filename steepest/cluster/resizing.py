@@ -14,14 +14,14 @@ from steepest.cluster.diagnostics import has_answered, never_ran
 from steepest.cluster.draining import Move, are_up
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
+from steepest.cluster.locations import by_calls
 from steepest.cluster.placement import Reservation, ask_for_room, check_possible, fitting, may_grow
-from steepest.cluster.process import by_calls
 from steepest.cluster.ray_private import draining_nodes
 from steepest.cluster.worker_replacement import Start
 from steepest.config.strategies import StrategyConfig
 from steepest.engine.job import check_agreement
 from steepest.engine.strategy import make_strategy
-from steepest.errors import ResourcesError
+from steepest.errors import DeadlineError, PeerLostError, ResourcesError
 from steepest.messages.message import Peer, worker_peer
 
 log = logging.getLogger(__name__)
@@ -128,6 +128,15 @@ class Resize:
         while not self.ready(_LOOK_SECONDS) and time.monotonic() - self._began < limit:
             pass  # whoever is late then is named by `apply`
 
+    def make(self) -> None:
+        """Wait until it is ready, and apply it; called while no step is taken."""
+        try:
+            self.wait()
+            self.apply()
+        except BaseException:
+            self.cancel()
+            raise
+
     def apply(self) -> None:
         """Give the job its new size; called between two steps."""
         cluster, before, began = self._cluster, self._cluster.job, time.monotonic()
@@ -148,14 +157,16 @@ class Resize:
         cluster.note(
             "resized",
             f"{job.num_workers} workers and {job.num_servers} servers instead of {before.num_workers} and "
-            f"{before.num_servers} from step {step} on; training stopped for "
+            f"{before.num_servers}, {job.global_batch} samples a step, from step {step} on; training stopped for "
             f"{time.monotonic() - began:.2f} s",
         )
 
     def cancel(self) -> None:
         """End the processes that were started for the change."""
+        members = self._cluster.actors.values()  # some may be, if `apply` failed half-way
         for actor in (*self._added.values(), *self._servers.values()):
-            ray.kill(actor, no_restart=True)
+            if actor not in members:
+                ray.kill(actor, no_restart=True)
         if self._room is not None:
             self._room.release()
 
@@ -195,6 +206,7 @@ class Without:
         cluster, began = self._cluster, time.monotonic()
         successors = cluster.successors
         left_out = [cluster.placement.order[index] for index in successors.left_out]
+        before = dict(successors.starting), dict(successors.left_out)
         gone = successors.let_go()
         if not gone:
             return  # their successors have joined meanwhile, or too few are left
@@ -203,14 +215,20 @@ class Without:
             for i, why in gone.items()
         ]
         alive = [index for index in range(cluster.job.num_workers) if index not in gone]
-        with successors.paused():
-            self._state.reform(cluster.job.config, len(alive), keep=dict(enumerate(alive)))
+        try:
+            with successors.paused():
+                self._state.reform(cluster.job.config, len(alive), keep=dict(enumerate(alive)))
+        except (PeerLostError, DeadlineError):
+            if self._state.pending is None:  # the dead workers are still part of the job
+                successors.take_back(*before)
+            raise
         then = cluster.placement.leave_out(left_out)
         step, took = cluster.step + 1, time.monotonic() - began
         cluster.note(
             "left",
-            f"{', '.join(who)}; going on with {len(alive)} workers from step {step} on, {then}; no update and no "
-            f"sample is lost; training stopped for {took:.2f} s",
+            f"{', '.join(who)}; going on with {len(alive)} workers, {cluster.job.global_batch} "
+            f"samples a step, from step {step} on, {then}; no update and no sample is lost; training "
+            f"stopped for {took:.2f} s",
         )
 
 
@@ -282,10 +300,12 @@ class Return:
         who = ", ".join(
             f"{worker_peer(new)} (pid {cluster.places[worker_peer(new)].pid})" for new in joining
         )
+        after = time.monotonic() - min(start.began for start in joining.values())
         cluster.note(
             "returned",
-            f"{who} is there again, after {time.monotonic() - min(s.began for s in joining.values()):.1f} s: "
-            f"{len(self._keep)} workers from step {step} on; training stopped for {took:.2f} s",
+            f"{who} is there again, after {after:.1f} s: {len(self._keep)} workers, "
+            f"{cluster.job.global_batch} samples a step, from step {step} on; training stopped for "
+            f"{took:.2f} s",
         )
         successors.prepare_if_wanted()
 

@@ -120,7 +120,7 @@ class Training:
                     stop = self._stop()
                 if stop is not None and done >= stop:
                     self._make_change()
-                    stop, goal = None, end()
+                    done, stop, goal = self.step, None, end()
                     self._ask(goal - done, stats)
                     continue
                 outcome = self._next_outcome(stopping=stop is not None)
@@ -158,6 +158,8 @@ class Training:
         before, (plan, _), recovery = self.cluster.client, self.cluster.plan, self.cluster.recovery
         assert recovery is not None
         recovery.recover(*lost)
+        if (change := self._change) is not None:  # what was started for it fits no more
+            self._change, self._urgent = change.again(), False
         while done < self.step and not before.outcomes.empty():
             late = before.outcomes.get()
             if isinstance(late, Result):
@@ -185,12 +187,17 @@ class Training:
         client, self._idle = self.cluster.client, False
         self.cluster.on_router(lambda: client.ask(steps, stats))
 
-    def _stop(self) -> int:
-        """Have workers stop soon; return after which step."""
+    def _stop(self) -> int | None:
+        """Have workers stop soon; return after how many steps, or None if a death comes first."""
         client = self.cluster.client
-        limit: int = self.wait(
-            self.cluster.on_router(client.stop), "the coordinator to stop the workers"
-        )
+        try:
+            limit: int = self.wait(
+                self.cluster.on_router(client.stop), "the coordinator to stop the workers"
+            )
+        except PeerLostError:
+            if self.cluster.recovery is None or self.cluster.recovery.loss() is None:
+                raise
+            return None  # the next outcome says so
         return self.cluster.job.step_of(limit)
 
     def request(self, change: Change) -> None:
@@ -220,11 +227,31 @@ class Training:
             self._change = None
             return False
 
+    def surviving(self, change: Callable[[], None]) -> None:
+        """Make a change while no step is taken; once more if a process dies in the middle of it.
+
+        Raises:
+            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
+        """
+        recovery = self.cluster.recovery
+        while True:
+            try:
+                return change()
+            except (PeerLostError, DeadlineError):
+                if recovery is None or not recovery.resume():
+                    raise
+                self.cluster.mend()
+
     def _make_change(self) -> None:
         change, self._change, self._urgent = self._change, None, False
         later, self._later = self._later, None
         if change is not None:
-            change.apply()
+            try:
+                change.apply()
+            except (PeerLostError, DeadlineError):
+                if self.cluster.recovery is None or not self.cluster.recovery.resume():
+                    raise
+                later = later or change
         if later is not None:
             self._change = later.again()
 
@@ -237,6 +264,7 @@ class Training:
         while (
             recovery is not None and recovery.missing() is not None and time.monotonic() < deadline
         ):
+            recovery.look()
             if self._is_change_ready():
                 self._make_change()
             else:
@@ -273,13 +301,14 @@ class Training:
         )  # the coordinator's word first
         if self.cluster.recovery is not None:
             self.cluster.recovery.remember()
+        look = min(_LOOK_SECONDS, self.cluster.run_config.failure.heartbeat / 6)
         while True:
             try:
                 successors = self.cluster.successors
                 successors.look(self.seconds + time.monotonic() - self._began)
                 if successors.is_due() and (gone := self._mend(None)) is not None:
                     return gone
-                timeout = _SHORT_SECONDS if successors.starting else _LOOK_SECONDS
+                timeout = _SHORT_SECONDS if successors.starting else look
                 outcome = self.cluster.client.outcomes.get(timeout=timeout)
                 if not isinstance(outcome, WorkerLost):
                     return outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from steepest.cluster.process import by_calls
+from steepest.cluster.locations import by_calls
 from steepest.transport.channel import Address
 from steepest.transport.ray_calls import Callee
 

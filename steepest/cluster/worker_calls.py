@@ -144,6 +144,13 @@ class WorkerCalls:
         ray.wait(refs, num_returns=len(refs), timeout=cluster.run_config.deadlines.call)
         return [ray.get(ref) for ref in refs if has_answered(ref)]
 
+    def counters(self) -> dict[Peer, dict[str, int]]:
+        """Return the counters of all processes that answer in time, see `Process.counters`."""
+        actors = self._cluster.actors
+        refs = {peer: actor.counters.remote() for peer, actor in actors.items()}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=_NOTICE_SECONDS)
+        return {peer: ray.get(ref) for peer, ref in refs.items() if has_answered(ref)}
+
 
 def results_of(
     refs: list[Any], what: str, peers: Sequence[Peer], deadline: float, limit: float

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from steepest.cluster.diagnostics import has_answered, never_ran
-from steepest.cluster.process import Place
+from steepest.cluster.locations import Place
+from steepest.cluster.signs_of_life import SignsOfLife
 from steepest.engine.job import check_agreement
 from steepest.engine.replicas import all_states, mean_states
 from steepest.errors import PeerLostError
@@ -65,6 +66,7 @@ class Successors:
         returning: those whose job has gone on without them meanwhile.
         left_out: workers that died too often, and why; nobody takes their places.
         least: how many workers can go on without the others.
+        signs: of life, of all processes.
         moved: those that have come up on another node than their predecessor, for a recovery; and
             why that died.
     """
@@ -80,10 +82,12 @@ class Successors:
         self.left_out: dict[int, str] = {}
         self.least = 1
         self._failures: Counter[int] = Counter()  # by seat
+        self._counted: set[Any] = (
+            set()
+        )  # deaths among them, by the calls that watched the processes
         self.moved: dict[int, tuple[Any, str]] = {}
         self._tried = 0.0  # when it was last looked whether they are up
-        self._pings: dict[Peer, tuple[Any, float]] = {}  # unanswered: the call, and since when
-        self._looked = 0.0
+        self.signs = SignsOfLife(cluster)
         self._given_up: list[Place] = []
         self._silent: dict[int, int] = {}  # workers, and their lives, that did not answer
 
@@ -156,8 +160,7 @@ class Successors:
             trained: seconds of training so far.
         """
         self.prepare(trained)
-        cluster, now = self._cluster, time.monotonic()
-        limit = cluster.run_config.failure.heartbeat
+        cluster = self._cluster
         recovery, replaced = cluster.recovery, cluster.job.workers_are_replaced
         watched = [
             peer
@@ -165,25 +168,11 @@ class Successors:
             if (peer.role == "worker" and replaced)
             or (recovery is not None and recovery.can_replace(peer))
         ]
-        if not watched or now - self._looked < limit / 6:
+        if not watched or not self.signs.look(watched):
             return
-        self._looked = now
-        if self._pings:
-            refs = [ref for ref, _ in self._pings.values()]
-            answered = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
-            self._pings = {
-                peer: ping for peer, ping in self._pings.items() if ping[0] not in answered
-            }
-        for peer, (_, since) in self._pings.items():
-            if (
-                now - since >= limit
-                and peer in watched
-                and cluster.places[peer] not in self._given_up
-            ):
-                self._give_up(peer, f"no sign of life for {now - since:.1f} s")
         for peer in watched:
-            if peer not in self._pings and cluster.deaths.cause(peer) is None:
-                self._pings[peer] = (cluster.actors[peer].alive.remote(), now)
+            if self.signs.is_silent(peer) and cluster.places[peer] not in self._given_up:
+                self._give_up(peer, f"no sign of life for {self.signs.silence(peer):.1f} s")
 
     def _give_up(self, peer: Peer, why: str) -> None:
         cluster, life = self._cluster, self._cluster.lives[peer.index]
@@ -217,7 +206,7 @@ class Successors:
 
     def forget(self) -> None:
         """Forget unanswered questions: workers have other indices now."""
-        self._pings.clear()
+        self.signs.forget()
         self._silent.clear()
 
     def let_go(self) -> dict[int, str]:
@@ -244,6 +233,12 @@ class Successors:
         self.starting.clear()
         self.left_out = {}
         return dict(sorted(gone.items()))
+
+    def take_back(self, starting: Mapping[int, Start], left_out: Mapping[int, str]) -> None:
+        """Undo `let_go`, given what `starting` and `left_out` were before."""
+        self.starting |= {i: start for i, start in starting.items() if start in self.returning}
+        self.returning = [start for start in self.returning if start not in starting.values()]
+        self.left_out |= left_out
 
     def is_due(self) -> bool:
         """Return whether it is time to look again at processes that are starting."""
@@ -311,7 +306,7 @@ class Successors:
             self._cluster.placement.order[index],
         )
         allowed = cluster.run_config.failure.max_failures
-        self._pings.pop(peer, None)
+        self.signs.forget(peer)
         if self.count_failure(peer, seat, cause) > allowed:
             cause += f" (it had {allowed} successors, FailureConfig(max_failures={allowed}) gives it no more)"
             if (
@@ -350,6 +345,9 @@ class Successors:
         """
         cluster, now = self._cluster, time.monotonic()
         for index, (cause, spare) in sorted(dead.items()):
+            if index in self.starting and spare is None:
+                self.returning.append(self.starting.pop(index))
+                continue
             seat = cluster.placement.order[index]
             if self._failures[seat] <= cluster.run_config.failure.max_failures:
                 actor = spare or cluster.start_worker(index)
@@ -366,7 +364,9 @@ class Successors:
             self._cluster.raise_lost(
                 peer, f"{cause} (as the one before it, with no version committed in between)"
             )
-        self._failures[seat] += 1
+        if (watch := self._cluster.watches[peer]) not in self._counted:
+            self._counted.add(watch)
+            self._failures[seat] += 1
         return self._failures[seat]
 
     def build(self, actor: Any, index: int) -> Any:

@@ -11,7 +11,7 @@ from steepest.transport.channel import Address
 from steepest.transport.ray_calls import Answer, Callee
 
 if TYPE_CHECKING:
-    from steepest.cluster.process import Place
+    from steepest.cluster.locations import Place
     from steepest.optim.spec import OptimizerSpec
 
 

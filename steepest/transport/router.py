@@ -19,6 +19,7 @@ from steepest.tensors.memory import Memory, clone
 from steepest.transport.channel import Channel, Event, Transport, overlap
 
 log = logging.getLogger(__name__)
+_LOST_PEERS = 1024
 T = TypeVar("T")
 
 
@@ -86,12 +87,14 @@ class Router:
         transport: the channels to other processes; None before `use` and after `clear`.
         admission: the check of messages and channels of other processes.
         refused: number of messages and channels that were refused.
+        lost_peers: the last peers whose channels have closed; may be read on any thread.
         finished: holds None when `run` has ended after `stop`, or the exception that ended it.
     """
 
     def __init__(self, tick_seconds: float = 0.5) -> None:
         self.transport: Transport | None = None
         self.refused = 0
+        self.lost_peers: deque[Peer] = deque(maxlen=_LOST_PEERS)
         self.admission = Admission()
         self._tick_seconds = tick_seconds
         self._roles: dict[Peer, Role] = {}
@@ -132,6 +135,8 @@ class Router:
             return
         for peer in channel.peers:
             self._channels[peer] = channel
+            if peer in self.lost_peers:  # its successor
+                self.lost_peers.remove(peer)
 
     def _why_not(self, channel: Channel) -> str | None:
         """Return why a channel may not speak for the peers that it names; None if it may."""
@@ -155,6 +160,7 @@ class Router:
             self.transport = None
         for queue in (self._roles, self._channels, self._local, self._events):
             queue.clear()
+        self.lost_peers.clear()
 
     def channel(self, peer: Peer) -> Channel | None:
         """Return the channel to a peer; None when the peer lives here or has no channel."""
@@ -332,6 +338,7 @@ class Router:
         for peer in channel.peers:
             if self._channels.get(peer) is channel:
                 del self._channels[peer]
+                self.lost_peers.append(peer)
                 for role in list(self._roles.values()):
                     role.lost(peer, reason)
 

@@ -1,0 +1,90 @@
+"""Where a job's processes run, and how they talk to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from steepest.config.strategies import SimpleStrategy, StrategyConfig
+from steepest.engine.job import Job
+from steepest.engine.strategy import make_strategy
+from steepest.engine.topology import HostMap
+from steepest.messages.message import Peer, server_peer
+from steepest.tensors.shared_memory import AVAILABLE
+from steepest.transport.channel import ChannelSink
+from steepest.transport.ray_calls import CallTransport
+from steepest.transport.sockets import WireTransport
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs.
+
+    Attributes:
+        node: Ray's id of the node.
+        host: the node's IP address.
+        pid: of the process, on its node.
+        logs: paths, on its node, of the files that hold what it printed.
+    """
+
+    node: str
+    host: str
+    pid: int
+    logs: tuple[str, ...]
+
+
+def ways_of(config: StrategyConfig) -> str:
+    """Return how a job's processes talk: "wire", "shared", "unix", "tcp" or "ray"."""
+    return "ray" if isinstance(config, SimpleStrategy) else config.transport
+
+
+def by_calls(config: StrategyConfig) -> bool:
+    """Whether a job's processes talk by actor calls, and not on the wire."""
+    return ways_of(config) == "ray"
+
+
+def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyConfig) -> HostMap:
+    """Return which processes share a node.
+
+    Over TCP alone no two processes share one, since they share no memory.
+
+    Args:
+        places: where each process runs, by role.
+        num_servers: how many servers there are.
+        config: the strategy.
+    """
+    strategy, nodes = make_strategy(config), dict[str, int]()
+
+    def number(peer: Peer) -> int:
+        node = str(peer) if ways_of(config) == "tcp" else places[peer].node
+        return nodes.setdefault(node, len(nodes))
+
+    workers = tuple(number(peer) for peer in places if peer.role == "worker")
+    servers = (
+        workers
+        if strategy.in_workers
+        else tuple(number(server_peer(i)) for i in range(num_servers))
+    )
+    gathers = AVAILABLE and ways_of(config) in ("wire", "shared")
+    if strategy.in_workers and len(nodes) == 1:
+        gathers = False  # each member updates its own weights, and nothing has to cross
+    return HostMap(workers, servers, gathers)
+
+
+def make_transport(
+    job: Job, token: bytes, peers: tuple[Peer, ...], node: str, sink: ChannelSink
+) -> WireTransport | CallTransport:
+    """Return a transport for one of a job's processes.
+
+    Args:
+        token: the job's secret.
+        peers: the roles of the process.
+        node: Ray's id of its node.
+        sink: called for the memory that takes an arriving payload.
+    """
+    ways = ways_of(job.config)
+    return (
+        CallTransport(sink, peers)
+        if ways == "ray"
+        else WireTransport(token, peers, node, sink, ways)
+    )

@@ -1,0 +1,183 @@
+"""Deaths of several processes, at once or one after the other, in the middle of putting a job together."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from steepest import (
+    AllreduceStrategy,
+    DistributedSGD,
+    FailureConfig,
+    LocalStrategy,
+    ParameterServerStrategy,
+    RunConfig,
+    TorchModel,
+)
+from steepest.cluster.launch import Cluster
+from steepest.messages.message import Peer, server_peer, worker_peer
+from steepest.testing import replay
+from tests.reference import Task, same_bits, samples, sgd
+from tests.test_smaller_jobs import Watch
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+
+TASK = Task(optimizer=sgd(lr=0.01, momentum=0.9), data=samples(20_000), batch_size=1)
+LOGGED = RunConfig(keep_log=True)
+COPIES = ParameterServerStrategy(num_servers=2, replication=2, chunk_bytes=64)
+
+
+def kill(trainer: DistributedSGD, *peers: Peer) -> None:
+    places = trainer._live().places
+    for pid in [places[peer].pid for peer in peers]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def train(trainer: DistributedSGD, steps: int, *moments: tuple[int, Callable[[], Any]]) -> Watch:
+    watch = Watch(*moments)
+    trainer.fit(steps=steps, callbacks=[watch], progress=False)
+    return watch
+
+
+def check(trainer: DistributedSGD, watch: Watch, steps: int) -> None:
+    """Each step has come once, and the log gives the weights bit for bit."""
+    assert [result.step for result in watch.results] == list(range(1, steps + 1))
+    assert same_bits(replay(trainer.log(), TASK.creator()), trainer.weights())
+    assert not watch.functions, "nobody was killed: this tests nothing"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victims"),
+    [
+        (COPIES, [worker_peer(1), server_peer(1)]),
+        (COPIES, [worker_peer(3), server_peer(0)]),  # with the coordinator
+        (COPIES, [worker_peer(0), worker_peer(2), server_peer(1)]),
+        (AllreduceStrategy(sharded=False), [worker_peer(0), worker_peer(2)]),
+    ],
+    ids=["worker and server", "worker and coordinator", "a node", "two members"],
+)
+def test_the_others_go_on_at_once_when_several_die_together(
+    strategy: Any, victims: list[Peer]
+) -> None:
+    with DistributedSGD(
+        TASK.creator(), num_workers=4, strategy=strategy, run_config=LOGGED
+    ) as trainer:
+        watch = train(trainer, 300, (20, lambda: kill(trainer, *victims)))
+        check(trainer, watch, 300)
+        first = trainer.stats().events[0]
+        assert first.kind == "left"
+        assert all(str(victim) in first.line for victim in victims)
+        assert "no update and no sample is lost" in first.line
+        assert trainer.num_servers == 2 or strategy is not COPIES, "copies are back when it ends"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pairs_of_deaths_soon_after_each_other(seed: int) -> None:
+    """With copies no two deaths end a job, unless they are of both holders before the copies are back."""
+    draw = random.Random(seed)
+    pairs = [(worker_peer(1), server_peer(1)), (server_peer(0), worker_peer(2))]
+    pairs += [(worker_peer(0), worker_peer(3))]
+    with DistributedSGD(
+        TASK.creator(), num_workers=4, strategy=COPIES, run_config=LOGGED
+    ) as trainer:
+        first, second = draw.choice(pairs)
+        pids = {peer: trainer._live().places[peer].pid for peer in (first, second)}
+        later = threading.Timer(draw.uniform(0.0, 0.6), os.kill, [pids[second], signal.SIGKILL])
+
+        def strike() -> None:
+            later.start()
+            os.kill(pids[first], signal.SIGKILL)
+
+        watch = train(trainer, 1500, (20, strike))
+        later.join()
+        check(trainer, watch, 1500)
+
+
+@pytest.mark.parametrize("moment", ["_take_up", "_connect_driver", "settle"])
+@pytest.mark.parametrize("victim", [worker_peer(0), server_peer(0)], ids=str)
+def test_a_death_while_the_job_is_put_together(
+    moment: str, victim: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins again with those that are left, from what they still hold."""
+    strategy = ParameterServerStrategy(num_servers=3, replication=3, chunk_bytes=64)
+    with DistributedSGD(
+        TASK.creator(), num_workers=4, strategy=strategy, run_config=LOGGED
+    ) as trainer:
+        whole, struck = getattr(Cluster, moment), []
+
+        def strike(cluster: Cluster, *arguments: Any, **named: Any) -> Any:
+            if not struck:
+                struck.append(cluster.places[victim].pid)
+                os.kill(struck[0], signal.SIGKILL)
+            return whole(cluster, *arguments, **named)
+
+        monkeypatch.setattr(Cluster, moment, strike)
+        watch = train(trainer, 400, (20, lambda: kill(trainer, worker_peer(2), server_peer(1))))
+        assert struck
+        check(trainer, watch, 400)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victim"),
+    [
+        ("ps", server_peer(0)),
+        ("allreduce", worker_peer(1)),
+        (LocalStrategy(), worker_peer(1)),
+        (LocalStrategy(num_servers=1), server_peer(0)),
+    ],
+    ids=["ps", "allreduce", "local", "local with a server"],
+)
+def test_by_default_no_single_death_ends_a_job(strategy: Any, victim: Peer) -> None:
+    """What only the dead process held comes from the driver's snapshot."""
+    with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy) as trainer:
+        recovery = trainer._live().recovery
+        assert recovery is not None
+        while recovery._taken is None:
+            train(trainer, 20)
+        step = trainer.stats().step
+        watch = train(trainer, 200, (step + 20, lambda: kill(trainer, victim)))
+        assert not watch.functions
+        assert trainer.stats().step == step + 200
+        assert trainer.stats().events[0].kind in ("left", "recovered")
+
+
+class Large(torch.nn.Module):
+    """Now and then one pass holds Python's lock for seconds, in one call of C code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == 10:
+            assert 3**14_000_000 > 0
+        return self.linear(x)
+
+
+def large_creator(worker: int, device: int) -> TorchModel:
+    return TorchModel(
+        Large(),
+        loss=torch.nn.functional.mse_loss,
+        data=(torch.zeros(64, 3), torch.zeros(64, 1)),
+        batch_size=2,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+    )
+
+
+def test_a_process_that_computes_with_pythons_lock_held_is_not_given_up() -> None:
+    run_config = RunConfig(failure=FailureConfig(heartbeat=0.5))
+    with DistributedSGD(large_creator, num_workers=2, run_config=run_config) as trainer:
+        before = trainer.foreach_worker(lambda view: view.pid)
+        trainer.fit(steps=30, progress=False)
+        assert trainer.foreach_worker(lambda view: view.pid) == before
+        assert trainer.stats().replaced == 0
+        assert trainer.stats().seconds > 2, "nothing held the lock for long: this tests nothing"
