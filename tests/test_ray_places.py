@@ -135,7 +135,7 @@ def place() -> Iterator[Place]:
     place = Place()
     try:
         yield place
-        assert place.left_after(20) == {}
+        assert place.left_after(60) == {}
     finally:
         place.kill()
         shutil.rmtree(place.directory, ignore_errors=True)
