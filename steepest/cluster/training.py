@@ -188,17 +188,23 @@ class Training:
         self.cluster.on_router(lambda: client.ask(steps, stats))
 
     def _stop(self) -> int | None:
-        """Have workers stop soon; return after how many steps, or None if a death comes first."""
+        """Have workers stop soon; return after how many steps, or None if a death comes first.
+
+        The death is the next outcome then.
+        """
         client = self.cluster.client
+        stopping: Future[int] = self.cluster.on_router(client.stop)
         try:
-            limit: int = self.wait(
-                self.cluster.on_router(client.stop), "the coordinator to stop the workers"
-            )
-        except PeerLostError:
-            if self.cluster.recovery is None or self.cluster.recovery.loss() is None:
-                raise
-            return None  # the next outcome says so
-        return self.cluster.job.step_of(limit)
+            return self.cluster.job.step_of(stopping.result(self._timeout))
+        except PeerLostError as error:
+            if client.lost_peer is None or not self._can_replace(client.lost_peer):
+                self._raise_lost(error)
+            return None
+        except FutureTimeoutError:
+            self.cluster.raise_if_dead()
+            raise DeadlineError(
+                f"waited {self._timeout:g} s in vain for the coordinator to stop the workers"
+            ) from None
 
     def request(self, change: Change) -> None:
         """Have something changed between two of the steps that are being taken; from any thread."""
