@@ -234,7 +234,8 @@ class Recovery:
         """Ask all processes for a sign of life; return the dead, and the cause of each death.
 
         A process is dead when Ray says so, when it does not answer and another process has seen
-        its channel closing, and when it has not answered for `heartbeat` seconds.
+        its channel closing, and when it has given no sign of life for `heartbeat` seconds. One that
+        computes with Python's lock held has `DeadlineConfig.step` seconds to answer.
 
         Args:
             suspect: a process whose channel has closed, if any.
@@ -260,7 +261,8 @@ class Recovery:
                 else:
                     grace = _WORD_SECONDS if peer == suspect else _GRACE_SECONDS
                     gone = peer in closed and time.monotonic() - began >= grace
-                    if not gone and not signs.is_silent(peer):
+                    late = time.monotonic() - began >= cluster.run_config.deadlines.step
+                    if not (gone or late or signs.is_silent(peer)):
                         continue
                     cause = why if peer == suspect else "its channels closed"
                     cause = cause if gone else f"no sign of life for {signs.silence(peer):.1f} s"

@@ -67,11 +67,16 @@ class Stock:
         return self.copy.found
 
     def is_held_by(self, processes: Sequence[Any]) -> bool:
-        """Return whether every chunk is in the driver's memory or in that of one of these processes."""
+        """Return whether nothing newer than the driver's copy is lost if only these processes live.
+
+        So it is where the driver was sent the newest state, or one of the processes has each chunk.
+        """
+        if self.copied:
+            return False
         holders = self.found.holders
-        if self.copied or holders is None:
-            return not self.copied
-        return all(any(one in processes for one in each) for each in holders.values())
+        return holders is None or all(
+            any(one in processes for one in each) for each in holders.values()
+        )
 
     def from_copy(self, copy: Copy) -> Stock:
         """Return the driver's copy together with the workers' state."""
