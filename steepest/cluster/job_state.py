@@ -206,7 +206,7 @@ class JobState:
         """
         self._cluster.mend()  # who is missing would be waited for
         if self._cluster.recovery is not None and not keeps_copy:
-            self._cluster.recovery.forget()  # the copy of other ones
+            self._cluster.recovery.snapshots.forget()  # the copy of other ones
         if state is None:  # what came before does not explain it
             self._logs, self._start, self._gap = [], 0, False
         everything = dict(state or {})

@@ -7,7 +7,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +18,14 @@ from steepest.cluster.launch import Cluster
 from steepest.cluster.locations import by_calls
 from steepest.cluster.membership import Membership
 from steepest.cluster.optimizer_state import OptimizerState
-from steepest.cluster.stock import Copy, Stock
+from steepest.cluster.snapshots import Snapshots
+from steepest.cluster.stock import Stock
 from steepest.config.strategies import (
     LocalStrategy,
     ParameterServerStrategy,
-    SimpleStrategy,
     StrategyConfig,
 )
 from steepest.elastic.decision import Impossible, Target, Transition, World, decide
-from steepest.engine.client import Position, Snapshot
 from steepest.engine.job import check_agreement
 from steepest.engine.survivors import RecoveredState, ServerState, assemble
 from steepest.errors import DeadlineError, PeerLostError
@@ -37,9 +35,6 @@ log = logging.getLogger(__name__)
 _WORD_SECONDS = 1.0  # that Ray's word on a death is waited for, because it names the cause
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 0.3  # for the answer of a process whose channel another process has seen closing
-#: A snapshot is taken at most this share of the time, and at most once in so many seconds.
-_SNAPSHOT_SHARE = 0.01
-_SNAPSHOT_SECONDS = 1.0
 
 
 class Recovery:
@@ -51,6 +46,7 @@ class Recovery:
 
     Attributes:
         count: processes that were replaced in this way.
+        snapshots: copies of the state, for what only dead processes held.
     """
 
     def __init__(self, cluster: Cluster, state: JobState) -> None:
@@ -60,43 +56,9 @@ class Recovery:
         self._busy = False
         self._stopped: RecoveredState | None = None  # where all stood when no holder was dead
         self._spares: dict[Peer, Any] = {}  # processes that may take dead ones' places
-        self._taking: Future[Snapshot] | None = None
-        self._asked = 0.0  # when the snapshot under way was asked for
-        self._due = 0.0  # when the next one may be asked for
-        self._position: Position | None = None  # where the job stood then
-        self._taken: Copy | None = None  # the last copy of everything
+        self.snapshots = Snapshots(cluster, state)
         # with the servers that are left, and with all
         self._fewer: tuple[StrategyConfig, StrategyConfig] | None = None
-
-    # -- copies in the driver --------------------------------------------------------------------
-
-    def remember(self) -> None:
-        """Ask for a copy of weights and optimizer state if one is due, and keep the one that has come."""
-        every, client = self._cluster.run_config.failure.snapshot_every, self._cluster.client
-        if every == 0 or isinstance(self._cluster.job.config, SimpleStrategy):
-            return
-        now = time.monotonic()
-        if self._taking is not None:
-            if self._taking.done():
-                if self._taking.exception() is None:
-                    self._taken = self._state.copy(self._taking.result())
-                self._taking = None
-                pause = (now - self._asked) / _SNAPSHOT_SHARE
-                self._due = now + max(pause, _SNAPSHOT_SECONDS)
-            return
-        if self._taken is None:
-            due = True
-        elif every is None:
-            due = now >= self._due and client.position != self._position
-        else:
-            due = abs(client.position.version - self._taken.found.version) >= every
-        if due:
-            self._asked, self._position = now, client.position
-            self._taking = self._cluster.on_router(lambda: client.read("state"))
-
-    def forget(self) -> None:
-        """Drop the copy: the job is another one, or its weights were set."""
-        self._taking = self._taken = None
 
     # -- deaths ------------------------------------------------------------------------------------
 
@@ -104,7 +66,7 @@ class Recovery:
         """Return whether what a process holds can be found elsewhere."""
         cluster = self._cluster
         job = cluster.job
-        kept = job.replication > 1 or self._taken is not None
+        kept = job.replication > 1 or self.snapshots.taken is not None
         only_works = process.role == "worker" and not job.servers_in_workers
         return cluster.run_config.failure.max_failures > 0 and (kept or only_works)
 
@@ -190,7 +152,7 @@ class Recovery:
                             raise
         finally:
             self._busy = False
-        self._taking = None  # its reader is gone
+        self.snapshots.interrupted()
         then = f"{cluster.placement.leave_out(seats)}; " if transition.left else ""
         lost = max(before - cluster.client.position.version, 0)
         self._tell(transition, list(said.values()), lost, then, began)
@@ -310,7 +272,7 @@ class Recovery:
             PeerLostError: a chunk has no holder and no copy.
         """
         cluster = self._cluster
-        copy = self._taken if standing is None else self._state.copy(standing)
+        copy = self.snapshots.taken if standing is None else self._state.copy(standing)
         if copy is None:
             peer, cause = next(iter(dead.items()))
             cluster.raise_lost(
@@ -377,7 +339,7 @@ class Recovery:
             ready=frozenset(peer for peer, actor in self._spares.items() if actor is not None),
             worn_out=worn_out,
             whole=stock.is_held_by([actor for p, actor in cluster.actors.items() if p not in dead]),
-            snapshot=self._taken is not None,
+            snapshot=self.snapshots.taken is not None,
         )
         target = Target(
             least=max(2, successors.least),
@@ -400,8 +362,12 @@ class Recovery:
                 then is what to begin again with, if the old job is no more.
         """
         cluster, spares = self._cluster, self._spares
-        if transition.source == "snapshot" and not stock.copied and self._taken is not None:
-            stock = stock.from_copy(self._taken)
+        if (
+            transition.source == "snapshot"
+            and not stock.copied
+            and self.snapshots.taken is not None
+        ):
+            stock = stock.from_copy(self.snapshots.taken)
         stock = stock.only_in([actor for peer, actor in cluster.actors.items() if peer not in dead])
         alive = sorted(p.index for p in cluster.actors if p.role == "worker" and p not in dead)
         as_before = self._state.pending is None and stock.copy.job is cluster.job

@@ -306,7 +306,7 @@ class Training:
             time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
         )  # the coordinator's word first
         if self.cluster.recovery is not None:
-            self.cluster.recovery.remember()
+            self.cluster.recovery.snapshots.remember()
         look = min(_LOOK_SECONDS, self.cluster.run_config.failure.heartbeat / 6)
         while True:
             try:
