@@ -72,7 +72,7 @@ SAID: list[Body] = [
     driver.ReadLog(5, 100),
     driver.LogPage(5, [[1, []]], 7),
     driver.LogPage(5, None),
-    snapshots.Read(5, "state", [0, 1]),
+    snapshots.Read(5, "state", [0, 1], 7),
     snapshots.Snapshot(1, 5, 4, Peer("client", 3), "standing", None, STATE),
     snapshots.StateTensor(*TENSOR),
     snapshots.SnapshotEnd(1, 5, 4, STATE),

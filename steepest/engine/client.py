@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -62,12 +63,14 @@ class Snapshot:
         weights: the flat vector (uint8, of the layout's size); empty for a read of "standing".
         records: optimizer state, slice by slice; empty unless "state" was read.
         state: of the coordinator, see `RecoveredState`; empty where only weights were read.
+        seconds: from the arrival of its first part to that of its last.
     """
 
     version: int
     weights: torch.Tensor
     records: list[Record] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, order=True)
@@ -87,6 +90,11 @@ class _Read:
     awaited: set[int]  # servers that have not sent everything
     # By (chunk, parameter, key, start), so that a message that comes twice changes nothing.
     records: dict[tuple[Any, ...], Record] = field(default_factory=dict)
+    began: float = 0.0  # when the first part came
+
+    def begin(self) -> None:
+        """Note that a part comes."""
+        self.began = self.began or time.monotonic()
 
 
 @dataclass
@@ -130,6 +138,7 @@ class Client:
         self._send = send
         self._requests = 0
         self._reads: dict[int, _Read] = {}
+        self._waiting = 0  # number of the last read that named its version
         self._installs: dict[int, _Install] = {}
         self._answers: dict[int, Future[Any]] = {}  # of requests that one message answers
         self._ended: set[tuple[int, int]] = set()  # (worker, life) of each WORKER_LOST
@@ -177,21 +186,28 @@ class Client:
         self._send(COORDINATOR, make(self._requests).pack())
         return self._unless_failed(future)
 
-    def read(self, what: str) -> Future[Snapshot]:
+    def read(self, what: str, at: int = 0) -> Future[Snapshot]:
         """Read the job's state at one version over all servers.
 
         Args:
             what: "weights"; "state", which is the optimizer's and the coordinator's, too; or
                 "standing", which is the version and the coordinator's state only.
+            at: the version, which may be one that is not committed yet; if the present one is a
+                later one, that is read. The future of an earlier read that named a version and has
+                not been answered is cancelled.
 
         Returns:
             A future, which is done when every server has answered.
         """
         self._requests += 1
+        if at:
+            earlier, self._waiting = self._reads.pop(self._waiting, None), self._requests
+            if earlier is not None:
+                earlier.future.cancel()
         weights = torch.empty(0) if what == "standing" else self._layout.allocate()
         read = _Read(Future(), Snapshot(-1, weights), set(range(self._servers)))
         self._reads[self._requests] = read
-        self._send(COORDINATOR, Read(self._requests, what).pack())
+        self._send(COORDINATOR, Read(self._requests, what, at=at).pack())
         return self._unless_failed(read.future)
 
     def install(
@@ -291,6 +307,7 @@ class Client:
             message.source is not None and message.source.index not in read.awaited
         ):
             return None
+        read.begin()
         if message.kind is Kind.WEIGHTS and 0 <= message.chunk < len(self._layout.chunks):
             view = self._layout.chunk_view(read.snapshot.weights, message.chunk)
             if view.numel() == size:
@@ -365,6 +382,7 @@ class Client:
         """Take a server's part of a snapshot, or its end."""
         if source.index not in read.awaited:
             return  # a copy
+        read.begin()
         if message.kind is Kind.WEIGHTS:
             weights = Weights.unpack(message)
             view = self._layout.chunk_view(read.snapshot.weights, weights.chunk)
@@ -393,6 +411,7 @@ class Client:
         if not read.awaited:
             del self._reads[end.sequence]
             read.snapshot.records += read.records.values()
+            read.snapshot.seconds = time.monotonic() - read.began
             read.future.set_result(read.snapshot)
 
     def _acknowledge(self, received: PutReceived) -> None:

@@ -50,6 +50,8 @@ class Description:
         batch_size: samples of one batch.
         blocks: of the data, see `steepest.data.sources.Blocks`; None without.
         threads: torch's in the process that described the models.
+        changing: whether replicas have values of their own beside trained parameters: buffers, or
+            frozen parameters, which a model may change itself.
         attend: an attribute of models made for tests: called with each server and worker that is
             hosted in a process.
     """
@@ -60,6 +62,7 @@ class Description:
     batch_size: int
     blocks: Blocks | None = None
     threads: int = 1
+    changing: bool = False
     attend: Callable[[Router, Peer, Role], None] | None = None
 
 
@@ -201,6 +204,12 @@ class Job:
         return codec is not None and codec.lossy
 
     @property
+    def workers_have_state(self) -> bool:
+        """Whether workers may have state that no server holds, see `WorkerState`."""
+        local = isinstance(self.config, LocalStrategy)
+        return self.description.changing or self.compresses or local
+
+    @property
     def global_batch(self) -> int:
         """The number of samples in one step."""
         return self.parts * self.description.batch_size
@@ -284,6 +293,7 @@ def build_models(
             _count("batch_size", m.batch_size),
             getattr(m.data, "blocks", None),
             threads,
+            bool(m.state()) or not all(entry.trainable for entry in m.layout.entries),
             attend,
         )
         for m in models

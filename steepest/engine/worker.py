@@ -43,6 +43,7 @@ class _Waiting:
     version: int
     run: Callable[[], None]
     fail: Callable[[Exception], None]
+    miss: Callable[[], None] | None = None  # instead, if a step was begun from that version
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,39 @@ class Worker:
             or the coordinator is lost before.
         """
         future: Future[T] = Future()
+        run = self._runner(function, future)
+        self._await(_Waiting(generation, version, run, future.set_exception))
+        return future
+
+    def exactly_at(
+        self, generation: int, version: int, function: Callable[[Replicas], T]
+    ) -> Future[T | None]:
+        """Run a function on the replicas after the step that made a version, before the next one.
+
+        What the replicas have of their own (buffers, say) is as of that version then; of its
+        weights some may be on their way. One such call waits at a time.
+
+        Args:
+            generation: begun by then.
+            version: any.
+            function: called at most once.
+
+        Returns:
+            A future as of `at_version`; None if a step was begun from that version already, or
+            another such call has taken this one's place.
+        """
+        future: Future[T | None] = Future()
+        for earlier in [call for call in self._calls if call.miss is not None]:
+            self._calls.remove(earlier)
+            assert earlier.miss is not None
+            earlier.miss()
+        run = self._runner(function, future)
+        fail = future.set_exception
+        self._await(_Waiting(generation, version, run, fail, lambda: future.set_result(None)))
+        return future
+
+    def _runner(self, function: Callable[[Replicas], T], future: Future[Any]) -> Callable[[], None]:
+        """Return what runs a function on the replicas and sets a future."""
 
         def run() -> None:
             try:
@@ -180,11 +214,22 @@ class Worker:
             except BaseException as error:  # noqa: BLE001 - raised again by the caller
                 future.set_exception(error)
 
-        self._calls.append(_Waiting(generation, version, run, future.set_exception))
+        return run
+
+    def _is_past(self, version: int) -> bool:
+        """Return whether a step was begun from a version, or from a later one."""
+        begun, computed = self._pushed, self._computed
+        return (
+            self.version > version
+            or (begun[0] == self.generation and begun[1] >= version)
+            or (computed is not None and computed.version >= version)
+        )
+
+    def _await(self, call: _Waiting) -> None:
+        self._calls.append(call)
         self._run_calls()
         if self._failure is not None and not self._stopped:
             self._fail_calls(self._failure)
-        return future
 
     # -- Role ----------------------------------------------------------------------------------
 
@@ -277,6 +322,12 @@ class Worker:
         self._stopped = self._superseded = True
         return self.at_version(0, -1, lambda replicas: None)
 
+    def leave(self) -> None:
+        """Fail all calls that wait: the worker has no role any more."""
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call.fail(PeerLostError(f"worker {self._index} gets another role"))
+
     def lost(self, peer: Peer, reason: str) -> None:
         """Fail the calls that wait for weights, if the coordinator or a server is lost.
 
@@ -333,21 +384,32 @@ class Worker:
             self._replicas.weights_changed()
             self._run_calls()
 
-    def _run_calls(self) -> None:
-        """Run the calls whose version is here, unless a step is being computed."""
+    def _run_calls(self, begins: int = -1) -> None:
+        """Run the calls whose version is here, unless a step is being computed.
+
+        Args:
+            begins: the version from which a step is about to be begun, perhaps before all of its
+                weights are here.
+        """
         if self._stepping:
             return
         ready = [
-            c for c in self._calls if c.generation <= self.generation and c.version <= self.version
+            c
+            for c in self._calls
+            if c.generation <= self.generation
+            and c.version <= (self.version if c.miss is None else max(self.version, begins))
         ]
         self._calls = [call for call in self._calls if call not in ready]
         for call in ready:
-            call.run()
+            missed = call.miss is not None and self._is_past(call.version)
+            call.miss() if call.miss is not None and missed else call.run()
         if ready:
             self._replicas.forget_writes()
 
     def _step(self, share: int, version: int) -> None:
         """Take one step: compute and push a share from a version, then run calls that waited."""
+        if any(call.miss is not None for call in self._calls):
+            self._run_calls(version)
         self._stepping, self._superseded, self._waiting = True, False, 0.0
         try:
             self._compute(share, version)

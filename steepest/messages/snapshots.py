@@ -48,11 +48,15 @@ class Read(Body):
         what: "weights"; "state" for the optimizer's and the coordinator's state as well; "standing"
             for the version and the coordinator's state alone.
         chunks: indices of the chunks whose weights are wanted; None for all.
+        at: the version that is wanted. While it is not committed the request waits, until a later
+            one of the reader that waits takes its place. Where the present version is a later one,
+            that is read.
     """
 
     sequence: Sequence
     what: Annotated[str, _WHAT] = "weights"
     chunks: Annotated[Row[int] | None, many(CHUNK)] = None
+    at: Version = 0
 
 
 @body(Kind.SNAPSHOT)

@@ -56,6 +56,8 @@ class Coordinator:
         self._requests: dict[
             Peer, int
         ] = {}  # the last of each client, none of which is taken twice
+        # By reader: its request to read a version that is not committed yet.
+        self._waiting: dict[Peer, Read] = {}
 
     @property
     def version(self) -> int:
@@ -126,6 +128,7 @@ class Coordinator:
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """Act on the loss of a peer, whose channel closed for that reason."""
         self._requests.pop(peer, None)
+        self._waiting.pop(peer, None)
         return self.membership.lost(peer, reason)
 
     def _request(self, client: Peer, message: Message) -> Outgoing:
@@ -141,6 +144,9 @@ class Coordinator:
     def _read(self, source: Peer, read: Read) -> Outgoing:
         """Order a snapshot between two commits, so that all servers send one version."""
         state = self._state
+        if read.at > state.version:
+            self._waiting[source] = read
+            return []
         passed_on = None if read.what == "weights" else state.recovery_state()
         order = Snapshot(
             *(state.generation, read.sequence, state.version),
@@ -156,6 +162,13 @@ class Coordinator:
             (server_peer(server), order.pack())
             for server, order in zip(state.servers, orders, strict=True)
         ]
+
+    def _reads_due(self) -> Outgoing:
+        """Order the snapshots whose version has just been committed."""
+        due = {peer: read for peer, read in self._waiting.items() if read.at <= self._state.version}
+        for peer in due:
+            del self._waiting[peer]
+        return [order for peer, read in due.items() for order in self._read(peer, read)]
 
     def _counters(self, sequence: int) -> driver.Counters:
         """Return the answer to a request for counters."""
@@ -244,7 +257,7 @@ class Coordinator:
             clip=clip,
             entry=state.log_entry(entry),
         )
-        return state.to_servers(commit) + answers
+        return state.to_servers(commit) + answers + self._reads_due()
 
     def _entry(
         self, pushes: Sequence[Staged], hyper: list[dict[str, Any]], *rest: Any

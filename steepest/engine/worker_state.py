@@ -1,0 +1,66 @@
+"""The state that one worker alone has: its replicas' buffers and what its gradients left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from steepest.engine.local_sgd import InnerOptimizerState, LocalReplicas
+from steepest.engine.replicas import Replicas, mean_states
+from steepest.tensors.dtypes import Tensors
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """Copies of what one worker has that no server holds.
+
+    Attributes:
+        buffers: of each replica, with frozen parameters that it has changed, see `Replicas.states`.
+        left_out: what compression has left out of its gradients, see `GradientCompressor.state`.
+        inner: of its own optimizer under local SGD; None under other strategies.
+        seconds: that copying took, during which the worker computed nothing.
+    """
+
+    buffers: list[Tensors]
+    left_out: Tensors
+    inner: InnerOptimizerState | None
+    seconds: float
+
+
+def worker_state(replicas: Replicas, step: int) -> WorkerState:
+    """Return copies of a worker's own state.
+
+    Args:
+        replicas: of the worker, between two steps.
+        step: steps committed.
+    """
+    began = time.perf_counter()
+    buffers = replicas.states()
+    compressor = replicas.compressor
+    left_out = Tensors({} if compressor is None else compressor.state())
+    inner: InnerOptimizerState | None = None
+    if isinstance(replicas, LocalReplicas):
+        state, plain, schedule = replicas.inner_state(step)
+        inner = Tensors(state), plain, schedule
+    return WorkerState(buffers, left_out, inner, time.perf_counter() - began)
+
+
+def buffers_of(
+    workers: Sequence[WorkerState], installed: dict[str, torch.Tensor]
+) -> tuple[dict[int, Tensors], Tensors]:
+    """Return the buffers of all replicas by index, and their mean.
+
+    Args:
+        workers: all workers' state, in order.
+        installed: parameters by name, which replicas have that have not changed them.
+    """
+    states = [state for worker in workers for state in worker.buffers]
+    names = sorted(set().union(*states))
+    whole = [
+        {name: state[name] if name in state else installed[name] for name in names}
+        for state in states
+    ]
+    return dict(enumerate(states)), mean_states(whole, [1.0] * len(whole))
