@@ -84,7 +84,7 @@ def turn(case: Case, steps: int = 400) -> tuple[float, str]:
     ) as sgd:
         recovery = sgd._live().recovery
         while (
-            recovery is None or recovery._taken is None
+            recovery is None or recovery.snapshots.taken is None
         ):  # before the first snapshot nobody may die
             sgd.fit(steps=50, progress=False)
         strike = Strike(case)

@@ -139,7 +139,7 @@ def test_by_default_no_single_death_ends_a_job(strategy: Any, victim: Peer) -> N
     with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy) as trainer:
         recovery = trainer._live().recovery
         assert recovery is not None
-        while recovery._taken is None:
+        while recovery.snapshots.taken is None:
             train(trainer, 20)
         step = trainer.stats().step
         watch = train(trainer, 200, (step + 20, lambda: kill(trainer, victim)))

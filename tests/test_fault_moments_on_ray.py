@@ -86,7 +86,7 @@ def settle(trainer: DistributedSGD) -> None:
     cluster = trainer._live()
     ray.get([placing for _, placing in cluster.successors._spares])
     copies = cluster.run_config.failure.snapshot_every is not None
-    while copies and cluster.recovery._taken is None:  # type: ignore[union-attr]
+    while copies and cluster.recovery.snapshots.taken is None:  # type: ignore[union-attr]
         trainer.step()
     assert trainer.stats().step < DIES
 

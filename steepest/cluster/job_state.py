@@ -25,6 +25,7 @@ from steepest.engine.commit_log import Commit, CommitLog
 from steepest.engine.replicas import all_states, mean_states
 from steepest.engine.strategy import make_strategy
 from steepest.engine.survivors import RecoveredState
+from steepest.engine.worker_state import WorkerState
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Counters
 from steepest.messages.message import Peer
@@ -49,6 +50,8 @@ class JobState:
         self._gap = False  # whether a part of it is lost
         self._told_of_schedule = False
         self._change = 0  # the number of the last change of the job's processes
+        #: How often the state was replaced by one that does not follow from it.
+        self.replaced = 0
         #: The state with which to continue when a change failed in the middle.
         self.pending: Stock | None = None
 
@@ -205,8 +208,7 @@ class JobState:
             keeps_copy: whether the driver's copy of an earlier state is still one to continue from.
         """
         self._cluster.mend()  # who is missing would be waited for
-        if self._cluster.recovery is not None and not keeps_copy:
-            self._cluster.recovery.snapshots.forget()  # the copy of other ones
+        self.replaced += not keeps_copy
         if state is None:  # what came before does not explain it
             self._logs, self._start, self._gap = [], 0, False
         everything = dict(state or {})
@@ -422,16 +424,21 @@ class JobState:
         wanted = Membership(config, count, keep, added or {}, placement or {})
         self.put_together(stock, wanted)
 
-    def copy(self, found: RecoveredState | Snapshot) -> Copy:
-        """Return a state of the job as it is, with what is needed to continue from it as another job."""
+    def copy(self, found: RecoveredState | Snapshot, workers: Sequence[WorkerState] = ()) -> Copy:
+        """Return a state of the job as it is, with what is needed to continue from it as another job.
+
+        Args:
+            found: of servers and coordinator.
+            workers: what each worker alone has at that version, if anything.
+        """
         plan, seed = self._cluster.plan
         if isinstance(found, Snapshot):
             found = RecoveredState(found.version, found.state, None, found.weights, found.records)
-        return Copy(self._cluster.job, plan, seed, found, self.part())
+        return Copy(self._cluster.job, plan, seed, found, self.part(), workers)
 
-    def stock(self, copy: Copy, optimizer: OptimizerState, *, copied: bool = False) -> Stock:
+    def stock(self, copy: Copy, optimizer: OptimizerState) -> Stock:
         """Return a state together with that of the workers that there are."""
-        return Stock(copy, optimizer, self._cluster.job.num_workers, copied)
+        return Stock(copy, optimizer, self._cluster.job.num_workers)
 
     @contextlib.contextmanager
     def _changing(self, stock: Stock, keep: Mapping[int, int]) -> Iterator[int]:
@@ -450,8 +457,7 @@ class JobState:
                 yield self._change
         except BaseException:
             if self._cluster.actors is not before:  # the old job is no more
-                old = {was: now for now, was in keep.items()}
-                self.pending = replace(stock, optimizer=stock.optimizer.renumbered(old))
+                self.pending = stock.renumbered({was: now for now, was in keep.items()})
             raise
         self.pending = None
         self._cluster.settle(self._change)
@@ -484,23 +490,27 @@ class JobState:
         if flat is not None and weights is not None:
             layout.write(flat, weights)
         state = {"history": found.state["history"]}  # the ledger begins anew, with the plan
-        old = {was: now for now, was in wanted.keep.items()}
-        optimizer = stock.optimizer.renumbered(old)
+        optimizer = stock.renumbered({was: now for now, was in wanted.keep.items()}).optimizer
         version = cluster.job.version_of(step)
         records = optimizer.place(cluster, same=stock.workers == wanted.num_workers)
         self.install(version, flat, records, state, optimizer.schedule, keeps_copy=True)
         plan = cluster.job.plan(step, rest, copy.seed)
         cluster.plan = (plan, copy.seed)
-        cluster.workers.call(remote_functions.use_plan, plan, copy.seed)
-        self._share_buffers(wanted)
+        self._continue(stock, wanted)
         self._close_log(found, copy.log, version)
 
-    def _share_buffers(self, wanted: Membership) -> None:
-        """Give new workers the mean of the buffers of those that were there."""
-        call, new = (
-            self._cluster.workers.call,
-            [p.index for p in wanted.added if p.role == "worker"],
-        )
+    def _continue(self, stock: Stock, wanted: Membership) -> None:
+        """Give workers their place in the data, and buffers.
+
+        From the driver's copy all get those of the copy. Otherwise new workers get the mean of
+        the buffers of those that were there.
+        """
+        call, plan = self._cluster.workers.call, self._cluster.plan
+        if (buffers := stock.buffers()) is not None:
+            call(remote_functions.continue_from, *plan, *buffers, self._cluster.job.replicas)
+            return
+        call(remote_functions.use_plan, *plan)
+        new = [p.index for p in wanted.added if p.role == "worker"]
         old = [index for index in wanted.keep if index not in new]
         if not new or not old:
             return
@@ -536,8 +546,7 @@ class JobState:
         self.install(
             found.version, found.weights, found.records, found.state, schedule, keeps_copy=True
         )
-        cluster.workers.call(remote_functions.use_plan, *cluster.plan)
-        self._share_buffers(wanted)
+        self._continue(stock, wanted)
         self._close_log(found, stock.copy.log, found.version)
 
     def stopped(self) -> RecoveredState:

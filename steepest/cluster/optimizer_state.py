@@ -14,11 +14,11 @@ from steepest.cluster.launch import Cluster
 from steepest.compression.gradient_compressor import check_residuals
 from steepest.config.strategies import LocalStrategy
 from steepest.engine.client import Snapshot
+from steepest.engine.job import Job
 from steepest.engine.local_sgd import InnerOptimizerState
 from steepest.engine.replicas import mean_states
 from steepest.engine.survivors import RecoveredState
 from steepest.optim.spec import ScheduleState
-from steepest.tensors.layout import ParameterLayout
 
 #: Calls a function with these arguments, and the replicas of some workers before them; returns what
 #: each returned.
@@ -64,32 +64,43 @@ class OptimizerState:
             call: runs a function on the workers' replicas; returns a result for each worker. It is
                 used with local SGD and with compression.
         """
-        on_servers, plain = files.assemble(cluster.job.description.layout, held.records)
-        if not isinstance(cluster.job.config, LocalStrategy):
-            kept = (
-                zip(numbers, call(remote_functions.left_out), strict=True)
-                if cluster.job.compresses
-                else ()
-            )
-            left_out = {
-                f"{_LEFT_OUT}{w}/{name}": v for w, state in kept for name, v in state.items()
-            }
-            return cls(on_servers, plain, left_out, held.state.get("schedule"))
-        found = call(remote_functions.inner_state, step)
-        apart = {_OUTER + name: value for name, value in on_servers.items()}
-        for worker, (state, _, _) in zip(numbers, found, strict=True):
-            apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}
-        mean, plain, schedule = mean_inner(found)
-        return cls(mean, plain, apart, schedule)
+        left_out: Mapping[int, Mapping[str, torch.Tensor]] = {}
+        inner: Mapping[int, InnerOptimizerState] = {}
+        if isinstance(cluster.job.config, LocalStrategy):
+            inner = dict(zip(numbers, call(remote_functions.inner_state, step), strict=True))
+        elif cluster.job.compresses:
+            left_out = dict(zip(numbers, call(remote_functions.left_out), strict=True))
+        return cls.of(cluster.job, held, left_out, inner)
 
-    def with_records(self, layout: ParameterLayout, told: RecoveredState) -> OptimizerState:
-        """Return the same state of workers together with another state of servers and coordinator."""
-        held, plain = files.assemble(layout, told.records)
-        outer = {_OUTER + name: value for name, value in held.items()}
-        if any(key.startswith(_OWN) for key in self.apart):
-            own = {key: value for key, value in self.apart.items() if not key.startswith(_OUTER)}
-            return replace(self, apart={**own, **outer})
-        return replace(self, state=held, plain=plain, schedule=told.state.get("schedule"))
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        held: Snapshot | RecoveredState,
+        left_out: Mapping[int, Mapping[str, torch.Tensor]],
+        inner: Mapping[int, InnerOptimizerState],
+    ) -> OptimizerState:
+        """Return the optimizer's state of a job of which all parts are known.
+
+        Args:
+            job: its facts.
+            held: what servers and the coordinator hold.
+            left_out: by worker, what compression has left out of its gradients.
+            inner: by worker, with local SGD, the state of its own optimizer.
+        """
+        on_servers, plain = files.assemble(job.description.layout, held.records)
+        if not isinstance(job.config, LocalStrategy):
+            apart = {
+                f"{_LEFT_OUT}{w}/{name}": v
+                for w, state in left_out.items()
+                for name, v in state.items()
+            }
+            return cls(on_servers, plain, apart, held.state.get("schedule"))
+        apart = {_OUTER + name: value for name, value in on_servers.items()}
+        for worker, (state, _, _) in inner.items():
+            apart |= {f"{_OWN}{worker}/{name}": value for name, value in state.items()}
+        mean, plain, schedule = mean_inner(list(inner.values()))
+        return cls(mean, plain, apart, schedule)
 
     def renumbered(self, numbers: Mapping[int, int]) -> OptimizerState:
         """Return the same state with other numbers of workers, without those that have none.

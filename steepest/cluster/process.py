@@ -6,8 +6,9 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 import torch
@@ -36,6 +37,7 @@ from steepest.engine.replicas import Memory, Replicas, memory_for
 from steepest.engine.server import Server
 from steepest.engine.survivors import ServerState, catch_up, state_of
 from steepest.engine.worker import Worker
+from steepest.engine.worker_state import WorkerState, worker_state
 from steepest.errors import describe_error
 from steepest.messages.gradients import Decision
 from steepest.messages.message import (
@@ -235,6 +237,8 @@ class Process:
         self._index = index
         self.router.clear()
         self._use(CallTransport(self.router.destination))
+        if self._worker is not None:
+            self._worker.leave()
         self._worker = self._member = None
         if change == 0 or change != self._change:
             self._retained = RetainedChunks(self._servers if change else ())
@@ -445,6 +449,31 @@ class Process:
         at_version = functools.partial(self._worker.at_version, *position, run)
         with _as_text():
             return self.router.call(at_version).result().result()
+
+    def own_state(self, generation: int, version: int | None, step: int) -> WorkerState | None:
+        """Return copies of the worker's own state, see `Worker.exactly_at`.
+
+        Args:
+            generation: begun by then.
+            version: of which it is; None for that between the worker's present step and its next.
+            step: committed steps by then.
+
+        Returns:
+            None if the worker has begun a step from the version already.
+
+        Raises:
+            RemoteError: a model raised, or the worker has another role by then.
+        """
+        assert self._worker is not None
+        worker, take = self._worker, functools.partial(worker_state, step=step)
+
+        def begin() -> Future[WorkerState | None]:
+            if version is not None:
+                return worker.exactly_at(generation, version, take)
+            return cast("Future[WorkerState | None]", worker.at_version(0, -1, take))
+
+        with _as_text():
+            return self.router.call(begin).result().result()
 
     def view_call(
         self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]

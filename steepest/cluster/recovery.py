@@ -278,6 +278,8 @@ class Recovery:
             cluster.raise_lost(
                 peer, f"{cause}; too many died together: of some chunks no copy is left"
             )
+        if standing is None:
+            return Stock.from_copy(copy)
         workers = {
             peer.index: actor
             for peer, actor in cluster.actors.items()
@@ -291,7 +293,7 @@ class Recovery:
             return cluster.get(calls, "tell its state")
 
         optimizer = OptimizerState.collect(cluster, copy.found, workers, copy.step, call)
-        return self._state.stock(copy, optimizer, copied=standing is None)
+        return self._state.stock(copy, optimizer)
 
     def _salvage(self, holding: list[Any]) -> RecoveredState | None:
         """Return all servers' state at one version, in the processes that hold chunks; None if a chunk is lost."""
@@ -367,7 +369,7 @@ class Recovery:
             and not stock.copied
             and self.snapshots.taken is not None
         ):
-            stock = stock.from_copy(self.snapshots.taken)
+            stock = Stock.from_copy(self.snapshots.taken)
         stock = stock.only_in([actor for peer, actor in cluster.actors.items() if peer not in dead])
         alive = sorted(p.index for p in cluster.actors if p.role == "worker" and p not in dead)
         as_before = self._state.pending is None and stock.copy.job is cluster.job

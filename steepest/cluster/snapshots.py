@@ -2,67 +2,219 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any
 
+import ray
+
+from steepest.cluster.diagnostics import raise_remote
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
 from steepest.cluster.stock import Copy
 from steepest.config.strategies import SimpleStrategy
-from steepest.engine.client import Position, Snapshot
+from steepest.engine.client import Snapshot
+from steepest.engine.job import Job
+from steepest.engine.worker_state import WorkerState
+from steepest.errors import PeerLostError, ShutdownError, SteepestError
+
+log = logging.getLogger(__name__)
 
 #: A snapshot is taken at most this share of the time, and at most once in so many seconds.
 _SHARE = 0.01
 _PAUSE_SECONDS = 1.0
+#: Workers are told of a version so long before they come to it; doubled when that was too late.
+_NOTICE_SECONDS = 0.05
+_AGAIN_SECONDS = 0.1  # from that to the next try, in which the pace is measured
+_MOST_NOTICE_SECONDS = 10.0
+
+
+@dataclass
+class _Request:
+    """A copy that was asked for.
+
+    Attributes:
+        job: of which it is.
+        servers: what servers and coordinator hold.
+        workers: a call of each worker that returns its own state; None from one that is past
+            `version`.
+        version: at which all of it is to be; None where workers have no version in common.
+        asked, answered: when it was asked for, and when the servers' part had come.
+    """
+
+    job: Job
+    servers: Future[Snapshot]
+    workers: Sequence[Any]
+    version: int | None
+    asked: float = field(default_factory=lambda: time.monotonic())
+    answered: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.servers.add_done_callback(self._note)
+
+    def _note(self, servers: Future[Snapshot]) -> None:
+        self.answered = time.monotonic()
+
+    def has_come(self) -> bool:
+        """Return whether all parts have come, or will not."""
+        calls = list(self.workers)
+        if not self.servers.done():
+            return False
+        return not calls or not ray.wait(calls, num_returns=len(calls), timeout=0)[1]
+
+    def await_all(self, seconds: float) -> None:
+        """Return when all parts have come, or after a time."""
+        until = time.monotonic() + seconds
+        wait([self.servers], timeout=seconds)
+        if calls := list(self.workers):
+            left = max(until - time.monotonic(), 0.0)
+            ray.wait(calls, num_returns=len(calls), timeout=left)
 
 
 class Snapshots:
-    """Takes a copy of weights and optimizer state now and then, while workers train.
+    """Takes a copy of everything that a job's processes hold now and then, while workers train.
+
+    May be used on several threads.
+
+    A copy is of one instant: where every worker contributes to each version, workers are told of a
+    version that they have not come to, and each copies what it alone has (buffers, what compression
+    left out, its own optimizer) when it has made that version and before it begins the next step;
+    the coordinator orders the servers' part between the same two commits. Under other rules workers
+    have no version in common, and each copies its own between two of its steps at about that time.
+    Workers that have nothing of their own are not asked. Workers train meanwhile.
 
     Args:
         cluster: the job's processes.
         state: of the job.
-
-    Attributes:
-        taken: the last copy; None before the first, and after `forget`.
     """
 
     def __init__(self, cluster: Cluster, state: JobState) -> None:
-        self.taken: Copy | None = None
         self._cluster = cluster
         self._state = state
-        self._taking: Future[Snapshot] | None = None
-        self._asked = 0.0  # when the snapshot under way was asked for
+        self._lock = threading.RLock()
+        self._taken: Copy | None = None
+        self._replaced = 0  # `JobState.replaced` when that was asked for
+        self._request: _Request | None = None
         self._due = 0.0  # when the next one may be asked for
-        self._position: Position | None = None  # where the job stood then
+        self._notice = _NOTICE_SECONDS
+        self._seen = (time.monotonic(), 0)  # when one was asked for last, and the version then
+        self._told = False  # whether the user was told that there are none
+
+    @property
+    def taken(self) -> Copy | None:
+        """The last copy that has come; None before the first, and after another state was set."""
+        with self._lock:
+            if self._replaced != self._state.replaced:
+                self._request = self._taken = None
+                self._replaced, self._due = self._state.replaced, 0.0
+            self._collect()
+            return self._taken
+
+    @property
+    def _wanted(self) -> bool:
+        every = self._cluster.run_config.failure.snapshot_every
+        return every != 0 and not isinstance(self._cluster.job.config, SimpleStrategy)
 
     def remember(self) -> None:
         """Ask for a copy if one is due, and keep the one that has come; to be called often."""
-        every, client = self._cluster.run_config.failure.snapshot_every, self._cluster.client
-        if every == 0 or isinstance(self._cluster.job.config, SimpleStrategy):
+        if not self._wanted:
             return
-        now = time.monotonic()
-        if self._taking is not None:
-            if self._taking.done():
-                if self._taking.exception() is None:
-                    self.taken = self._state.copy(self._taking.result())
-                self._taking = None
-                self._due = now + max((now - self._asked) / _SHARE, _PAUSE_SECONDS)
+        with self._lock:
+            taken, every = self.taken, self._cluster.run_config.failure.snapshot_every
+            now, version = time.monotonic(), self._cluster.client.position.version
+            if self._request is not None or now < self._due:
+                return
+            if taken is None or abs(version - taken.found.version) >= (every or 1):
+                seconds = max(now - self._seen[0], 1e-3)
+                pace = max(version - self._seen[1], 0) / seconds  # updates in a second
+                self._ask(version + 2 + math.ceil(pace * self._notice))
+
+    def begin(self) -> None:
+        """Ask for a copy of the present state if there is none; no worker may be training."""
+        if not self._wanted:
             return
-        if self.taken is None:
-            due = True
-        elif every is None:
-            due = now >= self._due and client.position != self._position
-        else:
-            due = abs(client.position.version - self.taken.found.version) >= every
-        if due:
-            self._asked, self._position = now, client.position
-            self._taking = self._cluster.on_router(lambda: client.read("state"))
+        with self._lock:
+            due = self.taken is None and self._request is None and time.monotonic() >= self._due
+            if due:
+                self._ask(self._cluster.client.position.version)
+
+    def ensure(self) -> None:
+        """Return when there is a copy, or after `heartbeat` seconds; no worker may be training.
+
+        A copy that takes longer, or that a dead process prevents, does not keep training waiting.
+        """
+        self.begin()
+        if self.taken is None and (request := self._request) is not None:
+            request.await_all(self._cluster.run_config.failure.heartbeat)
 
     def interrupted(self) -> None:
         """Give up the copy under way: the client that asked for it is gone."""
-        self._taking = None
+        with self._lock:
+            self._request = None
 
-    def forget(self) -> None:
-        """Drop the copy: the job is another one, or its weights were set."""
-        self._taking = self.taken = None
+    def _ask(self, version: int) -> None:
+        """Ask servers for their state at a version, and workers that have state of their own."""
+        cluster, job = self._cluster, self._cluster.job
+        together = job.strategy.rule.together
+        workers: list[Any] = []
+        exactly = None
+        if job.workers_have_state:
+            exactly = version if together else None
+            position = (cluster.client.position.generation, exactly)
+            actors = [
+                actor for peer, actor in sorted(cluster.actors.items()) if peer.role == "worker"
+            ]
+            step = job.step_of(version)
+            workers = [actor.own_state.remote(*position, step) for actor in actors]
+        servers = cluster.on_router(lambda: cluster.client.read("state", exactly or 0))
+        self._request = _Request(job, servers, workers, exactly)
+        self._seen = (self._request.asked, cluster.client.position.version)
+
+    def _collect(self) -> None:
+        """Keep the copy that was asked for if all of it has come, and is of one version."""
+        request = self._request
+        if request is None or not request.has_come():
+            return
+        self._request, now = None, time.monotonic()
+        self._due = now + _PAUSE_SECONDS
+        lost = request.servers.cancelled() or request.servers.exception() is not None
+        if lost or request.job is not self._cluster.job:
+            return
+        workers, snapshot = self._answers(request), request.servers.result()
+        if workers is None:
+            return
+        own = [each for each in workers if each is not None]
+        if len(own) < len(workers) or request.version not in (None, snapshot.version):
+            self._due = now + _AGAIN_SECONDS
+            self._notice = min(2 * self._notice, _MOST_NOTICE_SECONDS)
+            return
+        self._taken = self._state.copy(snapshot, own)
+        if self._cluster.run_config.failure.snapshot_every is not None:
+            self._due = now
+            return
+        cost = request.answered - request.asked if request.version is None else snapshot.seconds
+        cost += max((each.seconds for each in own), default=0.0)
+        self._due = now + max(cost / _SHARE, _PAUSE_SECONDS)
+
+    def _answers(self, request: _Request) -> Sequence[WorkerState | None] | None:
+        """Return each worker's own state; None if one is dead, or its model cannot tell it."""
+        try:
+            found: list[WorkerState | None] = ray.get(list(request.workers))
+            return found
+        except ray.exceptions.RayTaskError as error:
+            try:
+                raise_remote(error, "a worker", "copy its own state")
+            except (PeerLostError, ShutdownError):  # it has another role by now
+                return None
+            except SteepestError as cause:
+                if not self._told:
+                    log.warning("there is no snapshot of this job: %s", cause)
+                self._told = True
+                return None
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError):
+            return None

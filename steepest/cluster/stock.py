@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,16 +11,20 @@ from steepest.data.sampler import Remaining, SamplePlan
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.job import Job
 from steepest.engine.survivors import RecoveredState
+from steepest.engine.worker_state import WorkerState, buffers_of
+from steepest.tensors.dtypes import Tensors
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Weights, servers' optimizer state and the coordinator's state at one version of one job.
+    """Everything that a job's processes hold, at one version.
 
     Attributes:
         job, plan, seed: of the job whose version it is.
-        found: the state, or the processes that hold its chunks.
+        found: the state of servers and coordinator, or the processes that hold its chunks.
         log: an empty log of that job.
+        workers: what each worker alone had; empty where workers have nothing of their own, and
+            where `found` names processes, because their workers are there too.
     """
 
     job: Job
@@ -28,6 +32,7 @@ class Copy:
     seed: int
     found: RecoveredState
     log: CommitLog
+    workers: Sequence[WorkerState] = ()
 
     @property
     def step(self) -> int:
@@ -51,9 +56,10 @@ class Stock:
 
     Attributes:
         copy: the state of servers and coordinator.
-        optimizer: the optimizer's state, that of workers by their numbers in the job as it is.
+        optimizer: the optimizer's state, that of workers by their numbers in the job as it is; in
+            the job of `copy` where that is the driver's.
         workers: the number of workers whose shares of state `optimizer` has or lacks.
-        copied: whether `copy` is the driver's, and the workers' state may be of a later version.
+        copied: whether `copy` is the driver's, so that survivors go back to it too.
     """
 
     copy: Copy
@@ -78,10 +84,35 @@ class Stock:
             any(one in processes for one in each) for each in holders.values()
         )
 
-    def from_copy(self, copy: Copy) -> Stock:
-        """Return the driver's copy together with the workers' state."""
-        optimizer = self.optimizer.with_records(copy.job.description.layout, copy.found)
-        return replace(self, copy=copy, optimizer=optimizer, copied=True)
+    @classmethod
+    def from_copy(cls, copy: Copy) -> Stock:
+        """Return what the driver's copy holds, and nothing of what survivors hold."""
+        left_out = {index: each.left_out for index, each in enumerate(copy.workers)}
+        inner = {
+            index: each.inner for index, each in enumerate(copy.workers) if each.inner is not None
+        }
+        optimizer = OptimizerState.of(copy.job, copy.found, left_out, inner)
+        return cls(copy, optimizer, copy.job.num_workers, copied=True)
+
+    def renumbered(self, numbers: Mapping[int, int]) -> Stock:
+        """Return the same with other numbers of workers, without those that have none.
+
+        The driver's copy stays whole: of it, as of a checkpoint, each worker gets its own share
+        where as many workers continue as there were, and otherwise the mean.
+
+        Args:
+            numbers: maps each worker's number to its new one.
+        """
+        if self.copied:
+            return self
+        return replace(self, optimizer=self.optimizer.renumbered(numbers))
+
+    def buffers(self) -> tuple[dict[int, Tensors], Tensors] | None:
+        """Return buffers by replica, and their mean; None where workers keep those that they have."""
+        weights, layout = self.found.weights, self.copy.job.description.layout
+        if not self.copied or weights is None or not any(any(w.buffers) for w in self.copy.workers):
+            return None
+        return buffers_of(self.copy.workers, layout.named(weights))
 
     def only_in(self, processes: Sequence[Any]) -> Stock:
         """Return the same without the holders of chunks that are not among some processes."""

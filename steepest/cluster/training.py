@@ -112,6 +112,8 @@ class Training:
         self._began = time.monotonic()
         self.running, self._idle = True, True
         done, goal = self.step, end()
+        if self.cluster.recovery is not None:
+            self.cluster.recovery.snapshots.ensure()  # whoever dies in the first step is replaced
         stop: int | None = None  # the number of steps after which workers stop for a change
         try:
             self._ask(goal - done, stats)

@@ -35,12 +35,14 @@ class FailureConfig:
             a second instead of the seconds that Python and torch need to start; each holds a few
             hundred MB. None for one, started when the job has trained for 20 seconds; with GPUs
             there are none.
-        snapshot_every: updates after which the driver copies weights and optimizer state into its
-            memory, while training goes on. When a process dies that held the only copy of
-            something, training continues from the last snapshot, and a message says how many
-            updates are made again. None for as often as costs about one per cent of the time, at
-            most once in a second. With 0 there are no snapshots, and that death is an error. A
-            strategy's `replication` loses nothing.
+        snapshot_every: updates after which the driver copies everything that a checkpoint holds
+            into its memory, while training goes on; the first copy is of the state with which
+            training begins, and another is taken when other weights are set or restored. When a
+            process dies that held the only copy of something, all continue from the last snapshot,
+            and a message says how many updates are made again. Where every worker contributes to
+            each update they give the same bits again. None for as often as costs about one per cent
+            of the time, at most once in a second. With 0 there are no snapshots, and that death is
+            an error. A strategy's `replication` loses nothing.
         patience: seconds that a step to which all workers contribute waits for a dead worker's
             successor, when no spare process is ready, before the other workers continue without it
             until the successor is there. A single worker is always waited for. `math.inf` keeps all
