@@ -148,7 +148,7 @@ class DistributedSGD:
             self._keeping = CheckpointManager(checkpoints, lock, self._training, self._state)
             self._keeping.resume()
             self._events = EventFeed(cluster.events)
-            self._begin_snapshot()
+            self._training.begin_snapshot()
             undo.pop_all()
         self._dropped = weakref.finalize(self, drop, cluster, self._keeping, os.getpid())
         self._dropped.atexit = False  # Ray ends everything then
@@ -584,12 +584,7 @@ class DistributedSGD:
                 )
             self._live()
             yield
-            self._begin_snapshot()
-
-    def _begin_snapshot(self) -> None:
-        """Have a state that is new copied to the driver, for a death before training goes on."""
-        if self._cluster is not None and self._cluster.recovery is not None:
-            self._cluster.recovery.snapshots.begin()
+            self._training.begin_snapshot()
 
     def _live(self) -> Cluster:
         if self._cluster is None:

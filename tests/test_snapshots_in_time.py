@@ -112,7 +112,7 @@ def test_what_workers_take_to_copy_their_own_counts_too(monkeypatch: pytest.Monk
     driver.answer(0, 0.1, own_state(0.1), own_state(0.2))
     driver.be_at(1)
     assert driver.snapshots.taken is not None
-    driver.be_at(2, after=29.0)
+    driver.be_at(2, after=39.0)
     assert len(driver.asked) == 1
     driver.be_at(3, after=2.0)
     assert len(driver.asked) == 2

@@ -38,7 +38,7 @@ from steepest.engine.server import Server
 from steepest.engine.survivors import ServerState, catch_up, state_of
 from steepest.engine.worker import Worker
 from steepest.engine.worker_state import WorkerState, worker_state
-from steepest.errors import describe_error
+from steepest.errors import PeerLostError, describe_error
 from steepest.messages.gradients import Decision
 from steepest.messages.message import (
     COORDINATOR,
@@ -464,8 +464,9 @@ class Process:
         Raises:
             RemoteError: a model raised, or the worker has another role by then.
         """
-        assert self._worker is not None
         worker, take = self._worker, functools.partial(worker_state, step=step)
+        if worker is None:
+            raise RemoteError(describe_error(PeerLostError("the process has no worker any more")))
 
         def begin() -> Future[WorkerState | None]:
             if version is not None:

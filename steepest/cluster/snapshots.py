@@ -30,8 +30,10 @@ _SHARE = 0.01
 _PAUSE_SECONDS = 1.0
 #: Workers are told of a version so long before they come to it; doubled when that was too late.
 _NOTICE_SECONDS = 0.05
-_AGAIN_SECONDS = 0.1  # from that to the next try, in which the pace is measured
 _MOST_NOTICE_SECONDS = 10.0
+_AGAIN_SECONDS = 0.1  # from that to the next try, in which the pace is measured
+#: A server copies what may change before it sends any of it, which takes as long as sending.
+_COPYING = 2
 
 
 @dataclass
@@ -197,7 +199,9 @@ class Snapshots:
         if self._cluster.run_config.failure.snapshot_every is not None:
             self._due = now
             return
-        cost = request.answered - request.asked if request.version is None else snapshot.seconds
+        cost = request.answered - request.asked
+        if request.version is not None:  # it waited for that version, which cost nothing
+            cost = _COPYING * snapshot.seconds
         cost += max((each.seconds for each in own), default=0.0)
         self._due = now + max(cost / _SHARE, _PAUSE_SECONDS)
 

@@ -143,6 +143,11 @@ class Training:
         finally:
             self._end()
 
+    def begin_snapshot(self) -> None:
+        """Have the state copied if there is no copy of it, for a death before training goes on."""
+        if self.cluster.recovery is not None:
+            self.cluster.recovery.snapshots.begin()
+
     def _end(self) -> None:
         self.running = False
         self.seconds += time.monotonic() - self._began

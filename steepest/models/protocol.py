@@ -189,7 +189,8 @@ class Model(Protocol):
         """Return CPU copies of the values that the replica itself changes, by name.
 
         They are buffers, such as running means, and the frozen parameters whose values are not
-        those in `weights`.
+        those in `weights`. Called before `bind`, too: for a model without any of these, no worker
+        is asked for its own state when a snapshot is taken.
         """
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
