@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
 import weakref
@@ -30,15 +29,10 @@ from steepest.cluster.recovery import Recovery
 from steepest.cluster.remote_functions import name_of
 from steepest.cluster.resizing import Resize, WorkerRange
 from steepest.cluster.training import Training
+from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
-from steepest.config.strategies import (
-    LocalStrategy,
-    ParameterServerStrategy,
-    StrategyConfig,
-    strategy_for,
-)
+from steepest.config.strategies import StrategyConfig, with_servers
 from steepest.config.validation import (
-    require_choice,
     require_count,
     require_instance,
     require_model_creator,
@@ -55,7 +49,6 @@ from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult, stragglers
 
 T = TypeVar("T")
-_LARGEST_SEED = 2**63 - 1  # that torch takes
 
 
 class DistributedSGD:
@@ -83,6 +76,11 @@ class DistributedSGD:
         strategy: "ps", "allreduce", "local", "async", "ssp", "simple", or a strategy object.
         accumulate: batches whose gradients each replica adds up in a step, one after the other; a
             step covers ``num_workers * devices_per_worker * accumulate * batch_size`` samples.
+        global_batch_size: samples that a step covers instead, however many workers there are; they
+            are divided evenly over the replicas. A replica adds up as many batches as are needed
+            for none to exceed the model's batch size, and at least `accumulate`. Under "local" it
+            is one batch of all replicas together, of which a step has `sync_every`. Not for "async"
+            and "ssp".
         seed: of initial weights, order of samples and random state.
         run_config: how processes are run: failures, deadlines, resources, the log. None for the
             defaults.
@@ -115,6 +113,7 @@ class DistributedSGD:
         strategy: str | StrategyConfig = "ps",
         *,
         accumulate: int = 1,
+        global_batch_size: int | None = None,
         seed: int = 0,
         run_config: RunConfig | None = None,
         checkpoints: Checkpoints | None = None,
@@ -124,13 +123,16 @@ class DistributedSGD:
             require_instance("checkpoints", checkpoints, Checkpoints)
         run_config = RunConfig() if run_config is None else run_config
         require_instance("run_config", run_config, RunConfig)
-        require_choice("gpu", gpu, (False, True))
         least, most = require_range("num_workers", num_workers)
-        devices = require_count("devices_per_worker", devices_per_worker)
-        seed, accumulate = require_count("seed", seed, 0), require_count("accumulate", accumulate)
-        if seed > _LARGEST_SEED:
-            raise ConfigurationError(f"seed={seed}: give an integer of at most {_LARGEST_SEED}")
-        chosen = strategy_for(strategy, least)
+        chosen = JobConfig(
+            devices_per_worker=devices_per_worker,
+            gpu=gpu,
+            accumulate=accumulate,
+            global_batch_size=global_batch_size,
+            seed=seed,
+        )
+        config = chosen.strategy_for(strategy, least)
+        most = chosen.most_of(most)
         # step, fit, evaluate, save ... run one at a time; weights, stats, log, resize need no lock
         self._lock = threading.RLock()
         self._cluster: Cluster | None = None
@@ -138,7 +140,7 @@ class DistributedSGD:
             lock = DirectoryLock(checkpoints)
             undo.callback(lock.release)
             self._cluster = cluster = Cluster(
-                model_creator, (least, most), devices, gpu, chosen, seed, run_config, accumulate
+                model_creator, (least, most), chosen, config, run_config
             )
             undo.callback(cluster.shutdown)
             self._training = Training(cluster, run_config.deadlines.step)
@@ -176,7 +178,7 @@ class DistributedSGD:
     @property
     def accumulate(self) -> int:
         """The number of batches that each replica computes in a step."""
-        return self._job.accumulate
+        return self._job.micro_batches
 
     @property
     def _job(self) -> Job:
@@ -439,7 +441,8 @@ class DistributedSGD:
     def restore(self, path: str | Path) -> None:
         """Continue from a checkpoint, at any number of workers and servers, under any strategy.
 
-        With the same global batch, training continues at exactly the sample after the last one.
+        Training continues at exactly the sample after the last one. With the same global batch it
+        takes the same steps, to rounding, at any number of workers.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another model, optimizer or data set;
@@ -464,7 +467,7 @@ class DistributedSGD:
                 nothing has changed.
         """
         with self._idle():
-            config = strategy_for(strategy, self.num_workers)
+            config = self._live().chosen.strategy_for(strategy, self.num_workers)
             self._training.surviving(lambda: self._state.reform(config))
             self._keeping.changed()
 
@@ -476,7 +479,7 @@ class DistributedSGD:
         New processes start first. Between two steps this returns when they are part of the job.
         While training is under way (called by a callback, or from another thread) it returns at
         once; training goes on until they are up, and then stops for a moment. A step covers more
-        samples with more workers.
+        samples with more workers, unless `global_batch_size` was given.
 
         Args:
             num_workers: worker processes; None for as many as now. Ends a range given as (min,
@@ -490,22 +493,12 @@ class DistributedSGD:
         cluster = self._live()
         config, count = self.strategy, self.num_workers
         if num_servers is not None:
-            if (
-                not isinstance(config, (ParameterServerStrategy, LocalStrategy))
-                or self._job.strategy.in_workers
-            ):
-                raise ConfigurationError(
-                    f"num_servers={num_servers} under {config.name!r}: its servers live in the "
-                    "workers"
-                )
-            config = dataclasses.replace(
-                config, num_servers=require_count("num_servers", num_servers)
-            )
+            config = with_servers(config, num_servers)
         if num_workers is not None:
             count = require_count("num_workers", num_workers)
         assert self._training.range is not None
         wanted = None if num_workers is None else self._training.range.fix
-        config = strategy_for(config, count)
+        config = cluster.chosen.strategy_for(config, count)
 
         def change() -> Resize:
             return Resize(cluster, count, config, self._state, wanted)

@@ -159,7 +159,7 @@ class JobState:
             job.devices_per_worker,
             seed,
             job.hosts,
-            job.accumulate,
+            job.micro_batches,
         )
         workers = job.description.threads
         servers = (

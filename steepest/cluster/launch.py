@@ -29,6 +29,7 @@ from steepest.cluster.ray_private import check as check_ray
 from steepest.cluster.wiring import connect_processes
 from steepest.cluster.worker_calls import WorkerCalls, results_of
 from steepest.cluster.worker_replacement import Successors
+from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
 from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
@@ -79,9 +80,9 @@ class Cluster:
     worker has joined; if it raises, all of them have ended.
 
     Args:
-        model_creator, devices_per_worker, gpu, strategy, seed, run_config, accumulate: as of
-            `DistributedSGD`.
+        model_creator, strategy, run_config: as of `DistributedSGD`.
         bounds: least and most number of workers; between them the cluster's free room decides.
+        chosen: what is computed, whatever the size.
 
     Attributes:
         client: the driver's end of the job; use it through `on_router`.
@@ -89,6 +90,7 @@ class Cluster:
         actors, watches, places: by role, Ray's handle of the process, a call that ends when the
             process does, and where it runs.
         lives: by worker, its incarnation.
+        chosen: as given.
         placement: the seats reserved for workers.
         plan: which samples belong to which worker, and the seed, for workers that join later.
         events: what happened to processes, oldest first.
@@ -112,16 +114,13 @@ class Cluster:
         self,
         model_creator: ModelCreator,
         bounds: tuple[int, int],
-        devices_per_worker: int,
-        gpu: bool,
+        chosen: JobConfig,
         strategy: StrategyConfig,
-        seed: int,
         run_config: RunConfig,
-        accumulate: int = 1,
     ) -> None:
         check_ray()
         self.holder = hold(f'a trainer with strategy="{strategy.name}"')
-        self.run_config = run_config
+        self.run_config, self.chosen = run_config, chosen
         self._deadline = time.monotonic() + run_config.deadlines.start * (1 + _UP_FACTOR)
         self.actors: dict[Peer, Any] = {}
         self.watches: dict[Peer, Any] = {}
@@ -131,7 +130,7 @@ class Cluster:
         self._router = Router()
         self._schedule_offset = 0
         self.places: dict[Peer, Place] = {}
-        self.plan: tuple[SamplePlan | None, int] = (None, seed)
+        self.plan: tuple[SamplePlan | None, int] = (None, chosen.seed)
         self.lives: Counter[int] = Counter()
         self.events: list[Event] = []
         self.deaths = Deaths(self)
@@ -140,7 +139,7 @@ class Cluster:
         self.recovery: Recovery | None = None
         try:
             bundle = self.bundle = worker_bundle(
-                devices_per_worker, gpu, run_config.resources.cpus_per_worker
+                chosen.devices_per_worker, chosen.gpu, run_config.resources.cpus_per_worker
             )
             least, most = bounds
             num_workers = least if least == most else max(least, min(most, fitting(bundle)))
@@ -153,28 +152,17 @@ class Cluster:
             check_ways(
                 ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.placement.nodes()
             )
-            self._start(
-                model_creator, num_workers, devices_per_worker, gpu, strategy, seed, accumulate
-            )
+            self._start(model_creator, num_workers, strategy)
         except BaseException:
             self.shutdown()
             raise
 
     # -- starting ------------------------------------------------------------------------------
 
-    def _start(
-        self,
-        model_creator: ModelCreator,
-        num_workers: int,
-        devices: int,
-        gpu: bool,
-        config: StrategyConfig,
-        seed: int,
-        accumulate: int,
-    ) -> None:
+    def _start(self, model_creator: ModelCreator, num_workers: int, config: StrategyConfig) -> None:
         creator = self.creator = travelling("model_creator", model_creator)
         cut = make_strategy(config).cut
-        self.gpu, self._devices, self._seed, self._accumulate = gpu, devices, seed, accumulate
+        devices, seed = self.chosen.devices_per_worker, self.chosen.seed
         self.actors |= {worker_peer(i): self.start_worker(i) for i in range(num_workers)}
         workers = list(self.actors.values())
         self.actors |= self.start_servers(config, num_workers)
@@ -248,7 +236,7 @@ class Cluster:
                 otherwise the caller installs state afterwards.
         """
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
-        strategy = make_strategy(config)
+        strategy, chosen = make_strategy(config), self.chosen
         num_servers = strategy.num_servers(
             len(set(self.placement.nodes()[: len(workers)])), len(workers)
         )
@@ -258,15 +246,16 @@ class Cluster:
             self.watches = {peer: actor.watch.remote() for peer, actor in self.actors.items()}
         alike = by_calls(config) or len(workers) == 1
         self.job = Job(
-            description, config, len(workers), self._devices, num_servers, self._seed, self.run_config.deadlines.step,
-            self.run_config.keep_log, None if alike else hosts_of(self.places, num_servers, config),
-            self._accumulate, self._schedule_offset, self.run_config.failure.max_failures > 0,
+            description, config, len(workers), chosen.devices_per_worker, num_servers, chosen.seed,
+            self.run_config.deadlines.step, self.run_config.keep_log,
+            None if alike else hosts_of(self.places, num_servers, config), chosen.accumulate,
+            self._schedule_offset, self.run_config.failure.max_failures > 0, chosen.global_batch_size,
         )  # fmt: skip
-        self.plan = (self.job.plan(), self._seed)
+        self.plan = (self.job.plan(), chosen.seed)
         self.holder.what = f'a trainer with strategy="{config.name}"'
         self.holder.workers = len(workers)
         job = self.stored_job = ray.put(self.job)
-        self.get([w.bind.remote(job, self.gpu) for w in workers], "bind the model")
+        self.get([w.bind.remote(job, chosen.gpu) for w in workers], "bind the model")
         initial = workers[0].initial.remote() if fresh else None
         self.ends, self.listening = connect_processes(self, initial)
         self._connect_driver(initial, held)
@@ -388,7 +377,8 @@ class Cluster:
             index: of the worker.
             seat: in which it runs; by default the worker's own.
         """
-        cpus, gpus = self.run_config.resources.cpus_per_worker, self._devices if self.gpu else 0
+        cpus = self.run_config.resources.cpus_per_worker
+        gpus = self.chosen.devices_per_worker if self.chosen.gpu else 0
         beside = index if seat is None else self.placement.order.index(seat)
         return self.start_process(str(worker_peer(index)), beside, cpus, gpus, 1, cpus)
 

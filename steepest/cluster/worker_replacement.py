@@ -101,7 +101,7 @@ class Successors:
             wanted = 1 if trained >= _SPARE_AFTER_SECONDS else 0
         recovery = self._cluster.recovery
         replaced = recovery is not None and recovery.can_replace(worker_peer(0))
-        if not replaced or self._cluster.gpu:
+        if not replaced or self._cluster.chosen.gpu:
             return  # a GPU is Ray's to give, when it is needed
         for number in range(len(self._spares), wanted):
             actor = self._cluster.start_process(
@@ -425,7 +425,7 @@ class Successors:
             states = self._states_of_the_others()
             mean = mean_states(states, [1.0] * len(states)) if states else None
             cluster.get(
-                [actor.bind.remote(cluster.stored_job, cluster.gpu)], "bind the model again"
+                [actor.bind.remote(cluster.stored_job, cluster.chosen.gpu)], "bind the model again"
             )
             (address,) = cluster.get(
                 [actor.open.remote(cluster.stored_job, [], None, life)], "open a worker again"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steepest.config.compression import COMPRESSION_BY_NAME, Compression
 from steepest.config.validation import is_finite_number, require_choice, require_count
@@ -391,6 +391,21 @@ def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
             "ParameterServerStrategy(...), AllreduceStrategy(...), LocalStrategy(...)"
         )
     return _BY_NAME[strategy]
+
+
+def with_servers(config: StrategyConfig, num_servers: int) -> StrategyConfig:
+    """Return a strategy with another number of server processes.
+
+    Raises:
+        ConfigurationError: the strategy has no server processes, or `num_servers` is no count.
+    """
+    if isinstance(config, ParameterServerStrategy) or (
+        isinstance(config, LocalStrategy) and config.num_servers is not None
+    ):
+        return replace(config, num_servers=require_count("num_servers", num_servers))
+    raise ConfigurationError(
+        f"num_servers={num_servers} under {config.name!r}: its servers live in the workers"
+    )
 
 
 def strategy_for(strategy: str | StrategyConfig, num_workers: int) -> StrategyConfig:

@@ -24,7 +24,7 @@ from steepest.engine.server import Server, ServerMode
 from steepest.engine.strategy import Strategy, make_strategy
 from steepest.engine.topology import HostMap, Topology
 from steepest.engine.worker import BetweenTurns, Worker
-from steepest.errors import ModelError
+from steepest.errors import ConfigurationError, ModelError
 from steepest.messages.fields import Limits
 from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.messages.permissions import TRAINING, Admission
@@ -78,9 +78,14 @@ class Job:
         step_timeout: seconds within which a step must end.
         keep_log: whether the coordinator keeps every commit, for a replay.
         hosts: where workers and servers run; by default each on a host of its own.
-        accumulate: micro-batches of each replica in a step.
+        accumulate: micro-batches that each replica has at least for one gradient.
         schedule_offset: where the learning-rate schedule stands at step 0, see `updates_before`.
         replaces: whether a worker that is lost is replaced, where that can be.
+        global_batch_size: samples of one batch of all replicas together; None for as many as the
+            models' batch size makes.
+
+    Raises:
+        ConfigurationError: `global_batch_size` with data that choose their own batches.
     """
 
     description: Description
@@ -95,6 +100,15 @@ class Job:
     accumulate: int = 1
     schedule_offset: int = 0
     replaces: bool = False
+    global_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size is not None and self.description.samples is None:
+            raise ConfigurationError(
+                f"global_batch_size={self.global_batch_size} with data that choose their own "
+                "batches: their samples cannot be divided; give arrays, a map-style dataset or an "
+                "IndexedStream, or leave global_batch_size out"
+            )
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -212,12 +226,24 @@ class Job:
     @property
     def global_batch(self) -> int:
         """The number of samples in one step."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size * self.strategy.updates
         return self.parts * self.description.batch_size
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of batches that each replica computes for one gradient.
+
+        There are more than `accumulate` where a batch would otherwise have more samples than the
+        models' batch size.
+        """
+        size, replicas = self.global_batch_size or 0, self.shares * self.devices_per_worker
+        return max(self.accumulate, -(-size // (replicas * self.description.batch_size)))
 
     @property
     def parts(self) -> int:
         """The number of batches in one step."""
-        return self.shares * self.devices_per_worker * self.accumulate * self.strategy.updates
+        return self.shares * self.devices_per_worker * self.micro_batches * self.strategy.updates
 
     def updates_before(self, step: int) -> int:
         """Return the number of updates of each weight before a step, which the schedule counts."""
@@ -367,9 +393,10 @@ def build_replicas(
         first_index=worker * job.devices_per_worker,
         shares=job.shares,
         seed=job.seed,
-        accumulate=job.accumulate,
+        accumulate=job.micro_batches,
         updates=job.strategy.updates,
         leased=not job.strategy.rule.together,
+        varies=job.global_batch_size is not None,
     )
     replicas: Replicas
     if isinstance(job.config, LocalStrategy):
@@ -387,7 +414,7 @@ def build_replicas(
         and before.leased == share.leased
         and before.layout.chunks == models[0].layout.chunks
     ):
-        before.renumber(share.first_index, share.shares)
+        before.renumber(share)
         return before
     else:
         replicas = Replicas(models, devices, share, memory)

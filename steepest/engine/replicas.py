@@ -71,6 +71,7 @@ class WorkShare:
         accumulate: micro-batches that each replica computes one after the other for one gradient.
         updates: gradients that each replica computes in a step, see `steepest.engine.local_sgd`.
         leased: whether shares come one by one, so that the next one is not known beforehand.
+        varies: whether `accumulate` may change with the job's size.
     """
 
     first_index: int
@@ -79,6 +80,7 @@ class WorkShare:
     accumulate: int = 1
     updates: int = 1
     leased: bool = False
+    varies: bool = False
 
 
 class Replicas:
@@ -126,14 +128,13 @@ class Replicas:
         self.leased = share.leased
         self._seed = share.seed
         self._devices = tuple(devices)
-        scratch = self._sum if len(models) * accumulate == 1 else self.layout.allocate()
+        in_sum = accumulate == 1 and not share.varies  # whether replica 0 writes but once
+        scratch = self._sum if in_sum and len(models) == 1 else self.layout.allocate()
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, device in enumerate(devices):
             # Weights are shared; replica 0 writes to the sum itself, if it writes only once.
             if device.type == "cpu":
-                self._own.append(
-                    (self.weights, self._sum if index == 0 and accumulate == 1 else scratch)
-                )
+                self._own.append((self.weights, self._sum if index == 0 and in_sum else scratch))
             else:
                 self._own.append((self.weights.to(device), self._sum.to(device)))
         for model, (weights, gradients) in reversed(list(zip(models, self._own, strict=True))):
@@ -195,17 +196,15 @@ class Replicas:
             found.append(state)
         return found
 
-    def renumber(self, first_index: int, shares: int) -> None:
+    def renumber(self, share: WorkShare) -> None:
         """Become the replicas of another worker; the weights lie in memory of their own again.
 
         Args:
-            first_index, shares: see `WorkShare`.
+            share: of the job's work; its `accumulate` is another one only if it `varies`.
         """
-        self.first_index, self.worker, self._shares = (
-            first_index,
-            first_index // len(self.models),
-            shares,
-        )
+        self.first_index = share.first_index
+        self.worker = share.first_index // len(self.models)
+        self._shares, self._micros = share.shares, share.accumulate * share.updates
         if self.weights.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.weights)
             self._move(self._memory)

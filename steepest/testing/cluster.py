@@ -29,7 +29,7 @@ from steepest.engine.server import Server
 from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
 from steepest.engine.worker import Worker
-from steepest.errors import PeerLostError
+from steepest.errors import ConfigurationError, PeerLostError
 from steepest.messages.driver import Failure, Result, WorkerLost
 from steepest.messages.message import Kind, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.testing.faults import Fault
@@ -44,8 +44,8 @@ class InProcessCluster:
     """A whole job in one thread: the same state machines as on Ray, over in-process channels.
 
     Args:
-        model_creator, num_workers, devices_per_worker, accumulate, strategy, seed: as of
-            `DistributedSGD`.
+        model_creator, num_workers, devices_per_worker, accumulate, global_batch_size, strategy,
+            seed: as of `DistributedSGD`.
         shuffle: see `Network`.
         step_timeout: virtual seconds that a step may take.
         keep_log: whether to keep every commit for `log`.
@@ -77,6 +77,7 @@ class InProcessCluster:
         num_workers: int = 1,
         devices_per_worker: int = 1,
         accumulate: int = 1,
+        global_batch_size: int | None = None,
         strategy: StrategyConfig | None = None,
         seed: int = 0,
         shuffle: int | None = None,
@@ -105,8 +106,13 @@ class InProcessCluster:
         num_servers = chosen.num_servers(1, num_workers)
         self.job = Job(
             built[0][1], config, num_workers, devices_per_worker, num_servers, seed, step_timeout,
-            keep_log, hosts, accumulate, replaces=replaces,
+            keep_log, hosts, accumulate, replaces=replaces, global_batch_size=global_batch_size,
         )  # fmt: skip
+        if faults and self.job.micro_batches != accumulate:
+            raise ConfigurationError(
+                f"faults with global_batch_size={global_batch_size} and accumulate={accumulate}: "
+                f"give accumulate={self.job.micro_batches}, as many batches as each replica computes"
+            )
         self.left: list[WorkerLost] = []
         self.on_left: Callable[[int], None] = self.replace
         cpu = [torch.device("cpu")] * devices_per_worker
@@ -278,7 +284,7 @@ class InProcessCluster:
             job.devices_per_worker,
             job.seed,
             job.hosts,
-            job.accumulate,
+            job.micro_batches,
         )
         threads = (job.description.threads,) * 2
         return CommitLog(

@@ -1,0 +1,92 @@
+"""What a user chooses for a job once: no change of its size or strategy changes it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from steepest.config.strategies import ParameterServerStrategy, StrategyConfig, strategy_for
+from steepest.config.validation import require_choice, require_count
+from steepest.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+_LARGEST_SEED = 2**63 - 1  # that torch takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """What the processes of a job compute, however many there are.
+
+    Attributes:
+        devices_per_worker, gpu, accumulate, global_batch_size, seed: as of `DistributedSGD`.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    devices_per_worker: int = 1
+    gpu: bool = False
+    accumulate: int = 1
+    global_batch_size: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_choice("gpu", self.gpu, (False, True))
+        counts = {
+            name: require_count(name, getattr(self, name), least)
+            for name, least in (("devices_per_worker", 1), ("accumulate", 1), ("seed", 0))
+        }
+        if counts["seed"] > _LARGEST_SEED:
+            raise ConfigurationError(
+                f"seed={self.seed}: give an integer of at most {_LARGEST_SEED}"
+            )
+        if self.global_batch_size is not None:
+            counts["global_batch_size"] = require_count("global_batch_size", self.global_batch_size)
+        for name, value in counts.items():  # NumPy's integers become Python's
+            object.__setattr__(self, name, value)
+
+    def most_of(self, num_workers: int) -> int:
+        """Return how many of so many workers there may be for each batch to have a sample.
+
+        A warning tells of it if they are fewer.
+        """
+        if self.global_batch_size is None:
+            return num_workers
+        most = self.global_batch_size // (self.devices_per_worker * self.accumulate)
+        if most < num_workers:
+            log.warning(
+                "global_batch_size=%d has samples for %d workers: there will be no more than that",
+                self.global_batch_size,
+                most,
+            )
+        return min(num_workers, most)
+
+    def strategy_for(self, strategy: str | StrategyConfig, num_workers: int) -> StrategyConfig:
+        """Return a strategy for this job with so many workers.
+
+        Args:
+            strategy: a name or a strategy object.
+            num_workers: the number of workers, at least 1.
+
+        Raises:
+            ConfigurationError: there is no such strategy, or the number of workers or
+                `global_batch_size` does not go with it.
+        """
+        config, size = strategy_for(strategy, num_workers), self.global_batch_size
+        if size is None:
+            return config
+        if isinstance(config, ParameterServerStrategy) and config.mode != "sync":
+            raise ConfigurationError(
+                f"global_batch_size={size} under {config.name!r}: each worker's gradient is an "
+                "update by itself, of devices_per_worker * accumulate * batch_size samples "
+                "however many workers there are; leave global_batch_size out"
+            )
+        batches = num_workers * self.devices_per_worker * self.accumulate
+        if size < batches:
+            raise ConfigurationError(
+                f"global_batch_size={size} with num_workers={num_workers}, devices_per_worker="
+                f"{self.devices_per_worker} and accumulate={self.accumulate}: these compute "
+                f"{batches} batches, and each needs a sample; give a greater global_batch_size, or "
+                "fewer workers"
+            )
+        return config
