@@ -21,6 +21,7 @@ from steepest.cluster.diagnostics import (
     travelling,
 )
 from steepest.cluster.held_resources import hold, let_go, who_else
+from steepest.cluster.lease import DriverLease
 from steepest.cluster.locations import Place, by_calls, hosts_of, make_transport, ways_of
 from steepest.cluster.membership import Membership
 from steepest.cluster.placement import Placement, fitting, reserve, spread, worker_bundle
@@ -93,6 +94,7 @@ class Cluster:
         chosen: as given.
         placement: the seats reserved for workers.
         plan: which samples belong to which worker, and the seed, for workers that join later.
+        lease: of all processes, which end when they hear nothing from the driver for long.
         events: what happened to processes, oldest first.
         deaths: which processes are dead, and why.
         successors, recovery: replace workers that died, and processes that held chunks.
@@ -125,6 +127,7 @@ class Cluster:
         self.actors: dict[Peer, Any] = {}
         self.watches: dict[Peer, Any] = {}
         self._leaving: list[Any] = []  # processes without a role, which hold chunks until `settle`
+        self.lease = DriverLease(run_config.deadlines.driver)
         self.placement = Placement()
         self._token = secrets.token_bytes(32)
         self._router = Router()
@@ -402,9 +405,10 @@ class Cluster:
             max_task_retries=0,
             scheduling_strategy=self.placement.strategy(beside),
         )
-        return made.remote(
-            f"steepest {name}", self._token, threads, self.run_config.resources.keep_memory
-        )
+        keep_memory, lease = self.run_config.resources.keep_memory, self.lease.seconds
+        actor = made.remote(f"steepest {name}", self._token, threads, keep_memory, lease)
+        self.lease.add(actor)
+        return actor
 
     def _connect_driver(self, initial: Any, held: Holdings | None) -> None:
         """Connect the driver's end of the job to its processes; return when workers have joined.
@@ -571,6 +575,7 @@ class Cluster:
             dropped: whether it is called because the trainer was garbage-collected.
         """
         self.disconnect()
+        self.lease.end()
         if ray.is_initialized():
             self.successors.end()
             for actor in [*self.actors.values(), *self._leaving]:

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 import torch
 
+from steepest.cluster.lease import ProcessLease
 from steepest.cluster.locations import Place, make_transport
 from steepest.cluster.processor_time import processor_seconds
 from steepest.cluster.ray_private import name_process
@@ -115,9 +116,17 @@ class Process:
         token: the job's secret.
         threads: torch threads.
         keep_memory: whether to keep memory that is freed, see `steepest.tensors.allocator`.
+        lease: seconds without a word from the driver after which the process ends; None for ever.
     """
 
-    def __init__(self, name: str, token: bytes, threads: int, keep_memory: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        token: bytes,
+        threads: int,
+        keep_memory: bool = False,
+        lease: float | None = None,
+    ) -> None:
         self._name = ""
         self._take_name(name)
         context = ray.get_runtime_context()
@@ -145,6 +154,7 @@ class Process:
         else:
             self.router.start(name)
         self._set_threads(threads)
+        self._lease = None if lease is None else ProcessLease(name, lease)
 
     def __repr__(self) -> str:
         """Return the process' name, under which Ray shows the actor."""
@@ -165,6 +175,11 @@ class Process:
 
     def alive(self) -> None:
         """Return, as a sign of life; also while the router is in the middle of a long step."""
+
+    def renew_lease(self) -> None:
+        """Note that the driver lives; also while the router is in the middle of a long step."""
+        if self._lease is not None:
+            self._lease.renew()
 
     def processor_seconds_of(self, pid: int) -> float | None:
         """Return the processor time of a process of this node, see `processor_seconds`."""

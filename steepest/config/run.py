@@ -71,13 +71,16 @@ class FailureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DeadlineConfig:
-    """The longest waits, in seconds; each ends with an error that names the processes waited for.
+    """The longest waits, in seconds; each but the last ends with an error that names the processes.
 
     Attributes:
         start: until the cluster has placed all processes. Importing, building the model and
             connecting may take four times as long again.
         step: until a step is committed.
         call: until `evaluate`, `warmup` and the `foreach_` functions have their answers.
+        driver: without a word from the driver, until a process of the job ends by itself: the
+            driver is cut off, or was stopped and never continued. A driver whose process runs sends
+            word, also between calls of the trainer; that of a notebook may idle for days.
 
     Raises:
         ConfigurationError: a value is not a positive number, or over thirty years.
@@ -86,6 +89,7 @@ class DeadlineConfig:
     start: float = 30.0
     step: float = 300.0
     call: float = 3600.0
+    driver: float = 600.0
 
     def __post_init__(self) -> None:
         for each in fields(self):

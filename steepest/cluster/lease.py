@@ -1,0 +1,114 @@
+"""The driver's lease of its processes: those that hear nothing from the driver for long end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from typing import Any, Protocol
+
+import ray
+
+log = logging.getLogger(__name__)
+#: A lease is renewed this many times in its length.
+_RENEWALS = 10
+
+
+class DriverLease:
+    """The driver's end of the lease: a thread of its own renews it, whatever the user's code does.
+
+    It is renewed between calls of the trainer too, as long as the driver's process runs. Processes
+    may be added from any thread.
+
+    Args:
+        seconds: length of the lease.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._actors: list[weakref.ref[Any]] = []
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="steepest lease", daemon=True).start()
+
+    def add(self, actor: Any) -> None:
+        """Renew the lease of a process from now on, as long as its handle is referenced."""
+        with self._lock:
+            self._actors.append(weakref.ref(actor))
+
+    def end(self) -> None:
+        """Renew no lease any more; may be called twice."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self.seconds / _RENEWALS):
+            self._renew()
+
+    def _renew(self) -> None:
+        with self._lock:
+            self._actors = [one for one in self._actors if one() is not None]
+            actors = [actor for one in self._actors if (actor := one()) is not None]
+        for actor in actors if ray.is_initialized() else ():  # else a call would begin Ray anew
+            try:
+                actor.renew_lease.remote()
+            except Exception as error:  # noqa: BLE001 - Ray ends meanwhile, or ended; others go on
+                log.debug("the lease of a process is not renewed: %s", error)
+
+
+class Word(Protocol):
+    """What a process has heard from the driver; a `threading.Event` is one."""
+
+    def wait(self, timeout: float) -> bool:
+        """Return whether something is heard within `timeout` seconds, or was since `clear`."""
+
+    def clear(self) -> None:
+        """Forget what was heard."""
+
+
+def wait_for_silence(word: Word, seconds: float) -> None:
+    """Return when nothing was heard for `seconds`, or a tenth longer.
+
+    That are several waits in a row, each in vain. So a process that was stopped itself, or whose
+    code held Python's lock, counts one of them, and does not take its own absence for the driver's.
+
+    Args:
+        word: what is heard.
+        seconds: length of the lease.
+    """
+    in_vain = 0
+    while in_vain < _RENEWALS:
+        if word.wait(seconds / _RENEWALS):
+            word.clear()
+            in_vain = 0
+        else:
+            in_vain += 1
+
+
+class ProcessLease:
+    """A process' end of the lease: a thread ends the process when the lease has run out.
+
+    Args:
+        name: of the process, for the log.
+        seconds: length of the lease, which begins now.
+    """
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self._word = threading.Event()
+        self._name, self._seconds = name, seconds
+        threading.Thread(target=self._watch, name="steepest lease", daemon=True).start()
+
+    def renew(self) -> None:
+        """Begin the lease anew; called when the driver has sent word."""
+        self._word.set()
+
+    def _watch(self) -> None:
+        wait_for_silence(self._word, self._seconds)
+        log.error(
+            "%s (pid %d) has heard nothing from the driver for %g s, its lease (DeadlineConfig "
+            "driver), and ends: the driver is cut off, or was stopped",
+            self._name,
+            os.getpid(),
+            self._seconds,
+        )
+        os._exit(1)
