@@ -246,6 +246,15 @@ def test_a_range_ends_where_there_are_no_samples_for_more_workers(
     assert JobConfig().most_of(64) == 64
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_job_grows_no_further_than_there_are_samples() -> None:
+    with DistributedSGD(Task().creator(), num_workers=(1, 8), global_batch_size=2) as trainer:
+        assert trainer.num_workers == 2
+        assert trainer.fit(steps=3, progress=False).samples == 2
+        assert trainer.num_workers == 2
+
+
 def test_faults_are_counted_by_batches() -> None:
     faults = [Fault.raises("worker", 0, step=1)]
     with pytest.raises(ConfigurationError, match="give accumulate=3"):
