@@ -262,7 +262,11 @@ def death_seconds(strategy: StrategyConfig, spares: int, creator: Any = None) ->
     ) as trainer:
         trainer.fit(steps=2, progress=False)
         while (
-            sum(has_answered(placing) for _, placing in trainer._live().successors._spares) < spares
+            sum(
+                has_answered(placing)
+                for _, placing in trainer._supervisor.observation.reserve._spares
+            )
+            < spares
         ):
             trainer.fit(steps=2, progress=False)
         kill = Kill(trainer.step().step + 3, trainer.foreach_worker(lambda view: view.pid)[1])

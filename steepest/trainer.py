@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,12 +21,12 @@ from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.dropped_trainers import drop
 from steepest.cluster.fit_loop import fit
 from steepest.cluster.job_state import JobState
+from steepest.cluster.job_stats import job_stats
 from steepest.cluster.launch import Cluster
 from steepest.cluster.placement import worker_bundle
 from steepest.cluster.process import WorkerView
-from steepest.cluster.recovery import Recovery
 from steepest.cluster.remote_functions import name_of
-from steepest.cluster.resizing import Resize, WorkerRange
+from steepest.cluster.supervisor import Supervisor
 from steepest.cluster.training import Training
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
@@ -46,7 +45,7 @@ from steepest.errors import ConfigurationError, ShutdownError
 from steepest.messages.driver import Result
 from steepest.models.protocol import Model
 from steepest.observe.progress import Callback, EventFeed
-from steepest.observe.results import EvaluationResult, Staleness, Stats, StepResult, stragglers
+from steepest.observe.results import EvaluationResult, Stats, StepResult
 
 T = TypeVar("T")
 
@@ -143,14 +142,15 @@ class DistributedSGD:
                 model_creator, (least, most), chosen, config, run_config
             )
             undo.callback(cluster.shutdown)
-            self._training = Training(cluster, run_config.deadlines.step)
-            self._state = JobState(self._training)
-            cluster.recovery = Recovery(cluster, self._state)
-            self._training.range = WorkerRange(cluster, least, most, self._state)
-            self._keeping = CheckpointManager(checkpoints, lock, self._training, self._state)
+            self._state = JobState(cluster)
+            self._supervisor = Supervisor(cluster, self._state, (least, most), self._lock)
+            self._training = Training(cluster, self._supervisor)
+            self._keeping = CheckpointManager(
+                checkpoints, lock, self._training, self._state, self._supervisor.surviving
+            )
             self._keeping.resume()
             self._events = EventFeed(cluster.events)
-            self._training.begin_snapshot()
+            self._supervisor.snapshots.ensure()
             undo.pop_all()
         self._dropped = weakref.finalize(self, drop, cluster, self._keeping, os.getpid())
         self._dropped.atexit = False  # Ray ends everything then
@@ -193,7 +193,8 @@ class DistributedSGD:
     def step(self, fetch_stats: bool = True) -> StepResult:
         """Take one step, and return its result when it is committed.
 
-        A step is one batch, or `accumulate` batches, on every replica.
+        A step is one batch, or `accumulate` batches, on every replica. Steps that a death has undone
+        since the last call are taken again before.
 
         Args:
             fetch_stats: whether to compute and return loss, metrics and timings too.
@@ -210,7 +211,7 @@ class DistributedSGD:
         """
         with self._idle():
             results: list[StepResult] = []
-            end = self._training.step + 1
+            end = self._training.step + self._training.lost_before() + 1
             self._train(lambda: end, fetch_stats, results.append)
             return results[-1]
 
@@ -281,11 +282,12 @@ class DistributedSGD:
         """
         with self._idle():
             cluster = self._live()
-            state = self._state.mean_buffers()
-            parts = self.num_workers
-            results: list[WorkerResult] = cluster.workers.call(
-                remote_functions.evaluate, data, batch_size, parts, state, what="evaluate"
-            )
+
+            def evaluate() -> list[WorkerResult]:
+                about = data, batch_size, self.num_workers, self._state.mean_buffers()
+                return cluster.workers.call(remote_functions.evaluate, *about, what="evaluate")
+
+            results = self._supervisor.surviving(evaluate)
             if not any(result.weight for result in results):
                 raise ConfigurationError("evaluate() was given no samples")
             return EvaluationResult.mean_of(
@@ -302,7 +304,7 @@ class DistributedSGD:
         steps, which may take as long as a step.
         """
         self._live()
-        return self._state.weights()
+        return self._supervisor.reading(self._state.weights)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters, under each of their names, and of buffers.
@@ -312,7 +314,7 @@ class DistributedSGD:
         The plain module takes it: ``module.load_state_dict(sgd.state_dict())``.
         """
         with self._idle():
-            return self._state.state_dict()
+            return self._supervisor.surviving(self._state.state_dict)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set all parameters and buffers of every replica.
@@ -328,7 +330,9 @@ class DistributedSGD:
                 has changed.
         """
         with self._idle():
-            self._state.load_state_dict(state, self._training.version)
+            self._supervisor.surviving(
+                lambda: self._state.load_state_dict(state, self._training.version)
+            )
             self._keeping.changed()
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -341,7 +345,9 @@ class DistributedSGD:
                 changed.
         """
         with self._idle():
-            self._state.set_weights(weights, self._training.version)
+            self._supervisor.surviving(
+                lambda: self._state.set_weights(weights, self._training.version)
+            )
             self._keeping.changed()
 
     def foreach_worker(self, fn: Callable[[WorkerView], T]) -> list[T]:
@@ -353,7 +359,7 @@ class DistributedSGD:
             DeadlineError: no result came within `run_config.deadlines.call` seconds.
         """
         with self._idle():
-            return self._live().workers.call(fn, view=True, what=f"run the function {name_of(fn)}")
+            return self._on_workers(fn, view=True, what=f"run the function {name_of(fn)}")
 
     def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
         """Run a function on every replica, in its process, between steps; return the results.
@@ -361,7 +367,7 @@ class DistributedSGD:
         They are in the order of workers and devices. It raises as `foreach_worker` does.
         """
         with self._idle():
-            parts = self._live().workers.call(
+            parts = self._on_workers(
                 remote_functions.on_models, fn, what=f"run the function {name_of(fn)}"
             )
             return [result for part in parts for result in part]
@@ -374,7 +380,7 @@ class DistributedSGD:
         with self._idle():
             what = f"run the function {name_of(fn)}"
             result: T
-            (result,) = self._live().workers.call(
+            (result,) = self._on_workers(
                 remote_functions.on_first_model, fn, workers=[0], what=what
             )
             return result
@@ -382,36 +388,14 @@ class DistributedSGD:
     def warmup(self) -> None:
         """Compute a gradient on every replica and discard it, so that the first step is fast."""
         with self._idle():
-            self._live().workers.call(Replicas.warmup, what="compute a gradient")
+            workers = self._live().workers
+            self._supervisor.surviving(
+                lambda: workers.call(Replicas.warmup, what="compute a gradient")
+            )
 
     def stats(self) -> Stats:
         """Return the job's counters and events so far; any thread may ask."""
-        cluster = self._live()
-        counters = self._wait(
-            self._on_router(cluster.client.counters), "the coordinator's counters"
-        )
-        processes = cluster.workers.counters()
-        training = self._training
-        return Stats(
-            step=counters.step,
-            version=counters.version,
-            generation=counters.generation,
-            samples=training.samples,
-            seconds=training.seconds,
-            bytes_pushed=training.bytes_pushed,
-            bytes_pulled=training.bytes_pulled,
-            refused=sum(process["refused"] for process in processes.values()),
-            memory={str(peer): process["resident"] for peer, process in processes.items()},
-            skipped=counters.skipped,
-            dropped=counters.dropped,
-            staleness=Staleness(dict(counters.staleness)),
-            num_workers=self.num_workers,
-            num_servers=self.num_servers,
-            replaced=cluster.replaced,
-            paces=(paces := dict(counters.paces)),
-            stragglers=stragglers(paces, dict(counters.slow)),
-            events=tuple(cluster.events),
-        )
+        return job_stats(self._live(), self._training, self._supervisor)
 
     def log(self) -> CommitLog:
         """Return every commit so far, with its pushes, their samples, and the versions they pulled.
@@ -436,7 +420,7 @@ class DistributedSGD:
             CheckpointError: it cannot be written.
         """
         with self._idle():
-            files.write(Path(path), self._state.collect())
+            files.write(Path(path), self._supervisor.surviving(self._state.collect))
 
     def restore(self, path: str | Path) -> None:
         """Continue from a checkpoint, at any number of workers and servers, under any strategy.
@@ -449,7 +433,8 @@ class DistributedSGD:
                 nothing has changed.
         """
         with self._idle():
-            self._state.place(files.read(Path(path)), path)
+            saved = files.read(Path(path))
+            self._supervisor.surviving(lambda: self._state.place(saved, path))
             self._keeping.restored()
 
     def set_strategy(self, strategy: str | StrategyConfig) -> None:
@@ -468,7 +453,8 @@ class DistributedSGD:
         """
         with self._idle():
             config = self._live().chosen.strategy_for(strategy, self.num_workers)
-            self._training.surviving(lambda: self._state.reform(config))
+            self._supervisor.want(config)
+            self._supervisor.settle()
             self._keeping.changed()
 
     def resize(self, num_workers: int | None = None, num_servers: int | None = None) -> None:
@@ -490,24 +476,17 @@ class DistributedSGD:
             ConfigurationError: a number is no count, or the strategy has no server processes.
             ResourcesError: the cluster has no room for the new processes; nothing has changed.
         """
-        cluster = self._live()
-        config, count = self.strategy, self.num_workers
+        self._live()
+        config, count = self._supervisor.wanted, self.num_workers
         if num_servers is not None:
             config = with_servers(config, num_servers)
         if num_workers is not None:
             count = require_count("num_workers", num_workers)
-        assert self._training.range is not None
-        wanted = None if num_workers is None else self._training.range.fix
-        config = cluster.chosen.strategy_for(config, count)
-
-        def change() -> Resize:
-            return Resize(cluster, count, config, self._state, wanted)
-
-        if self._training.running:
-            self._training.request(change())
-            return
-        with self._idle():
-            self._training.surviving(lambda: change().make())
+        config = self._live().chosen.strategy_for(config, count)
+        self._supervisor.want(config, None if num_workers is None else count)
+        if not self._training.running:
+            with self._idle():
+                self._supervisor.settle()
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -577,17 +556,15 @@ class DistributedSGD:
                 )
             self._live()
             yield
-            self._training.begin_snapshot()
+            if self._cluster is not None:
+                self._supervisor.snapshots.ensure()  # if the state is a new one
+
+    def _on_workers(self, function: Callable[..., Any], *arguments: Any, **how: Any) -> list[Any]:
+        """Run a user's function once on workers, see `WorkerCalls.call`, when no process is dead."""
+        self._supervisor.settle()
+        return self._live().workers.call(function, *arguments, **how)
 
     def _live(self) -> Cluster:
         if self._cluster is None:
             raise ShutdownError("this trainer is shut down: make another one")
         return self._cluster
-
-    def _on_router(self, function: Callable[[], T]) -> T:
-        found: T = self._live().on_router(function)
-        return found
-
-    def _wait(self, future: Future[T], what: str) -> T:
-        self._live()
-        return self._training.wait(future, what)

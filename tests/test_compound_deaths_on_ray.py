@@ -137,9 +137,8 @@ def test_a_death_while_the_job_is_put_together(
 def test_by_default_no_single_death_ends_a_job(strategy: Any, victim: Peer) -> None:
     """What only the dead process held comes from the driver's snapshot."""
     with DistributedSGD(TASK.creator(), num_workers=3, strategy=strategy) as trainer:
-        recovery = trainer._live().recovery
-        assert recovery is not None
-        while recovery.snapshots.taken is None:
+        snapshots = trainer._supervisor.snapshots
+        while snapshots.taken is None:
             train(trainer, 20)
         step = trainer.stats().step
         watch = train(trainer, 200, (step + 20, lambda: kill(trainer, victim)))

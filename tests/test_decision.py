@@ -1,8 +1,9 @@
-"""Which processes continue a job after deaths: every world of up to three workers and servers, and random ones."""
+"""What becomes of a job's processes: every world of up to three workers and servers, and random ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, combinations, product
 
 import pytest
@@ -13,6 +14,7 @@ from steepest.elastic.decision import Impossible, Target, Transition, World, dec
 from steepest.messages.message import Peer, server_peer, worker_peer
 
 FLAGS = (False, True)
+NOBODY: frozenset[Peer] = frozenset()
 
 
 def processes(workers: int, servers: int) -> list[Peer]:
@@ -25,92 +27,193 @@ def subsets(peers: list[Peer]) -> Iterator[frozenset[Peer]]:
     )
 
 
+def workers_of(peers: object) -> frozenset[Peer]:
+    return frozenset(peer for peer in peers if peer.role == "worker")  # type: ignore[attr-defined]
+
+
 def check(world: World, target: Target) -> None:
     """What is decided uses living processes alone, has a state to begin with, and waits for nobody in vain."""
     found = decide(world, target)
-    dead_workers = {peer for peer in world.dead if peer.role == "worker"}
+    dead_workers = workers_of(world.dead)
     dead_servers = world.dead - dead_workers
+    enough = (
+        target.movable
+        and (not dead_workers or world.workers - len(dead_workers) >= max(target.least, 1))
+        and (not dead_servers or world.servers > len(dead_servers))
+    )
     if isinstance(found, Impossible):
         no_state = not (world.whole or world.snapshot)
         assert found.peer in world.dead
-        assert no_state or world.worn_out, "a process can start in every place"
-        if not no_state:  # without the worn-out places there is no job
-            left = world.workers - len(dead_workers), world.servers - len(dead_servers)
-            assert (
-                not target.movable
-                or (dead_workers and left[0] < max(target.least, 1))
-                or (dead_servers and left[1] < 1)
-            )
+        assert no_state or (world.worn_out and not enough), "a process can start in every place"
         return
-    assert isinstance(found, Transition)
+    if not world.dead:
+        check_living(world, target, found)
+        return
+    if found is None:
+        assert not world.stuck, "nobody takes a step"
+        assert not world.dead & world.ready, "who stands ready joins"
+        assert not enough or not (world.overdue or world.worn_out), "the others have waited enough"
+        return
     assert (found.source == "processes") == world.whole
     assert not found.replaced & world.worn_out, "nobody takes a worn-out place"
-    assert found.replaced in (frozenset(), world.dead)
+    assert found.replaced <= world.dead
+    assert found.left in (NOBODY, dead_workers)
     if found.replaced:
-        assert (found.left, found.servers) == (frozenset(), world.servers)
+        assert (found.left, found.workers, found.servers) == (NOBODY, world.workers, world.servers)
+        assert world.stuck or found.replaced == world.dead & world.ready
+        assert not world.stuck or found.replaced == world.dead
         return
-    assert target.movable
+    assert enough
     assert found.left == dead_workers
+    assert found.workers == world.workers - len(dead_workers)
     assert found.servers == world.servers - len(dead_servers)
-    assert found.servers > 0 or not world.servers
-    assert world.workers - len(found.left) >= (max(target.least, 1) if found.left else 0)
-    assert world.worn_out or not target.waits
-    assert world.worn_out or not world.dead <= world.ready, "who stands ready is taken"
+    if world.stuck:
+        assert world.worn_out or not target.waits
+        assert world.worn_out or not world.dead <= world.ready, "who stands ready is taken"
+    else:
+        assert world.worn_out or world.overdue
+
+
+def check_living(world: World, target: Target, found: Transition | None) -> None:
+    """Processes leave nodes, or their number changes, only when others stand ready or it can do without."""
+    if world.leaving:
+        if found is None:
+            assert world.leaving - world.ready
+            return
+        assert (found.source, found.servers) == ("processes", world.servers)
+        assert found.replaced | found.left == world.leaving
+        assert found.replaced <= world.ready
+        assert found.workers == world.workers - len(found.left)
+        assert not found.left or (world.full and found.workers >= target.least)
+        return
+    workers = min(world.workers + world.joining, target.workers)
+    opened = world.servers + world.opening >= target.servers
+    same = (workers, target.servers) == (world.workers, world.servers) and not target.switched
+    assert (found is None) == (same or not opened)
+    if found is not None:
+        expected = Transition("processes", NOBODY, NOBODY, workers, target.servers)
+        assert found == expected
+        after = replace(world, workers=found.workers, servers=found.servers, joining=0, opening=0)
+        assert decide(after, replace(target, switched=False)) is None, "once is enough"
 
 
 @pytest.mark.parametrize(("workers", "servers"), list(product(range(1, 4), range(4))))
-def test_every_world_of_up_to_three(workers: int, servers: int) -> None:
-    peers = processes(workers, servers)
-    for dead in subsets(peers):
+def test_every_world_with_deaths_of_up_to_three(workers: int, servers: int) -> None:
+    for dead in subsets(processes(workers, servers)):
         if not dead:
             continue
-        for ready, worn_out in product(
-            (frozenset(), dead), (frozenset(), dead, frozenset([min(dead)]))
-        ):
-            for whole, snapshot, waits, movable in product(FLAGS, repeat=4):
+        some = frozenset([min(dead)])
+        for ready, worn_out in product((NOBODY, some, dead), (NOBODY, some, dead)):
+            for stuck, overdue, whole, snapshot, waits, movable in product(FLAGS, repeat=6):
                 for least in range(1, workers + 1):
                     world = World(
-                        workers, servers, dead, ready - worn_out, worn_out, whole, snapshot
+                        workers,
+                        servers,
+                        dead,
+                        ready=ready - worn_out,
+                        worn_out=worn_out,
+                        stuck=stuck,
+                        overdue=overdue,
+                        whole=whole,
+                        snapshot=snapshot,
                     )
-                    check(world, Target(least, waits, movable))
+                    check(world, Target(least, workers, servers, waits, movable))
+
+
+@pytest.mark.parametrize(("workers", "servers"), list(product(range(1, 4), range(4))))
+def test_every_world_without_deaths_of_up_to_three(workers: int, servers: int) -> None:
+    for leaving in subsets(processes(workers, servers)):
+        for ready in (NOBODY, frozenset(list(leaving)[:1]), leaving):
+            for full, joining, opening, wanted, serving, switched in product(
+                FLAGS, range(3), range(3), range(1, 4), range(4), FLAGS
+            ):
+                world = World(
+                    workers,
+                    servers,
+                    leaving=leaving,
+                    ready=ready,
+                    full=full,
+                    joining=joining,
+                    opening=opening,
+                )
+                check(world, Target(min(2, wanted), wanted, serving, switched=switched))
 
 
 @given(st.data(), st.integers(1, 6), st.integers(0, 6))
 def test_larger_worlds(data: st.DataObject, workers: int, servers: int) -> None:
     peers = st.sampled_from(processes(workers, servers))
-    dead, some = data.draw(st.frozensets(peers, min_size=1)), st.frozensets(peers)
-    worn_out = data.draw(some) & dead
-    flag = st.booleans()
+    some, flag = st.frozensets(peers), st.booleans()
+    dead = data.draw(some)
+    leaving, worn_out = data.draw(some) - dead, data.draw(some) & dead
+    few = st.integers(0, 3)
     world = World(
         workers,
         servers,
         dead,
-        (data.draw(some) & dead) - worn_out,
+        leaving,
+        (data.draw(some) & (dead | leaving)) - worn_out,
         worn_out,
-        data.draw(flag),
-        data.draw(flag),
+        *(data.draw(flag) for _ in range(3)),
+        joining=data.draw(few),
+        opening=data.draw(few),
+        whole=data.draw(flag),
+        snapshot=data.draw(flag),
     )
-    check(world, Target(data.draw(st.integers(1, workers)), data.draw(flag), data.draw(flag)))
+    most = data.draw(st.integers(1, 6))
+    target = Target(
+        data.draw(st.integers(1, most)),
+        most,
+        data.draw(st.integers(0, 6)),
+        *(data.draw(flag) for _ in range(3)),
+    )
+    check(world, target)
+
+
+@given(st.data(), st.integers(1, 6), st.integers(0, 4))
+def test_what_is_wanted_is_reached(data: st.DataObject, workers: int, servers: int) -> None:
+    """Whoever dies, when all that is lacking starts, some transitions later nothing is left to do."""
+    peers = processes(workers, servers)
+    dead = data.draw(st.frozensets(st.sampled_from(peers)))
+    stuck = data.draw(st.booleans()) or any(peer.role == "server" for peer in dead)
+    target = Target(min(2, workers), workers, servers, waits=data.draw(st.booleans()))
+    world = World(workers, servers, dead, stuck=stuck, snapshot=True)
+    for _ in range(4):
+        found = decide(world, target)
+        assert not isinstance(found, Impossible)
+        if found is None and not world.dead:
+            break
+        if found is None:  # successors come up
+            world = replace(world, ready=world.dead)
+            continue
+        lacking = target.workers - found.workers, target.servers - found.servers
+        world = World(found.workers, found.servers, joining=lacking[0], opening=lacking[1])
+    assert (world.workers, world.servers, world.dead) == (workers, servers, NOBODY)
 
 
 def test_a_node_with_workers_and_a_server_is_done_without() -> None:
     dead = frozenset([worker_peer(2), worker_peer(3), server_peer(1)])
-    found = decide(World(4, 2, dead), Target(least=2))
-    assert found == Transition("processes", frozenset(), dead - {server_peer(1)}, 1)
+    found = decide(World(4, 2, dead, stuck=True), Target(2, 4, 2))
+    assert found == Transition("processes", NOBODY, dead - {server_peer(1)}, 2, 1)
 
 
 def test_with_patience_successors_are_awaited() -> None:
     dead = frozenset([worker_peer(1)])
-    assert decide(World(3, 1, dead), Target(2, waits=True)) == Transition(
-        "processes", dead, frozenset(), 1
-    )
+    found = decide(World(3, 1, dead, stuck=True), Target(2, 3, 1, waits=True))
+    assert found == Transition("processes", dead, NOBODY, 3, 1)
+
+
+def test_who_stands_ready_joins_before_the_others() -> None:
+    dead = frozenset([worker_peer(1), worker_peer(2)])
+    found = decide(World(3, 1, dead, ready={worker_peer(2)}), Target(2, 3, 1))
+    assert found == Transition("processes", frozenset([worker_peer(2)]), NOBODY, 3, 1)
 
 
 def test_what_nobody_holds_comes_from_the_snapshot_or_is_lost() -> None:
     dead = frozenset([server_peer(0)])
-    found = decide(World(3, 2, dead, whole=False, snapshot=True), Target(2))
+    world = World(3, 2, dead, stuck=True, whole=False)
+    found = decide(replace(world, snapshot=True), Target(2, 3, 2))
     assert isinstance(found, Transition)
     assert found.source == "snapshot"
-    lost = decide(World(3, 2, dead, whole=False), Target(2))
+    lost = decide(world, Target(2, 3, 2))
     assert isinstance(lost, Impossible)
     assert "no copy is left" in lost.why

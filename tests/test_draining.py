@@ -72,7 +72,6 @@ INTERRUPTED = """
     import subprocess
     from steepest import Callback, FailureConfig, RunConfig
     from steepest.messages.message import worker_peer
-    from steepest.cluster.draining import Move
 
     class Notice(Callback):
         def on_step(self, sgd, result):
@@ -80,7 +79,7 @@ INTERRUPTED = """
                 command = [{ray!r}, "drain-node", "--address", {address!r}, "--node-id", node]
                 reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
                 subprocess.Popen([*command, *reason, "--deadline-remaining-seconds", "120"])
-            if isinstance(sgd._training._change, Move) and victim not in self.killed:
+            if sgd._supervisor.observation.leaving.nodes and victim not in self.killed:
                 self.killed.append(victim)
                 os.kill(victim, signal.SIGKILL)
 

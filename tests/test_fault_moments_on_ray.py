@@ -84,9 +84,9 @@ def settle(trainer: DistributedSGD) -> None:
     """Takes some steps, before the fault, until all is ready for it: spare processes are up, a copy was taken."""
     trainer.step()
     cluster = trainer._live()
-    ray.get([placing for _, placing in cluster.successors._spares])
+    ray.get([placing for _, placing in trainer._supervisor.observation.reserve._spares])
     copies = cluster.run_config.failure.snapshot_every is not None
-    while copies and cluster.recovery.snapshots.taken is None:  # type: ignore[union-attr]
+    while copies and trainer._supervisor.snapshots.taken is None:
         trainer.step()
     assert trainer.stats().step < DIES
 

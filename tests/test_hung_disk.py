@@ -81,7 +81,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 def keeping(path: Path, disk: Disk, job: Job) -> CheckpointManager:
     policy = Checkpoints(path, every=10)
-    return CheckpointManager(policy, DirectoryLock(policy), job, job, disk.clock)  # type: ignore[arg-type]
+    lock = DirectoryLock(policy)
+    return CheckpointManager(policy, lock, job, job, lambda read: read(), disk.clock)  # type: ignore[arg-type]
 
 
 def reach(job: Job, found: CheckpointManager, disk: Disk, step: int) -> None:

@@ -21,8 +21,8 @@ from steepest import (
     RunConfig,
     StepResult,
 )
+from steepest.cluster.observation import Wanted
 from steepest.cluster.process import Process
-from steepest.cluster.resizing import WorkerRange
 from steepest.data.sampler import SamplePlan
 from steepest.errors import ConfigurationError, ResourcesError
 from tests.reference import Task, Weights, difference, samples, sgd, snapshot
@@ -193,14 +193,13 @@ def test_without_a_successor_it_goes_on_with_fewer(monkeypatch: pytest.MonkeyPat
     run_config = RunConfig(deadlines=DeadlineConfig(start=5.0))
     with DistributedSGD(task.creator(), num_workers=3, run_config=run_config) as trainer:
         cluster = trainer._live()
-        trainer._training.range = WorkerRange(
-            cluster, 1, 3, trainer._state
-        )  # it began with all three
+        wanted = Wanted(trainer.strategy, 1, 3, exact=False)  # it began with all three
+        trainer._supervisor.observation.wanted = wanted
         trainer.fit(steps=20, progress=False)
         first = pids(trainer)
         nowhere = ray.remote(Process).options(num_cpus=1000)
         monkeypatch.setattr(
-            cluster, "start_worker", lambda index: nowhere.remote("nowhere", b"", 1)
+            cluster, "start_worker", lambda index, seat: nowhere.remote("nowhere", b"", 1)
         )
         os.kill(first[1], signal.SIGKILL)
         trainer.fit(steps=40, progress=False)

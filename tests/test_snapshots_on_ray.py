@@ -58,7 +58,7 @@ def test_a_run_that_was_set_back_ends_with_the_bits_of_an_undisturbed_one(
     ) as trainer:
         for _ in range(20):
             trainer.step()
-        snapshots = trainer._live().recovery.snapshots  # type: ignore[union-attr]
+        snapshots = trainer._supervisor.snapshots
         assert snapshots.taken is not None
         assert 0 < snapshots.taken.found.version <= 20
         monkeypatch.setattr(snapshots, "remember", lambda: None)  # there will be no newer one
@@ -74,7 +74,7 @@ def test_a_run_that_was_set_back_ends_with_the_bits_of_an_undisturbed_one(
 
 def test_a_death_before_the_first_step_costs_nothing() -> None:
     with DistributedSGD(TASK.creator(), num_workers=2) as trainer:
-        trainer._live().recovery.snapshots.ensure()  # type: ignore[union-attr]
+        trainer._supervisor.snapshots.ensure()
         kill(trainer, server_peer(0))
         trainer.fit(steps=20, progress=False)
         assert difference(trainer.weights(), TASK.train(2, 20)) < 1e-12
@@ -94,7 +94,7 @@ def test_a_death_soon_after_another_state_was_set_keeps_that_state(
         else:
             weights = trainer.weights()
             trainer.set_weights({name: torch.full_like(w, 9.0) for name, w in weights.items()})
-        trainer._live().recovery.snapshots.ensure()  # type: ignore[union-attr]
+        trainer._supervisor.snapshots.ensure()
         kill(trainer, server_peer(0))
         trainer.step()
         if way == "restore":

@@ -45,6 +45,7 @@ class CheckpointManager:
         policy: what to keep; None for nothing.
         lock: on the policy's directory; released at the end.
         training, state: of the job.
+        surviving: calls a function that reads the job's state, once more when a process dies.
         clock: in seconds, by which a write that makes no progress is noticed.
 
     Attributes:
@@ -57,6 +58,7 @@ class CheckpointManager:
         lock: DirectoryLock,
         training: Training,
         state: JobState,
+        surviving: Callable[[Callable[[], files.Checkpoint]], files.Checkpoint],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.last: StepResult | None = None
@@ -66,6 +68,7 @@ class CheckpointManager:
         self._lock = lock
         self._training = training
         self._state = state
+        self._surviving = surviving
         self._shelf = (
             CheckpointDirectory(Path(policy.path), policy.keep) if policy is not None else None
         )
@@ -111,9 +114,10 @@ class CheckpointManager:
         """Return a function that tells with which committed step so many steps or epochs more are done.
 
         Steps that were taken before this process began, and were not asked for yet, are the first
-        of them. The end of an epoch moves when a step covers another number of samples.
+        of them. Steps that a death between two calls has undone are taken again. The end of an
+        epoch moves when a step covers another number of samples.
         """
-        begin = self._training.step - self._ahead
+        begin = self._training.step - self._ahead + self._training.lost_before()
         last = bisect_right(self._state.ends(), begin) + (epochs or 1) - 1
 
         def end() -> int:
@@ -248,11 +252,7 @@ class CheckpointManager:
                 self._writer.where(),
             )
             return
-        try:
-            saved = self._state.collect()
-        except PeerLostError as error:  # if it can have a successor, that is asked
-            log.warning("reading the state again: %s", error)
-            saved = self._state.collect()
+        saved = self._surviving(self._state.collect)
         result = None if self.last is None else asdict(self.last)
         saved = replace(saved, about={**saved.about, "result": result})
         self._written, paused = self._place, time.monotonic() - began

@@ -6,17 +6,19 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import ray
 
+from steepest.cluster.context import JobContext
+from steepest.cluster.diagnostics import raise_lost
 from steepest.cluster.remote_error import RemoteError
+from steepest.errors import StepError
 from steepest.messages.message import Peer
 
-if TYPE_CHECKING:
-    from steepest.cluster.launch import Cluster
-
+_CLOSE_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
@@ -53,11 +55,11 @@ class Deaths:
     """The dead of a job. Each is killed, so that its CPUs and memory are free for its successor.
 
     Args:
-        cluster: the job's processes.
+        context: what is known of the job's processes.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._known: dict[Any, Death] = {}  # by the call that watches the process
         self._defects: dict[int, _Defect] = {}  # the last one, by seat
 
@@ -71,7 +73,7 @@ class Deaths:
 
     def traceback(self, peer: Peer) -> str:
         """Return the traceback of the error that ended a process' router; empty if none did."""
-        death = self._death(peer) if peer in self._cluster.watches else None
+        death = self._death(peer) if peer in self._context.watches else None
         return "" if death is None else death.traceback
 
     def declare(self, peer: Peer, why: str) -> str:
@@ -86,7 +88,7 @@ class Deaths:
         """
         if (cause := self.cause(peer)) is not None:
             return cause
-        self._known[self._cluster.watches[peer]] = Death(why)
+        self._known[self._context.watches[peer]] = Death(why)
         self._kill(peer)
         return why
 
@@ -98,22 +100,62 @@ class Deaths:
         """
         if not self.traceback(peer):
             return False
-        watch, version = self._cluster.watches[peer], self._cluster.client.position.version
+        watch, version = self._context.watches[peer], self._context.client.position.version
         before = self._defects.get(seat)
         if before is None or before.watch != watch:
             before = _Defect(watch, version, before is not None and before.version == version)
             self._defects[seat] = before
         return before.repeated
 
+    def raise_if_dead(
+        self,
+        suspect: Peer | None = None,
+        wait: float = 0.0,
+        *,
+        replaced: Callable[[Peer], bool] = lambda peer: False,
+    ) -> None:
+        """Raise PeerLostError if a process is dead that is not being replaced.
+
+        Args:
+            suspect: looked at first, since its death may be the cause of the others'.
+            wait: seconds that Ray has to notice a death.
+            replaced: says of a process whether its death is handled elsewhere.
+
+        Raises:
+            PeerLostError: a process is dead; the message has its host and last lines of output.
+            StepError: the driver's own router has ended by an error.
+        """
+        if (
+            self._context.router.finished.done()
+            and (error := self._context.router.finished.exception()) is not None
+        ):
+            raise StepError(f"the driver's router ended: {error!r}") from error
+        if self._context.watches:
+            ray.wait(list(self._context.watches.values()), timeout=wait)
+        for peer in sorted(self._context.watches, key=lambda peer: peer != suspect):
+            if peer in self._context.awaited or replaced(peer):
+                continue
+            if (cause := self.cause(peer)) is not None:
+                self.raise_lost(peer, cause)
+
+    def lost(self, peer: Peer, why: str) -> NoReturn:
+        """Raise PeerLostError for a role whose channel closed, with what Ray knows of it."""
+        self.raise_if_dead(process := self._context.process_of(peer), _CLOSE_SECONDS)
+        self.raise_lost(process, why)
+
+    def raise_lost(self, peer: Peer, why: str) -> NoReturn:
+        """Raise PeerLostError for a process, see `diagnostics.raise_lost`."""
+        raise_lost(peer, self._context.places.get(peer), why, self.traceback(peer))
+
     def _death(self, peer: Peer) -> Death | None:
-        watch = self._cluster.watches[peer]
+        watch = self._context.watches[peer]
         if watch in self._known:
             return self._known[watch]
         death = death_of(watch)
         if death is not None:
             self._known[watch] = death
             if death.traceback:
-                place = self._cluster.places[peer]
+                place = self._context.places[peer]
                 log.warning(
                     "%s on %s (pid %d): %s; the process is killed; %s",
                     peer, place.host, place.pid, death.cause, death.traceback.rstrip(),
@@ -123,13 +165,13 @@ class Deaths:
 
     def _kill(self, peer: Peer) -> None:
         """Kill a process, also one that is stopped or out of reach."""
-        place = self._cluster.places[peer]
+        place = self._context.places[peer]
         if place.node == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(
                 ProcessLookupError, PermissionError
             ):  # Ray's word reaches no stopped process
                 os.kill(place.pid, signal.SIGKILL)
-        ray.kill(self._cluster.actors[peer], no_restart=True)
+        ray.kill(self._context.actors[peer], no_restart=True)
 
 
 def death_of(watch: Any) -> Death | None:

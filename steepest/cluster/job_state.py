@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from steepest.cluster.launch import Cluster
 from steepest.cluster.membership import Membership
 from steepest.cluster.optimizer_state import OptimizerState
 from steepest.cluster.stock import Copy, Stock
-from steepest.cluster.training import Training
 from steepest.config.strategies import LocalStrategy, StrategyConfig
 from steepest.data.sampler import Remaining, epoch_ends
 from steepest.engine.client import Snapshot, read_log
@@ -28,7 +27,6 @@ from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Counters
-from steepest.messages.message import Peer
 from steepest.optim.spec import ScheduleState
 from steepest.tensors.dtypes import Tensors
 
@@ -39,25 +37,21 @@ class JobState:
     """The state of one job between two steps.
 
     Args:
-        training: its steps.
+        cluster: its processes.
     """
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._ends: list[int] = []  # of epochs, under earlier plans too
-        self._logs: list[CommitLog] = []  # of what the job was before
+        # of what the job was before; None for a part that is lost
+        self._logs: list[CommitLog | None] = []
         self._start = 0  # the version with which the log begins
-        self._gap = False  # whether a part of it is lost
         self._told_of_schedule = False
         self._change = 0  # the number of the last change of the job's processes
         #: How often the state was replaced by one that does not follow from it.
         self.replaced = 0
         #: The state with which to continue when a change failed in the middle.
         self.pending: Stock | None = None
-
-    @property
-    def _cluster(self) -> Cluster:
-        return self._training.cluster
 
     def snapshot(self, what: str) -> Snapshot:
         """Return the servers' state at one version; workers may train meanwhile.
@@ -68,7 +62,7 @@ class JobState:
         """
         client = self._cluster.client
         future = self._cluster.on_router(lambda: client.read(what))
-        found: Snapshot = self._training.wait(future, "a snapshot of the weights")
+        found: Snapshot = self._cluster.wait(future, "a snapshot of the weights")
         return found
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -135,7 +129,10 @@ class JobState:
         commits = self._commits()
         if commits is None:
             raise ConfigurationError("no log was kept: give RunConfig(keep_log=True)")
-        return replace(self.part(commits), earlier=tuple(self._logs))
+        earlier: list[CommitLog] = []
+        for part in self._logs:
+            earlier = [] if part is None else [*earlier, part]
+        return replace(self.part(commits), earlier=tuple(earlier))
 
     def _commits(self) -> list[Commit] | None:
         """Return the coordinator's log; None if it keeps none."""
@@ -143,7 +140,7 @@ class JobState:
         if not self._cluster.run_config.keep_log:
             return None
         future = self._cluster.on_router(lambda: read_log(client))
-        commits: list[Commit] = self._training.wait(future, "the coordinator's log")
+        commits: list[Commit] = self._cluster.wait(future, "the coordinator's log")
         return commits
 
     def part(self, commits: Sequence[Commit] = ()) -> CommitLog:
@@ -173,18 +170,28 @@ class JobState:
             tuple(commits), *where, self._start, plan, (job.shares, job.parts), (workers, servers)
         )
 
-    def _close_log(self, found: RecoveredState, before: CommitLog, version: int) -> None:
+    def _close_log(self, copy: Copy, version: int) -> None:
         """Keep the log of a job whose processes have got other roles, and begin another one.
 
+        Where a part of the log is lost, what came before does not explain the weights.
+
         Args:
-            found: what was found of the job, with its log, if any.
-            before: an empty log of the job.
+            copy: with which the job continues, perhaps that of an earlier form of the job.
             version: with which the next log begins.
         """
-        if found.log is not None and not self._gap:
-            commits = tuple(commit for commit in found.log if commit.version <= found.version)
-            self._logs.append(replace(before, commits=commits))
-        self._gap |= found.log is None
+        last = copy.found.version
+        commits: Sequence[Commit] | None
+        if copy.part < len(self._logs):
+            closed = self._logs[copy.part]
+            commits = None if closed is None else closed.commits
+        else:
+            commits = () if last == copy.log.start else copy.found.log
+        part = None
+        if commits is not None:
+            # a server remembers commits from before weights were set, too
+            known = tuple(each for each in commits if copy.log.start < each.version <= last)
+            part = replace(copy.log, commits=known)
+        self._logs[copy.part :] = [part]
         self._start = version
 
     def install(
@@ -207,10 +214,8 @@ class JobState:
             schedule: where the schedule stands, if `state` does not hold it.
             keeps_copy: whether the driver's copy of an earlier state is still one to continue from.
         """
-        self._cluster.mend()  # who is missing would be waited for
-        self.replaced += not keeps_copy
         if state is None:  # what came before does not explain it
-            self._logs, self._start, self._gap = [], 0, False
+            self._logs, self._start = [], version
         everything = dict(state or {})
         if schedule is not None:
             everything["schedule"] = schedule
@@ -222,7 +227,8 @@ class JobState:
         future = self._cluster.on_router(
             lambda: client.install(version, weights, records, everything or None)
         )
-        self._training.wait(future, "servers to take new weights")
+        self._cluster.wait(future, "servers to take new weights")
+        self.replaced += not keeps_copy
 
     def _tell_of_schedule(self, version: int) -> None:
         """Log, once, that a schedule without a state has to be computed from its beginning."""
@@ -256,7 +262,7 @@ class JobState:
         (plan, _), job, client = self._cluster.plan, self._cluster.job, self._cluster.client
         if plan is None:
             return Remaining()
-        counters: Counters = self._training.wait(
+        counters: Counters = self._cluster.wait(
             self._cluster.on_router(client.counters), "the coordinator's counters"
         )
         return plan.remaining(counters.following, counters.returned, job.shares, job.parts)
@@ -265,7 +271,7 @@ class JobState:
         """Return the first step after epoch 0, 1, ..., for the epochs that have ended."""
         plan = self._cluster.plan[0]
         if plan is not None:
-            self._ends = epoch_ends(plan, self._ends, self._training.step)
+            self._ends = epoch_ends(plan, self._ends, self._cluster.step)
         return self._ends
 
     def collect(self) -> files.Checkpoint:
@@ -342,7 +348,7 @@ class JobState:
             else [min(before.end_of(e), about["step"]) for e in range(rest.epoch)]
         )
         self._ends = list(about.get("ends", guessed))
-        cluster.plan = (plan, seed)
+        cluster.use_plan(plan, seed)
         own = remote_functions.by_replica(replicas)
         cluster.workers.call(
             remote_functions.continue_from, plan, seed, own, averaged, cluster.job.replicas
@@ -362,67 +368,11 @@ class JobState:
             step
         )
         if ahead:
-            cluster.mend()
-            cluster.job = job = replace(
-                cluster.job, schedule_offset=cluster.job.schedule_offset + ahead
-            )
+            cluster.shift_schedule(ahead)
+            job = cluster.job
             everybody = {index: index for index in range(job.num_workers)}
             cluster.reform(Membership(job.config, job.num_workers, everybody), step)
         return bool(ahead)
-
-    def reform(
-        self,
-        config: StrategyConfig,
-        workers: int | None = None,
-        added: Mapping[Peer, Any] | None = None,
-        keep: Mapping[int, int] | None = None,
-        placement: Mapping[int, int] | None = None,
-    ) -> None:
-        """Continue under another strategy, or with other workers, from the last committed step.
-
-        Args:
-            config: the strategy.
-            workers: how many; as many as now unless given.
-            added: new processes.
-            keep: maps each surviving worker's new index to its old one; by default the first
-                workers stay.
-            placement: seats of new workers, see `Cluster.reform`.
-
-        Raises:
-            ConfigurationError: the processes could not talk here; nothing has changed.
-        """
-        cluster = self._cluster
-        if keep is None:
-            cluster.mend()  # a dead worker could not drop its roles
-        job, stays = cluster.job, self._stays(config)
-        snapshot = self.snapshot("standing" if stays else "state")
-        counters: Counters = self._training.wait(
-            cluster.on_router(cluster.client.counters), "the coordinator's counters"
-        )
-        count = workers or job.num_workers
-        if keep is None:
-            keep = {index: index for index in range(min(count, job.num_workers))}
-        old = list(keep.values())
-
-        def call(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-            return cluster.workers.call(function, *arguments, workers=old)
-
-        step = job.step_of(snapshot.version)
-        optimizer = OptimizerState.collect(cluster, snapshot, old, step, call)
-        history = {
-            name: getattr(counters, name)
-            for name in ("committed", "skipped", "dropped", "staleness")
-        }
-        state = {"ledger": [counters.following, *counters.returned], "history": history}
-        if stays:
-            found = RecoveredState(
-                snapshot.version, state, self._commits(), holders=cluster.holdings()
-            )
-        else:
-            found = RecoveredState(snapshot.version, state, self._commits(), snapshot.weights)
-        stock = self.stock(self.copy(found), optimizer)
-        wanted = Membership(config, count, keep, added or {}, placement or {})
-        self.put_together(stock, wanted)
 
     def copy(self, found: RecoveredState | Snapshot, workers: Sequence[WorkerState] = ()) -> Copy:
         """Return a state of the job as it is, with what is needed to continue from it as another job.
@@ -434,7 +384,7 @@ class JobState:
         plan, seed = self._cluster.plan
         if isinstance(found, Snapshot):
             found = RecoveredState(found.version, found.state, None, found.weights, found.records)
-        return Copy(self._cluster.job, plan, seed, found, self.part(), workers)
+        return Copy(self._cluster.job, plan, seed, found, self.part(), workers, len(self._logs))
 
     def stock(self, copy: Copy, optimizer: OptimizerState) -> Stock:
         """Return a state together with that of the workers that there are."""
@@ -450,11 +400,7 @@ class JobState:
         """
         before, self._change = self._cluster.actors, self._change + (self.pending is None)
         try:
-            with contextlib.ExitStack() as paused:
-                paused.enter_context(self._cluster.successors.paused())
-                if self._cluster.recovery is not None:
-                    paused.enter_context(self._cluster.recovery.paused())
-                yield self._change
+            yield self._change
         except BaseException:
             if self._cluster.actors is not before:  # the old job is no more
                 self.pending = stock.renumbered({was: now for now, was in keep.items()})
@@ -495,9 +441,9 @@ class JobState:
         records = optimizer.place(cluster, same=stock.workers == wanted.num_workers)
         self.install(version, flat, records, state, optimizer.schedule, keeps_copy=True)
         plan = cluster.job.plan(step, rest, copy.seed)
-        cluster.plan = (plan, copy.seed)
+        cluster.use_plan(plan, copy.seed)
         self._continue(stock, wanted)
-        self._close_log(found, copy.log, version)
+        self._close_log(copy, version)
 
     def _continue(self, stock: Stock, wanted: Membership) -> None:
         """Give workers their place in the data, and buffers.
@@ -535,31 +481,29 @@ class JobState:
     def _put_back(self, stock: Stock, wanted: Membership, change: int) -> None:
         cluster, found = self._cluster, stock.found
         plan = cluster.plan
-        for peer in wanted.gone:
-            if peer.role == "worker":
-                cluster.lives[peer.index] += 1
         everybody = {index: index for index in range(wanted.num_workers)}
         cluster.reform(replace(wanted, keep=everybody), stock.copy.step, found.holders, change)
-        cluster.plan = plan
+        cluster.use_plan(*plan)
         schedule = stock.optimizer.schedule if isinstance(wanted.config, LocalStrategy) else None
         stock.optimizer.place(cluster, same=True)
         self.install(
             found.version, found.weights, found.records, found.state, schedule, keeps_copy=True
         )
         self._continue(stock, wanted)
-        self._close_log(found, stock.copy.log, found.version)
+        self._close_log(stock.copy, found.version)
 
-    def stopped(self) -> RecoveredState:
+    def stopped(self, config: StrategyConfig) -> RecoveredState:
         """Stop the workers, and return the job's state.
 
         The coordinator and all servers must live.
+
+        Args:
+            config: the strategy with which the job continues; where its servers can keep their
+                chunks, the state names the processes that hold these.
         """
-        client = self._cluster.client
-        self._training.wait(
-            self._cluster.on_router(client.revoke), "the coordinator to stop the workers"
-        )
-        cluster = self._cluster
-        stays = self._stays(cluster.job.config)
+        cluster, client = self._cluster, self._cluster.client
+        cluster.wait(cluster.on_router(client.revoke), "the coordinator to stop the workers")
+        stays = self._stays(config)
         found = self.snapshot("standing" if stays else "state")
         if stays:
             return RecoveredState(

@@ -5,36 +5,33 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, TypeVar
 
 import ray
 
 from steepest.cluster.chunk_transport import Holdings, carry, holdings
+from steepest.cluster.context import JobContext
 from steepest.cluster.deaths import Deaths
 from steepest.cluster.diagnostics import (
-    raise_lost,
     travelling,
 )
 from steepest.cluster.held_resources import hold, let_go, who_else
 from steepest.cluster.lease import DriverLease
-from steepest.cluster.locations import Place, by_calls, hosts_of, make_transport, ways_of
+from steepest.cluster.locations import by_calls, hosts_of, make_transport, ways_of
 from steepest.cluster.membership import Membership
-from steepest.cluster.placement import Placement, fitting, reserve, spread, worker_bundle
+from steepest.cluster.placement import fitting, reserve, spread, worker_bundle
 from steepest.cluster.process import Process
 from steepest.cluster.ray_private import check as check_ray
 from steepest.cluster.wiring import connect_processes
-from steepest.cluster.worker_calls import WorkerCalls, results_of
-from steepest.cluster.worker_replacement import Successors
+from steepest.cluster.worker_calls import WorkerCalls
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
 from steepest.config.strategies import StrategyConfig
-from steepest.data.sampler import SamplePlan
-from steepest.engine.client import Client
 from steepest.engine.job import (
     Description,
     Job,
@@ -47,19 +44,16 @@ from steepest.engine.job import (
 from steepest.engine.strategy import make_strategy
 from steepest.errors import (
     DeadlineError,
+    PeerLostError,
     ShutdownError,
-    StepError,
 )
 from steepest.messages.message import COORDINATOR, Peer, server_peer, worker_peer
-from steepest.observe.results import Event
 from steepest.transport.connect import connect
 from steepest.transport.ray_calls import threads_for
 from steepest.transport.router import Router
 from steepest.transport.sockets import check_ways
 
-if TYPE_CHECKING:
-    from steepest.cluster.recovery import Recovery
-
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 #: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
@@ -74,8 +68,8 @@ def _actor_class() -> Any:
     return ray.remote(Process)
 
 
-class Cluster:
-    """All processes of one job, as the driver sees them.
+class Cluster(JobContext):
+    """All processes of one job, which it starts, gives their roles, and ends.
 
     The constructor reserves resources, starts the processes, connects them and returns when every
     worker has joined; if it raises, all of them have ended.
@@ -86,21 +80,12 @@ class Cluster:
         chosen: what is computed, whatever the size.
 
     Attributes:
-        client: the driver's end of the job; use it through `on_router`.
-        job: its facts as it is now; `stored_job` is the same, in Ray's store.
-        actors, watches, places: by role, Ray's handle of the process, a call that ends when the
-            process does, and where it runs.
-        lives: by worker, its incarnation.
         chosen: as given.
-        placement: the seats reserved for workers.
-        plan: which samples belong to which worker, and the seed, for workers that join later.
         lease: of all processes, which end when they hear nothing from the driver for long.
-        events: what happened to processes, oldest first.
         deaths: which processes are dead, and why.
-        successors, recovery: replace workers that died, and processes that held chunks.
+        ending: called when the job ends, before its processes do.
         workers: runs functions on workers.
         holder: what this job holds of the Ray cluster.
-        ends, listening: see `connect_processes`.
 
     Raises:
         ResourcesError: the cluster has no room for the workers.
@@ -108,9 +93,6 @@ class Cluster:
         ConfigurationError: the models differ, or the processes cannot talk as configured.
         PeerLostError, DeadlineError: a process died, or is late, while the job starts.
     """
-
-    client: Client
-    job: Job
 
     def __init__(
         self,
@@ -122,24 +104,14 @@ class Cluster:
     ) -> None:
         check_ray()
         self.holder = hold(f'a trainer with strategy="{strategy.name}"')
-        self.run_config, self.chosen = run_config, chosen
-        self._deadline = time.monotonic() + run_config.deadlines.start * (1 + _UP_FACTOR)
-        self.actors: dict[Peer, Any] = {}
-        self.watches: dict[Peer, Any] = {}
-        self._leaving: list[Any] = []  # processes without a role, which hold chunks until `settle`
+        super().__init__(run_config, chosen.seed)
+        self.chosen = chosen
         self.lease = DriverLease(run_config.deadlines.driver)
-        self.placement = Placement()
-        self._token = secrets.token_bytes(32)
-        self._router = Router()
+        self._leaving: list[Any] = []  # processes without a role, which hold chunks until `settle`
         self._schedule_offset = 0
-        self.places: dict[Peer, Place] = {}
-        self.plan: tuple[SamplePlan | None, int] = (None, chosen.seed)
-        self.lives: Counter[int] = Counter()
-        self.events: list[Event] = []
         self.deaths = Deaths(self)
-        self.successors = Successors(self)
-        self.workers = WorkerCalls(self)
-        self.recovery: Recovery | None = None
+        self.workers = WorkerCalls(self, self.deaths)
+        self.ending: list[Callable[[], None]] = []
         try:
             bundle = self.bundle = worker_bundle(
                 chosen.devices_per_worker, chosen.gpu, run_config.resources.cpus_per_worker
@@ -152,9 +124,7 @@ class Cluster:
                 )
             )
             self.holder.workers, self.holder.bundle = num_workers, bundle
-            check_ways(
-                ways_of(strategy), ray.get_runtime_context().get_node_id(), *self.placement.nodes()
-            )
+            self.check_ways(strategy)
             self._start(model_creator, num_workers, strategy)
         except BaseException:
             self.shutdown()
@@ -178,7 +148,20 @@ class Cluster:
             check_agreement(described[0], other, "worker 0", f"worker {i}")
         self._take_up(config, described[0], None, fresh=True)
 
-    def _serving(self, config: StrategyConfig, num_workers: int) -> int:
+    def check_ways(self, config: StrategyConfig, seats: Sequence[int] | None = None) -> None:
+        """Check that processes can talk as a strategy has it.
+
+        Args:
+            config: the strategy.
+            seats: of the workers; all seats by default.
+
+        Raises:
+            ConfigurationError: they cannot.
+        """
+        driver = ray.get_runtime_context().get_node_id()
+        check_ways(ways_of(config), driver, *self.placement.nodes(seats))
+
+    def serving(self, config: StrategyConfig, num_workers: int) -> int:
         """Return the number of processes that host servers only."""
         strategy = make_strategy(config)
         if strategy.in_workers or strategy.in_driver or num_workers == 1:
@@ -195,7 +178,7 @@ class Cluster:
             num_workers: how many workers there are.
             first: index of the first server to start; those below it run already.
         """
-        served = self._serving(config, num_workers)
+        served = self.serving(config, num_workers)
         callers = num_workers + served if by_calls(config) else 0
         running = [
             self.places[peer].node for peer in map(server_peer, range(first)) if peer in self.places
@@ -217,7 +200,8 @@ class Cluster:
             index: of the server.
             seat: beside which it is placed; by default where a job of this size places it.
         """
-        at = spread(self.placement.nodes()[: self.job.num_workers], self.job.num_servers)[index]
+        nodes, servers = self.placement.nodes()[: self.job.num_workers], self.job.num_servers
+        at = spread(nodes, max(servers, index + 1))[index]
         at = at if seat is None else self.placement.order.index(seat)
         return self.start_process(str(server_peer(index)), at, 0, 0, 0)
 
@@ -294,13 +278,8 @@ class Cluster:
         self.placement.look()
         kept = {new: self.placement.order[old] for new, old in keep.items()}
         order = self.placement.arranged(num_workers, {**kept, **wanted.placement})
-        check_ways(
-            ways_of(config),
-            ray.get_runtime_context().get_node_id(),
-            *self.placement.nodes(order[:num_workers]),
-        )
+        self.check_ways(config, order[:num_workers])
         order_before, self.placement.order = self.placement.order, order
-        self.successors.forget()
         self.extend_deadline()
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
         before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # by new role
@@ -313,7 +292,7 @@ class Cluster:
         )
         workers = {p: actor for p, actor in processes.items() if p.role == "worker"}
         # a server that is called needs a thread for each caller: such ones are started anew
-        serving = 0 if by_calls(config) else self._serving(config, num_workers)
+        serving = 0 if by_calls(config) else self.serving(config, num_workers)
         servers = {
             p: actor for p, actor in processes.items() if p.role == "server" and p.index < serving
         }
@@ -347,18 +326,28 @@ class Cluster:
         self.watches |= {
             peer: self.actors[peer].watch.remote() for peer in self.actors.keys() - staying.keys()
         }
-        self.lives = Counter({p.index: lives[before[p].index] for p in workers if p in before})
+        self.lives = Counter(
+            {
+                peer.index: lives[before[peer].index] + (before[peer] in wanted.gone)
+                for peer in workers
+                if peer in before
+            }
+        )
         self._leaving += [actor for peer, actor in actors.items() if peer not in staying.values()]
         holding = set().union(*(held or {}).values())
         keep_on = [
             actor.release.remote(cut, -1, change) for actor in self._leaving if actor in holding
         ]
-        releases = [
-            self.actors[peer].release.remote(cut, peer.index, change if held is not None else 0)
-            for peer in staying
-        ]
-        layout, *_ = self.get([*releases, *keep_on], "let go of its roles")
-        self._router = Router()
+        releases = {
+            peer: actor.release.remote(
+                cut, peer.index, change if peer in staying and held is not None else 0
+            )
+            for peer, actor in self.actors.items()
+            if peer in staying or peer.role == "worker"
+        }
+        found = self.get([*releases.values(), *keep_on], "let go of its roles")
+        layout = found[list(releases).index(worker_peer(0))]
+        self.router = Router()
         self._take_up(config, replace(self.job.description, layout=layout), held, fresh=False)
 
     def settle(self, change: int) -> None:
@@ -406,7 +395,7 @@ class Cluster:
             scheduling_strategy=self.placement.strategy(beside),
         )
         keep_memory, lease = self.run_config.resources.keep_memory, self.lease.seconds
-        actor = made.remote(f"steepest {name}", self._token, threads, keep_memory, lease)
+        actor = made.remote(f"steepest {name}", self.token, threads, keep_memory, lease)
         self.lease.add(actor)
         return actor
 
@@ -423,12 +412,12 @@ class Cluster:
             peers = (*peers, COORDINATOR, server_peer(0))
             self._host_in_driver(initial)
         node = ray.get_runtime_context().get_node_id()
-        transport = make_transport(self.job, self._token, peers, node, self._router.destination)
-        self._router.use(transport)
-        self.client = host_client(self._router, self.job, index)
+        transport = make_transport(self.job, self.token, peers, node, self.router.destination)
+        self.router.use(transport)
+        self.client = host_client(self.router, self.job, index)
         for end in self.ends:
-            self._router.attach(connect(transport, end, self.run_config.deadlines.start))
-        self._router.start("steepest driver")
+            self.router.attach(connect(transport, end, self.run_config.deadlines.start))
+        self.router.start("steepest driver")
         if held is not None:  # before servers send what they have to all who join
             carry(held, self.holdings(), self.get)
         workers = {peer: actor for peer, actor in self.actors.items() if peer.role == "worker"}
@@ -440,21 +429,8 @@ class Cluster:
         flat = self.job.description.layout.allocate()
         if initial is not None:
             flat.numpy()[:] = self.get([initial], "send its weights")[0][0]
-        host_coordinator(self._router, self.job)
-        host_server(self._router, self.job, 0, flat)
-
-    def extend_deadline(self) -> None:
-        """Give processes that start from now on the full time to come up, see `get`."""
-        self._deadline = time.monotonic() + self.run_config.deadlines.start * (1 + _UP_FACTOR)
-
-    def get(self, refs: list[Any], what: str, *peers: Peer) -> list[Any]:
-        """Return what calls return that end before the starting deadline, see `results_of`.
-
-        The deadline is counted from the job's start, or from the last `extend_deadline`.
-        """
-        return results_of(
-            refs, what, peers, self._deadline, self.run_config.deadlines.start * (1 + _UP_FACTOR)
-        )
+        host_coordinator(self.router, self.job)
+        host_server(self.router, self.job, 0, flat)
 
     # -- running -------------------------------------------------------------------------------
 
@@ -467,104 +443,29 @@ class Cluster:
             ShutdownError: the router has ended.
         """
         try:
-            return self._router.call(function).result(self.run_config.deadlines.step)
+            return self.router.call(function).result(self.run_config.deadlines.step)
         except ShutdownError:
-            self.raise_if_dead()  # the better explanation
+            self.deaths.raise_if_dead()  # the better explanation
             raise
         except FutureTimeoutError:
             raise DeadlineError(
                 f"the driver's router was busy for {self.run_config.deadlines.step:g} s"
             ) from None
 
-    def raise_if_dead(
-        self,
-        suspect: Peer | None = None,
-        wait: float = 0.0,
-        *,
-        replaced: Callable[[Peer], bool] = lambda peer: False,
-    ) -> None:
-        """Raise PeerLostError if a process is dead that is not being replaced.
-
-        Args:
-            suspect: looked at first, since its death may be the cause of the others'.
-            wait: seconds that Ray has to notice a death.
-            replaced: says of a process whether its death is handled elsewhere.
+    def wait(self, future: Future[T], what: str) -> T:
+        """Return what a future of the router's thread holds, within `DeadlineConfig.step` seconds.
 
         Raises:
-            PeerLostError: a process is dead; the message has its host and last lines of output.
-            StepError: the driver's own router has ended by an error.
+            DeadlineError, PeerLostError
         """
-        if (
-            self._router.finished.done()
-            and (error := self._router.finished.exception()) is not None
-        ):
-            raise StepError(f"the driver's router ended: {error!r}") from error
-        if self.watches:
-            ray.wait(list(self.watches.values()), timeout=wait)
-        for peer in sorted(self.watches, key=lambda peer: peer != suspect):
-            if peer.role == "worker" and peer.index in {
-                *self.successors.starting,
-                *self.successors.moved,
-            }:
-                continue  # it is being replaced
-            if replaced(peer):
-                continue
-            if (cause := self.deaths.cause(peer)) is not None:
-                self.raise_lost(peer, cause)
-
-    def lost(self, peer: Peer, why: str) -> NoReturn:
-        """Raise PeerLostError for a role whose channel closed, with what Ray knows of it."""
-        self.raise_if_dead(process := self.process_of(peer), _CLOSE_SECONDS)
-        self.raise_lost(process, why)
-
-    def process_of(self, peer: Peer) -> Peer:
-        """Return the role under which the process that hosts a role is known in `actors`."""
-        if peer in self.actors or not self.actors:
-            return peer
-        if server_peer(0) in self.actors:
-            return server_peer(0)
-        return worker_peer(
-            peer.index if worker_peer(peer.index) in self.actors and self.job.num_workers > 1 else 0
-        )
-
-    def raise_lost(self, peer: Peer, why: str) -> NoReturn:
-        """Raise PeerLostError for a process, see `diagnostics.raise_lost`."""
-        raise_lost(peer, self.places.get(peer), why, self.deaths.traceback(peer))
-
-    @property
-    def step(self) -> int:
-        """Steps committed, as far as the driver has heard."""
-        return self.job.step_of(self.client.position.version)
-
-    def seat_of(self, peer: Peer) -> int:
-        """Return the number under which failures of a process' place are counted."""
-        return self.placement.order[peer.index] if peer.role == "worker" else -1 - peer.index
-
-    def lost_peers(self) -> set[Peer]:
-        """Return the peers whose channels to the driver have closed."""
-        return set(self._router.lost_peers)
-
-    def note(self, kind: str, line: str) -> None:
-        """Log what happened to processes in one line, and add it to `events`."""
-        self.events.append(Event(time.time(), kind, self.step, line))
-        log.warning("%s", line)
-
-    @property
-    def replaced(self) -> int:
-        """The number of processes that died and were replaced."""
-        return self.successors.count + (self.recovery.count if self.recovery is not None else 0)
-
-    def mend(self) -> None:
-        """Replace all processes that are dead by now; return when their successors have joined.
-
-        Raises:
-            PeerLostError: a process cannot be replaced, or has died too often.
-        """
-        if self.recovery is not None:
-            self.recovery.look()
-        self.successors.mend()
-        if self.recovery is not None and self.successors.moved:
-            self.recovery.look()
+        limit = self.run_config.deadlines.step
+        try:
+            return future.result(limit)
+        except FutureTimeoutError:
+            self.deaths.raise_if_dead()
+            raise DeadlineError(f"waited {limit:g} s in vain for {what}") from None
+        except PeerLostError as error:
+            self.deaths.lost(self.client.lost_peer or server_peer(0), str(error))
 
     # -- ending --------------------------------------------------------------------------------
 
@@ -577,7 +478,8 @@ class Cluster:
         self.disconnect()
         self.lease.end()
         if ray.is_initialized():
-            self.successors.end()
+            for end in self.ending:
+                end()
             for actor in [*self.actors.values(), *self._leaving]:
                 ray.kill(actor, no_restart=True)
             self.actors.clear()
@@ -586,8 +488,8 @@ class Cluster:
 
     def disconnect(self) -> None:
         """End the driver's end of the job: its router, channels and client."""
-        if self._router.transport is not None:
-            self._router.stop(_CLOSE_SECONDS)
-            self._router.transport.close()  # its thread did, unless it never began
+        if self.router.transport is not None:
+            self.router.stop(_CLOSE_SECONDS)
+            self.router.transport.close()  # its thread did, unless it never began
         if hasattr(self, "client"):
             self.client.close()

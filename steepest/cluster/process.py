@@ -15,7 +15,7 @@ import torch
 
 from steepest.cluster.lease import ProcessLease
 from steepest.cluster.locations import Place, make_transport
-from steepest.cluster.processor_time import processor_seconds
+from steepest.cluster.processor_time import processor_use
 from steepest.cluster.ray_private import name_process
 from steepest.cluster.remote_error import RemoteError
 from steepest.cluster.remote_functions import sent
@@ -181,9 +181,9 @@ class Process:
         if self._lease is not None:
             self._lease.renew()
 
-    def processor_seconds_of(self, pid: int) -> float | None:
-        """Return the processor time of a process of this node, see `processor_seconds`."""
-        return processor_seconds(pid)
+    def processor_use_of(self, pid: int) -> tuple[float, bool] | None:
+        """Return what a process of this node does with processors, see `processor_use`."""
+        return processor_use(pid)
 
     def lost_peers(self) -> list[Peer]:
         """Return the peers whose channels to this process have closed."""

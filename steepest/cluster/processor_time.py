@@ -9,14 +9,33 @@ _STOPPED = "TtXZ"  # stopped, traced, dead, defunct
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def processor_seconds(pid: int) -> float | None:
-    """Return the processor time that a process of this node has used; None if it can use no more.
+def processor_use(pid: int) -> tuple[float, bool] | None:
+    """Return what a process of this node does with processors; None if it is stopped or gone.
 
-    That is so when it is stopped, defunct or gone. May be called on any thread.
+    May be called on any thread.
+
+    Returns:
+        The processor time that it has used, in seconds, and whether one of its threads computes or
+        waits for a processor now. Where many processes share a processor a computing one may be
+        given little time.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        state, *fields = _fields(Path(f"/proc/{pid}/stat"))
     except OSError:
         return None
-    state, *fields = text.rpartition(")")[2].split()
-    return None if state in _STOPPED else (int(fields[10]) + int(fields[11])) / _TICKS
+    if state in _STOPPED:
+        return None
+    seconds = (int(fields[10]) + int(fields[11])) / _TICKS
+    return seconds, any(map(_is_runnable, Path(f"/proc/{pid}/task").glob("*/stat")))
+
+
+def _is_runnable(stat: Path) -> bool:
+    try:
+        return _fields(stat)[0] == "R"
+    except OSError:  # the thread has ended
+        return False
+
+
+def _fields(stat: Path) -> list[str]:
+    """Return the fields after the name: the state first."""
+    return stat.read_text().rpartition(")")[2].split()

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class Snapshots:
         self._request: _Request | None = None
         self._due = 0.0  # when the next one may be asked for
         self._notice = _NOTICE_SECONDS
+        self._costs: deque[float] = deque(maxlen=3)  # of the last snapshots, in seconds
         self._seen = (time.monotonic(), 0)  # when one was asked for last, and the version then
         self._told = False  # whether the user was told that there are none
 
@@ -203,7 +205,9 @@ class Snapshots:
         if request.version is not None:  # it waited for that version, which cost nothing
             cost = _COPYING * snapshot.seconds
         cost += max((each.seconds for each in own), default=0.0)
-        self._due = now + max(cost / _SHARE, _PAUSE_SECONDS)
+        # one that had to wait for a busy process says little of what the others will cost
+        self._costs.append(cost)
+        self._due = now + max(min(self._costs) / _SHARE, _PAUSE_SECONDS)
 
     def _answers(self, request: _Request) -> Sequence[WorkerState | None] | None:
         """Return each worker's own state; None if one is dead, or its model cannot tell it."""

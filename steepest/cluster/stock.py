@@ -25,6 +25,7 @@ class Copy:
         log: an empty log of that job.
         workers: what each worker alone had; empty where workers have nothing of their own, and
             where `found` names processes, because their workers are there too.
+        part: how many forms the job had before, of which there are logs.
     """
 
     job: Job
@@ -33,6 +34,7 @@ class Copy:
     found: RecoveredState
     log: CommitLog
     workers: Sequence[WorkerState] = ()
+    part: int = 0
 
     @property
     def step(self) -> int:

@@ -8,19 +8,21 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 from steepest.cluster.diagnostics import raise_step_error
 from steepest.cluster.launch import Cluster
+from steepest.cluster.supervisor import Supervisor
 from steepest.data.sampler import SamplePlan
-from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
+from steepest.engine.client import Client
+from steepest.errors import DeadlineError, PeerLostError, ShutdownError
 from steepest.messages.driver import Failure, Result, WorkerLost
 from steepest.messages.message import Peer
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-_LOOK_SECONDS = 1.0
-_SHORT_SECONDS = 0.02  # while a process starts that others wait for
+_SHORT_SECONDS = 0.02
+_LATER_SECONDS = 5.0  # that the coordinator has to say that a step is late, before the driver does
 
 
 def _unheard(step: int, plan: SamplePlan | None) -> Result:
@@ -29,63 +31,32 @@ def _unheard(step: int, plan: SamplePlan | None) -> Result:
     return Result(0, 0, step, samples, bytes_pushed=0, bytes_pulled=0, staleness=())
 
 
-class Change(Protocol):
-    """Something that is made between two steps, when it is ready."""
-
-    def ready(self) -> bool:
-        """Return whether it can be made at once."""
-
-    def apply(self) -> None:
-        """Make the change; no worker trains meanwhile."""
-
-    def cancel(self) -> None:
-        """Give the change up."""
-
-    def again(self) -> Change | None:
-        """Return what remains of the change when another one was made first."""
-
-
-class WorkerRange(Protocol):
-    """Bounds within which a job's size follows what the cluster has."""
-
-    def loss(self) -> Change | None:
-        """Return what must be changed at once, if anything."""
-
-    def look(self) -> Change | None:
-        """Return what should be changed, if anything."""
-
-    def fix(self, workers: int) -> None:
-        """Keep exactly that many workers from now on."""
-
-
 class Training:
     """Steps of one job.
 
     Args:
         cluster: its processes.
-        step_timeout: seconds.
+        supervisor: changes them.
 
     Attributes:
         cluster: its processes.
-        range: within which the number of workers changes by itself.
         running: whether workers are at work.
         samples, seconds, bytes_pushed, bytes_pulled: sums over all steps so far.
     """
 
-    def __init__(self, cluster: Cluster, step_timeout: float) -> None:
+    def __init__(self, cluster: Cluster, supervisor: Supervisor) -> None:
         self.running = False
         self.samples = 0
         self.seconds = 0.0
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self.cluster = cluster
-        self._timeout = step_timeout
-        self._change: Change | None = None
-        self._urgent = False  # whether it may not be replaced by another
-        self._later: Change | None = None
-        self.range: WorkerRange | None = None
+        self._supervisor = supervisor
+        self._timeout = cluster.run_config.deadlines.step
         self._began = 0.0  # of the steps that are being taken
         self._idle = True  # whether no granted step is left
+        self._silent_since = 0.0  # when the last outcome came
+        self._made_again = 0  # those of these that were, or will be, taken again
 
     @property
     def version(self) -> int:
@@ -109,64 +80,73 @@ class Training:
             stats: whether workers report loss and metrics.
             on_step: called with each result, in order.
         """
+        self._supervisor.settle()
         self._began = time.monotonic()
         self.running, self._idle = True, True
-        done, goal = self.step, end()
-        if self.cluster.recovery is not None:
-            self.cluster.recovery.snapshots.ensure()  # whoever dies in the first step is replaced
-        stop: int | None = None  # the number of steps after which workers stop for a change
+        goal = end()
+        self._supervisor.snapshots.ensure()  # for a death in the first step
+        self._heard()
         try:
-            self._ask(goal - done, stats)
-            while done < goal:
-                if stop is None and self._is_change_ready():
-                    stop = self._stop()
-                if stop is not None and done >= stop:
-                    self._make_change()
-                    done, stop, goal = self.step, None, end()
-                    self._ask(goal - done, stats)
-                    continue
-                outcome = self._next_outcome(stopping=stop is not None)
-                if outcome is None:
-                    continue
-                lost = self._loss(outcome)
-                if lost is not None and self._can_replace(lost[0]):
-                    done = self._recover(lost, done, on_step)
-                    stop, goal = None, end()
-                    self._ask(goal - done, stats)
-                    continue
-                done += 1
-                self._hand_on(outcome, on_step)
-            self._idle = True
-            if self._is_change_ready():  # workers stand still
-                self._make_change()
-            self._complete()
+            while self.step < goal:
+                goal = self._take_until(goal, end, stats, on_step)
+                self._idle = True
+                self._complete()  # which may set the job back
         finally:
             self._end()
 
-    def begin_snapshot(self) -> None:
-        """Have the state copied if there is no copy of it, for a death before training goes on."""
-        if self.cluster.recovery is not None:
-            self.cluster.recovery.snapshots.begin()
+    def _take_until(
+        self, goal: int, end: Callable[[], int], stats: bool, on_step: Callable[[Result], None]
+    ) -> int:
+        """Take steps until so many are committed, or as many as `end` says after a change."""
+        done, stop = self.step, None  # the number of steps after which workers stop for a change
+        client, plan = self.cluster.client, self.cluster.plan[0]
+        self._ask(goal - done, stats)
+        while done < goal:
+            due = self._supervisor.look(self.seconds + time.monotonic() - self._began)
+            if due == "soon" and stop is None:
+                stop = self._stop()
+            stopped = stop is not None and done >= stop
+            if due == "now" or stopped:
+                self._supervisor.change()
+            if self.cluster.client is not client:  # a callback may have had it changed, too
+                done = self._catch_up(client, plan, done, on_step)
+                client, plan, stopped = self.cluster.client, self.cluster.plan[0], True
+            if stopped:
+                stop, goal = None, end()
+                self._ask(goal - done, stats)
+            elif (outcome := self._next_outcome()) is not None:
+                done += 1
+                self._hand_on(outcome, on_step)
+        return goal
+
+    def lost_before(self) -> int:
+        """Return how many steps were lost between calls since the last time that it was asked."""
+        lost = self._supervisor.steps_lost - self._made_again
+        self._made_again = self._supervisor.steps_lost
+        return lost
 
     def _end(self) -> None:
         self.running = False
+        self._made_again = self._supervisor.steps_lost  # `end` counts from before they were lost
         self.seconds += time.monotonic() - self._began
         if not self._idle:
             self._revoke()
 
-    def _recover(self, lost: tuple[Peer, str], done: int, on_step: Callable[[Result], None]) -> int:
-        """Put the job together without a dead process; return how many steps are committed.
+    def _catch_up(
+        self,
+        before: Client,
+        plan: SamplePlan | None,
+        done: int,
+        on_step: Callable[[Result], None],
+    ) -> int:
+        """Hand on the results of steps before a change; return how many steps are committed.
 
         Args:
-            lost: the process, and the cause of its death.
+            before, plan: the job's client and plan before.
             done: the number of steps whose results were handed on.
-            on_step: called for each step that was committed before the death and not handed on.
+            on_step: called for each step that was committed before and not handed on.
         """
-        before, (plan, _), recovery = self.cluster.client, self.cluster.plan, self.cluster.recovery
-        assert recovery is not None
-        recovery.recover(*lost)
-        if (change := self._change) is not None:  # what was started for it fits no more
-            self._change, self._urgent = change.again(), False
+        self._heard()
         while done < self.step and not before.outcomes.empty():
             late = before.outcomes.get()
             if isinstance(late, Result):
@@ -177,16 +157,21 @@ class Training:
             self._hand_on(_unheard(done, plan), on_step)
         return self.step  # it may have been set back
 
-    def _hand_on(
-        self, outcome: Result | Failure | PeerLostError, on_step: Callable[[Result], None]
-    ) -> None:
-        if isinstance(outcome, PeerLostError):
-            self._raise_lost(outcome)
+    def _heard(self) -> None:
+        """Note that processes are at work now."""
+        self._silent_since = time.monotonic()
+
+    def _hand_on(self, outcome: Result | Failure, on_step: Callable[[Result], None]) -> None:
         if isinstance(outcome, Failure):
             self._idle = True  # the coordinator has taken the rest back already
             self._raise_failure(outcome)
         self._count(outcome)
         on_step(outcome)
+
+    def _count(self, result: Result) -> None:
+        self.samples += result.samples
+        self.bytes_pushed += result.bytes_pushed
+        self.bytes_pulled += result.bytes_pulled
 
     def _ask(self, steps: int, stats: bool) -> None:
         if steps <= 0:
@@ -204,84 +189,52 @@ class Training:
         try:
             return self.cluster.job.step_of(stopping.result(self._timeout))
         except PeerLostError as error:
-            if client.lost_peer is None or not self._can_replace(client.lost_peer):
+            if client.lost_peer is None or not self._supervisor.suspects(
+                client.lost_peer, str(error)
+            ):
                 self._raise_lost(error)
             return None
         except FutureTimeoutError:
-            self.cluster.raise_if_dead()
+            self.cluster.deaths.raise_if_dead()
             raise DeadlineError(
                 f"waited {self._timeout:g} s in vain for the coordinator to stop the workers"
             ) from None
 
-    def request(self, change: Change) -> None:
-        """Have something changed between two of the steps that are being taken; from any thread."""
-        if self._urgent:  # that is made first
-            earlier, self._later = self._later, change
-        else:
-            earlier, self._change = self._change, change
-        if earlier is not None:
-            earlier.cancel()
-
-    def _is_change_ready(self) -> bool:
-        try:
-            if (
-                self.range is not None
-                and not self._urgent
-                and (loss := self.range.loss()) is not None
-            ):
-                self._later, self._change, self._urgent = self._change, loss, True
-            elif self._change is None and self.range is not None:
-                self._change = self.range.look()
-            return self._change is not None and self._change.ready()
-        except SteepestError as error:
-            log.warning("%s", error)
-            if self._change is not None:
-                self._change.cancel()
-            self._change = None
-            return False
-
-    def surviving(self, change: Callable[[], None]) -> None:
-        """Make a change while no step is taken; once more if a process dies in the middle of it.
-
-        Raises:
-            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
-        """
-        recovery = self.cluster.recovery
-        while True:
-            try:
-                return change()
-            except (PeerLostError, DeadlineError):
-                if recovery is None or not recovery.resume():
-                    raise
-                self.cluster.mend()
-
-    def _make_change(self) -> None:
-        change, self._change, self._urgent = self._change, None, False
-        later, self._later = self._later, None
-        if change is not None:
-            try:
-                change.apply()
-            except (PeerLostError, DeadlineError):
-                if self.cluster.recovery is None or not self.cluster.recovery.resume():
-                    raise
-                later = later or change
-        if later is not None:
-            self._change = later.again()
-
     def _complete(self) -> None:
-        """Wait until copies that were lost are there again."""
-        recovery, deadline = (
-            self.cluster.recovery,
-            time.monotonic() + 5 * self.cluster.run_config.deadlines.start,
-        )
-        while (
-            recovery is not None and recovery.missing() is not None and time.monotonic() < deadline
-        ):
-            recovery.look()
-            if self._is_change_ready():
-                self._make_change()
-            else:
+        """Make the changes that are due, and wait until copies that were lost are there again."""
+        deadline = time.monotonic() + 5 * self.cluster.run_config.deadlines.start
+        while True:
+            if self._supervisor.look() is not None:
+                self._supervisor.change()
+            elif self._supervisor.lacks_copies and time.monotonic() < deadline:
                 time.sleep(_SHORT_SECONDS)
+            else:
+                return
+
+    def _next_outcome(self) -> Result | Failure | None:
+        """Return the next outcome; None when none comes soon, or the supervisor must look at one."""
+        supervisor = self._supervisor
+        try:
+            outcome = self.cluster.client.outcomes.get(timeout=supervisor.pause)
+        except queue.Empty:
+            self.cluster.deaths.raise_if_dead(replaced=supervisor.observation.can_replace)
+            # the coordinator's word first
+            if time.monotonic() - self._silent_since > self._timeout + _LATER_SECONDS:
+                raise DeadlineError(
+                    f"step {self.step + 1} was not committed within {self._timeout:g} s and "
+                    "the coordinator is mute"
+                ) from None
+            return None
+        self._heard()
+        if isinstance(outcome, WorkerLost):
+            supervisor.hear(outcome)
+            return None
+        lost = self._loss(outcome)
+        if lost is not None and supervisor.suspects(*lost):
+            return None
+        if isinstance(outcome, PeerLostError):
+            self._raise_lost(outcome)
+        return outcome
 
     def _loss(self, outcome: Result | Failure | PeerLostError) -> tuple[Peer, str] | None:
         """Return the role that is lost, and why, if an outcome says so."""
@@ -292,75 +245,13 @@ class Training:
             return outcome.peer, outcome.why
         return None
 
-    def _is_mended(self, process: Peer) -> bool:
-        """Return whether `_mend` handles the death of a process."""
-        return (
-            process.role == "worker" and self.cluster.job.workers_are_replaced
-        ) or self._can_replace(process)
-
-    def _can_replace(self, peer: Peer) -> bool:
-        recovery = self.cluster.recovery
-        return recovery is not None and recovery.can_replace(self.cluster.process_of(peer))
-
-    def _count(self, result: Result) -> None:
-        self.samples += result.samples
-        self.bytes_pushed += result.bytes_pushed
-        self.bytes_pulled += result.bytes_pulled
-
-    def _next_outcome(self, *, stopping: bool) -> Result | Failure | PeerLostError | None:
-        """Return the next outcome; None when a change is ready and none comes."""
-        deadline = (
-            time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
-        )  # the coordinator's word first
-        if self.cluster.recovery is not None:
-            self.cluster.recovery.snapshots.remember()
-        look = min(_LOOK_SECONDS, self.cluster.run_config.failure.heartbeat / 6)
-        while True:
-            try:
-                successors = self.cluster.successors
-                successors.look(self.seconds + time.monotonic() - self._began)
-                if successors.is_due() and (gone := self._mend(None)) is not None:
-                    return gone
-                timeout = _SHORT_SECONDS if successors.starting else look
-                outcome = self.cluster.client.outcomes.get(timeout=timeout)
-                if not isinstance(outcome, WorkerLost):
-                    return outcome
-                if (gone := self._mend(outcome)) is not None:
-                    return gone
-                deadline = time.monotonic() + self._timeout + 5 * _LOOK_SECONDS
-            except queue.Empty:
-                if (gone := self._mend(None)) is not None:
-                    return gone
-                if not stopping and self._is_change_ready():
-                    return None
-                self.cluster.raise_if_dead(
-                    replaced=self._is_mended
-                )  # who died since that can be is next
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"step {self.step + 1} was not committed within {self._timeout:g} s and "
-                        "the coordinator is mute"
-                    ) from None
-
-    def _mend(self, lost: WorkerLost | None) -> PeerLostError | None:
-        """Replace workers that died; return the loss of a process that only a recovery replaces."""
-        recovery = self.cluster.recovery
-        try:
-            if recovery is None or recovery.loss() is None:
-                self.cluster.successors.mend(lost, wait=False)
-        except PeerLostError:
-            if recovery is None or recovery.loss() is None:
-                raise
-        if recovery is None or (loss := recovery.loss()) is None:
-            return None
-        self.cluster.client.lost_peer = loss[0]
-        return PeerLostError(loss[1])
-
     def _revoke(self) -> None:
         """Take back steps after an error or Ctrl-C; those that were committed meanwhile stay."""
         client = self.cluster.client
         try:
-            self.wait(self.cluster.on_router(client.revoke), "the coordinator to stop the workers")
+            self.cluster.wait(
+                self.cluster.on_router(client.revoke), "the coordinator to stop the workers"
+            )
         except (PeerLostError, DeadlineError, ShutdownError):
             return  # nobody is left to be stopped; the first error says why
         while not client.outcomes.empty():
@@ -370,25 +261,11 @@ class Training:
 
     def _raise_failure(self, failure: Failure) -> NoReturn:
         if failure.reason == "deadline":
-            self.cluster.raise_if_dead()  # the better explanation
+            self.cluster.deaths.raise_if_dead()  # the better explanation
         if failure.reason == "lost":
             assert failure.peer is not None
-            self.cluster.lost(failure.peer, failure.why)
+            self.cluster.deaths.lost(failure.peer, failure.why)
         raise_step_error(failure, self.cluster.places)
 
-    def wait(self, future: Future[T], what: str) -> T:
-        """Return what a future holds, within the deadline.
-
-        Raises:
-            DeadlineError, PeerLostError
-        """
-        try:
-            return future.result(self._timeout)
-        except FutureTimeoutError:
-            self.cluster.raise_if_dead()
-            raise DeadlineError(f"waited {self._timeout:g} s in vain for {what}") from None
-        except PeerLostError as error:
-            self._raise_lost(error)
-
     def _raise_lost(self, error: PeerLostError) -> NoReturn:
-        self.cluster.lost(self.cluster.client.lost_peer or Peer("server", 0), str(error))
+        self.cluster.deaths.lost(self.cluster.client.lost_peer or Peer("server", 0), str(error))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from steepest.cluster.context import JobContext
 from steepest.cluster.locations import by_calls
 from steepest.transport.channel import Address
 from steepest.transport.ray_calls import Callee
-
-if TYPE_CHECKING:
-    from steepest.cluster.launch import Cluster
 
 _PAUSE_SECONDS = 0.05  # in `simple` workers only answer
 
 
 def connect_processes(
-    cluster: Cluster, initial: Any
+    context: JobContext, initial: Any
 ) -> tuple[list[Address | Callee], list[Address]]:
     """Have a job's processes open their roles, and connect them; the driver connects afterwards.
 
@@ -24,7 +22,7 @@ def connect_processes(
     one only, beside which the coordinator lives.
 
     Args:
-        cluster: the job, with its processes, their models bound.
+        context: the job, with its processes, their models bound.
         initial: a call that returns weights and buffers to begin with; None to keep what
             processes have.
 
@@ -32,13 +30,13 @@ def connect_processes(
         Where the driver, and a worker that joins later, connect to; and, by worker, where it
         listens for other workers.
     """
-    job, timeout = cluster.job, cluster.run_config.deadlines.start
-    workers = [actor for peer, actor in cluster.actors.items() if peer.role == "worker"]
-    servers = [actor for peer, actor in cluster.actors.items() if peer.role == "server"]
+    job, timeout = context.job, context.run_config.deadlines.start
+    workers = [actor for peer, actor in context.actors.items() if peer.role == "worker"]
+    servers = [actor for peer, actor in context.actors.items() if peer.role == "server"]
     in_driver = job.strategy.in_driver
     hosting = [] if in_driver else servers or workers
     others = [worker for worker in workers if worker not in hosting]
-    opened = _open(cluster, hosting, others, initial)
+    opened = _open(context, hosting, others, initial)
     listening = opened[len(hosting) :] if others else opened
     ends: list[Address | Callee] = list(opened)
     if by_calls(job.config):
@@ -55,26 +53,28 @@ def connect_processes(
             actor.connect.remote(to, timeout)
             for actor, to in zip(hosting[1:], earlier, strict=True)
         ]
-        cluster.get(calls, "connect the servers")
-        cluster.get([w.connect.remote(ends, timeout) for w in others], "connect the workers")
+        context.get(calls, "connect the servers")
+        context.get([w.connect.remote(ends, timeout) for w in others], "connect the workers")
     return ends, listening
 
 
-def _open(cluster: Cluster, hosting: list[Any], others: list[Any], initial: Any) -> list[Address]:
+def _open(
+    context: JobContext, hosting: list[Any], others: list[Any], initial: Any
+) -> list[Address]:
     """Have processes open their roles; return where each listens.
 
     Args:
         hosting: the processes of servers, which take turns; one alone hosts all servers.
         others: those of workers without servers.
     """
-    job, count = cluster.stored_job, cluster.job.num_servers
+    job, count = context.stored_job, context.job.num_servers
     dealt = [list(range(count))] if len(hosting) == 1 else [[i] for i in range(count)]
-    opened: list[Address] = cluster.get(
+    opened: list[Address] = context.get(
         [
             actor.open.remote(job, numbers, initial)
             for actor, numbers in zip(hosting, dealt, strict=bool(hosting))
         ],
         "open the servers",
     )
-    opening = [w.open.remote(job, [], initial, cluster.lives[i]) for i, w in enumerate(others)]
-    return opened + cluster.get(opening, "open the workers")
+    opening = [w.open.remote(job, [], initial, context.lives[i]) for i, w in enumerate(others)]
+    return opened + context.get(opening, "open the workers")

@@ -1,4 +1,4 @@
-"""Which processes continue a job after deaths, and where its state comes from: a pure function of what is known."""
+"""What becomes of a job's processes: a pure function of what is known of them and what is wanted."""
 
 from __future__ import annotations
 
@@ -8,44 +8,64 @@ from typing import Literal
 
 from steepest.messages.message import Peer
 
+Source = Literal["processes", "snapshot"]
+
 
 @dataclass(frozen=True)
 class World:
-    """A job's processes at one moment, when survivors stand still.
+    """A job's processes at one moment.
 
     Attributes:
         workers: number of workers, dead ones included.
         servers: number of processes that are servers only, dead ones included.
-        dead: the processes that are gone, at least one.
-        ready: those of `dead` in whose place another process stands ready.
+        dead: the processes that are gone.
+        leaving: living processes on nodes that will go.
+        ready: those of `dead` and `leaving` in whose place another process stands ready.
         worn_out: those of `dead` in whose place processes died too often; nobody takes it again.
-        whole: whether the survivors hold every chunk, at one version.
-        snapshot: whether the driver has a copy of everything.
+        stuck: whether a dead process held something without which the others take no step.
+        overdue: whether the others have waited long enough for the successors of dead workers.
+        full: whether the cluster has no room for the workers that leave.
+        joining: number of processes that stand ready to be further workers.
+        opening: number of processes that stand ready to be further servers.
+        whole: whether living processes hold every chunk, at one version.
+        snapshot: whether there is a copy of everything.
     """
 
     workers: int
     servers: int
-    dead: Set[Peer]
+    dead: Set[Peer] = frozenset()
+    leaving: Set[Peer] = frozenset()
     ready: Set[Peer] = frozenset()
     worn_out: Set[Peer] = frozenset()
+    stuck: bool = False
+    overdue: bool = False
+    full: bool = False
+    joining: int = 0
+    opening: int = 0
     whole: bool = True
     snapshot: bool = False
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the user allows, and what the strategy can do.
+    """What the user wants, and what the strategy can do.
 
     Attributes:
         least: the fewest workers that train without the others.
+        workers: the number of workers wanted.
+        servers: the number of processes wanted that are servers only.
         waits: whether a step waits for the successors of dead processes.
         movable: whether servers' chunks can go to other servers, and workers be renumbered, without
             processes that start anew.
+        switched: whether another strategy is wanted than the one that runs.
     """
 
     least: int
+    workers: int
+    servers: int
     waits: bool = False
     movable: bool = True
+    switched: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,16 +73,18 @@ class Transition:
     """The processes with which a job continues.
 
     Attributes:
-        source: where its state comes from: the surviving processes, or the driver's snapshot.
-        replaced: dead processes whose successors are part of the job before it continues.
-        left: dead workers without which the others continue; successors join later, but for those
-            whose place is worn out.
+        source: where its state comes from: living processes, or a snapshot.
+        replaced: processes whose successors are part of the job before it continues.
+        left: workers without which the others continue. Successors of dead ones join later, but for
+            those whose place is worn out.
+        workers: number of workers.
         servers: number of processes that are servers only.
     """
 
-    source: Literal["processes", "snapshot"]
+    source: Source
     replaced: frozenset[Peer]
     left: frozenset[Peer]
+    workers: int
     servers: int
 
 
@@ -79,29 +101,72 @@ class Impossible:
     why: str
 
 
-def decide(world: World, target: Target) -> Transition | Impossible:
-    """Return with which processes a job continues, or why it cannot.
+def decide(world: World, target: Target) -> Transition | Impossible | None:
+    """Return with which processes a job continues, or why it cannot; None to leave it as it is.
 
-    Survivors continue at once where they are enough; otherwise successors are awaited. Successors
-    that stand ready, all of them, are awaited in any case, because that takes no longer.
+    Deaths come first, then nodes that will go, then the numbers of workers and servers. It is asked
+    again after each transition, and whenever something has changed.
 
     Example:
         >>> dead = {Peer("worker", 1), Peer("server", 0)}
-        >>> found = decide(World(workers=4, servers=2, dead=dead), Target(least=2))
-        >>> found.left, found.servers, found.source
-        (frozenset({Peer(role='worker', index=1)}), 1, 'processes')
+        >>> world = World(workers=4, servers=2, dead=dead, stuck=True)
+        >>> found = decide(world, Target(least=2, workers=4, servers=2))
+        >>> found.left, found.workers, found.servers, found.source
+        (frozenset({Peer(role='worker', index=1)}), 3, 1, 'processes')
+    """
+    if world.dead:
+        return _without_the_dead(world, target)
+    if world.leaving:
+        return _away(world, target)
+    return _resized(world, target)
+
+
+def _without_the_dead(world: World, target: Target) -> Transition | Impossible | None:
+    """Return what becomes of a job after deaths.
+
+    Survivors continue at once where they are enough; otherwise successors are awaited. Where
+    survivors only miss workers, successors that stand ready join, and others are awaited until
+    they are overdue. Where they miss more, successors that stand ready, all of them, are awaited in
+    any case, because that takes no longer.
     """
     if not world.whole and not world.snapshot:
         return Impossible(min(world.dead), "too many died together: of some chunks no copy is left")
-    workers = frozenset(peer for peer in world.dead if peer.role == "worker")
-    servers = world.servers - (len(world.dead) - len(workers))
+    source: Source = "processes" if world.whole else "snapshot"
+    left = frozenset(peer for peer in world.dead if peer.role == "worker")
+    servers = world.servers - (len(world.dead) - len(left))
+    fewer = Transition(source, frozenset(), left, world.workers - len(left), servers)
     enough = target.movable and (
-        (not workers or world.workers - len(workers) >= max(target.least, 1))
+        (not left or fewer.workers >= max(target.least, 1))
         and (servers > 0 or servers == world.servers)
     )
-    source: Literal["processes", "snapshot"] = "processes" if world.whole else "snapshot"
     if world.worn_out and not enough:
         return Impossible(min(world.worn_out), "processes died there too often")
+    if not world.stuck:
+        if ready := frozenset(world.dead & world.ready):
+            return Transition(source, ready, frozenset(), world.workers, world.servers)
+        return fewer if enough and (world.overdue or world.worn_out) else None
     if enough and (world.worn_out or not (target.waits or world.dead <= world.ready)):
-        return Transition(source, frozenset(), workers, servers)
-    return Transition(source, frozenset(world.dead), frozenset(), world.servers)
+        return fewer
+    return Transition(source, frozenset(world.dead), frozenset(), world.workers, world.servers)
+
+
+def _away(world: World, target: Target) -> Transition | None:
+    """Return how processes leave nodes that will go; None while their successors start."""
+    leaving, ready = frozenset(world.leaving), world.leaving <= world.ready
+    if ready:
+        return Transition("processes", leaving, frozenset(), world.workers, world.servers)
+    left = frozenset(peer for peer in leaving if peer.role == "worker")
+    workers = world.workers - len(left)
+    if world.full and leaving - left <= world.ready and workers >= target.least:
+        return Transition("processes", leaving - left, left, workers, world.servers)
+    return None
+
+
+def _resized(world: World, target: Target) -> Transition | None:
+    """Return another number of workers or servers, or strategy, when its processes stand ready."""
+    workers = min(world.workers + world.joining, target.workers)
+    if target.servers > world.servers + world.opening:
+        return None
+    if (workers, target.servers) == (world.workers, world.servers) and not target.switched:
+        return None
+    return Transition("processes", frozenset(), frozenset(), workers, target.servers)

@@ -102,12 +102,12 @@ class _Run:
     def __init__(
         self, log: CommitLog, model_creator: ModelCreator, carried: _Carried | None
     ) -> None:
-        if log.commits and (
-            log.commits[0].version != log.start + 1 or (carried is None and log.start)
-        ):
+        begun = not log.commits or log.commits[0].version == log.start + 1
+        if not begun or (carried is None and log.start):
+            first = log.start if begun else log.commits[0].version - 1
             raise ConfigurationError(
-                f"the log begins at version {log.commits[0].version - 1}, where weights were set "
-                "or restored: a replay needs a run from its beginning"
+                f"the log begins at version {first}, where weights were set or restored: a replay "
+                "needs a run from its beginning"
             )
         models, self._job = _models_and_job(log, model_creator)
         if carried is not None and (

@@ -1,0 +1,181 @@
+"""What is known of a job's processes: where each runs, how it is called, what it is part of."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from steepest.cluster.diagnostics import has_raised, raise_remote
+from steepest.cluster.locations import Place
+from steepest.cluster.placement import Placement
+from steepest.config.run import RunConfig
+from steepest.data.sampler import SamplePlan
+from steepest.engine.client import Client
+from steepest.engine.job import Job
+from steepest.errors import DeadlineError, PeerLostError, ShutdownError
+from steepest.messages.message import Peer, server_peer, worker_peer
+from steepest.observe.results import Event
+from steepest.transport.channel import Address
+from steepest.transport.ray_calls import Callee
+from steepest.transport.router import Router
+
+log = logging.getLogger(__name__)
+#: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
+_UP_FACTOR = 4.0
+
+
+class JobContext:
+    """What is known of a job and its processes; it is changed by its own methods and `Cluster`'s alone.
+
+    Args:
+        run_config: as of `DistributedSGD`.
+        seed: of the order of samples.
+
+    Attributes:
+        client: the driver's end of the job; use it through `Cluster.on_router`.
+        job: its facts as it is now; `stored_job` is the same, in Ray's store.
+        actors, watches, places: by role, Ray's handle of the process, a call that ends when the
+            process does, and where it runs.
+        lives: by worker, its incarnation.
+        placement: the seats reserved for workers.
+        plan: which samples belong to which worker, and the seed, for workers that join later.
+        events: what happened to processes, oldest first.
+        awaited: dead processes whose deaths are being handled.
+        router: of the driver.
+        token: the job's secret.
+        ends, listening: see `connect_processes`.
+    """
+
+    client: Client
+    job: Job
+    stored_job: Any
+    ends: list[Address | Callee]
+    listening: list[Address]
+
+    def __init__(self, run_config: RunConfig, seed: int) -> None:
+        self.run_config = run_config
+        self.actors: dict[Peer, Any] = {}
+        self.watches: dict[Peer, Any] = {}
+        self.places: dict[Peer, Place] = {}
+        self.lives: Counter[int] = Counter()
+        self.placement = Placement()
+        self.plan: tuple[SamplePlan | None, int] = (None, seed)
+        self.events: list[Event] = []
+        self.awaited: Set[Peer] = frozenset()
+        self.router = Router()
+        self.token = secrets.token_bytes(32)
+        self.extend_deadline()
+
+    def process_of(self, peer: Peer) -> Peer:
+        """Return the role under which the process that hosts a role is known in `actors`."""
+        if peer in self.actors or not self.actors:
+            return peer
+        if server_peer(0) in self.actors:
+            return server_peer(0)
+        return worker_peer(
+            peer.index if worker_peer(peer.index) in self.actors and self.job.num_workers > 1 else 0
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps committed, as far as the driver has heard."""
+        return self.job.step_of(self.client.position.version)
+
+    def seat_of(self, peer: Peer) -> int:
+        """Return the number under which failures of a process' place are counted."""
+        return self.placement.order[peer.index] if peer.role == "worker" else -1 - peer.index
+
+    def lost_peers(self) -> set[Peer]:
+        """Return the peers whose channels to the driver have closed."""
+        return set(self.router.lost_peers)
+
+    def note(self, kind: str, line: str) -> None:
+        """Log what happened to processes in one line, and add it to `events`."""
+        self.events.append(Event(time.time(), kind, self.step, line))
+        log.warning("%s", line)
+
+    def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
+        """Note which samples belong to which worker from now on, see `plan`."""
+        self.plan = (plan, seed)
+
+    def shift_schedule(self, updates: int) -> None:
+        """Note that the learning-rate schedule stands some updates further than the steps say."""
+        self.job = replace(self.job, schedule_offset=self.job.schedule_offset + updates)
+
+    def await_successors(self, dead: Collection[Peer]) -> None:
+        """Note which dead processes are being replaced or done without; others are an error."""
+        self.awaited = frozenset(dead)
+
+    def extend_deadline(self) -> None:
+        """Give processes that start from now on the full time to come up, see `get`."""
+        self._deadline = time.monotonic() + self.run_config.deadlines.start * (1 + _UP_FACTOR)
+
+    def get(self, refs: list[Any], what: str, *peers: Peer) -> list[Any]:
+        """Return what calls return that end before the starting deadline, see `results_of`.
+
+        The deadline is counted from the job's start, or from the last `extend_deadline`.
+        """
+        return results_of(
+            refs, what, peers, self._deadline, self.run_config.deadlines.start * (1 + _UP_FACTOR)
+        )
+
+    def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
+        """Note that another process is a worker now.
+
+        Args:
+            peer: the worker.
+            actor: Ray's handle.
+            place: where the process runs.
+            listening: where it listens for other workers.
+        """
+        self.lives[peer.index] += 1
+        self.actors[peer], self.watches[peer] = actor, actor.watch.remote()
+        self.places[peer], self.listening[peer.index] = place, listening
+
+
+def results_of(
+    refs: list[Any], what: str, peers: Sequence[Peer], deadline: float, limit: float
+) -> list[Any]:
+    """Return what calls of a job's processes return, while it starts or is put together anew.
+
+    Args:
+        refs: the calls.
+        what: the processes are asked to do, for errors.
+        peers: that are called, in the order of `refs`; may be empty.
+        deadline: until when to wait, of `time.monotonic`.
+        limit: the seconds that the deadline allowed, for errors.
+
+    Raises:
+        ModelRaisedError: the user's code raised; its traceback is the cause. Our own errors are
+            raised as they are.
+        PeerLostError: a process died.
+        DeadlineError: not all calls ended before the deadline.
+    """
+    try:
+        results: list[Any] = ray.get(refs, timeout=max(deadline - time.monotonic(), 0.1))
+    except ray.exceptions.GetTimeoutError:
+        _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+        late = [str(peers[refs.index(ref)]) for ref in waiting] if peers else [str(len(waiting))]
+        raise DeadlineError(
+            f"{', '.join(late)} of {len(refs)} processes did not {what} within {limit:g} s: raise "
+            "DeadlineConfig(start=...)"
+        ) from None
+    except ray.exceptions.RayTaskError as error:
+        raised = (str(peer) for ref, peer in zip(refs, peers, strict=False) if has_raised(ref))
+        name = next(raised, "a process")
+        try:
+            raise_remote(error, name, what)
+        except ShutdownError as ended:  # its router, not this trainer
+            raise PeerLostError(f"{name} ended before it could {what}") from ended
+    except ray.exceptions.RayActorError as error:
+        raise PeerLostError(
+            f"a process died before it could {what}: {' '.join(str(error).split())}"
+        ) from error
+    return results

@@ -1,0 +1,197 @@
+"""Room and seats for further workers, as the cluster has them or as the user asks for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import ray
+
+from steepest.cluster.launch import Cluster
+from steepest.cluster.locations import by_calls
+from steepest.cluster.placement import ask_for_room, check_possible, fitting, may_grow
+from steepest.cluster.starting import Starting
+from steepest.config.strategies import StrategyConfig
+from steepest.errors import ResourcesError
+
+_LOOK_SECONDS = 1.0
+_LONGEST_PAUSE = 60.0
+
+
+class Room:
+    """Room for workers that was asked for.
+
+    Args:
+        cluster: the job's processes.
+        workers: how many.
+        without: ids of nodes that are not to be used.
+
+    Raises:
+        ResourcesError: the job runs in a placement group of somebody else's, which has no more
+            places; or the cluster can never have that room.
+    """
+
+    def __init__(self, cluster: Cluster, workers: int, without: Collection[str]) -> None:
+        self.began = time.monotonic()
+        self._cluster = cluster
+        self._reservation = ask_for_room(workers, cluster.bundle, without)
+        self._placed = self._reservation.group.ready()  # once: each call asks anew
+
+    @property
+    def is_there(self) -> bool:
+        """Whether Ray has placed it."""
+        return bool(ray.wait([self._placed], timeout=0)[0])
+
+    def take(self) -> list[int]:
+        """Add the room to the job's; return the new seats."""
+        placement = self._cluster.placement
+        before = len(placement.order)
+        placement.add(self._reservation)
+        return placement.order[before:]
+
+    def release(self) -> None:
+        """Give the room back."""
+        self._reservation.release()
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A dead worker without which the others continue.
+
+    Attributes:
+        index: its number then.
+        seat: where it ran, and its successor will run.
+        cause: of its death.
+    """
+
+    index: int
+    seat: int
+    cause: str
+
+
+class Growth:
+    """Starts the processes that a job lacks.
+
+    Args:
+        cluster: the job's processes.
+        starting: those that start.
+
+    Attributes:
+        absent: workers that died and have no successor yet.
+        asked: whether the user has asked for the number of workers or servers that is wanted.
+    """
+
+    def __init__(self, cluster: Cluster, starting: Starting) -> None:
+        self.absent: list[Absent] = []
+        self.asked = False
+        self._cluster = cluster
+        self._starting = starting
+        self._room: Room | None = None
+        self._looked = time.monotonic()
+        self._pause = _LOOK_SECONDS
+
+    def start_missing(self, most: int, config: StrategyConfig) -> None:
+        """Start processes of workers and servers that are wanted and that there is room for.
+
+        Args:
+            most: the number of workers wanted.
+            config: the strategy wanted.
+
+        Raises:
+            ResourcesError: there has been no room for `DeadlineConfig.start` seconds, or there can
+                be none.
+        """
+        cluster, starting = self._cluster, self._starting
+        self._start_absent(most)
+        missing = most - cluster.job.num_workers - len(starting.workers)
+        if missing < 0:
+            starting.give_up(starting.workers[missing:])
+        if self._room is not None:
+            self._take_room()
+        elif missing > 0:
+            self._start_workers(missing)
+        if self._room is None:
+            # one who died may come back late: no server is placed beside that seat until then
+            coming = sum(not start.cause or start.is_up for start in starting.workers)
+            self._start_servers(config, min(cluster.job.num_workers + coming, most))
+
+    def _start_absent(self, most: int) -> None:
+        starting = self._starting
+        while self.absent and self._cluster.job.num_workers + len(starting.workers) < most:
+            absent = self.absent.pop(0)
+            starting.workers.append(starting.worker(absent.index, absent.seat, absent.cause))
+        if self._cluster.job.num_workers + len(starting.workers) >= most:
+            self.absent.clear()
+
+    def _free_seats(self) -> list[int]:
+        order, taken = self._cluster.placement.order, {start.seat for start in self._starting}
+        return [seat for seat in order[self._cluster.job.num_workers :] if seat not in taken]
+
+    def _start_workers(self, missing: int) -> None:
+        """Start workers on free seats, and ask for room for others, where that is of use."""
+        cluster, placement, free = self._cluster, self._cluster.placement, self._free_seats()
+        now = time.monotonic()
+        if not self.asked:
+            worn_out = len(placement.retired) > cluster.job.num_workers + missing
+            if now - self._looked < self._pause or worn_out:
+                return
+            self._looked = now
+            missing = min(missing, fitting(cluster.bundle) + len(free))
+            if missing < 1:
+                return
+            # what is free may be in pieces: then it asks more rarely
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        if (further := missing - len(free)) > 0:
+            workers = cluster.job.num_workers + missing
+            check_possible(workers, cluster.bundle, ray.nodes(), may_grow())
+            self._room = Room(cluster, further, placement.failing)
+            return
+        self._begin(free[:missing])
+
+    def _begin(self, seats: Collection[int]) -> None:
+        starting = self._starting
+        for seat in seats:
+            index = self._cluster.job.num_workers + len(starting.workers)
+            starting.workers.append(starting.worker(index, seat))
+
+    def _take_room(self) -> None:
+        """Start workers where room has been found; give it up after a while."""
+        assert self._room is not None
+        limit = self._cluster.run_config.deadlines.start
+        if self._room.is_there:
+            self._room.take()
+            self._room = None
+            self._begin(self._free_seats())
+        elif time.monotonic() - self._room.began >= limit:
+            self.cancel()
+            raise ResourcesError(
+                f"the cluster has had no room for more workers for {limit:g} s: training goes on "
+                f"with {self._cluster.job.num_workers}; stop what holds the rest, or add nodes"
+            )
+
+    def _start_servers(self, config: StrategyConfig, workers: int) -> None:
+        """Start servers that are wanted when there are so many workers."""
+        cluster, servers = self._cluster, self._starting.servers
+        if by_calls(config):
+            return  # `Cluster.reform` starts all of them anew
+        have = sum(peer.role == "server" for peer in cluster.actors)
+        wanted = cluster.serving(config, workers)
+        if have + len(servers) > wanted:
+            self._starting.give_up(servers[max(wanted - have, 0) :])
+        elif have + len(servers) < wanted:
+            started = cluster.start_servers(config, workers, have + len(servers))
+            for peer, actor in started.items():
+                servers.append(self._starting.server(peer, actor=actor))
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether processes are on their way."""
+        return self._room is not None or bool(self._starting.workers or self._starting.servers)
+
+    def cancel(self) -> None:
+        """Give up room that was asked for, and the processes that start."""
+        if self._room is not None:
+            self._room.release()
+            self._room = None
+        self._starting.give_up([*self._starting.workers, *self._starting.servers])

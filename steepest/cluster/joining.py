@@ -1,0 +1,166 @@
+"""A successor takes a dead worker's place while the others stay as they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from functools import partial
+
+import ray
+
+from steepest.cluster.launch import Cluster
+from steepest.cluster.locations import Place
+from steepest.cluster.observation import Observation
+from steepest.cluster.starting import Start
+from steepest.elastic.decision import Transition
+from steepest.engine.job import check_agreement
+from steepest.engine.replicas import all_states, mean_states
+from steepest.errors import DeadlineError, PeerLostError
+from steepest.messages.message import Peer, worker_peer
+from steepest.tensors.dtypes import Tensors
+
+_LOOK_SECONDS = 0.1
+_NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
+
+
+class Joining:
+    """Has successors join a job whose workers hold nothing that others need.
+
+    Args:
+        cluster: the job's processes.
+        observation: the processes that were started for it.
+    """
+
+    def __init__(self, cluster: Cluster, observation: Observation) -> None:
+        self._cluster = cluster
+        self._observation = observation
+        self._joined: set[Peer] = set()  # since the last time that nobody was missing
+
+    def join(self, transition: Transition, dead: Mapping[Peer, str]) -> int | None:
+        """Have successors take dead workers' places while the others stay as they are.
+
+        Args:
+            transition: names the workers.
+            dead: all dead workers.
+
+        Returns:
+            How many have joined: fewer if a process died meanwhile. None if it cannot be done so:
+            a successor runs on another node than its predecessor, and who shares a host with whom
+            is another question then.
+
+        Raises:
+            PeerLostError, DeadlineError: a process did not do its part, and none has died.
+            ModelError, ModelRaisedError: a successor could not build the job's model.
+        """
+        cluster, starting = self._cluster, self._observation.starting
+        starts = {peer: starting.instead[peer] for peer in sorted(transition.replaced)}
+        moved = [p for p, start in starts.items() if start.place.node != cluster.places[p].node]
+        if transition.left or moved:
+            return None
+        missing = set(dead)
+        for peer, start in starts.items():
+            old, step = cluster.places[peer], cluster.step + 1
+            try:
+                self._join(peer, start, missing)
+            except BaseException as error:
+                died = isinstance(error, (PeerLostError, DeadlineError))
+                struck = died and self._is_struck(peer, start)
+                starting.give_up([start])
+                if struck:
+                    break
+                raise
+            missing.remove(peer)
+            starting.joined([start.actor])
+            self._tell_of(peer, start, old, step)
+        cluster.await_successors(missing)
+        self._observation.refill_reserve()
+        return len(dead) - len(missing)
+
+    def _is_struck(self, peer: Peer, start: Start) -> bool:
+        """Return whether a process that was about to join, or one of the job's, is dead."""
+        observation, watches = self._observation, self._cluster.watches
+        dead = set(observation.dead())
+        patience = max(_NOTICE_SECONDS, 2 * self._cluster.run_config.failure.heartbeat)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            observation.ask_for_signs()  # one may be cut off
+            if start.is_gone:
+                observation.failed_to_start(peer, late=False)
+                return True
+            if set(observation.dead()) > dead:
+                return True
+            alive = [watch for other, watch in watches.items() if other not in dead]
+            ray.wait([start.watch, *alive], timeout=_LOOK_SECONDS)
+        return False
+
+    def _tell_of(self, peer: Peer, start: Start, old: Place, step: int) -> None:
+        cluster, took = self._cluster, time.monotonic() - start.began
+        together = cluster.job.strategy.rule.together
+        repeated = "the step is taken again" if together else "the others went on"
+        cluster.note(
+            "replaced",
+            f"{peer} on {old.host} (pid {old.pid}) died in step {step}: {start.cause}; "
+            f"pid {cluster.places[peer].pid} has taken its place after {took:.1f} s; {repeated}, "
+            "no update and no sample is lost",
+        )
+
+    def _join(self, peer: Peer, start: Start, missing: Collection[Peer]) -> None:
+        """Have a process that is up, on the node of its predecessor, take the place of a worker.
+
+        Args:
+            peer: the worker.
+            start: the process.
+            missing: dead workers, with this one.
+        """
+        cluster, actor, job = self._cluster, start.actor, self._cluster.job
+        cluster.extend_deadline()
+        life, timeout = cluster.lives[peer.index] + 1, cluster.run_config.deadlines.start
+        described, place = cluster.get(start.building, "build the model again", peer, peer)
+        check_agreement(job.description, described, "the job", str(peer))
+        states = self._states_of_the_others(missing)
+        mean = mean_states(states, [1.0] * len(states)) if states else None
+        cluster.get(
+            [actor.bind.remote(cluster.stored_job, cluster.chosen.gpu)], "bind the model again"
+        )
+        opening = actor.open.remote(cluster.stored_job, [], None, life)
+        (address,) = cluster.get([opening], "open a worker again")
+        cluster.get([actor.take_state.remote(*cluster.plan, mean)], "take the others' state")
+        cluster.get([actor.connect.remote(cluster.ends, timeout)], "connect a worker again")
+        cluster.substitute(peer, actor, place, address)
+        self._joined.add(peer)
+        self._tell([worker for worker in self._living() if worker not in missing or worker == peer])
+        if len(missing) == 1:  # all have weights again
+            self._joined.clear()
+
+    def _living(self) -> list[Peer]:
+        cluster = self._cluster
+        workers = map(worker_peer, range(cluster.job.num_workers))
+        return [peer for peer in workers if cluster.deaths.cause(peer) is None]
+
+    def _states_of_the_others(self, missing: Collection[Peer]) -> list[Tensors]:
+        """Return the buffers of all workers' replicas that have weights.
+
+        Where all contribute to each version, a successor that has joined is sent weights when no
+        other is missing.
+        """
+        having = [
+            peer.index
+            for peer in self._living()
+            if peer not in missing and peer not in self._joined
+        ]
+        return all_states(partial(self._cluster.workers.call, workers=having)) if having else []
+
+    def _tell(self, workers: Collection[Peer]) -> None:
+        """Have workers learn where all others listen; a worker that dies meanwhile is left out."""
+        cluster = self._cluster
+        calls = {
+            peer: cluster.actors[peer].join.remote(cluster.stored_job, cluster.listening)
+            for peer in workers
+        }
+        for peer, call in calls.items():
+            try:
+                cluster.get([call], "join again")
+            except PeerLostError:
+                ray.wait([cluster.watches[peer]], timeout=_NOTICE_SECONDS)
+                if cluster.deaths.cause(peer) is None:
+                    raise

@@ -1,0 +1,244 @@
+"""Processes on their way into a job: in dead ones' places, as further ones, and kept in reserve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from steepest.cluster.diagnostics import has_answered, never_ran
+from steepest.cluster.launch import Cluster
+from steepest.cluster.locations import Place
+from steepest.errors import ResourcesError
+from steepest.messages.message import Peer, worker_peer
+from steepest.tensors.layout import ChunkSpec
+
+_ANSWER_SECONDS = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """A process that starts.
+
+    Attributes:
+        peer: the role for which it starts; a worker's models are built for that number.
+        seat: in or beside which it runs; None for a server that is placed as the job's size says.
+        actor: Ray's handle.
+        watch: a call that ends when the process does.
+        building: calls that have ended when it is up; the last one returns its `Place`, the first
+            one of a worker the `Description` of its model.
+        began: when the first process was started for this, of `time.monotonic`.
+        cause: of the death of the process in whose place it starts; "" if none died.
+        spare: whether it was kept in reserve.
+        cut: how a worker's models are cut into chunks.
+    """
+
+    peer: Peer
+    seat: int | None
+    actor: Any
+    watch: Any
+    building: list[Any]
+    began: float
+    cause: str = ""
+    spare: bool = False
+    cut: ChunkSpec | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it can join: all calls have ended, if by an error of the user's code."""
+        done, _ = ray.wait(self.building, num_returns=len(self.building), timeout=0)
+        return len(done) == len(self.building) and not self.is_gone
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process died, or could never run."""
+        ended, _ = ray.wait([self.watch], timeout=0)
+        return bool(ended) or any(never_ran(call) for call in self.building)
+
+    @property
+    def was_up(self) -> bool:
+        """Whether it had come up, though it may have died since."""
+        return all(has_answered(call) for call in self.building)
+
+    @property
+    def place(self) -> Place:
+        """Where it runs; it must be up."""
+        found: Place = ray.get(self.building[-1])
+        return found
+
+
+class Starting:
+    """Starts a job's processes, while it trains.
+
+    Args:
+        cluster: the job's processes.
+
+    Attributes:
+        instead: processes that start in the places of others, by the role of these.
+        workers: processes that will be further workers.
+        servers: processes that will be further servers.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.instead: dict[Peer, Start] = {}
+        self.workers: list[Start] = []
+        self.servers: list[Start] = []
+        self._cluster = cluster
+
+    def __iter__(self) -> Iterator[Start]:
+        """Iterate over all of them."""
+        return iter([*self.instead.values(), *self.workers, *self.servers])
+
+    def worker(self, index: int, seat: int, cause: str = "", actor: Any = None) -> Start:
+        """Start a worker's process, and have it build its models.
+
+        Args:
+            index: of the worker.
+            seat: in which it runs.
+            cause: see `Start`.
+            actor: a process kept in reserve that becomes the worker; None to start one.
+        """
+        spare, cluster = actor is not None, self._cluster
+        actor = actor or cluster.start_worker(index, seat)
+        building = self._building(actor, index)
+        cut, now = self._cluster.job.strategy.cut, time.monotonic()
+        watch = actor.watch.remote()
+        return Start(worker_peer(index), seat, actor, watch, building, now, cause, spare, cut)
+
+    def server(
+        self,
+        peer: Peer,
+        cause: str = "",
+        actor: Any = None,
+        *,
+        seat: int | None = None,
+        spare: bool = False,
+    ) -> Start:
+        """Start a server's process.
+
+        Args:
+            peer: the server.
+            cause: see `Start`.
+            actor: a process that becomes the server; None to start one.
+            seat: beside which it runs; None for where a job of this size has it.
+            spare: whether `actor` was kept in reserve.
+        """
+        actor = actor or self._cluster.start_server(peer.index, seat)
+        building = [actor.reserve.remote(self._cluster.job.description.layout.nbytes)]
+        building.append(actor.place.remote())
+        now, watch = time.monotonic(), actor.watch.remote()
+        return Start(peer, seat, actor, watch, building, now, cause, spare)
+
+    def _building(self, actor: Any, index: int) -> list[Any]:
+        cluster, job = self._cluster, self._cluster.job
+        built = actor.build.remote(
+            cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut
+        )
+        return [built, actor.place.remote()]
+
+    def fitting(self, start: Start, index: int) -> Start:
+        """Return a worker that has, or builds, the models of a number, cut as the job's are now."""
+        cut = self._cluster.job.strategy.cut
+        if (start.peer.index, start.cut) == (index, cut):
+            return start
+        building = self._building(start.actor, index)
+        return replace(start, peer=worker_peer(index), building=building, cut=cut)
+
+    def again(self, start: Start) -> Start:
+        """Return the start of another process if one has died before it was up; else the same.
+
+        Raises:
+            ResourcesError: it has not come up for five times `DeadlineConfig.start` seconds.
+        """
+        limit = 5 * self._cluster.run_config.deadlines.start
+        late = time.monotonic() - start.began > limit
+        if late and not start.is_up:
+            raise ResourcesError(
+                f"the process of another {start.peer.role} did not come up within {limit:g} s"
+            )
+        if not start.is_gone:
+            return start if start.peer.role == "server" else self.fitting(start, start.peer.index)
+        if start.peer.role == "server":
+            other = self.server(start.peer, start.cause, seat=start.seat)
+        else:
+            assert start.seat is not None
+            other = self.worker(start.peer.index, start.seat, start.cause)
+        return replace(other, began=start.began)
+
+    def joined(self, members: Collection[Any]) -> None:
+        """Forget the processes that are part of the job by now.
+
+        Args:
+            members: Ray's handles of the job's processes.
+        """
+        self.instead = {p: s for p, s in self.instead.items() if s.actor not in members}
+        self.workers = [start for start in self.workers if start.actor not in members]
+        self.servers = [start for start in self.servers if start.actor not in members]
+
+    def give_up(self, starts: Iterable[Start]) -> None:
+        """End some of the processes."""
+        gone = list(starts)
+        for start in gone:
+            ray.kill(start.actor, no_restart=True)
+        self.joined([start.actor for start in gone])
+
+
+class Reserve:
+    """Spare processes, which have imported what a worker needs.
+
+    Args:
+        cluster: the job's processes.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._spares: list[tuple[Any, Any]] = []  # actors, and the call that says where they are
+
+    @property
+    def are_up(self) -> bool:
+        """Whether all spare processes are up."""
+        return all(has_answered(placing) for _, placing in self._spares)
+
+    def fill(self, wanted: int) -> None:
+        """Start spare processes until there are so many."""
+        cluster = self._cluster
+        for number in range(len(self._spares), wanted):
+            cpus = cluster.run_config.resources.cpus_per_worker
+            actor = cluster.start_process("spare", number, 0, 0, 1, cpus)
+            actor.prepare.remote(cluster.creator)
+            self._spares.append((actor, actor.place.remote()))
+
+    def take(self, node: str) -> Any | None:
+        """Return a spare process on a node, if one is up; it is a spare no more."""
+        for spare in list(self._spares):
+            actor, placing = spare
+            ready, _ = ray.wait([placing], timeout=0)
+            if not ready:
+                continue
+            try:
+                found: Place = ray.get(placing)
+                ray.get(actor.place.remote(), timeout=_ANSWER_SECONDS)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                self._spares.remove(spare)
+                continue
+            if found.node == node:
+                self._spares.remove(spare)
+                return actor
+        return None
+
+    def leave(self, nodes: Collection[str]) -> None:
+        """End spare processes on nodes that will go."""
+        for spare in list(self._spares):
+            actor, placing = spare
+            if has_answered(placing) and ray.get(placing).node in nodes:
+                self._spares.remove(spare)
+                ray.kill(actor, no_restart=True)
+
+    def end(self) -> None:
+        """End all spare processes."""
+        for actor, _ in self._spares:
+            ray.kill(actor, no_restart=True)
+        self._spares.clear()

@@ -1,0 +1,86 @@
+"""What the user wants of a job's processes: asked for, granted when they are there, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from steepest.cluster.launch import Cluster
+from steepest.cluster.observation import Observation, Wanted
+from steepest.config.strategies import StrategyConfig
+from steepest.errors import ResourcesError, SteepestError
+
+
+class Wishes:
+    """Changes what is wanted of a job's processes.
+
+    Args:
+        cluster: the job's processes.
+        observation: has what is wanted.
+    """
+
+    def __init__(self, cluster: Cluster, observation: Observation) -> None:
+        self._cluster = cluster
+        self._observation = observation
+        self._before: Wanted | None = None  # what was wanted before the user asked for a change
+        self._refused: SteepestError | None = None
+
+    def want(self, config: StrategyConfig, workers: int | None) -> None:
+        """Ask for another strategy, or number of servers or workers.
+
+        Args:
+            config: the strategy.
+            workers: exactly so many from now on; None to leave that as it is.
+
+        Raises:
+            ConfigurationError: processes could not talk as the strategy has it.
+            ResourcesError: the cluster can never have room for these processes. Nothing has changed
+                then.
+        """
+        self._cluster.check_ways(config)
+        observation, before = self._observation, self._observation.wanted
+        exactly = None if workers is None else Wanted.exactly(config, workers)
+        observation.wanted = exactly or replace(before, config=config)
+        observation.growth.asked, self._refused = True, None
+        self._before = self._before or before
+        if not observation.dead():
+            try:
+                observation.start_missing()
+            except ResourcesError:
+                self._take_back()
+                raise
+
+    def refuse(self, error: SteepestError) -> None:
+        """Want what there is, because processes cannot be had; `are_granted` raises why, once."""
+        self._refused = error if self._before is not None else None
+        self._take_back()
+
+    def _take_back(self) -> None:
+        observation, before = self._observation, self._before
+        observation.growth.cancel()
+        observation.growth.asked, self._before = False, None
+        if before is not None:
+            most = self._cluster.job.num_workers if before.exact else before.most
+            observation.wanted = replace(before, most=most)
+
+    @property
+    def _is_granted(self) -> bool:
+        wanted, job = self._observation.wanted, self._cluster.job
+        return wanted.config == job.config and (not wanted.exact or wanted.most == job.num_workers)
+
+    def end_if_granted(self) -> None:
+        """Note that the user has what was asked for, if it is so."""
+        if self._before is not None and self._is_granted:
+            self._before, self._observation.growth.asked = None, False
+
+    def are_granted(self) -> bool:
+        """Return whether nothing is outstanding that the user has asked for.
+
+        Raises:
+            SteepestError: what was asked for was refused for this reason; what was wanted before is
+                wanted again.
+        """
+        self.end_if_granted()
+        if self._refused is not None:
+            refused, self._refused = self._refused, None
+            raise refused
+        return self._before is None
