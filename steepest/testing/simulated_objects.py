@@ -1,0 +1,161 @@
+"""Objects of a simulated Ray: results of calls, and values that are kept, pickled as Ray does."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+import ray as real
+from ray import cloudpickle
+
+from steepest.testing.virtual_primitives import Future
+from steepest.testing.virtual_threads import Scheduler, Waiters
+
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+class ByReference:
+    """Something that a pickle refers to instead of holding it."""
+
+
+class Store:
+    """The pickles of one simulation.
+
+    Args:
+        scheduler: of the threads that wait for objects.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._things: list[Any] = []  # to which pickles refer
+        self._numbers: dict[Any, int] = {}
+
+    def dump(self, value: Any) -> Any:
+        """Return a value in the form in which it travels."""
+        if isinstance(value, _PLAIN):
+            return value
+        file = io.BytesIO()
+        try:
+            _Pickler(file, self).dump(value)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            file = io.BytesIO()
+            pickler = cloudpickle.Pickler(file, protocol=5)
+            pickler.persistent_id = self.number_of
+            pickler.dump(value)
+        return _Pickled(file.getvalue())
+
+    def load(self, value: Any) -> Any:
+        """Return a copy of a value that was dumped."""
+        if not isinstance(value, _Pickled):
+            return value
+        unpickler = pickle.Unpickler(io.BytesIO(value.data))  # noqa: S301 - made by `dump`
+        unpickler.persistent_load = self._things.__getitem__  # type: ignore[method-assign]
+        return unpickler.load()
+
+    def number_of(self, thing: Any) -> int | None:
+        """Return the number of a thing that travels by reference; None for anything else.
+
+        Functions that are made by functions are among them, since pickling these takes long.
+        """
+        local = isinstance(thing, types.FunctionType) and "<locals>" in thing.__qualname__
+        if not local and not isinstance(thing, ByReference):
+            return None
+        if thing not in self._numbers:
+            self._numbers[thing] = len(self._things)
+            self._things.append(thing)
+        return self._numbers[thing]
+
+
+class Ref(ByReference):
+    """The result of a call, or an object of the store."""
+
+    def __init__(self, store: Store, what: str) -> None:
+        self._store, self.what = store, what
+        self.done = False
+        self._value: Any = None
+        self.error: BaseException | None = None
+        self.waiting: Waiters = []
+        self.then: list[Callable[[], None]] = []
+
+    def __class_getitem__(cls, item: Any) -> types.GenericAlias:
+        return types.GenericAlias(cls, item)
+
+    def set(self, value: Any) -> None:
+        """Give the reference its value, pickled unless it is plain."""
+        if not self.done:
+            self._value = value
+            self._finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Let the call end by an error."""
+        if not self.done:
+            self.error = error
+            self._finish()
+
+    def _finish(self) -> None:
+        self.done = True
+        self._store.scheduler.wake(self.waiting)
+        for function in self.then:
+            function()
+        self.then.clear()
+
+    def value(self) -> Any:
+        """Return a copy of the value; raise the error, if there is one."""
+        if self.error is not None:
+            raise (
+                self.error.as_instanceof_cause()
+                if isinstance(self.error, real.exceptions.RayTaskError)
+                else self.error
+            )
+        return self._store.load(self._value)
+
+    def future(self) -> Future[Any]:
+        """Return a future of the value."""
+        future: Future[Any] = Future()
+
+        def finish() -> None:
+            try:
+                future.set_result(self.value())
+            except Exception as error:  # noqa: BLE001 - the future's
+                future.set_exception(error)
+
+        if self.done:
+            finish()
+        else:
+            self.then.append(finish)
+        return future
+
+    def hex(self) -> str:
+        """Return a name."""
+        return f"{id(self):x}"
+
+
+def task_error(name: str, error: Exception) -> BaseException:
+    """Return the error of a call of a method that raised."""
+    if isinstance(error, real.exceptions.RayTaskError):
+        same: BaseException = error
+        return same
+    text = "".join(traceback.format_exception(error))
+    raised: BaseException = real.exceptions.RayTaskError(
+        name, text, error, "simulated", 1, "127.0.0.1"
+    )
+    return raised
+
+
+class _Pickled:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, store: Store) -> None:
+        super().__init__(file, protocol=5)
+        self._store = store
+
+    def persistent_id(self, thing: Any) -> int | None:
+        """Return the number of a reference or an actor."""
+        return self._store.number_of(thing)

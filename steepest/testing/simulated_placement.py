@@ -1,0 +1,195 @@
+"""Room on a simulated Ray's nodes: placement groups, and the actors that wait for their places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from steepest.testing.simulated_objects import Ref, Store
+from steepest.testing.simulated_processes import Node, World
+
+
+class Placed(Protocol):
+    """An actor, as far as its place is concerned."""
+
+    slot: Slot | None
+    strategy: InGroup
+
+    @property
+    def cpus(self) -> float:
+        """The CPUs that it takes of its bundle."""
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether Ray knows it to be dead."""
+
+    def place(self, slot: Slot) -> None:
+        """Start in a bundle."""
+
+    def kill(self) -> None:
+        """End, soon."""
+
+    def fail(self, why: str) -> None:
+        """Be dead for Ray."""
+
+
+class Slot:
+    """A bundle of a placement group.
+
+    Attributes:
+        node: on which it is; None while there is no room for it.
+        size: its CPUs.
+        used: those that actors have.
+    """
+
+    def __init__(self, size: float) -> None:
+        self.size, self.used = size, 0.0
+        self.node: Node | None = None
+
+
+class Group:
+    """A placement group."""
+
+    def __init__(self, store: Store, slots: list[Slot], avoid: frozenset[str]) -> None:
+        self.slots, self.avoid = slots, avoid
+        self.bundle_specs = [{"CPU": slot.size} for slot in slots]
+        self.is_placed = Ref(store, "a placement group")
+        self.removed = False
+
+    @property
+    def id(self) -> Group:
+        """The group itself, by which `hex` returns a name."""
+        return self
+
+    def hex(self) -> str:
+        """Return the group's name."""
+        return f"{id(self):x}"
+
+    def ready(self) -> Ref:
+        """Return a reference that is done when the group is placed."""
+        return self.is_placed
+
+
+class InGroup:
+    """A place in a group."""
+
+    def __init__(self, placement_group: Group, placement_group_bundle_index: int = -1) -> None:
+        self.group, self.index = placement_group, placement_group_bundle_index
+
+
+class Places:
+    """The nodes' CPUs, placement groups and actors of a simulation.
+
+    Args:
+        world: the nodes.
+        store: of references.
+
+    Attributes:
+        actors: all that were ever started.
+        unplaced: actors that wait for room.
+    """
+
+    def __init__(self, world: World, store: Store) -> None:
+        self.world = world
+        self.actors: list[Any] = []
+        self.unplaced: dict[Placed, None] = {}
+        self._store = store
+        self._groups: list[Group] = []
+        world.on_node_loss = self._node_lost
+
+    def start(self, actor: Placed) -> None:
+        """Start an actor as soon as there is room."""
+        self.actors.append(actor)
+        self.unplaced[actor] = None
+        self.place_actors()
+
+    def free(self) -> float:
+        """Return the CPUs that no placement group holds."""
+        return float(sum(self._free(node) for node in self.world.nodes if node.known_alive))
+
+    def placement_group(
+        self,
+        bundles: list[dict[str, float]],
+        strategy: str = "PACK",
+        bundle_label_selector: Sequence[Mapping[str, str]] = (),
+        **_: Any,
+    ) -> Group:
+        """Reserve room for bundles, together, as soon as there is any."""
+        texts = " ".join(each for selector in bundle_label_selector for each in selector.values())
+        avoid = frozenset(node.id for node in self.world.nodes if node.id in texts)
+        group = Group(self._store, [Slot(bundle["CPU"]) for bundle in bundles], avoid)
+        self._groups.append(group)
+        self.world.later(0.05, self._place_groups)
+        return group
+
+    def placement_group_table(self, group: Group | None = None) -> dict[str, Any]:
+        """Return what is known of a group, or of all."""
+        if group is None:
+            return {each.hex(): self.placement_group_table(each) for each in self._groups}
+        return {
+            "state": "CREATED" if group.is_placed.done else "PENDING",
+            "bundles": dict(enumerate(group.bundle_specs)),
+            "bundles_to_node_id": {
+                index: "" if slot.node is None else slot.node.id
+                for index, slot in enumerate(group.slots)
+            },
+        }
+
+    def remove_placement_group(self, group: Group) -> None:
+        """Give a group's room back; what runs there ends."""
+        group.removed = True
+        if group in self._groups:
+            self._groups.remove(group)
+        for actor in self.actors:
+            if actor.slot in group.slots and not actor.is_dead:
+                actor.kill()
+        self.world.later(0.05, self._place_groups)
+
+    def _free(self, node: Node) -> float:
+        return node.cpus - sum(
+            slot.size for group in self._groups for slot in group.slots if slot.node is node
+        )
+
+    def _place_groups(self) -> None:
+        for group in self._groups:
+            missing = [slot for slot in group.slots if slot.node is None]
+            allowed = [n for n in self.world.nodes if n.known_alive and n.id not in group.avoid]
+            found: list[Node] = []
+            free = {node: self._free(node) for node in allowed}
+            for slot in missing:
+                best = max(allowed, key=lambda node: free[node], default=None)
+                for node in allowed:  # packed: the first with room
+                    if free[node] >= slot.size:
+                        best = node
+                        break
+                if best is None or free[best] < slot.size:
+                    break
+                free[best] -= slot.size
+                found.append(best)
+            if len(found) == len(missing):
+                for slot, node in zip(missing, found, strict=True):
+                    slot.node, slot.used = node, 0.0
+                group.is_placed.set(None)
+        self.place_actors()
+
+    def place_actors(self) -> None:
+        """Start actors whose bundles have room."""
+        for actor in list(self.unplaced):
+            strategy = actor.strategy
+            if strategy.group.removed:
+                del self.unplaced[actor]
+                actor.fail("The actor is dead because its placement group was removed.")
+                continue
+            slot = strategy.group.slots[max(strategy.index, 0)]
+            has_room = slot.node is not None and slot.size - slot.used >= actor.cpus
+            if has_room and slot.node is not None and slot.node.known_alive:
+                del self.unplaced[actor]
+                actor.place(slot)
+
+    def _node_lost(self, node: Node) -> None:
+        """Have Ray notice that a node is gone: its bundles are placed elsewhere, if there is room."""
+        for group in self._groups:
+            for slot in group.slots:
+                if slot.node is node:
+                    slot.node = None
+        self._place_groups()

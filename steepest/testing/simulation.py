@@ -1,0 +1,202 @@
+"""The whole trainer in one process: driver, workers and servers as virtual threads, with a simulated Ray.
+
+What runs is what runs on Ray: `DistributedSGD`, `steepest.cluster`, each process with its router.
+Python's clocks, threads, queues and futures, Ray, and sockets are replaced by name in all modules
+of steepest. Everything that happens by chance is drawn from one seed, so the same seed gives the
+same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pkgutil
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+import steepest
+from steepest.testing.simulated_processes import Node, SimulatedProcess, World
+from steepest.testing.simulated_ray import SimulatedRay
+from steepest.testing.virtual_primitives import Active, stand_ins
+from steepest.testing.virtual_threads import Killed, Scheduler
+
+_REAL = ("steepest.testing", "steepest.cli", "steepest.parameter_server")
+_MODULES_OF_DRIVERS = ("steepest.cluster", "steepest.trainer")  # only there `os` is replaced
+
+
+class Simulation:
+    """A cluster of some nodes in which the calling thread is the driver of a job.
+
+    Args:
+        seed: of everything that happens by chance.
+        cpus: of each node; the driver is on the first one.
+        seconds: of virtual time that all may take.
+
+    Attributes:
+        world: the nodes and processes.
+        ray: the stand-in for Ray.
+        dice: draws the simulation's own chances.
+
+    Example:
+        >>> from steepest import DistributedSGD
+        >>> from steepest.testing import linear_model_creator
+        >>> from steepest.testing.simulation import Simulation, run_config
+        >>> with Simulation(seed=1).running():
+        ...     with DistributedSGD(linear_model_creator(), 2, run_config=run_config()) as trainer:
+        ...         trainer.fit(steps=3, progress=False).step
+        3
+    """
+
+    def __init__(
+        self, seed: int = 0, cpus: tuple[int, ...] = (4, 4), seconds: float = 3600.0
+    ) -> None:
+        self.dice = random.Random(seed)
+        self.scheduler = Scheduler(self.dice.getrandbits(32), seconds)
+        self.world = World(self.scheduler, random.Random(self.dice.getrandbits(32)), cpus)
+        self.ray = SimulatedRay(self.world)
+        self._faults: dict[int, list[Callable[[], None]]] = {}  # by the number of an event
+        self.world.on_event = self._strike
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Simulation]:
+        """Simulate what the calling thread does in a block; afterwards all processes have ended."""
+        assert Active.scheduler is None, "another simulation runs"
+        replacing = [
+            *stand_ins(self.scheduler, self.dice.getrandbits(32)),
+            *self.world.stand_ins(),
+            *self.ray.stand_ins(),
+            *self._private(),
+        ]
+        affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
+        with _replaced(replacing):
+            Active.scheduler = self.scheduler
+            # the baton goes faster from thread to thread on one processor
+            os.sched_setaffinity(0, {sorted(affinity)[os.getpid() % len(affinity)]})
+            try:
+                yield self
+            finally:
+                self.scheduler.end()
+                Active.scheduler = None
+                os.sched_setaffinity(0, affinity)
+                torch.set_num_threads(threads)
+
+    def _private(self) -> list[tuple[Any, Any]]:
+        from steepest.cluster import ray_private
+
+        return [
+            (ray_private.check, lambda: None),
+            (ray_private.name_process, lambda name: None),
+            (ray_private.draining_nodes, dict),
+            (ray_private.started_here, lambda: False),
+        ]
+
+    # -- faults --------------------------------------------------------------------------------
+
+    def at_event(self, after: int, strike: Callable[[], None]) -> None:
+        """Let something happen after so many more messages, calls and ends of calls."""
+        self._faults.setdefault(self.world.events + max(after, 1), []).append(strike)
+
+    def at_time(self, after: float, strike: Callable[[], None]) -> None:
+        """Let something happen after so many more seconds of virtual time."""
+        self.scheduler.at(self.scheduler.now + after, strike)
+
+    def forget_faults(self) -> None:
+        """Let nothing more happen by `at_event`."""
+        self._faults.clear()
+
+    def _strike(self) -> None:
+        for strike in self._faults.pop(self.world.events, ()):
+            strike()
+        if self.scheduler.current.doomed and not self.scheduler.current.blocked:
+            raise Killed
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def living(self) -> list[SimulatedProcess]:
+        """Return the processes that run and can be reached."""
+        return [process for process in self.world.living() if process.where.reachable]
+
+    def nodes(self) -> Sequence[Node]:
+        """Return the nodes that run and can be reached, without the driver's."""
+        return [node for node in self.world.nodes[1:] if node.alive and node.reachable]
+
+    def leftovers(self, seconds: float = 60.0) -> list[SimulatedProcess]:
+        """Return the processes that still run after a while, those out of reach among them.
+
+        To be called after `shutdown`.
+
+        Args:
+            seconds: of virtual time, more than the driver's lease of its processes.
+        """
+        self.scheduler.sleep(seconds)
+        return self.world.living()
+
+
+def pause(seconds: float) -> None:
+    """Let virtual time pass, as a computation does; outside of simulations do nothing."""
+    if Active.scheduler is not None:
+        Active.scheduler.sleep(seconds)
+
+
+@contextlib.contextmanager
+def _replaced(replacing: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Replace things in all of steepest's modules that have them under any name."""
+    by_id = {id(thing): instead for thing, instead in replacing}
+    undo: list[tuple[types.ModuleType, str, Any]] = []
+    modules = _modules()
+    try:
+        _clear_caches(modules)
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if name.startswith("__") or id(value) not in by_id:
+                    continue
+                if value is os and not module.__name__.startswith(_MODULES_OF_DRIVERS):
+                    continue
+                undo.append((module, name, value))
+                setattr(module, name, by_id[id(value)])
+        yield
+    finally:
+        for module, name, value in undo:
+            setattr(module, name, value)
+        _clear_caches(modules)
+
+
+def _modules() -> list[types.ModuleType]:
+    """Return all of steepest's modules that run in a job."""
+    from steepest import cluster
+
+    importlib.import_module("steepest.trainer")
+    for found in pkgutil.iter_modules(cluster.__path__, f"{cluster.__name__}."):
+        importlib.import_module(found.name)
+    prefix = f"{steepest.__name__}."
+    return [
+        module
+        for name, module in sorted(sys.modules.items())
+        if name.startswith(prefix) and not name.startswith(_REAL)
+    ]
+
+
+def _clear_caches(modules: Sequence[types.ModuleType]) -> None:
+    """Forget what functions of `steepest.cluster` have kept, such as actor classes."""
+    for module in modules:
+        if module.__name__.startswith("steepest.cluster") and "private" not in module.__name__:
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+def run_config(**settings: Any) -> Any:
+    """Return a `RunConfig` for simulations: allocators of the C library are left alone.
+
+    Args:
+        settings: as of `RunConfig`.
+    """
+    from steepest.config.run import ResourceConfig, RunConfig
+
+    return RunConfig(resources=ResourceConfig(keep_memory=False), **settings)

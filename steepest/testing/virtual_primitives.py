@@ -1,0 +1,343 @@
+"""Stand-ins for what makes real threads wait: locks, queues, futures, clocks, on virtual threads.
+
+Each namespace takes the place of a module of Python's, and has what steepest uses of it. Whatever
+else is asked of it comes from the module itself, but for other things that make threads wait.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
+from typing import Any, Generic, TypeVar
+
+from steepest.testing.virtual_threads import Scheduler, VirtualThread, Waiters
+
+T = TypeVar("T")
+_EPOCH = 1_700_000_000.0
+
+
+class Active:
+    """The scheduler of the simulation that runs; None outside of any."""
+
+    scheduler: Scheduler | None = None
+
+
+def active() -> Scheduler:
+    """Return the scheduler of the simulation that runs."""
+    assert Active.scheduler is not None, "no simulation runs"
+    return Active.scheduler
+
+
+class Future(futures.Future[T]):
+    """A future whose waits are those of virtual threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._virtual_waiters: Waiters = []
+        self.add_done_callback(self._wake)
+
+    def _wake(self, _: object) -> None:
+        if Active.scheduler is not None:
+            Active.scheduler.wake(self._virtual_waiters)
+
+    def _await(self, timeout: float | None) -> float | None:
+        if Active.scheduler is None:
+            return timeout
+        if not self.done() and not active().block(self._virtual_waiters, timeout, "a future"):
+            raise TimeoutError
+        return 0.0
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the result when it is there; raise as `concurrent.futures.Future` does."""
+        return super().result(self._await(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the exception, or None, when the future is done."""
+        return super().exception(self._await(timeout))
+
+
+def wait_for_futures(
+    several: Iterable[Future[Any]],
+    timeout: float | None = None,
+    return_when: str = futures.ALL_COMPLETED,
+) -> tuple[set[Future[Any]], set[Future[Any]]]:
+    """Wait as `concurrent.futures.wait` does, for all futures or the first one."""
+    found, end = list(several), None if timeout is None else active().now + timeout
+    least = len(found) if return_when == futures.ALL_COMPLETED else min(len(found), 1)
+    while sum(future.done() for future in found) < least:
+        left = None if end is None else end - active().now
+        waiters: Waiters = []
+        me = active().current
+        for future in found:
+            if not future.done():
+                future._virtual_waiters.append((me, me.wait + 1))
+        if not active().block(waiters, left, "futures"):
+            break
+    done = {future for future in found if future.done()}
+    return done, set(found) - done
+
+
+class Event:
+    """As `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters: Waiters = []
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        return self._set
+
+    def set(self) -> None:
+        """Set it, and let those who wait go on."""
+        self._set = True
+        active().wake(self._waiters)
+
+    def clear(self) -> None:
+        """Reset it."""
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set; return whether it is."""
+        return self._set or active().block(self._waiters, timeout, "an event") or self._set
+
+
+class RLock:
+    """As `threading.RLock`; with `reentrant=False` as `threading.Lock`."""
+
+    def __init__(self, *, reentrant: bool = True) -> None:
+        self._reentrant = reentrant
+        self._owner: VirtualThread | None = None
+        self._count = 0
+        self._waiters: Waiters = []
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock; return whether it was taken."""
+        me = active().current
+        while self._owner is not None and not (self._reentrant and self._owner is me):
+            left = None if timeout < 0 else timeout
+            if not blocking or not active().block(self._waiters, left, "a lock"):
+                return False
+        self._owner = me
+        self._count += 1
+        return True
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._count -= 1
+        if not self._count:
+            self._owner = None
+            active().wake_one(self._waiters)
+
+    def locked(self) -> bool:
+        """Return whether the lock is taken."""
+        return self._owner is not None
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Condition:
+    """As `threading.Condition`."""
+
+    def __init__(self, lock: RLock | None = None) -> None:
+        self._lock = lock or RLock()
+        self._waiters: Waiters = []
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for a notification without the lock; return whether one came."""
+        count, self._lock._count, self._lock._owner = self._lock._count, 0, None
+        active().wake_one(self._lock._waiters)
+        try:
+            return active().block(self._waiters, timeout, "a condition")
+        finally:
+            if not active().current.doomed:
+                self._lock.acquire()
+                self._lock._count = count
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        """Wait until a predicate holds; return its value."""
+        end = None if timeout is None else active().now + timeout
+        while not (found := predicate()):
+            if not self.wait(None if end is None else end - active().now):
+                return predicate()
+        return found
+
+    def notify(self, count: int = 1) -> None:
+        """Let some of those who wait go on."""
+        for _ in range(count):
+            active().wake_one(self._waiters)
+
+    def notify_all(self) -> None:
+        """Let all who wait go on."""
+        active().wake(self._waiters)
+
+
+class Queue(Generic[T]):
+    """As `queue.Queue` and `queue.SimpleQueue`, without bounds."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._waiters: Waiters = []
+
+    def put(self, item: T) -> None:
+        """Add an item."""
+        self._items.append(item)
+        active().wake_one(self._waiters)
+
+    put_nowait = put
+
+    def get(self, block: bool = True, timeout: float | None = None) -> T:
+        """Return the oldest item; raise `queue.Empty` if none comes in time."""
+        while not self._items:
+            if not block or not active().block(self._waiters, timeout, "a queue"):
+                if self._items:
+                    break
+                raise queue.Empty
+        return self._items.popleft()
+
+    def get_nowait(self) -> T:
+        """Return the oldest item; raise `queue.Empty` without any."""
+        return self.get(block=False)
+
+    def empty(self) -> bool:
+        """Return whether there is no item."""
+        return not self._items
+
+    def qsize(self) -> int:
+        """Return the number of items."""
+        return len(self._items)
+
+
+class Thread:
+    """As `threading.Thread`; it belongs to the process of the thread that starts it."""
+
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., object] | None = None,
+        name: str | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        self._target, self._args, self._kwargs = target, args, dict(kwargs or {})
+        self.name, self.daemon = name or "thread", daemon
+        self.virtual: VirtualThread | None = None
+
+    def run(self) -> None:
+        """Call the target."""
+        if self._target is not None:
+            self._target(*self._args, **self._kwargs)
+
+    def start(self) -> None:
+        """Start the thread."""
+        owner = active().current.owner
+        of = "" if owner is None else f" of {owner}"
+        self.virtual = active().spawn(self.run, f"{self.name}{of}", owner)
+        self.virtual.handle = self
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread's end."""
+        assert self.virtual is not None
+        if not self.virtual.finished:
+            active().block(self.virtual.joining, timeout, f"the end of {self.name}")
+
+    def is_alive(self) -> bool:
+        """Return whether the thread was started and has not ended."""
+        return self.virtual is not None and not self.virtual.finished
+
+
+class Timer(Thread):
+    """As `threading.Timer`."""
+
+    def __init__(self, interval: float, function: Callable[..., object]) -> None:
+        super().__init__(target=self._later, name="timer")
+        self._interval, self._function = interval, function
+        self.finished = Event()
+
+    def _later(self) -> None:
+        if not self.finished.wait(self._interval):
+            self._function()
+        self.finished.set()
+
+    def cancel(self) -> None:
+        """Do not call the function any more."""
+        self.finished.set()
+
+
+class Namespace:
+    """A module with other things in some names' places.
+
+    Args:
+        module: asked for all other names.
+        instead: by name.
+        missing: names that are not to be used at all.
+    """
+
+    def __init__(
+        self, module: Any, instead: Mapping[str, Any], missing: Sequence[str] = ()
+    ) -> None:
+        self.__dict__.update(instead)
+        self._module, self._missing = module, missing
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._missing:
+            raise AttributeError(f"{self._module.__name__}.{name} has no stand-in yet")
+        return getattr(self._module, name)
+
+
+def stand_ins(scheduler: Scheduler, seed: int) -> list[tuple[Any, Any]]:
+    """Return each thing of Python's that makes threads wait, or is drawn by chance, with a stand-in."""
+    import secrets
+
+    dice = random.Random(seed)
+    threads = {
+        "Event": Event,
+        "RLock": RLock,
+        "Lock": lambda: RLock(reentrant=False),
+        "Condition": Condition,
+        "Thread": Thread,
+        "Timer": Timer,
+        "current_thread": lambda: scheduler.current.handle or scheduler.current,
+        "get_ident": lambda: id(scheduler.current),
+    }
+    clocks = {
+        "monotonic": scheduler.clock,
+        "perf_counter": scheduler.clock,
+        "time": lambda: _EPOCH + scheduler.clock(),
+        "sleep": scheduler.sleep,
+    }
+    chances = {
+        "token_bytes": lambda count=32: dice.randbytes(count),
+        "token_hex": lambda count=32: dice.randbytes(count).hex(),
+        "randbelow": dice.randrange,
+        "randbits": dice.getrandbits,
+    }
+    queues = {"Queue": Queue, "SimpleQueue": Queue}
+    return [
+        (threading, Namespace(threading, threads, ("Semaphore", "Barrier", "BoundedSemaphore"))),
+        (time, Namespace(time, clocks)),
+        (secrets, Namespace(secrets, chances)),
+        (queue, Namespace(queue, queues, ("LifoQueue", "PriorityQueue"))),
+        (futures.Future, Future),
+        (futures.wait, wait_for_futures),
+        (gc, Namespace(gc, {"collect": lambda *_: 0})),
+    ]

@@ -1,0 +1,116 @@
+"""The real trainer in one process on virtual time: any processes die at any moment, in every mode."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from steepest import DistributedSGD
+from steepest.errors import SteepestError
+from steepest.testing import InProcessCluster
+from steepest.testing.simulation import Simulation, pause, run_config
+from steepest.testing.virtual_primitives import Event, Queue, Thread
+from steepest.testing.virtual_threads import HangError
+from tests.drawn import seeds
+from tests.reference import same_bits
+from tests.simulated_programs import TASK, Program, Run, quiet, run, told
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with quiet():
+        yield
+    gc.collect()
+
+
+@pytest.mark.parametrize("first", range(7000, 7100, 25))
+def test_processes_may_die_at_these_moments(first: int) -> None:
+    """A program ends with the steps that it asked for, or with an error of steepest that says why.
+
+    In the first case the log gives its weights to the bit, no sample is committed twice, the bits are those of an
+    undisturbed run where all commits had the same members, and no process is left.
+    """
+    for seed in range(first, first + 25):
+        check_schedule(seed)
+
+
+@pytest.mark.full
+@seeds(100)
+def test_any_processes_may_die_at_any_moment(seed: int) -> None:
+    check_schedule(seed)
+
+
+def check_schedule(seed: int) -> None:
+    """Run a random program in which random processes die, and check what must hold then."""
+    try:
+        run(seed)
+    except SteepestError:
+        raise
+    except BaseException:
+        print(Program(seed))  # noqa: T201 - shown if the test fails
+        raise
+
+
+def test_a_simulated_run_gives_the_bits_of_one_in_a_single_thread() -> None:
+    straight = InProcessCluster(TASK.creator(), num_workers=3)
+    straight.step(20)
+    with (
+        Simulation(3).running(),
+        DistributedSGD(TASK.creator(), 3, run_config=run_config()) as trainer,
+    ):
+        trainer.fit(steps=20, progress=False)
+        assert same_bits(trainer.weights(), straight.weights())
+
+
+@seeds(3)
+def test_the_same_seed_gives_the_same_run(seed: int) -> None:
+    first, second = (Run(Program(seed)).run() for _ in range(2))
+    assert told(first) == told(second)
+
+
+def test_all_that_waits_without_end_is_told() -> None:
+    simulation = Simulation(1)
+
+    def wait() -> None:
+        Event().wait()
+
+    def hang() -> None:
+        with simulation.running():
+            Thread(target=wait, name="waiter").start()
+            Queue[int]().get()
+
+    told = r"nothing moves any more(.|\n)*driver: a queue(.|\n)*waiter: an event"
+    with pytest.raises(HangError, match=told):
+        hang()
+
+
+def test_threads_of_a_dead_process_end_in_the_middle_of_what_they_do() -> None:
+    simulation, reached = Simulation(1), []
+    with simulation.running():
+        process = simulation.world.start_process(
+            simulation.world.nodes[1], lambda why, silently: None
+        )
+
+        def work() -> None:
+            try:
+                Event().wait()
+                reached.append("after")
+            finally:
+                reached.append("unwound")
+
+        process.spawn(work, "work")
+        pause(1.0)
+        simulation.world.kill(process, "for the test")
+        assert reached == ["unwound"]
+        assert not simulation.living()
+
+
+def test_nothing_is_replaced_after_a_simulation() -> None:
+    from steepest.transport import router
+
+    with Simulation(1).running():
+        assert router.threading is not threading
+    assert router.threading is threading
