@@ -1,7 +1,7 @@
 # make demo: install and train; make test: the tests, in five minutes; make test-cluster: those that start Ray clusters
 # of their own, or take long; make bench-check: those of the benchmarks; make test-full: all of them, with whole products
 # of settings and ten times as many random examples, in some hours.
-# make check: lint and types; make bench: the figures; make soak: ten minutes of training in which workers are killed;
+# make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die;
 # make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check and
 # test-cluster.

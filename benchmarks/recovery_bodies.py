@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks.recovery_rivals import network
 from steepest import Callback, DistributedSGD, RunConfig, StepResult, TorchModel
 from steepest.engine.commit_log import Commit, CommitLog
 
@@ -41,12 +42,6 @@ def digits() -> tuple[Arrays, Arrays]:
     train, test = order[:1437], order[1437:]
     x = x.float() / 16
     return (x[train], y[train]), (x[test], y[test])
-
-
-def network() -> torch.nn.Module:
-    """A perceptron of 4,810 parameters."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 
 
 class PacedModel(TorchModel):
@@ -174,12 +169,20 @@ class Seen:
     def __init__(self, samples: int) -> None:
         self.lost = self.twice = 0
         self._samples = samples
+        self._first = 0
         self._counts: dict[int, np.ndarray] = {}
+
+    def begin_after(self, epoch: int) -> None:
+        """Forget everything; this epoch and those before it are not looked at."""
+        self._counts.clear()
+        self._first = epoch + 1
 
     def add(self, log: CommitLog) -> None:
         """More commits."""
         for epoch, begin, end in log.samples():
-            self._counts.setdefault(epoch, np.zeros(self._samples, np.uint8))[begin:end] += 1
+            if epoch >= self._first:
+                counts = self._counts.setdefault(epoch, np.zeros(self._samples, np.uint8))
+                counts[begin:end] += 1
 
     def close(self, epoch: int) -> None:
         """All epochs before this one are over."""

@@ -1,19 +1,24 @@
-"""Minutes of training in which a worker is killed every few seconds: is anything lost, does anything grow?
+"""Minutes of training in which most processes are killed every few seconds: is anything lost, does anything grow?
 
     make soak                                            # ten minutes: python -m benchmarks.soak --minutes 10
-    python -m benchmarks.soak --minutes 3 --strategy async --workers 3
+    python -m benchmarks.soak --minutes 3 --strategy "ps, copies" --workers 4
 
-A perceptron learns scikit-learn's digits. Training goes in bouts of some hundred steps; in each, a random worker gets
-SIGKILL at a random step, and is replaced before the bout ends. Worker 0 is spared after the first quarter of a job, so
-that one worker lives long enough to be compared with itself. Each strategy has an equal part of the time and a job of
-its own, in one driver and on one Ray cluster. The paragraphs about dead workers are Ray's.
+A perceptron learns scikit-learn's digits. Training goes in bouts of some hundred steps. In each, at a random step, one
+process or more, up to all but one of the job's (workers and servers), get SIGKILL, at once or within a second, and are
+replaced before the next bout. After the first quarter of a job worker 0 is spared, in the last quarter server 0, so
+that processes live long enough to be compared with themselves. Each strategy ("copies" are ``replication=2``, the
+others have default settings) has an equal part of the time and a job of its own, in one driver and on one Ray cluster.
+The paragraphs about dead workers are Ray's.
 
-After each bout the log is read, each share of the samples must be in exactly one commit, and the log begins anew
-(`set_weights` with the weights that are there), so that it does not count as growth. Then the driver, the servers and
-the workers are looked at: memory, threads, open files, sockets; and files in /dev/shm and Ray's processes. At the end
-the median of the first third of a process' samples is compared with that of its last third. The exit status is 1 when
-something grows beyond the bound in the table (`soak_samples.BOUNDS`), a share was lost or repeated, or the network has
-not learned.
+Under synchronous strategies the samples of the steps of each epoch must add up to the data set; steps that are taken
+again, because all copies of something died at once and training continues from a snapshot, replace those before.
+In addition each share of the samples must be in exactly one commit of the log, which begins anew after each bout
+(`set_weights` with the weights that are there), so that it does not count as growth; after a bout of whose log a part
+died with its last holder this begins anew with the next epoch. Then the driver, the servers and the workers are looked
+at: memory, threads, open files, sockets; files in /dev/shm, Ray's processes, and what was logged in the bout. At the
+end the median of the first third of a process' samples is compared with that of its last third. The exit status is 1
+when something grows beyond the bound in the table (`soak_samples.BOUNDS`), a share was lost or repeated, an error ended
+a job, or the network has not learned.
 """
 
 from __future__ import annotations
@@ -25,35 +30,57 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import argparse
+import contextlib
 import logging
 import random
+import signal
 import sys
+import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import torch
 
+from benchmarks.job_processes import processes
 from benchmarks.overhead import positive
-from benchmarks.recovery_bodies import LEARNING_RATE, Kill, Seen, digits, paced_creator
+from benchmarks.recovery_bodies import LEARNING_RATE, Seen, digits, paced_creator
 from benchmarks.soak_samples import (
     LEAST_SAMPLES,
-    Holding,
-    Place,
+    Log,
+    Sample,
     Trend,
     holding,
     place,
     trends,
     trends_text,
 )
-from steepest import DistributedSGD, FailureConfig, RunConfig
+from steepest import (
+    AllreduceStrategy,
+    Callback,
+    DistributedSGD,
+    FailureConfig,
+    ParameterServerStrategy,
+    RunConfig,
+    StepResult,
+)
+from steepest.engine.commit_log import CommitLog
+from steepest.errors import SteepestError
 from steepest.models.torch import accuracy
 
-STRATEGIES = ("ps", "async")
+STRATEGIES: dict[str, Any] = {
+    "ps, copies": ParameterServerStrategy(num_servers=2, replication=2),
+    "ps": "ps",
+    "allreduce, copies": AllreduceStrategy(replication=2),
+    "allreduce": "allreduce",
+    "async": "async",
+}
 BOUT_STEPS = 300
 STEP_SECONDS = 0.002
+SPREAD_SECONDS = 1.0
+WHOLE_SECONDS = 60.0
 ACCURACY = 0.9
 
 
@@ -64,12 +91,82 @@ class Found:
     strategy: str
     seconds: float = 0.0
     bouts: int = 0
-    replaced: int = 0
+    killed: int = 0
+    back: int = 0
     commits: int = 0
     lost: int = 0
     twice: int = 0
+    wrong: int = 0
     accuracy: float = 0.0
-    samples: dict[str, list[Holding | Place]] = field(default_factory=lambda: defaultdict(list))
+    error: str = ""
+    samples: dict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Steps(Callback):
+    """Adds up the samples of each epoch, and kills processes after a step.
+
+    Attributes:
+        back: steps that were taken again.
+        killed: names of the processes that were killed in this bout.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.back = 0
+        self.killed: list[str] = []
+        self.strike: threading.Thread | None = None
+        self._heard: dict[int, tuple[int | None, int]] = {}  # by step: its epoch and samples
+        self._reached = 0
+        self._when = -1
+        self._victims: list[tuple[float, str]] = []
+
+    def begin(self, when: int, victims: list[tuple[float, str]]) -> None:
+        """In this bout each of the victims dies some seconds after the step."""
+        self._when, self._victims, self.killed, self.strike = when, victims, [], None
+
+    def on_step(self, sgd: DistributedSGD, result: StepResult) -> None:
+        for step in range(result.step, self._reached + 1):
+            self._heard.pop(step, None)
+            self.back += 1
+        self._reached = result.step
+        self._heard[result.step] = (result.epoch, result.samples)
+        if result.step >= self._when and self.strike is None:
+            self.strike = threading.Thread(target=self._kill)
+            self.strike.start()
+
+    def _kill(self) -> None:
+        began, pids = time.monotonic(), processes()
+        for delay, name in self._victims:
+            time.sleep(max(0.0, began + delay - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError, KeyError):
+                os.kill(pids[name], signal.SIGKILL)
+                self.killed.append(name)
+
+    def wrong(self, epoch: int) -> int:
+        """How many epochs before this one did not have each sample once; they are forgotten."""
+        counts: Counter[int] = Counter()
+        for step, (of, samples) in list(self._heard.items()):
+            if of is not None and of < epoch:
+                counts[of] += samples
+                del self._heard[step]
+        return sum(count != self.samples for count in counts.values())
+
+
+class Said(logging.Handler):
+    """Counts what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = self.bytes = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        self.lines, self.bytes = self.lines + 1, self.bytes + len(text)
+
+    def take(self) -> Log:
+        """What was logged since the last time."""
+        log, self.lines, self.bytes = Log(self.lines, self.bytes / 1024), 0, 0
+        return log
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,21 +174,23 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.soak", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--strategy", nargs="+", default=list(STRATEGIES), metavar="NAME")
-    parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument(
-        "--steps", type=positive, default=BOUT_STEPS, help="of one bout, in which one worker dies"
+        "--strategy", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES)[:3]
+    )
+    parser.add_argument("--workers", type=positive, default=3)
+    parser.add_argument(
+        "--steps", type=positive, default=BOUT_STEPS, help="of one bout, in which processes die"
     )
     parser.add_argument("--seed", type=int, default=0, help="of who dies when")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    logging.getLogger("steepest").setLevel(logging.ERROR)  # each death is a warning
+    logging.getLogger("steepest").propagate = False  # each death is a warning
     settings: dict[str, Any] = {
         "include_dashboard": False,
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
-    ray.init(address="local", num_cpus=options.workers + 1, **settings)
+    ray.init(address="local", num_cpus=2 * options.workers, **settings)
     try:
         return soak(options)
     finally:
@@ -102,7 +201,7 @@ def soak(options: argparse.Namespace) -> int:
     """A job for each strategy; prints what they showed; the exit status."""
     chance = random.Random(options.seed)
     seconds = 60 * options.minutes / len(options.strategy)
-    everywhere: dict[str, list[Holding | Place]] = defaultdict(list)
+    everywhere: dict[str, list[Sample]] = defaultdict(list)
     good = True
     for strategy in options.strategy:
         good &= report(job(strategy, options.workers, options.steps, seconds, chance, everywhere))
@@ -118,29 +217,34 @@ def job(
     steps: int,
     seconds: float,
     chance: random.Random,
-    everywhere: dict[str, list[Holding | Place]],
+    everywhere: dict[str, list[Sample]],
 ) -> Found:
-    """One job, with a death in each bout, for about so many seconds and as many bouts as growth can be told from.
+    """One job, with deaths in each bout, for about so many seconds and as many bouts as growth can be told from.
 
     Args:
         everywhere: takes the samples of what outlives the job.
     """
     train, test = digits()
-    found, seen = Found(strategy), Seen(len(train[0]))
+    found, said = Found(strategy), Said()
     creator = paced_creator(train, _constant, STEP_SECONDS, {"accuracy": accuracy})
     run_config = RunConfig(failure=FailureConfig(max_failures=1_000_000), keep_log=True)
-    with DistributedSGD(
-        creator, num_workers=workers, strategy=strategy, run_config=run_config
-    ) as trainer:
-        began = time.monotonic()
-        while time.monotonic() - began < seconds or found.bouts < LEAST_SAMPLES:
-            spared = int(time.monotonic() - began > seconds / 4)
-            _bout(trainer, steps, chance, spared, found, seen)
-            _look(trainer, found.samples, everywhere)
-        found.seconds = time.monotonic() - began
-        found.lost, found.twice = seen.lost, seen.twice
-        found.replaced = trainer.stats().replaced
-        found.accuracy = trainer.evaluate(test).metrics["accuracy"]
+    logging.getLogger("steepest").addHandler(said)
+    began = time.monotonic()
+    try:
+        with DistributedSGD(
+            creator, num_workers=workers, strategy=STRATEGIES[strategy], run_config=run_config
+        ) as trainer:
+            bouts = Bouts(trainer, found, len(train[0]), steps, chance)
+            while time.monotonic() - began < seconds or found.bouts < LEAST_SAMPLES:
+                bouts.take((time.monotonic() - began) / seconds if seconds else 1.0)
+                _look(found.samples, everywhere)
+                everywhere["log of a bout"].append(said.take())
+            found.accuracy = trainer.evaluate(test).metrics["accuracy"]
+    except SteepestError as error:
+        found.error = f"{type(error).__name__}: {error}"
+    finally:
+        logging.getLogger("steepest").removeHandler(said)
+    found.seconds = time.monotonic() - began
     return found
 
 
@@ -148,42 +252,78 @@ def _constant(step: int) -> float:
     return LEARNING_RATE
 
 
-def _bout(
-    trainer: DistributedSGD,
-    steps: int,
-    chance: random.Random,
-    spared: int,
-    found: Found,
-    seen: Seen,
-) -> None:
-    """Some steps with one death among the workers from `spared` on, and the log of them."""
-    pids = trainer.foreach_worker(lambda view: view.pid)
-    when = trainer.stats().step + chance.randint(1, max(1, steps - 20))
-    kill = Kill(when, chance.choice(pids[spared:]))
-    last = trainer.fit(steps=steps, callbacks=[kill], progress=False)
-    log = trainer.log()
-    found.bouts, found.commits = (
-        found.bouts + 1,
-        found.commits + sum(len(part.commits) for part in log.parts),
-    )
-    seen.add(log)
-    seen.close((last.epoch or 0) - 1)  # asynchronous workers may be at the one before
-    trainer.set_weights(trainer.weights())  # the log begins anew
+class Bouts:
+    """Bouts of one job, and the book of its samples."""
+
+    def __init__(
+        self,
+        trainer: DistributedSGD,
+        found: Found,
+        samples: int,
+        steps: int,
+        chance: random.Random,
+    ) -> None:
+        self._trainer, self._found, self._length, self._chance = trainer, found, steps, chance
+        self._steps, self._seen = Steps(samples), Seen(samples)
+        self._workers = trainer.num_workers
+        self._synchronous = found.strategy != "async"
+
+    def take(self, part: float) -> None:
+        """Some steps in which processes die, more until all are replaced, and the log of them.
+
+        Args:
+            part: of the job's time that is over.
+        """
+        trainer, found, steps = self._trainer, self._found, self._steps
+        when = trainer.stats().step + self._chance.randint(1, max(1, self._length - 20))
+        steps.begin(when, self._victims(part))
+        back, version = steps.back, trainer.stats().version
+        until = time.monotonic() + WHOLE_SECONDS
+        last = trainer.fit(steps=self._length, callbacks=[steps], progress=False)
+        while steps.strike is None or steps.strike.is_alive() or not self._whole():
+            last = trainer.fit(steps=20, callbacks=[steps], progress=False)
+            if time.monotonic() > until:
+                raise SteepestError(f"{trainer.num_workers} workers after {WHOLE_SECONDS:g} s")
+        found.bouts, found.killed = found.bouts + 1, found.killed + len(steps.killed)
+        log = trainer.log()
+        part = steps.back > back or log.parts[0].start > version
+        self._account(log, last.epoch or 0, part)
+        found.back = steps.back
+        trainer.set_weights(trainer.weights())  # the log begins anew
+
+    def _victims(self, part: float) -> list[tuple[float, str]]:
+        """Who dies, and how many seconds after the first."""
+        names = sorted(name for name in processes() if not name.startswith("spare"))
+        spared = [] if part < 0.25 else ["worker 0"] if part < 0.75 else ["server 0"]
+        mortal = [name for name in names if name not in spared]
+        dying = self._chance.sample(
+            mortal, self._chance.randint(1, min(len(mortal), len(names) - 1))
+        )
+        spread = self._chance.choice([0.0, SPREAD_SECONDS])
+        return sorted((self._chance.uniform(0.0, spread), name) for name in dying)
+
+    def _whole(self) -> bool:
+        return self._trainer.num_workers == self._workers
+
+    def _account(self, log: CommitLog, epoch: int, part: bool) -> None:
+        """Look at the bout's samples; at those of the log unless that is only a part of the bout."""
+        found, seen = self._found, self._seen
+        found.commits += sum(len(part.commits) for part in log.parts)
+        if self._synchronous:
+            found.wrong += self._steps.wrong(epoch)
+        if part:
+            seen.begin_after(epoch)
+            return
+        seen.add(log)
+        seen.close(epoch - 1)  # asynchronous workers may be at the one before
+        found.lost, found.twice = seen.lost, seen.twice
 
 
-def _look(
-    trainer: DistributedSGD,
-    samples: dict[str, list[Holding | Place]],
-    everywhere: dict[str, list[Holding | Place]],
-) -> None:
-    """One sample of everything that is alive; a worker that was replaced is another process."""
-    trainer.foreach_worker(
-        lambda view: None
-    )  # who died at the very end of the bout is replaced by now
-    pids = {f"{peer} (pid {each.pid})": each.pid for peer, each in trainer._live().places.items()}
-    for who, pid in pids.items():
+def _look(samples: dict[str, list[Sample]], everywhere: dict[str, list[Sample]]) -> None:
+    """One sample of everything that is alive; a process that was replaced is another one."""
+    for name, pid in processes().items():
         if (held := holding(pid)) is not None:
-            samples[who].append(held)
+            samples[f"{name} (pid {pid})"].append(held)
     driver = holding(os.getpid())
     assert driver is not None
     everywhere["driver"].append(driver)
@@ -193,16 +333,19 @@ def _look(
 def report(found: Found) -> bool:
     """Prints what a job showed; whether all is well."""
     print(
-        f"\n{found.strategy}: {found.seconds:.0f} s, {found.bouts} bouts, {found.replaced} workers "
-        f"replaced, {found.commits:,} updates, accuracy {found.accuracy:.1%}; shares lost "
-        f"{found.lost}, committed twice {found.twice}"
+        f"\n{found.strategy}: {found.seconds:.0f} s, {found.bouts} bouts, {found.killed} processes "
+        f"killed, {found.commits:,} updates, {found.back} of them again, accuracy "
+        f"{found.accuracy:.1%}; samples lost {found.lost}, committed twice {found.twice}; epochs "
+        f"without each sample once {found.wrong}"
     )
+    if found.error:
+        print(f"ended by {found.error}")
     each = [
         trend for who, samples in sorted(found.samples.items()) for trend in trends(who, samples)
     ]
     print(trends_text(each), flush=True)
-    well = not found.lost and not found.twice and found.accuracy >= ACCURACY
-    return well and not grown(each)
+    well = not (found.lost or found.twice or found.wrong or found.error)
+    return well and found.accuracy >= ACCURACY and not grown(each)
 
 
 def grown(found: list[Trend]) -> bool:

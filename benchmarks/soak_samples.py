@@ -35,10 +35,21 @@ class Place:
     processes: int
 
 
+@dataclass(frozen=True)
+class Log:
+    """What the driver logged in one bout: lines, and KiB of them."""
+
+    lines: int
+    text: float
+
+
+Sample = Holding | Place | Log
+
 #: By how much the median of a process' last third of samples may exceed that of its first. Memory
 #: moves by itself: free lists of Python and of the C library fill, and Ray keeps what it knows of
 #: the dead.
 BOUNDS = {"memory": 16, "threads": 2, "files": 4, "sockets": 4, "shared": 2, "processes": 2}
+BOUNDS |= {"lines": 6, "text": 3}
 LEAST_SAMPLES = 6
 
 
@@ -82,10 +93,10 @@ def place(root: int) -> Place:
         except (FileNotFoundError, ProcessLookupError):
             continue
     files = sum(len(names) for _, _, names in os.walk(SHARED))
-    return Place(files, sum(_descends(pid, root, parents) for pid in rays))
+    return Place(files, sum(descends(pid, root, parents) for pid in rays))
 
 
-def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
+def descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
     while pid in parents and pid != root:
         pid = parents[pid]
     return pid == root
@@ -106,7 +117,7 @@ class Trend:
         return self.last - self.first > BOUNDS[self.what]
 
 
-def trends(who: str, samples: Sequence[Holding | Place]) -> list[Trend]:
+def trends(who: str, samples: Sequence[Sample]) -> list[Trend]:
     """Of everything in these samples; nothing where they are too few to tell."""
     if len(samples) < LEAST_SAMPLES:
         return []
