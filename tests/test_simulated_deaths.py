@@ -37,6 +37,12 @@ def test_processes_may_die_at_these_moments(first: int) -> None:
         check_schedule(seed)
 
 
+@pytest.mark.parametrize("seed", [8161, 8196])
+def test_a_copy_that_was_begun_in_vain_is_not_taken_for_one(seed: int) -> None:
+    """A process got a server, but not yet its chunks, when another one died: it is given them the next time."""
+    check_schedule(seed)
+
+
 @pytest.mark.full
 @seeds(100)
 def test_any_processes_may_die_at_any_moment(seed: int) -> None:

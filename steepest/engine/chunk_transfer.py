@@ -69,7 +69,8 @@ class RetainedChunks:
     def hand_over(self, servers: Iterable[Server], given: Mapping[int, ChunkState]) -> None:
         """Give servers of the same layout their chunks.
 
-        Chunks that are kept here are copied or stay where they are; others come from `given`.
+        Chunks come from `given`; those that are not there are kept here, and are copied or stay
+        where they are. What is kept of a given one is of an attempt that failed half-way.
 
         Args:
             servers: the next ones.
@@ -77,15 +78,14 @@ class RetainedChunks:
         """
         for server in servers:
             for index, held in server.chunks.items():
-                if (own := self._chunks.get(index)) is not None:
+                if (new := given.get(index)) is not None:
+                    records = [(about, _tensor(about, payload)) for about, payload in new.records]
+                    held.weights.numpy()[:] = new.weights
+                else:
+                    own = self._chunks[index]
                     records = own.state()
                     if own.weights.data_ptr() != held.weights.data_ptr():
                         held.weights.copy_(own.weights)
-                else:
-                    records = [
-                        (about, _tensor(about, payload)) for about, payload in given[index].records
-                    ]
-                    held.weights.numpy()[:] = given[index].weights
                 held.clear_state()
                 for about, value in records:
                     held.load_state(about, value)
