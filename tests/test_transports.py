@@ -186,7 +186,9 @@ def test_workers_on_other_nodes_are_refused_before_anything_is_started(
 # -- a parameter server ------------------------------------------------------------------------------
 
 
-@ray.remote
+@ray.remote(
+    max_calls=1
+)  # a process of its own: one that Ray uses again may still borrow from a server before
 def add(server: ParameterServer, times: int) -> tuple[float, int, list[str]]:
     """The last that it saw, what it borrows, and the sockets of ours that it is connected to."""
     for _ in range(times):
