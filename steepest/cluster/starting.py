@@ -197,11 +197,6 @@ class Reserve:
         self._cluster = cluster
         self._spares: list[tuple[Any, Any]] = []  # actors, and the call that says where they are
 
-    @property
-    def are_up(self) -> bool:
-        """Whether all spare processes are up."""
-        return all(has_answered(placing) for _, placing in self._spares)
-
     def fill(self, wanted: int) -> None:
         """Start spare processes until there are so many."""
         cluster = self._cluster
