@@ -95,7 +95,10 @@ class Supervisor:
         self._error: Exception | None = None  # of the thread, for whoever looks next
         self._ended = threading.Event()
         cluster.ending.append(self.end)
-        threading.Thread(target=self._watch, name="steepest supervisor", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._watch, name="steepest supervisor", daemon=True
+        )
+        self._thread.start()
 
     def _watch(self) -> None:
         """Look at the processes until the job ends; runs on a thread of its own."""
@@ -470,6 +473,8 @@ class Supervisor:
         self.observation.reserve.end()
         if alone:
             self._lock.release()
+        if threading.current_thread() is not self._thread:  # a dropped trainer may be found on it
+            self._thread.join(_NOTICE_SECONDS)
 
 
 def _as_it_is(world: World) -> Transition:
