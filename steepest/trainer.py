@@ -17,6 +17,7 @@ from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoints
 from steepest.cluster import remote_functions
 from steepest.cluster.checkpoint_manager import CheckpointManager
+from steepest.cluster.deaths import persistently
 from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.dropped_trainers import drop
 from steepest.cluster.fit_loop import fit
@@ -138,12 +139,30 @@ class DistributedSGD:
         with contextlib.ExitStack() as undo:
             lock = DirectoryLock(checkpoints)
             undo.callback(lock.release)
-            self._cluster = cluster = Cluster(
-                model_creator, (least, most), chosen, config, run_config
-            )
+            cluster = persistently(
+                lambda: self._start(
+                    Cluster(model_creator, (least, most), chosen, config, run_config),
+                    (least, most), checkpoints, lock,
+                ),
+                run_config.failure.max_failures,
+            )  # fmt: skip
+            undo.pop_all()
+        self._dropped = weakref.finalize(self, drop, cluster, self._keeping, os.getpid())
+        self._dropped.atexit = False  # Ray ends everything then
+
+    def _start(
+        self,
+        cluster: Cluster,
+        bounds: tuple[int, int],
+        checkpoints: Checkpoints | None,
+        lock: DirectoryLock,
+    ) -> Cluster:
+        """Take processes that have started, and continue from the newest checkpoint."""
+        with contextlib.ExitStack() as undo:
+            self._cluster = cluster
             undo.callback(cluster.shutdown)
             self._state = JobState(cluster)
-            self._supervisor = Supervisor(cluster, self._state, (least, most), self._lock)
+            self._supervisor = Supervisor(cluster, self._state, bounds, self._lock)
             self._training = Training(cluster, self._supervisor)
             self._keeping = CheckpointManager(
                 checkpoints, lock, self._training, self._state, self._supervisor.surviving
@@ -151,9 +170,10 @@ class DistributedSGD:
             self._keeping.resume()
             self._events = EventFeed(cluster.events)
             self._supervisor.snapshots.ensure()
+            if (lost := cluster.client.lost_peer) is not None:
+                cluster.deaths.lost(lost, "its channel closed while the job started")
             undo.pop_all()
-        self._dropped = weakref.finalize(self, drop, cluster, self._keeping, os.getpid())
-        self._dropped.atexit = False  # Ray ends everything then
+        return cluster
 
     @property
     def strategy(self) -> StrategyConfig:
@@ -330,7 +350,7 @@ class DistributedSGD:
                 has changed.
         """
         with self._idle():
-            self._supervisor.surviving(
+            self._supervisor.replacing(
                 lambda: self._state.load_state_dict(state, self._training.version)
             )
             self._keeping.changed()
@@ -345,7 +365,7 @@ class DistributedSGD:
                 changed.
         """
         with self._idle():
-            self._supervisor.surviving(
+            self._supervisor.replacing(
                 lambda: self._state.set_weights(weights, self._training.version)
             )
             self._keeping.changed()
@@ -434,7 +454,8 @@ class DistributedSGD:
         """
         with self._idle():
             saved = files.read(Path(path))
-            self._supervisor.surviving(lambda: self._state.place(saved, path))
+            self._supervisor.replacing(lambda: self._state.place(saved, path))
+            self._training.lost_before()  # of another past
             self._keeping.restored()
 
     def set_strategy(self, strategy: str | StrategyConfig) -> None:
@@ -454,7 +475,7 @@ class DistributedSGD:
         with self._idle():
             config = self._live().chosen.strategy_for(strategy, self.num_workers)
             self._supervisor.want(config)
-            self._supervisor.settle()
+            self._supervisor.settle(asked=True)
             self._keeping.changed()
 
     def resize(self, num_workers: int | None = None, num_servers: int | None = None) -> None:
@@ -464,8 +485,9 @@ class DistributedSGD:
 
         New processes start first. Between two steps this returns when they are part of the job.
         While training is under way (called by a callback, or from another thread) it returns at
-        once; training goes on until they are up, and then stops for a moment. A step covers more
-        samples with more workers, unless `global_batch_size` was given.
+        once; training goes on until they are up, and then stops for a moment. If they do not come
+        up, a warning says so, and it goes on as it is. A step covers more samples with more
+        workers, unless `global_batch_size` was given.
 
         Args:
             num_workers: worker processes; None for as many as now. Ends a range given as (min,
@@ -474,7 +496,8 @@ class DistributedSGD:
 
         Raises:
             ConfigurationError: a number is no count, or the strategy has no server processes.
-            ResourcesError: the cluster has no room for the new processes; nothing has changed.
+            ResourcesError: the cluster has no room for the new processes; nothing has changed. While
+                training is under way only if it can never have room.
         """
         self._live()
         config, count = self._supervisor.wanted, self.num_workers
@@ -486,7 +509,7 @@ class DistributedSGD:
         self._supervisor.want(config, None if num_workers is None else count)
         if not self._training.running:
             with self._idle():
-                self._supervisor.settle()
+                self._supervisor.settle(asked=True)
 
     # -- life ----------------------------------------------------------------------------------
 

@@ -24,9 +24,10 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
+from steepest.checkpoint import files
 from steepest.config.run import DeadlineConfig
 from steepest.engine.commit_log import CommitLog
-from steepest.errors import ConfigurationError, SteepestError
+from steepest.errors import ConfigurationError, PeerLostError, ResourcesError, SteepestError
 from steepest.testing.replay import replay
 from steepest.testing.simulation import Simulation, pause, run_config
 from tests.reference import Task, Weights, same_bits, samples, sgd
@@ -89,7 +90,7 @@ class Fault:
     """Something that happens to processes, `after` so many events from the beginning of an action.
 
     Attributes:
-        action: number of the action.
+        action: number of the action; -1 while the job starts.
         kind: "kill" some processes, all of a "node", "cut" its link, or "stop" processes.
         share: by which the victims are chosen among those that run then.
     """
@@ -160,6 +161,9 @@ class Program:
             )
             for _ in range(draw.randint(1, 4))
         ]
+        if draw.random() < 0.1:  # while the job starts
+            after, share = draw.choice((3, 10, 30)), draw.choice((0.0, 0.5, 1.0))
+            self.faults.append(Fault(-1, after, "kill", share, draw.getrandbits(32)))
 
     @staticmethod
     def _argument(kind: str, draw: random.Random) -> Any:
@@ -201,6 +205,7 @@ class Outcome:
 
     Attributes:
         error: that a user has seen; None if all went well.
+        gone: whether a node was gone for good, or could not be reached any more.
         asked, step: steps that the user asked for, and that are committed.
         told: the numbers of the steps whose results came.
         weights, log: at the end.
@@ -212,6 +217,7 @@ class Outcome:
     """
 
     error: BaseException | None = None
+    gone: bool = False
     asked: int = 0
     step: int = 0
     told: list[int] = field(default_factory=list)
@@ -243,6 +249,7 @@ class Run:
         config = run_config(failure=program.failure, deadlines=_DEADLINES, keep_log=True)
         try:
             with simulation.running():
+                self._prepare(-1, simulation)
                 with DistributedSGD(
                     TASK.creator(), program.workers, strategy=program.strategy, run_config=config
                 ) as trainer:
@@ -251,6 +258,7 @@ class Run:
         except SteepestError as error:
             outcome.error = error
         finally:
+            outcome.gone = len(simulation.nodes()) < len(program.cpus) - 1
             shutil.rmtree(self._folder)
             outcome.switches = simulation.scheduler.switches
             outcome.seconds = simulation.scheduler.now - 1000.0
@@ -260,13 +268,15 @@ class Run:
         program, outcome = self.program, self.outcome
         for number, (kind, argument) in enumerate(program.actions):
             outcome.action = f"{number}: {kind} {argument or ''}"
-            if self.faulty:
-                for fault in program.faults:
-                    if fault.action == number:
-                        simulation.at_event(
-                            fault.after, lambda fault=fault: fault.strike(simulation)
-                        )
-            self._do(trainer, kind, argument)
+            self._prepare(number, simulation)
+            try:
+                self._do(trainer, kind, argument)
+            except ResourcesError:
+                # nobody can come where a node is gone; nor can one who was stopped before it was up
+                room = len(simulation.nodes()) == len(program.cpus) - 1
+                stopped = any(fault.kind == "stop" for fault in program.faults)
+                if kind not in ("resize", "servers", "strategy") or (room and not stopped):
+                    raise
         outcome.action = "the end"
         simulation.forget_faults()
         self._fit(trainer, 3)
@@ -274,6 +284,12 @@ class Run:
         outcome.weights = trainer.weights()
         outcome.log = trainer.log()
         outcome.events = trainer.stats().events
+
+    def _prepare(self, action: int, simulation: Simulation) -> None:
+        """Have the faults of an action happen."""
+        for fault in self.program.faults if self.faulty else ():
+            if fault.action == action:
+                simulation.at_event(fault.after, lambda fault=fault: fault.strike(simulation))
 
     def _do(self, trainer: DistributedSGD, kind: str, argument: Any) -> None:
         outcome = self.outcome
@@ -286,7 +302,8 @@ class Run:
             assert trainer.evaluate(samples(7)).samples == 7
         elif kind == "save":
             trainer.save(self._folder / "saved")
-            self._saved = outcome.asked
+            # steps that a death has undone meanwhile are not in it
+            self._saved = files.read(self._folder / "saved").about["step"]
         elif kind == "restore" and self._saved is not None:
             trainer.restore(self._folder / "saved")
             outcome.asked = self._saved
@@ -418,10 +435,21 @@ def told(outcome: Outcome) -> tuple[Any, ...]:
     return str(outcome.error), weights, lines, outcome.told, outcome.switches, outcome.seconds
 
 
+def is_true(outcome: Outcome) -> bool:
+    """Whether nothing but the error with which a program ended was possible: nobody could come."""
+    told = "no successor has come up"
+    return outcome.gone and isinstance(outcome.error, PeerLostError) and told in str(outcome.error)
+
+
 def run(seed: int) -> tuple[Program, Outcome]:
-    """Run a program with its deaths, and check what must hold."""
+    """Run a program with its deaths, and check what must hold.
+
+    An error that is not a true one is raised.
+    """
     program = Program(seed)
     outcome = Run(program).run()
+    if outcome.error is not None and not is_true(outcome):
+        raise outcome.error
     if outcome.error is None:
         check(program, outcome)
         if program.failure.patience == math.inf:

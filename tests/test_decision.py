@@ -33,18 +33,27 @@ def workers_of(peers: object) -> frozenset[Peer]:
 
 def check(world: World, target: Target) -> None:
     """What is decided uses living processes alone, has a state to begin with, and waits for nobody in vain."""
-    found = decide(world, target)
     dead_workers = workers_of(world.dead)
     dead_servers = world.dead - dead_workers
-    enough = (
-        target.movable
-        and (not dead_workers or world.workers - len(dead_workers) >= max(target.least, 1))
-        and (not dead_servers or world.servers > len(dead_servers))
-    )
+    if dead_servers:
+        world = replace(world, stuck=True)
+    found = decide(world, target)
+    in_vain = world.worn_out | world.late
+    needed = dead_servers if len(dead_servers) == world.servers else NOBODY
+    least = target.least if in_vain or not world.stuck else max(2, target.least)
+
+    def suffice(left: frozenset[Peer], gone: frozenset[Peer]) -> bool:
+        """Whether a job can go on without some workers and servers."""
+        few = left and world.workers - len(left) < least
+        return target.movable and not few and not (gone and len(gone) == world.servers)
+
+    enough = suffice(dead_workers, dead_servers - needed) and not needed & in_vain
+    at_last = suffice(dead_workers & in_vain, dead_servers & in_vain)
     if isinstance(found, Impossible):
         no_state = not (world.whole or world.snapshot)
-        assert found.peer in world.dead
-        assert no_state or (world.worn_out and not enough), "a process can start in every place"
+        assert found.peer in world.dead or (no_state and not world.dead)
+        assert no_state or (in_vain and not at_last), "a process can start in every place"
+        assert no_state or found.peer in in_vain
         return
     if not world.dead:
         check_living(world, target, found)
@@ -52,26 +61,31 @@ def check(world: World, target: Target) -> None:
     if found is None:
         assert not world.stuck, "nobody takes a step"
         assert not world.dead & world.ready, "who stands ready joins"
-        assert not enough or not (world.overdue or world.worn_out), "the others have waited enough"
+        assert not enough or not (world.overdue or in_vain), "the others have waited enough"
+        assert enough or world.dead - in_vain, "nobody comes"
         return
     assert (found.source == "processes") == world.whole
     assert not found.replaced & world.worn_out, "nobody takes a worn-out place"
     assert found.replaced <= world.dead
-    assert found.left in (NOBODY, dead_workers)
-    if found.replaced:
-        assert (found.left, found.workers, found.servers) == (NOBODY, world.workers, world.servers)
-        assert world.stuck or found.replaced == world.dead & world.ready
-        assert not world.stuck or found.replaced == world.dead
+    assert found.workers == world.workers - len(found.left) >= 1
+    if not world.stuck and found.replaced:
+        assert (found.replaced, found.left) == (world.dead & world.ready, NOBODY)
         return
-    assert enough
+    assert found.servers == world.servers - len(dead_servers - found.replaced)
+    if not enough or found.replaced - needed:
+        assert found.replaced == world.dead - in_vain, "all that come are awaited"
+        assert found.left == dead_workers & in_vain
+        assert not in_vain or at_last
+        return
+    assert found.replaced == needed, "some server serves"
     assert found.left == dead_workers
-    assert found.workers == world.workers - len(dead_workers)
-    assert found.servers == world.servers - len(dead_servers)
+    if found.replaced == world.dead:
+        return
     if world.stuck:
-        assert world.worn_out or not target.waits
-        assert world.worn_out or not world.dead <= world.ready, "who stands ready is taken"
+        assert in_vain or not target.waits
+        assert in_vain or not world.dead <= world.ready, "who stands ready is taken"
     else:
-        assert world.worn_out or world.overdue
+        assert in_vain or world.overdue
 
 
 def check_living(world: World, target: Target, found: Transition | None) -> None:
@@ -80,7 +94,8 @@ def check_living(world: World, target: Target, found: Transition | None) -> None
         if found is None:
             assert world.leaving - world.ready
             return
-        assert (found.source, found.servers) == ("processes", world.servers)
+        assert found.servers == world.servers
+        assert (found.source == "processes") == world.whole
         assert found.replaced | found.left == world.leaving
         assert found.replaced <= world.ready
         assert found.workers == world.workers - len(found.left)
@@ -91,8 +106,9 @@ def check_living(world: World, target: Target, found: Transition | None) -> None
     same = (workers, target.servers) == (world.workers, world.servers) and not target.switched
     assert (found is None) == (same or not opened)
     if found is not None:
-        expected = Transition("processes", NOBODY, NOBODY, workers, target.servers)
-        assert found == expected
+        source = found.source
+        assert (source == "processes") == world.whole
+        assert found == Transition(source, NOBODY, NOBODY, workers, target.servers)
         after = replace(world, workers=found.workers, servers=found.servers, joining=0, opening=0)
         assert decide(after, replace(target, switched=False)) is None, "once is enough"
 
@@ -103,15 +119,19 @@ def test_every_world_with_deaths_of_up_to_three(workers: int, servers: int) -> N
         if not dead:
             continue
         some = frozenset([min(dead)])
-        for ready, worn_out in product((NOBODY, some, dead), (NOBODY, some, dead)):
+        others = dead - some
+        for ready, worn_out, late in product(
+            (NOBODY, some, dead), (NOBODY, some, dead), (NOBODY, others)
+        ):
             for stuck, overdue, whole, snapshot, waits, movable in product(FLAGS, repeat=6):
                 for least in range(1, workers + 1):
                     world = World(
                         workers,
                         servers,
                         dead,
-                        ready=ready - worn_out,
+                        ready=ready - worn_out - late,
                         worn_out=worn_out,
+                        late=late,
                         stuck=stuck,
                         overdue=overdue,
                         whole=whole,
@@ -145,14 +165,16 @@ def test_larger_worlds(data: st.DataObject, workers: int, servers: int) -> None:
     some, flag = st.frozensets(peers), st.booleans()
     dead = data.draw(some)
     leaving, worn_out = data.draw(some) - dead, data.draw(some) & dead
+    late = data.draw(some) & dead
     few = st.integers(0, 3)
     world = World(
         workers,
         servers,
         dead,
         leaving,
-        (data.draw(some) & (dead | leaving)) - worn_out,
+        (data.draw(some) & (dead | leaving)) - worn_out - late,
         worn_out,
+        late,
         *(data.draw(flag) for _ in range(3)),
         joining=data.draw(few),
         opening=data.draw(few),
@@ -194,6 +216,31 @@ def test_a_node_with_workers_and_a_server_is_done_without() -> None:
     dead = frozenset([worker_peer(2), worker_peer(3), server_peer(1)])
     found = decide(World(4, 2, dead, stuck=True), Target(2, 4, 2))
     assert found == Transition("processes", NOBODY, dead - {server_peer(1)}, 2, 1)
+
+
+def test_without_any_server_only_servers_are_awaited() -> None:
+    dead = frozenset([worker_peer(2), server_peer(0)])
+    found = decide(World(3, 1, dead, stuck=True), Target(1, 3, 1))
+    alone = frozenset([server_peer(0)])
+    assert found == Transition("processes", alone, dead - alone, 2, 1)
+
+
+def test_one_worker_goes_on_alone_only_when_nobody_comes() -> None:
+    dead = frozenset([worker_peer(0)])
+    world, target = World(2, 1, dead, stuck=True), Target(1, 2, 1)
+    assert decide(world, target) == Transition("processes", dead, NOBODY, 2, 1)
+    late = replace(world, late=dead)
+    assert decide(late, target) == Transition("processes", NOBODY, dead, 1, 1)
+    lost = decide(late, replace(target, least=2))
+    assert isinstance(lost, Impossible)
+    assert lost.why == "no successor has come up, and at least 2 workers are needed"
+
+
+def test_who_comes_goes_on_without_those_who_do_not() -> None:
+    dead = frozenset([worker_peer(0), worker_peer(1), worker_peer(2)])
+    world = World(3, 1, dead, stuck=True, late={worker_peer(2)})
+    found = decide(world, Target(1, 3, 1))
+    assert found == Transition("processes", dead - world.late, frozenset(world.late), 2, 1)
 
 
 def test_with_patience_successors_are_awaited() -> None:

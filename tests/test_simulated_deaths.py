@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from steepest import DistributedSGD
-from steepest.errors import SteepestError
 from steepest.testing import InProcessCluster
 from steepest.testing.simulation import Simulation, pause, run_config
 from steepest.testing.virtual_primitives import Event, Queue, Thread
@@ -28,7 +27,7 @@ def _simulated() -> Iterator[None]:
 
 @pytest.mark.parametrize("first", range(7000, 7100, 25))
 def test_processes_may_die_at_these_moments(first: int) -> None:
-    """A program ends with the steps that it asked for, or with an error of steepest that says why.
+    """A program ends with the steps that it asked for; with an error only if a node's room is gone for good.
 
     In the first case the log gives its weights to the bit, no sample is committed twice, the bits are those of an
     undisturbed run where all commits had the same members, and no process is left.
@@ -53,8 +52,6 @@ def check_schedule(seed: int) -> None:
     """Run a random program in which random processes die, and check what must hold then."""
     try:
         run(seed)
-    except SteepestError:
-        raise
     except BaseException:
         print(Program(seed))  # noqa: T201 - shown if the test fails
         raise

@@ -44,7 +44,7 @@ class Driver:
         actor = SimpleNamespace(own_state=SimpleNamespace(remote=self._call))
         self.actors = {worker_peer(index): actor for index in range(2)}
         self.client = SimpleNamespace(read=self._read, position=self.position)
-        self.replaced = 0
+        self.fails = False
         monkeypatch.setattr(snapshots.time, "monotonic", lambda: self.now)
         fake = SimpleNamespace(
             wait=lambda calls, **how: ([c for c in calls if c], [c for c in calls if not c]),
@@ -57,6 +57,8 @@ class Driver:
     def _read(self, what: str, at: int) -> Future[Snapshot]:
         assert what == "state"
         self.asked.append((at, Future()))
+        if self.fails:
+            self.asked[-1][1].set_exception(PeerLostError("a server is gone"))
         return self.asked[-1][1]
 
     def _call(self, generation: int, version: int, step: int) -> dict[str, Any]:
@@ -149,8 +151,8 @@ def test_a_copy_of_another_job_or_of_a_state_that_was_replaced_is_not_kept(
 ) -> None:
     driver = Driver(monkeypatch, Task(), None)
     driver.snapshots.begin()
-    driver.replaced += 1  # weights were set
     driver.answer(0)
+    driver.snapshots.forget()
     assert driver.snapshots.taken is None
     driver.snapshots.begin()
     driver.answer(0)
@@ -163,6 +165,23 @@ def test_a_copy_of_another_job_or_of_a_state_that_was_replaced_is_not_kept(
     driver.be_at(4, after=10.0)
     driver.asked[-1][1].set_exception(PeerLostError("a server is gone"))
     assert driver.snapshots.taken.found.version == 0
+
+
+def test_the_copy_of_the_state_before_stays_until_that_of_the_new_one_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(monkeypatch, Task(), None)
+    driver.snapshots.begin()
+    driver.answer(0)
+    before = driver.snapshots.taken
+    driver.fails = True
+    assert not driver.snapshots.renew()
+    assert driver.snapshots.taken is before
+    driver.fails = False
+    monkeypatch.setattr(snapshots, "wait", lambda futures, timeout: driver.answer(7))
+    assert driver.snapshots.renew()
+    assert driver.snapshots.taken is not None
+    assert driver.snapshots.taken.found.version == 7
 
 
 @pytest.mark.parametrize("every", [0, None])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import ray
@@ -81,24 +80,26 @@ class Applying:
             ModelError, ModelRaisedError: a successor could not build the job's model.
         """
         cluster = self._cluster
-        successors = self._successors(transition, dead)
         staying = [
-            peer.index
+            peer
             for peer in sorted(cluster.actors)
-            if peer.role == "worker" and peer not in dead and peer not in transition.left
+            if peer.role == "worker" and peer not in transition.left
         ]
-        more = transition.workers - len(staying) - sum(p.role == "worker" for p in dead)
-        joined = self._observation.joining() if more > 0 and not dead else {}
+        more = transition.workers > len(staying) and not dead
+        joined = self._observation.joining() if more else {}
+        free = [number for number in range(transition.workers) if number not in joined]
+        numbers = dict(zip(staying, free, strict=False))
+        successors = self._successors(transition, dead, numbers)
         # after deaths the job goes on as it was: another strategy, if one is wanted, comes next
         wished = not dead and not successors and not transition.left and self._state.pending is None
         before = cluster.job if stock.found.holders is None else stock.copy.job
         config = self._observation.config_for(
             transition.workers, transition.servers, None if wished else before.config
         )
-        wanted = self._membership(transition, config, dead, staying, successors, joined)
+        wanted = self._membership(transition, config, dead, numbers, successors, joined)
         changed = transition.replaced | transition.left
         seats = {peer: cluster.seat_of(peer) for peer in changed if peer.role == "worker"}
-        stock = stock.only_in([actor for peer, actor in cluster.actors.items() if peer not in dead])
+        stock = stock.only_in(cluster.living())
         as_it_was = (
             self._state.pending is None
             and stock.copy.job is cluster.job
@@ -116,21 +117,30 @@ class Applying:
         then = self._follow(transition, world, dead, seats)
         return Applied(transition, dead.keys(), joined, then)
 
-    def _successors(self, transition: Transition, dead: Mapping[Peer, str]) -> dict[Peer, Start]:
-        """Return the processes that take the places of others, when all are up."""
-        observation, instead = self._observation, self._observation.starting.instead
+    def _successors(
+        self, transition: Transition, dead: Mapping[Peer, str], numbers: Mapping[Peer, int]
+    ) -> dict[Peer, Start]:
+        """Return the processes that take the places of others, when all are up.
+
+        Args:
+            transition: names the others.
+            dead: the dead, and why they died.
+            numbers: of the workers that there will be.
+        """
+        observation, starting = self._observation, self._observation.starting
         replaced = {peer: dead.get(peer, "") for peer in transition.replaced}
-        deadline = time.monotonic() + 5 * self._cluster.run_config.deadlines.start
         while True:
             observation.start_successors(replaced, cold=True)
-            starts = {peer: instead[peer] for peer in replaced}
+            starts = {peer: starting.instead[peer] for peer in replaced}
+            starts |= {p: starting.fitting(starts[p], numbers[p]) for p in replaced if p in numbers}
+            starting.instead |= starts
             late = [peer for peer, start in starts.items() if not start.is_up]
             if not late:
                 break
-            if time.monotonic() > deadline:
+            if observation.late(late):
                 raise DeadlineError(
-                    f"the successor of {late[0]} did not come up in time: raise "
-                    "DeadlineConfig(start=...)"
+                    f"the successor of {late[0]} did not come up within "
+                    f"{starting.patience:g} s: raise DeadlineConfig(start=...)"
                 )
             calls = [call for peer in late for call in starts[peer].building]
             ray.wait(calls, num_returns=len(calls), timeout=0.1)
@@ -147,7 +157,7 @@ class Applying:
         transition: Transition,
         config: StrategyConfig,
         dead: Mapping[Peer, str],
-        staying: Sequence[int],
+        numbers: Mapping[Peer, int],
         successors: Mapping[Peer, Start],
         joined: Mapping[int, Start],
     ) -> Membership:
@@ -157,21 +167,23 @@ class Applying:
             transition: what was decided.
             config: the strategy.
             dead: the dead.
-            staying: the workers that live, and are not left out; some may be replaced.
+            numbers: that workers get which are not left out; some of them are replaced.
             successors: processes in the places of others.
             joined: further workers, by their new numbers.
         """
-        cluster, added = self._cluster, dict(successors)
-        keep = {i: i for i in staying if worker_peer(i) not in successors}
-        if transition.left or joined or transition.workers < len(staying):
-            numbers = [new for new in range(transition.workers) if new not in joined]
-            keep = dict(zip(numbers, staying, strict=False))
-            added |= {worker_peer(new): start for new, start in joined.items()}
-        servers = [peer for peer in cluster.actors if peer.role == "server"]
-        have = sum(peer not in dead or peer in successors for peer in servers)
+        keep = {new: old.index for old, new in numbers.items() if old not in successors}
+        servers = [
+            peer
+            for peer in sorted(self._cluster.actors)
+            if peer.role == "server" and (peer not in dead or peer in successors)
+        ]
         further = [start for start in self._observation.starting.servers if start.is_up]
-        numbered = zip(range(have, transition.servers), further, strict=False)
-        added |= {server_peer(index): start for index, start in numbered}
+        more = zip(range(len(servers), transition.servers), further, strict=False)
+        added = {worker_peer(new): start for new, start in joined.items()}
+        added |= {server_peer(new): start for new, start in more}
+        roles = {old: worker_peer(new) for old, new in numbers.items()}
+        roles |= {old: server_peer(new) for new, old in enumerate(servers)}
+        added |= {roles[old]: start for old, start in successors.items()}
         return Membership(
             config,
             transition.workers,
@@ -182,7 +194,7 @@ class Applying:
                 for p, s in added.items()
                 if p.role == "worker" and s.seat is not None
             },
-            gone=frozenset(dead),
+            gone=frozenset([*dead, *(peer for peer in successors if peer.role == "server")]),
         )
 
     def _follow(

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from steepest.transport.router import Router
 log = logging.getLogger(__name__)
 #: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
 _UP_FACTOR = 4.0
+_LOOK_SECONDS = 0.3
 
 
 class JobContext:
@@ -48,6 +49,8 @@ class JobContext:
         plan: which samples belong to which worker, and the seed, for workers that join later.
         events: what happened to processes, oldest first.
         awaited: dead processes whose deaths are being handled.
+        meanwhile: called again and again while calls of processes are waited for; what it raises
+            ends the waiting.
         router: of the driver.
         token: the job's secret.
         ends, listening: see `connect_processes`.
@@ -71,6 +74,7 @@ class JobContext:
         self.awaited: Set[Peer] = frozenset()
         self.router = Router()
         self.token = secrets.token_bytes(32)
+        self.meanwhile: Callable[[], None] = lambda: None
         self.extend_deadline()
 
     def process_of(self, peer: Peer) -> Peer:
@@ -122,9 +126,8 @@ class JobContext:
 
         The deadline is counted from the job's start, or from the last `extend_deadline`.
         """
-        return results_of(
-            refs, what, peers, self._deadline, self.run_config.deadlines.start * (1 + _UP_FACTOR)
-        )
+        limit = self.run_config.deadlines.start * (1 + _UP_FACTOR)
+        return results_of(refs, what, peers, self._deadline, limit, self.meanwhile)
 
     def substitute(self, peer: Peer, actor: Any, place: Place, listening: Address) -> None:
         """Note that another process is a worker now.
@@ -141,7 +144,12 @@ class JobContext:
 
 
 def results_of(
-    refs: list[Any], what: str, peers: Sequence[Peer], deadline: float, limit: float
+    refs: list[Any],
+    what: str,
+    peers: Sequence[Peer],
+    deadline: float,
+    limit: float,
+    meanwhile: Callable[[], None],
 ) -> list[Any]:
     """Return what calls of a job's processes return, while it starts or is put together anew.
 
@@ -151,6 +159,7 @@ def results_of(
         peers: that are called, in the order of `refs`; may be empty.
         deadline: until when to wait, of `time.monotonic`.
         limit: the seconds that the deadline allowed, for errors.
+        meanwhile: called now and then; what it raises ends the waiting.
 
     Raises:
         ModelRaisedError: the user's code raised; its traceback is the cause. Our own errors are
@@ -159,7 +168,7 @@ def results_of(
         DeadlineError: not all calls ended before the deadline.
     """
     try:
-        results: list[Any] = ray.get(refs, timeout=max(deadline - time.monotonic(), 0.1))
+        return _awaited(refs, deadline, meanwhile)
     except ray.exceptions.GetTimeoutError:
         _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
         late = [str(peers[refs.index(ref)]) for ref in waiting] if peers else [str(len(waiting))]
@@ -178,4 +187,16 @@ def results_of(
         raise PeerLostError(
             f"a process died before it could {what}: {' '.join(str(error).split())}"
         ) from error
-    return results
+
+
+def _awaited(refs: list[Any], deadline: float, meanwhile: Callable[[], None]) -> list[Any]:
+    """Return what calls return; raise what the first one raises, or `GetTimeoutError`."""
+    while True:
+        left = max(deadline - time.monotonic(), 0.1)
+        try:
+            results: list[Any] = ray.get(refs, timeout=min(left, _LOOK_SECONDS))
+            return results
+        except ray.exceptions.GetTimeoutError:
+            if left <= _LOOK_SECONDS:
+                raise
+        meanwhile()

@@ -8,16 +8,18 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import ray
 
 from steepest.cluster.context import JobContext
 from steepest.cluster.diagnostics import raise_lost
+from steepest.cluster.locations import Place
 from steepest.cluster.remote_error import RemoteError
-from steepest.errors import StepError
+from steepest.errors import PeerLostError, StepError
 from steepest.messages.message import Peer
 
+T = TypeVar("T")
 _CLOSE_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
@@ -164,14 +166,38 @@ class Deaths:
         return death
 
     def _kill(self, peer: Peer) -> None:
-        """Kill a process, also one that is stopped or out of reach."""
-        place = self._context.places[peer]
-        if place.node == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(
-                ProcessLookupError, PermissionError
-            ):  # Ray's word reaches no stopped process
-                os.kill(place.pid, signal.SIGKILL)
-        ray.kill(self._context.actors[peer], no_restart=True)
+        kill(self._context.places[peer], self._context.actors[peer])
+
+
+def persistently(start: Callable[[], T], allowed: int) -> T:
+    """Return what a function returns that starts a job; call it again if a process dies meanwhile.
+
+    Args:
+        start: the function. It ends what it has started when it fails.
+        allowed: how often it is called again.
+
+    Raises:
+        PeerLostError: a process died each time.
+    """
+    for left in range(allowed, 0, -1):
+        try:
+            return start()
+        except PeerLostError as error:
+            log.warning("%s; the job is started again, %d times at most", error, left)
+    return start()
+
+
+def kill(place: Place, actor: Any) -> None:
+    """Kill a process, also one that is stopped or out of reach.
+
+    Args:
+        place: where it runs.
+        actor: Ray's handle.
+    """
+    if place.node == ray.get_runtime_context().get_node_id():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(place.pid, signal.SIGKILL)  # Ray's word reaches no stopped process
+    ray.kill(actor, no_restart=True)
 
 
 def death_of(watch: Any) -> Death | None:

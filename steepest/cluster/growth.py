@@ -79,7 +79,7 @@ class Growth:
 
     Attributes:
         absent: workers that died and have no successor yet.
-        asked: whether the user has asked for the number of workers or servers that is wanted.
+        asked: whether the user has asked for the number of workers that is wanted.
     """
 
     def __init__(self, cluster: Cluster, starting: Starting) -> None:
@@ -125,18 +125,25 @@ class Growth:
             self.absent.clear()
 
     def _free_seats(self) -> list[int]:
-        order, taken = self._cluster.placement.order, {start.seat for start in self._starting}
-        return [seat for seat in order[self._cluster.job.num_workers :] if seat not in taken]
+        """Return the seats that nobody takes and that have a node; Ray finds others for a dead one's."""
+        placement, taken = self._cluster.placement, {start.seat for start in self._starting}
+        free = [s for s in placement.order[self._cluster.job.num_workers :] if s not in taken]
+        if not free:
+            return []
+        placement.look()
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return [seat for seat in free if placement.nodes([seat])[0] in living]
 
     def _start_workers(self, missing: int) -> None:
         """Start workers on free seats, and ask for room for others, where that is of use."""
-        cluster, placement, free = self._cluster, self._cluster.placement, self._free_seats()
-        now = time.monotonic()
+        cluster, placement, now = self._cluster, self._cluster.placement, time.monotonic()
         if not self.asked:
             worn_out = len(placement.retired) > cluster.job.num_workers + missing
             if now - self._looked < self._pause or worn_out:
                 return
             self._looked = now
+        free = self._free_seats()
+        if not self.asked:
             missing = min(missing, fitting(cluster.bundle) + len(free))
             if missing < 1:
                 return

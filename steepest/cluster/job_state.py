@@ -48,8 +48,6 @@ class JobState:
         self._start = 0  # the version with which the log begins
         self._told_of_schedule = False
         self._change = 0  # the number of the last change of the job's processes
-        #: How often the state was replaced by one that does not follow from it.
-        self.replaced = 0
         #: The state with which to continue when a change failed in the middle.
         self.pending: Stock | None = None
 
@@ -201,8 +199,6 @@ class JobState:
         records: list[files.Record] | None,
         state: dict[str, Any] | None = None,
         schedule: ScheduleState | None = None,
-        *,
-        keeps_copy: bool = False,
     ) -> None:
         """Set the servers' weights and the coordinator's state, see `Client.install`.
 
@@ -212,7 +208,6 @@ class JobState:
             records: optimizer state; None to keep it, and the order of samples.
             state: of the coordinator; None if the weights do not follow from the log so far.
             schedule: where the schedule stands, if `state` does not hold it.
-            keeps_copy: whether the driver's copy of an earlier state is still one to continue from.
         """
         if state is None:  # what came before does not explain it
             self._logs, self._start = [], version
@@ -228,7 +223,6 @@ class JobState:
             lambda: client.install(version, weights, records, everything or None)
         )
         self._cluster.wait(future, "servers to take new weights")
-        self.replaced += not keeps_copy
 
     def _tell_of_schedule(self, version: int) -> None:
         """Log, once, that a schedule without a state has to be computed from its beginning."""
@@ -439,7 +433,7 @@ class JobState:
         optimizer = stock.renumbered({was: now for now, was in wanted.keep.items()}).optimizer
         version = cluster.job.version_of(step)
         records = optimizer.place(cluster, same=stock.workers == wanted.num_workers)
-        self.install(version, flat, records, state, optimizer.schedule, keeps_copy=True)
+        self.install(version, flat, records, state, optimizer.schedule)
         plan = cluster.job.plan(step, rest, copy.seed)
         cluster.use_plan(plan, copy.seed)
         self._continue(stock, wanted)
@@ -486,9 +480,7 @@ class JobState:
         cluster.use_plan(*plan)
         schedule = stock.optimizer.schedule if isinstance(wanted.config, LocalStrategy) else None
         stock.optimizer.place(cluster, same=True)
-        self.install(
-            found.version, found.weights, found.records, found.state, schedule, keeps_copy=True
-        )
+        self.install(found.version, found.weights, found.records, found.state, schedule)
         self._continue(stock, wanted)
         self._close_log(stock.copy, found.version)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from functools import partial
 
 import ray
@@ -64,7 +64,7 @@ class Joining:
                 self._join(peer, start, missing)
             except BaseException as error:
                 died = isinstance(error, (PeerLostError, DeadlineError))
-                struck = died and self._is_struck(peer, start)
+                struck = died and self._is_struck(peer, start, dead.keys())
                 starting.give_up([start])
                 if struck:
                     break
@@ -76,18 +76,23 @@ class Joining:
         self._observation.refill_reserve()
         return len(dead) - len(missing)
 
-    def _is_struck(self, peer: Peer, start: Start) -> bool:
-        """Return whether a process that was about to join, or one of the job's, is dead."""
+    def _is_struck(self, peer: Peer, start: Start, dead: Set[Peer]) -> bool:
+        """Return whether a process that was about to join, or another one of the job's, is dead.
+
+        Args:
+            peer: the worker as which it was about to join.
+            start: the process.
+            dead: that were known to be dead when it began.
+        """
         observation, watches = self._observation, self._cluster.watches
-        dead = set(observation.dead())
         patience = max(_NOTICE_SECONDS, 2 * self._cluster.run_config.failure.heartbeat)
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             observation.ask_for_signs()  # one may be cut off
             if start.is_gone:
-                observation.failed_to_start(peer, late=False)
+                observation.failed_to_start(peer)
                 return True
-            if set(observation.dead()) > dead:
+            if observation.dead().keys() - dead:
                 return True
             alive = [watch for other, watch in watches.items() if other not in dead]
             ray.wait([start.watch, *alive], timeout=_LOOK_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import secrets
 from collections import Counter
@@ -22,7 +23,7 @@ from steepest.cluster.diagnostics import (
 )
 from steepest.cluster.held_resources import hold, let_go, who_else
 from steepest.cluster.lease import DriverLease
-from steepest.cluster.locations import by_calls, hosts_of, make_transport, ways_of
+from steepest.cluster.locations import Place, by_calls, hosts_of, make_transport, ways_of
 from steepest.cluster.membership import Membership
 from steepest.cluster.placement import fitting, reserve, spread, worker_bundle
 from steepest.cluster.process import Process
@@ -107,7 +108,8 @@ class Cluster(JobContext):
         super().__init__(run_config, chosen.seed)
         self.chosen = chosen
         self.lease = DriverLease(run_config.deadlines.driver)
-        self._leaving: list[Any] = []  # processes without a role, which hold chunks until `settle`
+        # processes without a role, which hold chunks until `settle`, and the calls that watch them
+        self._leaving: dict[Any, tuple[Place, Any]] = {}
         self._schedule_offset = 0
         self.deaths = Deaths(self)
         self.workers = WorkerCalls(self, self.deaths)
@@ -198,11 +200,16 @@ class Cluster(JobContext):
 
         Args:
             index: of the server.
-            seat: beside which it is placed; by default where a job of this size places it.
+            seat: beside which it is placed; by default where a job of this size places it, if it
+                were made of nodes that have a living process.
         """
-        nodes, servers = self.placement.nodes()[: self.job.num_workers], self.job.num_servers
-        at = spread(nodes, max(servers, index + 1))[index]
-        at = at if seat is None else self.placement.order.index(seat)
+        if seat is None:
+            nodes, servers = self.placement.nodes()[: self.job.num_workers], self.job.num_servers
+            here = {self.places[p].node for p in self.actors if self.deaths.cause(p) is None}
+            seats = [at for at, node in enumerate(nodes) if node in here] or [*range(len(nodes))]
+            at = seats[spread([nodes[at] for at in seats], max(servers, index + 1))[index]]
+        else:
+            at = self.placement.order.index(seat)
         return self.start_process(str(server_peer(index)), at, 0, 0, 0)
 
     def _take_up(
@@ -284,9 +291,10 @@ class Cluster(JobContext):
         self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
         before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # by new role
         servers_before = sorted(
-            p for p in self.actors if p.role == "server" and (p not in wanted.gone or p in added)
+            p for p in self.actors if p.role == "server" and p not in wanted.gone
         )
-        before |= {server_peer(index): peer for index, peer in enumerate(servers_before)}
+        free = (server_peer(i) for i in itertools.count() if server_peer(i) not in added)
+        before |= dict(zip(free, servers_before, strict=False))
         processes = dict(
             sorted({**{new: self.actors[old] for new, old in before.items()}, **added}.items())
         )
@@ -312,6 +320,11 @@ class Cluster(JobContext):
             self.watches,
             self.lives,
         )
+        self._leaving |= {
+            actor: (self.places[peer], watches[peer])
+            for peer, actor in actors.items()
+            if actor not in (*workers.values(), *servers.values())
+        }
         self.actors = {**workers, **servers, **started}
         staying = {
             p: before[p]
@@ -324,7 +337,7 @@ class Cluster(JobContext):
         self.places = {peer: places[peer] for peer in self.actors}  # in order, as all else is
         self.watches = {new: watches[old] for new, old in staying.items()}
         self.watches |= {
-            peer: self.actors[peer].watch.remote() for peer in self.actors.keys() - staying.keys()
+            peer: actor.watch.remote() for peer, actor in self.actors.items() if peer not in staying
         }
         self.lives = Counter(
             {
@@ -333,7 +346,6 @@ class Cluster(JobContext):
                 if peer in before
             }
         )
-        self._leaving += [actor for peer, actor in actors.items() if peer not in staying.values()]
         holding = set().union(*(held or {}).values())
         keep_on = [
             actor.release.remote(cut, -1, change) for actor in self._leaving if actor in holding
@@ -357,6 +369,23 @@ class Cluster(JobContext):
         self._leaving.clear()
         for actor in self.actors.values():
             actor.forget.remote(change)
+
+    def living(self) -> dict[Any, Place]:
+        """Return where each process is that is not known to be dead, by Ray's handles.
+
+        Processes that have no role any more, but hold chunks, are among them.
+        """
+        members = {
+            actor: self.places[peer]
+            for peer, actor in self.actors.items()
+            if peer in self.places and peer in self.watches and self.deaths.cause(peer) is None
+        }
+        leaving = {
+            actor: place
+            for actor, (place, watch) in self._leaving.items()
+            if not ray.wait([watch], timeout=0)[0]
+        }
+        return leaving | members
 
     def holdings(self) -> Holdings:
         """Return the processes that hold each chunk."""

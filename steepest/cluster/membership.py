@@ -20,8 +20,8 @@ class Membership:
         keep: maps each surviving worker's new index to its old one.
         added: new processes: of workers, with their models built, or in place of dead servers.
         placement: seats of new workers, by index; the others get the first that are free.
-        gone: dead servers; those with no successor in `added` are left out, and the later servers
-            move up.
+        gone: dead processes, and servers whose successors are in `added`; the other servers take the
+            numbers that are free, in order.
     """
 
     config: StrategyConfig

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import ray
 
+from steepest.cluster.deaths import kill
 from steepest.cluster.growth import Growth
 from steepest.cluster.launch import Cluster
 from steepest.cluster.leaving import Leaving
@@ -21,7 +22,6 @@ from steepest.cluster.starting import Reserve, Start, Starting
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.elastic.decision import Target, World
 from steepest.engine.job import check_agreement
-from steepest.errors import ResourcesError
 from steepest.messages.driver import WorkerLost
 from steepest.messages.message import Peer, server_peer, worker_peer
 
@@ -49,8 +49,8 @@ class Wanted:
 
     @classmethod
     def exactly(cls, config: StrategyConfig, workers: int) -> Wanted:
-        """Return that exactly so many workers are wanted; one by itself would hold all weights alone."""
-        return cls(config, min(2, workers), workers, True)
+        """Return that exactly so many workers are wanted, and fewer while there is no room for them."""
+        return cls(config, 1, workers, True)
 
 
 class Observation:
@@ -73,7 +73,7 @@ class Observation:
         self.reserve = Reserve(cluster)
         self.growth = Growth(cluster, self.starting)
         self.leaving = Leaving(cluster, self.starting)
-        self.signs = SignsOfLife(cluster, cluster.deaths)
+        self.signs = SignsOfLife(cluster.run_config.failure.heartbeat)
         self._cluster = cluster
         self._snapshots = snapshots
         self._failures: Counter[int] = Counter()  # by seat
@@ -90,19 +90,46 @@ class Observation:
         only_works = process.role == "worker" and not cluster.job.servers_in_workers
         return cluster.run_config.failure.max_failures > 0 and (kept or only_works)
 
-    def ask_for_signs(self) -> None:
-        """Ask every process for a sign of life, and give up those that are silent."""
-        cluster = self._cluster
-        watched = [peer for peer in cluster.actors if self.can_replace(peer)]
-        if not watched or not self.signs.look(watched):
-            return
-        for peer in watched:
-            if cluster.deaths.cause(peer) is None and self.signs.is_silent(peer):
-                self._give_up(peer, f"no sign of life for {self.signs.silence(peer):.1f} s")
+    def ask_for_signs(self, *, changing: bool = False) -> tuple[list[str], list[str]]:
+        """Ask every process for a sign of life, and give up those that are silent.
 
-    def _give_up(self, peer: Peer, why: str) -> None:
+        Args:
+            changing: whether the job is being put together, and hears nothing of the silent ones.
+
+        Returns:
+            The silent ones of the job, and the silent ones that have no role yet or any more, in
+            words.
+        """
+        cluster, signs = self._cluster, self.signs
+        members = {actor: peer for peer, actor in cluster.actors.items() if self.can_replace(peer)}
+        fixed = set(cluster.actors.values()) - members.keys()
+        living = {actor: at for actor, at in cluster.living().items() if actor not in fixed}
+        coming = {start.actor: start for start in self.starting if start.is_placed}
+        places = {actor: start.place for actor, start in coming.items()} | living
+        if not places or not signs.look(places):
+            return [], []
+        found: tuple[list[str], list[str]] = [], []
+        for actor in [actor for actor in places if signs.is_silent(actor)]:
+            why = f"no sign of life for {signs.silence(actor):.1f} s"
+            if actor in members:
+                self._give_up(members[actor], why, changing=changing)
+                found[0].append(str(members[actor]))
+                continue
+            if actor in coming:
+                what = f"a process that starts as {coming[actor].peer}"
+                self.starting.lose(coming[actor])
+            else:
+                what = "a process that was let go"
+                kill(places[actor], actor)
+            log.warning("%s gave %s", what, why)
+            found[1].append(what)
+        return found
+
+    def _give_up(self, peer: Peer, why: str, *, changing: bool) -> None:
         cluster = self._cluster
-        if self.is_plain(peer):
+        if changing:
+            pass
+        elif self.is_plain(peer):
             life = cluster.lives[peer.index]
             cluster.on_router(lambda: cluster.client.declare_lost(peer.index, life, why))
         else:  # the process of a server
@@ -161,15 +188,15 @@ class Observation:
             self._failures[seat] += 1
         return self._failures[seat]
 
-    def failed_to_start(self, peer: Peer, *, late: bool) -> None:
-        """Count the death of a process that started in the place of a dead one.
+    def late(self, dead: Collection[Peer]) -> frozenset[Peer]:
+        """Return those of the dead for whose successors nobody waits any more."""
+        starting = self.starting
+        waited = {peer: start for peer, start in starting.instead.items() if peer in dead}
+        return frozenset(peer for peer, start in waited.items() if starting.is_late(start))
 
-        Args:
-            peer: the dead one.
-            late: whether it has not come up at all, so that no other one is started.
-        """
-        allowed = self._cluster.run_config.failure.max_failures
-        self._failures[self._cluster.seat_of(peer)] += allowed + 1 if late else 1
+    def failed_to_start(self, peer: Peer) -> None:
+        """Count the death of a process that started in the place of a dead one."""
+        self._failures[self._cluster.seat_of(peer)] += 1
 
     # -- processes that start --------------------------------------------------------------------
 
@@ -213,12 +240,8 @@ class Observation:
 
     def _again(self, peer: Peer, start: Start) -> Start:
         if start.is_gone and start.was_up:  # not because its node is gone
-            self.failed_to_start(peer, late=False)
-        try:
-            return self.starting.again(start)
-        except ResourcesError:
-            self.failed_to_start(peer, late=True)
-            return start
+            self.failed_to_start(peer)
+        return self.starting.again(start)
 
     def tell_who_is_awaited(self) -> None:
         """Log, once each, which dead processes have waited long for their successors."""
@@ -240,11 +263,26 @@ class Observation:
                 up.
         """
         starting = self.starting
+        self._give_up_late_successors()
+        for start in [*starting.workers, *starting.servers]:
+            starting.check_time(start)
         starting.workers = [starting.again(start) for start in starting.workers]
         starting.servers = [starting.again(start) for start in starting.servers]
         self.leaving.look(self.wanted.least)
         if not self.leaving.nodes:
             self.growth.start_missing(self.wanted.most, self.wanted.config)
+
+    def _give_up_late_successors(self) -> None:
+        """End the starts of dead workers' successors that do not come up; others may be started later."""
+        starting = self.starting
+        late = [start for start in starting.workers if start.cause and starting.is_late(start)]
+        if late:
+            log.warning(
+                "successors of %d dead workers have not come up within %g s: training goes on with "
+                "%d workers; others join when the cluster has room",
+                len(late), starting.patience, self._cluster.job.num_workers,
+            )  # fmt: skip
+            starting.give_up(late)
 
     def joining(self) -> dict[int, Start]:
         """Return the further workers that can join now, by their new numbers.
@@ -310,6 +348,7 @@ class Observation:
             leaving=leaving,
             ready=ready & (dead.keys() | leaving),
             worn_out=frozenset(worn_out),
+            late=self.late(dead),
             stuck=stuck,
             overdue=not patient and self._is_overdue(dead),
             full=self.leaving.full,
@@ -344,7 +383,7 @@ class Observation:
         )
         workers = min(world.workers + world.joining, self.wanted.most)
         return Target(
-            least=max(2, self.wanted.least) if world.stuck else self.wanted.least,
+            least=self.wanted.least,
             workers=self.wanted.most,
             servers=self._cluster.serving(self.wanted.config, workers),
             waits=self._cluster.run_config.failure.patience > 0,

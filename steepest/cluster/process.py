@@ -39,7 +39,7 @@ from steepest.engine.server import Server
 from steepest.engine.survivors import ServerState, catch_up, state_of
 from steepest.engine.worker import Worker
 from steepest.engine.worker_state import WorkerState, worker_state
-from steepest.errors import PeerLostError, describe_error
+from steepest.errors import PeerLostError, ShutdownError, describe_error
 from steepest.messages.gradients import Decision
 from steepest.messages.message import (
     COORDINATOR,
@@ -474,22 +474,24 @@ class Process:
             step: committed steps by then.
 
         Returns:
-            None if the worker has begun a step from the version already.
+            None if the worker has begun a step from the version already, or has another role by
+            then. Nobody may be there to read the answer, and Ray would print an error.
 
         Raises:
-            RemoteError: a model raised, or the worker has another role by then.
+            RemoteError: a model raised.
         """
         worker, take = self._worker, functools.partial(worker_state, step=step)
         if worker is None:
-            raise RemoteError(describe_error(PeerLostError("the process has no worker any more")))
+            return None
 
         def begin() -> Future[WorkerState | None]:
             if version is not None:
                 return worker.exactly_at(generation, version, take)
             return cast("Future[WorkerState | None]", worker.at_version(0, -1, take))
 
-        with _as_text():
+        with _as_text(), contextlib.suppress(PeerLostError, ShutdownError):
             return self.router.call(begin).result().result()
+        return None
 
     def view_call(
         self, position: tuple[int, int], number: int, function: Callable[[WorkerView], Any]

@@ -101,7 +101,6 @@ class Snapshots:
         self._state = state
         self._lock = threading.RLock()
         self._taken: Copy | None = None
-        self._replaced = 0  # `JobState.replaced` when that was asked for
         self._request: _Request | None = None
         self._due = 0.0  # when the next one may be asked for
         self._notice = _NOTICE_SECONDS
@@ -111,11 +110,8 @@ class Snapshots:
 
     @property
     def taken(self) -> Copy | None:
-        """The last copy that has come; None before the first, and after another state was set."""
+        """The last copy that has come; None before the first, and after `forget`."""
         with self._lock:
-            if self._replaced != self._state.replaced:
-                self._request = self._taken = None
-                self._replaced, self._due = self._state.replaced, 0.0
             self._collect()
             return self._taken
 
@@ -155,6 +151,28 @@ class Snapshots:
         self.begin()
         if self.taken is None and (request := self._request) is not None:
             request.await_all(self._cluster.run_config.failure.heartbeat)
+
+    def renew(self) -> bool:
+        """Take a copy of the state that was set instead of the last one; no worker may be training.
+
+        Returns:
+            Whether it has come within `heartbeat` seconds. If not, the last one is still there.
+        """
+        if not self._wanted:
+            return True
+        with self._lock:
+            before = self._taken
+            self._ask(self._cluster.client.position.version)
+            request = self._request
+        assert request is not None
+        request.await_all(self._cluster.run_config.failure.heartbeat)
+        return self.taken is not before
+
+    def forget(self) -> None:
+        """Forget the last copy: another state was set."""
+        with self._lock:
+            self._request = self._taken = None
+            self._due = 0.0
 
     def interrupted(self) -> None:
         """Give up the copy under way: the client that asked for it is gone."""

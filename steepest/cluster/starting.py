@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from steepest.cluster.deaths import kill
 from steepest.cluster.diagnostics import has_answered, never_ran
 from steepest.cluster.launch import Cluster
 from steepest.cluster.locations import Place
@@ -17,6 +18,9 @@ from steepest.messages.message import Peer, worker_peer
 from steepest.tensors.layout import ChunkSpec
 
 _ANSWER_SECONDS = 5.0
+_STARTS = (
+    5  # times `DeadlineConfig.start`, within which a process comes up, if others die meanwhile
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +61,11 @@ class Start:
         """Whether its process died, or could never run."""
         ended, _ = ray.wait([self.watch], timeout=0)
         return bool(ended) or any(never_ran(call) for call in self.building)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is known where its process runs."""
+        return has_answered(self.building[-1]) and not self.is_gone
 
     @property
     def was_up(self) -> bool:
@@ -147,18 +156,37 @@ class Starting:
         building = self._building(start.actor, index)
         return replace(start, peer=worker_peer(index), building=building, cut=cut)
 
-    def again(self, start: Start) -> Start:
-        """Return the start of another process if one has died before it was up; else the same.
+    @property
+    def patience(self) -> float:
+        """Seconds within which a process has to come up."""
+        return _STARTS * self._cluster.run_config.deadlines.start
+
+    def is_late(self, start: Start) -> bool:
+        """Return whether a process has not come up for so long that nobody waits for it any more."""
+        return time.monotonic() - start.began > self.patience and not start.is_up
+
+    def check_time(self, start: Start) -> None:
+        """Refuse to wait any longer for a process that is late.
 
         Raises:
-            ResourcesError: it has not come up for five times `DeadlineConfig.start` seconds.
+            ResourcesError: it is.
         """
-        limit = 5 * self._cluster.run_config.deadlines.start
-        late = time.monotonic() - start.began > limit
-        if late and not start.is_up:
+        if self.is_late(start):
             raise ResourcesError(
-                f"the process of another {start.peer.role} did not come up within {limit:g} s"
+                f"the process of another {start.peer.role} did not come up within "
+                f"{self.patience:g} s"
             )
+
+    def lose(self, start: Start) -> None:
+        """End a process that is silent; `again` starts another."""
+        kill(start.place, start.actor)
+        gone = replace(start, watch=ray.put(None))  # Ray takes a while to say so
+        self.instead = {peer: gone if s is start else s for peer, s in self.instead.items()}
+        self.workers = [gone if s is start else s for s in self.workers]
+        self.servers = [gone if s is start else s for s in self.servers]
+
+    def again(self, start: Start) -> Start:
+        """Return the start of another process if one has died before it was up; else the same."""
         if not start.is_gone:
             return start if start.peer.role == "server" else self.fitting(start, start.peer.index)
         if start.peer.role == "server":

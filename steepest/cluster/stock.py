@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,7 +74,7 @@ class Stock:
         """The state of servers and coordinator, or the processes that hold its chunks."""
         return self.copy.found
 
-    def is_held_by(self, processes: Sequence[Any]) -> bool:
+    def is_held_by(self, processes: Collection[Any]) -> bool:
         """Return whether nothing newer than the driver's copy is lost if only these processes live.
 
         So it is where the driver was sent the newest state, or one of the processes has each chunk.
@@ -116,7 +116,7 @@ class Stock:
             return None
         return buffers_of(self.copy.workers, layout.named(weights))
 
-    def only_in(self, processes: Sequence[Any]) -> Stock:
+    def only_in(self, processes: Collection[Any]) -> Stock:
         """Return the same without the holders of chunks that are not among some processes."""
         if self.found.holders is None:
             return self

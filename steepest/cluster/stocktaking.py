@@ -32,6 +32,9 @@ class StockTaking:
         state: of the job.
         signs: of life, of all processes.
         snapshots: copies of the job's state.
+
+    Attributes:
+        has_begun: whether the survivors were told to stop, so that no step is taken any more.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class StockTaking:
         self._state = state
         self._signs = signs
         self._snapshots = snapshots
+        self.has_begun = False
         self._stopped: RecoveredState | None = None  # where all stood when no holder was dead
 
     def find_dead(self, suspect: Peer | None, why: str) -> dict[Peer, str]:
@@ -75,10 +79,11 @@ class StockTaking:
                     grace = _WORD_SECONDS if peer == suspect else _GRACE_SECONDS
                     gone = peer in closed and time.monotonic() - began >= grace
                     late = time.monotonic() - began >= cluster.run_config.deadlines.step
-                    if not (gone or late or signs.is_silent(peer)):
+                    actor = cluster.actors[peer]
+                    if not (gone or late or signs.is_silent(actor)):
                         continue
                     cause = why if peer == suspect else "its channels closed"
-                    cause = cause if gone else f"no sign of life for {signs.silence(peer):.1f} s"
+                    cause = cause if gone else f"no sign of life for {signs.silence(actor):.1f} s"
                     dead[peer] = cluster.deaths.declare(peer, cause)
                 del asked[peer]
             if suspect in asked and time.monotonic() - began >= _WORD_SECONDS:
@@ -86,7 +91,7 @@ class StockTaking:
                 del asked[suspect]
                 dead[suspect] = cluster.deaths.declare(suspect, why)
             if asked:
-                signs.look(list(asked))
+                signs.look(cluster.living())
                 _await_any(asked.values())
         return dead
 
@@ -107,6 +112,7 @@ class StockTaking:
         cluster.extend_deadline()
         if self._stopped is None and not any(peer.role == role for peer in dead):
             self._stopped = self._state.stopped(config)
+        self.has_begun = True
         cluster.disconnect()
         alive = {peer: actor for peer, actor in cluster.actors.items() if peer not in dead}
         workers = [actor for peer, actor in alive.items() if peer.role == "worker"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +23,7 @@ from steepest.cluster.stocktaking import StockTaking
 from steepest.cluster.telling import tell
 from steepest.cluster.wishes import Wishes
 from steepest.config.strategies import StrategyConfig
-from steepest.elastic.decision import Impossible, Transition, World, decide
+from steepest.elastic.decision import Impossible, Source, Transition, World, decide
 from steepest.engine.client import Client
 from steepest.errors import (
     DeadlineError,
@@ -52,7 +53,7 @@ class Supervisor:
     A thread looks at the processes all the time, also between calls of the trainer and while a
     callback takes long: it notices deaths, starts what is missing, and has successors join. A
     change for which workers have to stop is made by the thread that trains, or by this thread when
-    the trainer is idle. Methods may be called on any thread.
+    the trainer is idle or in a callback. Methods may be called on any thread.
 
     Args:
         cluster: the job's processes.
@@ -94,10 +95,14 @@ class Supervisor:
         self._in_use = in_use
         self._error: Exception | None = None  # of the thread, for whoever looks next
         self._ended = threading.Event()
+        self._turn = (
+            threading.Lock()
+        )  # to change the job; held by the thread that trains for moments
+        self._elsewhere = False  # whether that thread is in a callback
+        self._doing: Literal["", "joining", "changing"] = ""  # to the job's processes
+        cluster.meanwhile = self._look_after_all
         cluster.ending.append(self.end)
-        self._thread = threading.Thread(
-            target=self._watch, name="steepest supervisor", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, name="steepest supervisor", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
@@ -110,11 +115,28 @@ class Supervisor:
                 due = None if self._ended.is_set() else self._look(patient=idle)
                 if due is not None and idle:
                     self.change(patient=True)
+                elif due == "now":
+                    with self._turn:
+                        if self._elsewhere:
+                            self.change()
             except Exception as error:  # noqa: BLE001 - raised by the next `look` of a caller
                 self._error = None if self._ended.is_set() else error
             finally:
                 if idle:
                     self._in_use.release()
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Let the job be changed after a death in a block in which the thread that trains is in a callback.
+
+        The block ends when a change that has begun is over. Another client says that there was one.
+        """
+        self._elsewhere = True
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._elsewhere = False
 
     @property
     def wanted(self) -> StrategyConfig:
@@ -126,6 +148,23 @@ class Supervisor:
         with self._lock:
             self._looked = 0.0
             self._wishes.want(config, workers)
+
+    def _look_after_all(self) -> None:
+        """Look whether any process has turned silent, while calls of some of them are waited for.
+
+        Raises:
+            PeerLostError: one has, and is ended.
+        """
+        if not self._lock.acquire(blocking=False):
+            return  # another thread looks
+        try:
+            changing = self._doing == "changing"
+            silent, others = self.observation.ask_for_signs(changing=changing)
+        finally:
+            self._lock.release()
+        silent += others if self._doing else []
+        if silent:
+            raise PeerLostError(f"{', '.join(silent)} gave no sign of life")
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -176,11 +215,18 @@ class Supervisor:
         found = self._decided(world, dead)
         if found is None:
             return None
-        if dead and (joined := self._joining.join(found, dead)) is not None:
-            self.replaced += joined
-            self._looked = 0.0
-            return None
-        return "now" if dead else "soon"
+        if not dead:
+            return "soon"
+        self._doing = "joining"
+        try:
+            joined = self._joining.join(found, dead)
+        finally:
+            self._doing = ""
+        if joined is None:
+            return "now"
+        self.replaced += joined
+        self._looked = 0.0
+        return None
 
     @property
     def pause(self) -> float:
@@ -225,9 +271,13 @@ class Supervisor:
         """
         decided = decide(world, self.observation.target(world))
         if isinstance(decided, Impossible):
+            if decided.peer is None:
+                raise PeerLostError(decided.why)
             allowed = self._cluster.run_config.failure.max_failures
             often = f": FailureConfig(max_failures={allowed}) allows no more"
+            slow = f"; {self.observation.starting.patience:g} s were waited: add nodes"
             why = decided.why + (often if decided.peer in world.worn_out else "")
+            why += slow if decided.peer in world.late - world.worn_out else ""
             self._cluster.deaths.raise_lost(decided.peer, f"{dead[decided.peer]} ({why})")
         return decided
 
@@ -268,13 +318,14 @@ class Supervisor:
             version, step = self._cluster.client.position.version, self._cluster.step
             said: dict[Any, str] = {}  # by the call that watched the process
             hosts = self._hosts_left()
+            self._doing = "changing"
             try:
                 applied = self._change(said, patient=patient)
             except BaseException:
                 self.observation.starting.give_up(self.observation.starting.instead.values())
                 raise
             finally:
-                self._looked, self._due = 0.0, None
+                self._doing, self._looked, self._due = "", 0.0, None
             if applied is None:
                 return
             self._cluster.await_successors(())
@@ -308,18 +359,18 @@ class Supervisor:
         unexplained = 0
         while True:
             worn_out = observation.worn_out(dead)
+            in_vain = worn_out | observation.late(dead)
             said |= {cluster.watches[p]: self._said(p, why, worn_out) for p, why in dead.items()}
             cluster.await_successors(dead)
             try:
                 world = self._look_at(dead, worn_out, patient=patient)
-                if stock is not None:  # all stand still
+                if stock is not None or taking.has_begun:  # all stand still
                     world = replace(world, stuck=True)
                 elif self._decided(world, dead) is None:
                     return None
-                else:
+                if stock is None:
                     stock = self._take_stock(taking, world, dead)
-                living = [actor for peer, actor in cluster.actors.items() if peer not in dead]
-                world = replace(world, whole=stock.is_held_by(living))
+                world = replace(world, whole=stock.is_held_by(cluster.living()))
                 transition = self._decided(world, dead) or _as_it_is(world)
                 copy = self.snapshots.taken
                 if transition.source == "snapshot" and not stock.copied and copy is not None:
@@ -331,7 +382,7 @@ class Supervisor:
                 observation.starting.joined(cluster.actors.values())
                 dead = taking.find_dead(*self._struck(said, error))
                 known = {cluster.watches[peer] for peer in dead} <= said.keys()
-                if known and observation.worn_out(dead) == worn_out:
+                if known and observation.worn_out(dead) | observation.late(dead) == in_vain:
                     unexplained += 1  # perhaps of a process that had no role yet
                     if isinstance(error, DeadlineError) or unexplained > _UNEXPLAINED:
                         raise
@@ -371,28 +422,31 @@ class Supervisor:
 
     # -- between steps ---------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Return when no process is dead, and what the user has asked for is there.
+    def settle(self, *, asked: bool = False) -> None:
+        """Return when no process is dead, and what the user has asked for is there, or was refused.
+
+        Args:
+            asked: whether the caller has asked for something just now.
 
         Raises:
             PeerLostError, DeadlineError: the job cannot continue.
-            ResourcesError: what was asked for cannot be had.
+            ResourcesError: what the caller has asked for cannot be had.
         """
-        while not self._is_settled():
+        while not self._is_settled(asked=asked):
             starts = [call for start in self.observation.starting for call in start.building]
             if starts:
                 ray.wait(starts, num_returns=len(starts), timeout=_SHORT_SECONDS)
             else:
                 time.sleep(_SHORT_SECONDS)
 
-    def _is_settled(self) -> bool:
+    def _is_settled(self, *, asked: bool) -> bool:
         """Make the changes that are due; return whether nothing is left to wait for."""
         with self._lock:
             self._looked, self._error = 0.0, None  # what has failed fails again
             while self._look(patient=True) is not None:
                 self.change(patient=True)
                 self._looked = 0.0
-            return not self.observation.dead() and self._wishes.are_granted()
+            return not self.observation.dead() and self._wishes.are_granted(asked=asked)
 
     def surviving(self, function: Callable[[], T]) -> T:
         """Return what a function returns; call it once more whenever a process dies meanwhile.
@@ -402,11 +456,36 @@ class Supervisor:
         """
         while True:
             self.settle()
+            before = self._cluster.client, {*self._cluster.watches.values()}
             try:
                 return function()
             except (PeerLostError, DeadlineError):
-                if not self.is_struck():
+                now = self._cluster.client, {*self._cluster.watches.values()}
+                if now == before and not self.is_struck():
                     raise
+
+    def replacing(self, function: Callable[[], None]) -> None:
+        """Call a function that sets another state, and copy that; both again if a process dies meanwhile.
+
+        Raises:
+            PeerLostError, DeadlineError: what failed was no death, or the job cannot continue.
+        """
+
+        def whole() -> None:
+            try:
+                function()
+            except (PeerLostError, DeadlineError):
+                raise  # the last copy serves to begin again
+            except BaseException:
+                self.snapshots.forget()
+                raise
+            if self.snapshots.renew():
+                return
+            if self._cluster.client.lost_peer is not None or self.observation.dead():
+                raise PeerLostError("a process died before there was a copy of the state")
+            self.snapshots.forget()
+
+        self.surviving(whole)
 
     def reading(self, function: Callable[[], T]) -> T:
         """Return what a function returns that reads from the job, also amid training.
@@ -479,4 +558,5 @@ class Supervisor:
 
 def _as_it_is(world: World) -> Transition:
     """Return the transition that changes nothing, to finish a change whose cause is gone."""
-    return Transition("processes", frozenset(), frozenset(), world.workers, world.servers)
+    source: Source = "processes" if world.whole else "snapshot"
+    return Transition(source, frozenset(), frozenset(), world.workers, world.servers)

@@ -111,7 +111,7 @@ class Training:
             if self.cluster.client is not client:  # a callback may have had it changed, too
                 done = self._catch_up(client, plan, done, on_step)
                 client, plan, stopped = self.cluster.client, self.cluster.plan[0], True
-            if stopped:
+            if stopped or self._idle:
                 stop, goal = None, end()
                 self._ask(goal - done, stats)
             elif (outcome := self._next_outcome()) is not None:
@@ -166,7 +166,8 @@ class Training:
             self._idle = True  # the coordinator has taken the rest back already
             self._raise_failure(outcome)
         self._count(outcome)
-        on_step(outcome)
+        with self._supervisor.elsewhere():
+            on_step(outcome)
 
     def _count(self, result: Result) -> None:
         self.samples += result.samples
@@ -234,6 +235,10 @@ class Training:
             return None
         if isinstance(outcome, PeerLostError):
             self._raise_lost(outcome)
+        late = isinstance(outcome, Failure) and outcome.reason == "deadline"
+        if late and supervisor.observation.dead():
+            self._idle = True  # the coordinator has taken the rest back while a death is handled
+            return None
         return outcome
 
     def _loss(self, outcome: Result | Failure | PeerLostError) -> tuple[Peer, str] | None:

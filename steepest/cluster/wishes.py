@@ -22,6 +22,7 @@ class Wishes:
         self._cluster = cluster
         self._observation = observation
         self._before: Wanted | None = None  # what was wanted before the user asked for a change
+        self._of_workers = False  # whether their number was asked for
         self._refused: SteepestError | None = None
 
     def want(self, config: StrategyConfig, workers: int | None) -> None:
@@ -40,8 +41,9 @@ class Wishes:
         observation, before = self._observation, self._observation.wanted
         exactly = None if workers is None else Wanted.exactly(config, workers)
         observation.wanted = exactly or replace(before, config=config)
-        observation.growth.asked, self._refused = True, None
         self._before = self._before or before
+        self._of_workers = self._of_workers or workers is not None
+        observation.growth.asked, self._refused = self._of_workers, None
         if not observation.dead():
             try:
                 observation.start_missing()
@@ -50,14 +52,14 @@ class Wishes:
                 raise
 
     def refuse(self, error: SteepestError) -> None:
-        """Want what there is, because processes cannot be had; `are_granted` raises why, once."""
+        """Want what there is, because processes cannot be had; see `are_granted`."""
         self._refused = error if self._before is not None else None
         self._take_back()
 
     def _take_back(self) -> None:
         observation, before = self._observation, self._before
         observation.growth.cancel()
-        observation.growth.asked, self._before = False, None
+        observation.growth.asked, self._before, self._of_workers = False, None, False
         if before is not None:
             most = self._cluster.job.num_workers if before.exact else before.most
             observation.wanted = replace(before, most=most)
@@ -65,22 +67,28 @@ class Wishes:
     @property
     def _is_granted(self) -> bool:
         wanted, job = self._observation.wanted, self._cluster.job
-        return wanted.config == job.config and (not wanted.exact or wanted.most == job.num_workers)
+        enough = not (wanted.exact and self._of_workers) or wanted.most == job.num_workers
+        return wanted.config == job.config and enough
 
     def end_if_granted(self) -> None:
         """Note that the user has what was asked for, if it is so."""
         if self._before is not None and self._is_granted:
-            self._before, self._observation.growth.asked = None, False
+            self._before, self._of_workers = None, False
+            self._observation.growth.asked = False
 
-    def are_granted(self) -> bool:
+    def are_granted(self, *, asked: bool) -> bool:
         """Return whether nothing is outstanding that the user has asked for.
 
+        Args:
+            asked: whether the caller has asked for something just now; it is told of a refusal. Of
+                others' the log had a warning.
+
         Raises:
-            SteepestError: what was asked for was refused for this reason; what was wanted before is
-                wanted again.
+            SteepestError: what the caller asked for was refused for this reason; what was wanted
+                before is wanted again.
         """
         self.end_if_granted()
-        if self._refused is not None:
-            refused, self._refused = self._refused, None
+        refused, self._refused = self._refused, None
+        if refused is not None and asked:
             raise refused
         return self._before is None

@@ -22,7 +22,7 @@ from steepest.cluster.remote_functions import name_of
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError
 from steepest.messages.message import Peer, worker_peer
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.3
 _NOTICE_SECONDS = 5.0  # that Ray takes, at most, to see that a process is gone
 
 
@@ -90,6 +90,7 @@ class WorkerCalls:
                     results[refs[ref]] = self._result(ref, refs[ref], what)
                     del refs[ref]
                 if not done:
+                    context.meanwhile()
                     self._deaths.raise_if_dead()
                     if time.monotonic() > deadline:
                         silent = ", ".join(str(worker_peer(index)) for index in refs.values())

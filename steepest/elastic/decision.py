@@ -22,6 +22,8 @@ class World:
         leaving: living processes on nodes that will go.
         ready: those of `dead` and `leaving` in whose place another process stands ready.
         worn_out: those of `dead` in whose place processes died too often; nobody takes it again.
+        late: those of `dead` whose successors have not come up for so long that nobody waits for
+            them any more; they may still come.
         stuck: whether a dead process held something without which the others take no step.
         overdue: whether the others have waited long enough for the successors of dead workers.
         full: whether the cluster has no room for the workers that leave.
@@ -37,6 +39,7 @@ class World:
     leaving: Set[Peer] = frozenset()
     ready: Set[Peer] = frozenset()
     worn_out: Set[Peer] = frozenset()
+    late: Set[Peer] = frozenset()
     stuck: bool = False
     overdue: bool = False
     full: bool = False
@@ -51,7 +54,8 @@ class Target:
     """What the user wants, and what the strategy can do.
 
     Attributes:
-        least: the fewest workers that train without the others.
+        least: the fewest workers that train without the others. One alone does so only when nobody
+            comes: it would hold all weights alone.
         workers: the number of workers wanted.
         servers: the number of processes wanted that are servers only.
         waits: whether a step waits for the successors of dead processes.
@@ -93,11 +97,11 @@ class Impossible:
     """The job cannot continue.
 
     Attributes:
-        peer: the dead process for which that is so.
+        peer: the dead process for which that is so; None if only one is dead that had left the job.
         why: in words, to follow the cause of its death.
     """
 
-    peer: Peer
+    peer: Peer | None
     why: str
 
 
@@ -114,59 +118,92 @@ def decide(world: World, target: Target) -> Transition | Impossible | None:
         >>> found.left, found.workers, found.servers, found.source
         (frozenset({Peer(role='worker', index=1)}), 3, 1, 'processes')
     """
+    if not world.whole and not world.snapshot:
+        peer = min(world.dead, default=None)
+        return Impossible(peer, "too many died together: of some chunks no copy is left")
+    source: Source = "processes" if world.whole else "snapshot"
     if world.dead:
-        return _without_the_dead(world, target)
+        return _without_the_dead(world, target, source)
     if world.leaving:
-        return _away(world, target)
-    return _resized(world, target)
+        return _away(world, target, source)
+    return _resized(world, target, source)
 
 
-def _without_the_dead(world: World, target: Target) -> Transition | Impossible | None:
+def _without_the_dead(
+    world: World, target: Target, source: Source
+) -> Transition | Impossible | None:
     """Return what becomes of a job after deaths.
 
     Survivors continue at once where they are enough; otherwise successors are awaited. Where
     survivors only miss workers, successors that stand ready join, and others are awaited until
     they are overdue. Where they miss more, successors that stand ready, all of them, are awaited in
-    any case, because that takes no longer.
+    any case, because that takes no longer. If no server lives, the successors of servers are
+    awaited, whatever becomes of workers. If nobody comes in some places, the job continues without
+    these as soon as the others are enough.
     """
-    if not world.whole and not world.snapshot:
-        return Impossible(min(world.dead), "too many died together: of some chunks no copy is left")
-    source: Source = "processes" if world.whole else "snapshot"
     left = frozenset(peer for peer in world.dead if peer.role == "worker")
-    servers = world.servers - (len(world.dead) - len(left))
-    fewer = Transition(source, frozenset(), left, world.workers - len(left), servers)
-    enough = target.movable and (
-        (not left or fewer.workers >= max(target.least, 1))
-        and (servers > 0 or servers == world.servers)
+    servers = frozenset(world.dead - left)
+    needed = servers if len(servers) == world.servers else frozenset[Peer]()
+    fewer = Transition(
+        source, needed, left, world.workers - len(left), world.servers - len(servers - needed)
     )
-    if world.worn_out and not enough:
-        return Impossible(min(world.worn_out), "processes died there too often")
+    in_vain = world.worn_out | world.late
+    least = target.least if in_vain or not world.stuck else max(target.least, 2)
+    enough = _is_enough(fewer, target, least) and not in_vain & needed
     if not world.stuck:
         if ready := frozenset(world.dead & world.ready):
             return Transition(source, ready, frozenset(), world.workers, world.servers)
-        return fewer if enough and (world.overdue or world.worn_out) else None
-    if enough and (world.worn_out or not (target.waits or world.dead <= world.ready)):
+        if enough:
+            return fewer if world.overdue or in_vain else None
+        return None if world.dead - in_vain else _nobody_comes(world, target)
+    if enough and (in_vain or not (target.waits or world.dead <= world.ready)):
         return fewer
-    return Transition(source, frozenset(world.dead), frozenset(), world.workers, world.servers)
+    gone = in_vain & servers
+    found = Transition(
+        source,
+        frozenset(world.dead - in_vain),
+        left & in_vain,
+        world.workers - len(left & in_vain),
+        world.servers - len(gone),
+    )
+    if in_vain and (not _is_enough(found, target, least) or len(gone) == world.servers > 0):
+        return _nobody_comes(world, target)
+    return found
 
 
-def _away(world: World, target: Target) -> Transition | None:
+def _is_enough(found: Transition, target: Target, least: int) -> bool:
+    """Return whether processes train without those that are left out."""
+    return target.movable and (not found.left or found.workers >= max(least, 1))
+
+
+def _nobody_comes(world: World, target: Target) -> Impossible:
+    """Return why the others cannot continue without processes in whose places nobody comes."""
+    if world.worn_out:
+        return Impossible(min(world.worn_out), "processes died there too often")
+    why = "no successor has come up"
+    workers = world.workers - sum(peer.role == "worker" for peer in world.late)
+    if target.movable and workers < max(target.least, 1):
+        why += f", and at least {max(target.least, 1)} workers are needed"
+    return Impossible(min(world.late), why)
+
+
+def _away(world: World, target: Target, source: Source) -> Transition | None:
     """Return how processes leave nodes that will go; None while their successors start."""
     leaving, ready = frozenset(world.leaving), world.leaving <= world.ready
     if ready:
-        return Transition("processes", leaving, frozenset(), world.workers, world.servers)
+        return Transition(source, leaving, frozenset(), world.workers, world.servers)
     left = frozenset(peer for peer in leaving if peer.role == "worker")
     workers = world.workers - len(left)
     if world.full and leaving - left <= world.ready and workers >= target.least:
-        return Transition("processes", leaving - left, left, workers, world.servers)
+        return Transition(source, leaving - left, left, workers, world.servers)
     return None
 
 
-def _resized(world: World, target: Target) -> Transition | None:
+def _resized(world: World, target: Target, source: Source) -> Transition | None:
     """Return another number of workers or servers, or strategy, when its processes stand ready."""
     workers = min(world.workers + world.joining, target.workers)
     if target.servers > world.servers + world.opening:
         return None
     if (workers, target.servers) == (world.workers, world.servers) and not target.switched:
         return None
-    return Transition("processes", frozenset(), frozenset(), workers, target.servers)
+    return Transition(source, frozenset(), frozenset(), workers, target.servers)
