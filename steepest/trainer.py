@@ -426,7 +426,7 @@ class DistributedSGD:
             ConfigurationError: no log is kept; give ``RunConfig(keep_log=True)``.
         """
         self._live()
-        return self._state.log()
+        return self._supervisor.reading(self._state.log)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
