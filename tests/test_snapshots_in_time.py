@@ -175,11 +175,10 @@ def test_the_copy_of_the_state_before_stays_until_that_of_the_new_one_has_come(
     driver.answer(0)
     before = driver.snapshots.taken
     driver.fails = True
-    assert not driver.snapshots.renew()
+    assert not driver.snapshots.renew(lambda: None)
     assert driver.snapshots.taken is before
     driver.fails = False
-    monkeypatch.setattr(snapshots, "wait", lambda futures, timeout: driver.answer(7))
-    assert driver.snapshots.renew()
+    assert driver.snapshots.renew(lambda: driver.answer(7))
     assert driver.snapshots.taken is not None
     assert driver.snapshots.taken.found.version == 7
 

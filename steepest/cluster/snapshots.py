@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,7 @@ _MOST_NOTICE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.1  # from that to the next try, in which the pace is measured
 #: A server copies what may change before it sends any of it, which takes as long as sending.
 _COPYING = 2
+_HEARTBEATS = 5  # within which a copy of a state that was set is awaited
 
 
 @dataclass
@@ -152,11 +153,15 @@ class Snapshots:
         if self.taken is None and (request := self._request) is not None:
             request.await_all(self._cluster.run_config.failure.heartbeat)
 
-    def renew(self) -> bool:
+    def renew(self, meanwhile: Callable[[], None]) -> bool:
         """Take a copy of the state that was set instead of the last one; no worker may be training.
 
+        Args:
+            meanwhile: called now and then; what it raises ends the waiting.
+
         Returns:
-            Whether it has come within `heartbeat` seconds. If not, the last one is still there.
+            Whether it has come in some times `heartbeat` seconds. If not, the last one is still
+            there.
         """
         if not self._wanted:
             return True
@@ -165,7 +170,11 @@ class Snapshots:
             self._ask(self._cluster.client.position.version)
             request = self._request
         assert request is not None
-        request.await_all(self._cluster.run_config.failure.heartbeat)
+        heartbeat = self._cluster.run_config.failure.heartbeat
+        until = time.monotonic() + _HEARTBEATS * heartbeat
+        while not request.has_come() and time.monotonic() < until:
+            request.await_all(heartbeat / 6)
+            meanwhile()
         return self.taken is not before
 
     def forget(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -38,6 +38,7 @@ class Start:
         cause: of the death of the process in whose place it starts; "" if none died.
         spare: whether it was kept in reserve.
         cut: how a worker's models are cut into chunks.
+        started: when this process was started, of `time.monotonic`.
     """
 
     peer: Peer
@@ -49,6 +50,7 @@ class Start:
     cause: str = ""
     spare: bool = False
     cut: ChunkSpec | None = None
+    started: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def is_up(self) -> bool:
@@ -186,8 +188,14 @@ class Starting:
         self.servers = [gone if s is start else s for s in self.servers]
 
     def again(self, start: Start) -> Start:
-        """Return the start of another process if one has died before it was up; else the same."""
-        if not start.is_gone:
+        """Return the start of another process if one has died before it was up; else the same.
+
+        A process that does not even come to life in half the time counts as dead, too.
+        """
+        hangs = time.monotonic() - start.started > self.patience / 2 and not start.is_placed
+        if hangs and not start.is_gone:
+            ray.kill(start.actor, no_restart=True)
+        elif not start.is_gone:
             return start if start.peer.role == "server" else self.fitting(start, start.peer.index)
         if start.peer.role == "server":
             other = self.server(start.peer, start.cause, seat=start.seat)

@@ -479,7 +479,7 @@ class Supervisor:
             except BaseException:
                 self.snapshots.forget()
                 raise
-            if self.snapshots.renew():
+            if self.snapshots.renew(self._look_after_all):
                 return
             if self._cluster.client.lost_peer is not None or self.observation.dead():
                 raise PeerLostError("a process died before there was a copy of the state")

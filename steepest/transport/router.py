@@ -19,6 +19,7 @@ from steepest.tensors.memory import Memory, clone
 from steepest.transport.channel import Channel, Event, Transport, overlap
 
 log = logging.getLogger(__name__)
+_LOCAL_SECONDS = 0.002  # of messages between roles of one process, before others are heard
 _LOST_PEERS = 1024
 T = TypeVar("T")
 
@@ -269,8 +270,16 @@ class Router:
         self._deliver_local()
 
     def _deliver_local(self) -> None:
+        """Deliver the messages between roles of this process, or those of a moment.
+
+        Where one process has all roles, each message has another one sent as long as steps are
+        granted: other processes have to be heard meanwhile.
+        """
+        until = time.monotonic() + _LOCAL_SECONDS
         while self._local:
             self._dispatch(self._local.popleft())
+            if self.transport is not None and time.monotonic() > until:
+                return
 
     def _receive(self, channel: Channel, message: Message) -> None:
         """Deliver a message of another process, or count it as refused if a check fails."""
