@@ -175,8 +175,13 @@ def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoR
         SteepestError: an error of ours, of its own class, with the process' name.
         ModelRaisedError: the user's code raised; its traceback is the cause.
         ConfigurationError: an argument could not be unpickled, or a result not pickled.
+        PeerLostError: the process that was to send an argument died.
     """
     cause = error.cause
+    if isinstance(cause, ray.exceptions.RayActorError):
+        raise PeerLostError(
+            f"{who} was not sent what it needs to {what}, because a process died: {last_line(error)}"
+        ) from error
     if isinstance(cause, RemoteError):
         _raise_described(cause.told, who, what)
     if isinstance(cause, ray.exceptions.RaySystemError):
