@@ -42,6 +42,28 @@ def test_a_copy_that_was_begun_in_vain_is_not_taken_for_one(seed: int) -> None:
     check_schedule(seed)
 
 
+FOUND = {
+    20021: "a process that only held chunks until a change was over fell silent",
+    20039: "a server died while a state was being set, and the copy of the one before was forgotten",
+    20061: "some successors came up and others could not",
+    20297: "a worker fell silent while another one's successor was joining",
+    20310: "a worker died when all had stopped for a change, and nobody made the change",
+    20650: "a process died before there was a copy of the state with which a job begins",
+    30105: "a log was read while the job was put together",
+    30309: "a worker alone with its server heard nobody before all its steps were made",
+    30533: "a successor was stopped before it had come to life",
+    30792: "the only process fell silent when another state was set",
+    40321: "how slow a worker is was asked for before the others had computed anything",
+    41072: "Ray gave up a node that was cut off, and the job heard of it from nobody",
+    41415: "a successor that had joined, and had no weights yet, was asked for the buffers of these",
+}
+
+
+@pytest.mark.parametrize("seed", FOUND, ids=lambda seed: str(seed))
+def test_what_random_programs_have_found_stays_mended(seed: int) -> None:
+    check_schedule(seed)
+
+
 @pytest.mark.full
 @seeds(100)
 def test_any_processes_may_die_at_any_moment(seed: int) -> None:

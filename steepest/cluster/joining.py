@@ -34,7 +34,7 @@ class Joining:
     def __init__(self, cluster: Cluster, observation: Observation) -> None:
         self._cluster = cluster
         self._observation = observation
-        self._joined: set[Peer] = set()  # since the last time that nobody was missing
+        self._joined: dict[Peer, int] = {}  # successors, and the version when they joined
 
     def join(self, transition: Transition, dead: Mapping[Peer, str]) -> int | None:
         """Have successors take dead workers' places while the others stay as they are.
@@ -132,10 +132,8 @@ class Joining:
         cluster.get([actor.take_state.remote(*cluster.plan, mean)], "take the others' state")
         cluster.get([actor.connect.remote(cluster.ends, timeout)], "connect a worker again")
         cluster.substitute(peer, actor, place, address)
-        self._joined.add(peer)
+        self._joined[peer] = cluster.client.position.version
         self._tell([worker for worker in self._living() if worker not in missing or worker == peer])
-        if len(missing) == 1:  # all have weights again
-            self._joined.clear()
 
     def _living(self) -> list[Peer]:
         cluster = self._cluster
@@ -143,17 +141,19 @@ class Joining:
         return [peer for peer in workers if cluster.deaths.cause(peer) is None]
 
     def _states_of_the_others(self, missing: Collection[Peer]) -> list[Tensors]:
-        """Return the buffers of all workers' replicas that have weights.
+        """Return the buffers of all workers' replicas that have weights; of all, if none is known to.
 
         Where all contribute to each version, a successor that has joined is sent weights when no
-        other is missing.
+        other is missing, and another one may have died before.
         """
-        having = [
-            peer.index
-            for peer in self._living()
-            if peer not in missing and peer not in self._joined
-        ]
-        return all_states(partial(self._cluster.workers.call, workers=having)) if having else []
+        version = self._cluster.client.position.version
+        others = [peer for peer in self._living() if peer not in missing]
+        having = [peer.index for peer in others if self._joined.get(peer, -1) < version]
+        call = self._cluster.workers.call
+        if having:
+            return all_states(partial(call, workers=having))
+        those = [peer.index for peer in others]
+        return all_states(partial(call, workers=those, waits=False)) if those else []
 
     def _tell(self, workers: Collection[Peer]) -> None:
         """Have workers learn where all others listen; a worker that dies meanwhile is left out."""

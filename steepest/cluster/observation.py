@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import ray
 
@@ -22,6 +24,7 @@ from steepest.cluster.starting import Reserve, Start, Starting
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.elastic.decision import Target, World
 from steepest.engine.job import check_agreement
+from steepest.errors import ShutdownError
 from steepest.messages.driver import WorkerLost
 from steepest.messages.message import Peer, server_peer, worker_peer
 
@@ -78,6 +81,7 @@ class Observation:
         self._snapshots = snapshots
         self._failures: Counter[int] = Counter()  # by seat
         self._counted: set[object] = set()  # deaths among them, by the calls that watched
+        self._job_knows: set[object] = set()  # of deaths, by the calls that watched
         self._told: set[Start] = set()  # of whose absence it was said that it is long
         self._up_since = math.inf  # when the first of the further workers was up
 
@@ -126,15 +130,29 @@ class Observation:
         return found
 
     def _give_up(self, peer: Peer, why: str, *, changing: bool) -> None:
+        if not changing:
+            self.tell_job({peer: why})
+        self._cluster.deaths.declare(peer, why)
+
+    def tell_job(self, dead: Mapping[Peer, str]) -> None:
+        """Tell the driver's client and the coordinator, once each, of processes that are dead.
+
+        They hear of most because channels close; of one whose node is cut off they do not.
+
+        Args:
+            dead: the processes, and why they died.
+        """
         cluster = self._cluster
-        if changing:
-            pass
-        elif self.is_plain(peer):
-            life = cluster.lives[peer.index]
-            cluster.on_router(lambda: cluster.client.declare_lost(peer.index, life, why))
-        else:  # the process of a server
-            cluster.on_router(lambda: cluster.client.lost(server_peer(peer.index), why))
-        cluster.deaths.declare(peer, why)
+        for peer, why in dead.items():
+            if (watch := cluster.watches[peer]) in self._job_knows:
+                continue
+            self._job_knows.add(watch)
+            with contextlib.suppress(ShutdownError):  # the driver's router has ended, and says why
+                if self.is_plain(peer):
+                    life = cluster.lives[peer.index]
+                    cluster.on_router(partial(cluster.client.declare_lost, peer.index, life, why))
+                else:  # the process of a server
+                    cluster.on_router(partial(cluster.client.lost, server_peer(peer.index), why))
 
     def hear(self, lost: WorkerLost) -> None:
         """Take the coordinator's word that a worker is gone; Ray's, if there is any, names the cause."""

@@ -209,6 +209,7 @@ class Supervisor:
         observation.fill_reserve(self._trained)
         observation.ask_for_signs()
         dead = observation.dead()
+        observation.tell_job(dead)
         world = self._look_at(dead, observation.worn_out(dead), patient=patient)
         if world.stuck:
             return "now"
@@ -332,7 +333,10 @@ class Supervisor:
             self._joining = Joining(self._cluster, self.observation)
             self.snapshots.interrupted()
             self._wishes.end_if_granted()
-            lost = max(version - self._cluster.client.position.version, 0)
+            alike = before.versions_per_step == self._cluster.job.versions_per_step
+            cluster = self._cluster
+            now = cluster.client.position.version if alike else before.version_of(cluster.step)
+            lost = max(version - now, 0)
             self.steps_lost += max(step - self._cluster.step, 0)
             self.replaced += applied.replaced
             tell(self._cluster, applied, before, list(said.values()), lost, hosts, began)

@@ -45,6 +45,7 @@ class WorkerCalls:
         *arguments: Any,
         workers: list[int] | None = None,
         view: bool = False,
+        waits: bool = True,
         what: str = "do its part",
     ) -> list[Any]:
         """Run a function on workers as soon as they hold the last committed weights.
@@ -54,6 +55,7 @@ class WorkerCalls:
             arguments: the same for all workers; each is put into Ray's store once.
             workers: indices of the workers that run it; all by default.
             view: give the function a `WorkerView` instead of the replicas.
+            waits: for the last committed weights.
             what: a worker is asked to do, for errors.
 
         Returns:
@@ -67,7 +69,8 @@ class WorkerCalls:
             DeadlineError: a worker has not answered for `DeadlineConfig.call` seconds.
         """
         context, seconds = self._context, self._context.run_config.deadlines.call
-        position = (context.client.position.generation, context.client.position.version)
+        now = context.client.position
+        position = (now.generation, now.version) if waits else (0, -1)
         stored = [travelling(f"what a worker needs to {what}", argument) for argument in arguments]
         chosen = list(range(context.job.num_workers)) if workers is None else workers
         actors = {index: context.actors[worker_peer(index)] for index in chosen}

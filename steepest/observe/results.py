@@ -184,7 +184,9 @@ def stragglers(paces: Mapping[int, float], since: Mapping[int, int]) -> tuple[St
     found = []
     for worker, step in since.items():
         others = sorted(pace for other, pace in paces.items() if other != worker)
-        found.append(Straggler(worker, paces[worker] / others[len(others) // 2], step + 1))
+        usual = others[len(others) // 2] if others else 0.0
+        if usual > 0:  # else the others have computed nothing yet
+            found.append(Straggler(worker, paces[worker] / usual, step + 1))
     return tuple(found)
 
 

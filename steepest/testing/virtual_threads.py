@@ -149,9 +149,13 @@ class Scheduler:
     # -- threads -------------------------------------------------------------------------------
 
     def spawn(self, body: Callable[[], None], name: str, owner: Any) -> VirtualThread:
-        """Start a thread, which runs when its turn comes."""
+        """Start a thread, which runs when its turn comes.
+
+        A thread that ends starts none of its own process. It may be the one in whose turn time
+        passes, and what is due then starts threads of other processes.
+        """
         thread = VirtualThread(name, owner)
-        if self.current.doomed:
+        if self.current.doomed and owner is self.current.owner:
             thread.doomed = thread.finished = True
             return thread
         thread.body = body
