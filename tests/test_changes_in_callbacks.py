@@ -15,8 +15,10 @@ from steepest import (
     StepResult,
 )
 from steepest.testing.simulation import Simulation, pause, run_config
-from tests.reference import same_bits
-from tests.simulated_programs import TASK, quiet
+from tests.reference import Task, same_bits, samples, sgd
+from tests.simulated_programs import linear, quiet
+
+TASK = Task(linear, sgd(lr=0.01, momentum=0.9), samples(61), batch_size=1)
 
 CALLBACK_SECONDS = 30.0
 

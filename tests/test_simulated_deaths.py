@@ -25,14 +25,14 @@ def _simulated() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.mark.parametrize("first", range(7000, 7100, 25))
+@pytest.mark.parametrize("first", range(7000, 7060, 15))
 def test_processes_may_die_at_these_moments(first: int) -> None:
     """A program ends with the steps that it asked for; with an error only if a node's room is gone for good.
 
     In the first case the log gives its weights to the bit, no sample is committed twice, the bits are those of an
     undisturbed run where all commits had the same members, and no process is left.
     """
-    for seed in range(first, first + 25):
+    for seed in range(first, first + 15):
         check_schedule(seed)
 
 
