@@ -55,6 +55,7 @@ FOUND = {
     30792: "the only process fell silent when another state was set",
     40321: "how slow a worker is was asked for before the others had computed anything",
     41072: "Ray gave up a node that was cut off, and the job heard of it from nobody",
+    51205: "counters were asked for in the middle of a change",
     41415: "a successor that had joined, and had no weights yet, was asked for the buffers of these",
 }
 

@@ -506,7 +506,9 @@ class Supervisor:
             try:
                 return function()
             except (PeerLostError, DeadlineError, ShutdownError):
-                if self._ended.is_set() or (cluster.client is client and not self.is_struck()):
+                changing = self._doing == "changing"  # another thread may be about to, still
+                same = cluster.client is client and not changing
+                if self._ended.is_set() or (same and not self.is_struck()):
                     raise
             if self._in_use.acquire(blocking=False):
                 try:
