@@ -241,7 +241,7 @@ class DistributedSGD:
         steps: int | None = None,
         epochs: int | None = None,
         callbacks: Sequence[Callback] = (),
-        progress: bool = True,
+        progress: bool | str = True,
     ) -> StepResult:
         """Take many steps, which workers start by themselves without waiting for the driver.
 
@@ -254,7 +254,8 @@ class DistributedSGD:
                 been seen once; the first one may have begun before.
             callbacks: called for each step and event, and between epochs if they override
                 `on_epoch_end`.
-            progress: whether to show a progress bar on standard error.
+            progress: what to show on standard error: "bar" (a live line), "lines" (a line every ten
+                seconds); True for the one that suits it, False for nothing.
 
         Returns:
             The last step's result; that of the restored checkpoint if it has all steps that are

@@ -8,7 +8,8 @@ from typing import Any
 from steepest.cluster.checkpoint_manager import CheckpointManager
 from steepest.config.validation import require_choice, require_count
 from steepest.errors import ConfigurationError
-from steepest.observe.progress import Callback, EventFeed, ProgressBar
+from steepest.observe.display import display
+from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import StepResult
 
 _METHODS = ("on_fit_begin", "on_step", "on_event", "on_length", "on_epoch_end", "on_fit_end")
@@ -26,7 +27,7 @@ def fit(
     steps: int | None,
     epochs: int | None,
     callbacks: Sequence[Callback],
-    progress: bool,
+    progress: bool | str,
 ) -> StepResult:
     """Train and call callbacks, see `DistributedSGD.fit`; return the last step's result.
 
@@ -46,8 +47,8 @@ def fit(
         raise ConfigurationError(f"steps={steps!r}, epochs={epochs!r}: give exactly one of them")
     require_count("steps", steps) if epochs is None else require_count("epochs", epochs)
     check_callbacks(callbacks)
-    require_choice("progress", progress, (False, True))
-    callbacks = [*([ProgressBar()] if progress else []), *callbacks]
+    require_choice("progress", progress, (False, True, "bar", "lines"))
+    callbacks = [*display(progress), *callbacks]
     if epochs is not None and keeping.plan is None:
         raise ConfigurationError("the training data are a stream without epochs: give steps=")
     end = keeping.ask(steps, epochs)

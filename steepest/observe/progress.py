@@ -1,22 +1,11 @@
-"""Callbacks of `fit`, and the progress bar, which is one of them."""
+"""Callbacks of `fit`, and the feed of events that calls them."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-from tqdm import tqdm
+from typing import Any
 
 from steepest.observe.results import Event, StepResult
-
-
-class Run(Protocol):
-    """The attributes of the trainer that the progress bar reads."""
-
-    num_workers: int
-    num_servers: int
 
 
 class Callback:
@@ -83,51 +72,3 @@ class EventFeed:
             self._reported += 1
             for callback in callbacks:
                 callback.on_event(sgd, event)
-
-
-class ProgressBar(Callback):
-    """A live line on stderr: loss, metrics, samples per second, workers, servers."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._samples = 0
-        self._began = 0.0
-        self._drawn = 0.0
-
-    def on_fit_begin(self, sgd: Run, steps: int) -> None:
-        """Draw the bar, for `steps` steps."""
-        self._samples = 0
-        self._began = time.monotonic()
-        self._drawn = 0.0
-        self._bar = tqdm(total=steps, unit="step", dynamic_ncols=True, file=sys.stderr)
-
-    def on_length(self, sgd: Run, steps: int) -> None:
-        """Give the bar another end."""
-        self._bar.total = steps
-        self._bar.refresh()
-
-    def on_step(self, sgd: Run, result: StepResult) -> None:
-        """Move the bar on, and write the step's figures ten times per second at most."""
-        self._samples += result.samples
-        self._bar.update(1)
-        now = time.monotonic()
-        if now - self._drawn >= 0.1:  # formatting costs more than a small step
-            self._drawn = now
-            self._describe(sgd, result, now)
-        self._last = result
-
-    def _describe(self, sgd: Run, result: StepResult, now: float) -> None:
-        shown = {"loss": f"{result.loss:.4f}"}
-        shown |= {name: f"{value:.3f}" for name, value in result.metrics.items()}
-        shown["samples/s"] = f"{self._samples / max(now - self._began, 1e-9):.0f}"
-        shown["workers"] = str(sgd.num_workers)
-        shown["servers"] = str(sgd.num_servers)
-        self._bar.set_postfix(shown, refresh=False)
-
-    def on_fit_end(self, sgd: Run) -> None:
-        """Close the bar, and leave its last line standing."""
-        if self._bar is not None:
-            if self._samples:
-                self._describe(sgd, self._last, time.monotonic())
-            self._bar.close()
-            self._bar = None

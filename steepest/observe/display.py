@@ -1,0 +1,226 @@
+"""What `fit` shows while it runs: a live line in a terminal or a notebook, or whole lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from steepest.observe.progress import Callback
+from steepest.observe.results import EvaluationResult, StepResult
+
+_WINDOW_SECONDS = 10.0  # over which rates are means
+
+
+class Run(Protocol):
+    """The attributes of the trainer that are shown."""
+
+    num_workers: int
+
+
+def display(progress: bool | str) -> list[Callback]:
+    """Return the callbacks that show what `fit` does: one, or none.
+
+    Args:
+        progress: as of `DistributedSGD.fit`.
+    """
+    if progress is True:
+        if _in_notebook():
+            return [NotebookLine()]
+        progress = "bar" if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else "lines"
+    return [] if not progress else [ProgressBar() if progress == "bar" else ProgressLines()]
+
+
+def _in_notebook() -> bool:
+    """Return whether this process is a notebook's kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+class Meter:
+    """The figures of one `fit`.
+
+    Args:
+        now: the time at its begin, in seconds.
+        steps: the number of steps that it will take.
+
+    Attributes:
+        steps: that it will take, as far as is known now.
+        done: steps taken.
+        evaluation: the last evaluation's result.
+    """
+
+    def __init__(self, now: float, steps: int) -> None:
+        self.steps = steps
+        self.done = 0
+        self.evaluation: EvaluationResult | None = None
+        self._samples = 0
+        self._stale = False
+        self._last: StepResult | None = None
+        self._began = now
+        self._marks = deque([(now, 0, 0)])  # time, samples and steps until then
+
+    def add(self, result: StepResult) -> None:
+        """Count a step."""
+        self.done += 1
+        self._samples += result.samples
+        self._stale = self._stale or any(result.staleness)
+        self._last = result
+
+    def line(self, sgd: Run, now: float, *, ended: bool = False) -> str:
+        """Return the figures of the last step, and the rates of the last seconds, in one line.
+
+        Args:
+            sgd: the trainer.
+            now: the time, in seconds.
+            ended: whether to return the rate and the time of the whole `fit` instead.
+        """
+        last = self._last
+        assert last is not None
+        while len(self._marks) > 1 and (ended or now - self._marks[1][0] >= _WINDOW_SECONDS):
+            self._marks.popleft()
+        since, samples, done = (self._began, 0, 0) if ended else self._marks[0]
+        seconds = max(now - since, 1e-9)
+        self._marks.append((now, self._samples, self.done))
+        left = (self.steps - self.done) * seconds / max(self.done - done, 1)
+        times = f"took {_clock(seconds)}" if ended else f"{_clock(left)} left"
+        parts = [] if last.epoch is None else [f"epoch {last.epoch}"]
+        parts += [f"step {last.step} ({self.done}/{self.steps}, {times})", f"loss {last.loss:.4f}"]
+        parts += [f"{name} {value:.3f}" for name, value in last.metrics.items()]
+        if (found := self.evaluation) is not None:
+            parts += [f"validation loss {found.loss:.4f}"]
+            parts += [f"validation {name} {value:.3f}" for name, value in found.metrics.items()]
+        parts += [f"{(self._samples - samples) / seconds:,.0f} samples/s"]
+        parts += [f"{sgd.num_workers} worker{'s' * (sgd.num_workers != 1)}"]
+        if self._stale and last.staleness:
+            parts += [f"staleness {sum(last.staleness) / len(last.staleness):.1f}"]
+        return ", ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    return str(tqdm.format_interval(seconds))
+
+
+class Display(Callback):
+    """Base class of what shows a line of figures now and then, and another one at the end.
+
+    Args:
+        seconds: between two lines.
+        clock: tells the time in seconds.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._due = 0.0
+        self._meter: Meter | None = None
+
+    def show(self, line: str, meter: Meter) -> None:
+        """Show a line."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Leave the last line standing."""
+
+    def on_fit_begin(self, sgd: Run, steps: int) -> None:
+        """Begin to count; the first step is shown at once."""
+        self._due = self._clock()
+        self._meter = Meter(self._due, steps)
+
+    def on_length(self, sgd: Run, steps: int) -> None:
+        """Expect another number of steps."""
+        assert self._meter is not None
+        self._meter.steps = steps
+
+    def on_step(self, sgd: Run, result: StepResult) -> None:
+        """Count the step, and show a line when one is due."""
+        assert self._meter is not None
+        self._meter.add(result)
+        now = self._clock()
+        if now >= self._due:  # formatting costs more than a small step
+            self._due = now + self.seconds
+            self.show(self._meter.line(sgd, now), self._meter)
+
+    def on_evaluation(self, sgd: Run, result: EvaluationResult) -> None:
+        """Show the evaluation's figures from now on."""
+        if self._meter is not None:
+            self._meter.evaluation = result
+
+    def on_fit_end(self, sgd: Run) -> None:
+        """Show the last step, and how long all steps took."""
+        meter, self._meter = self._meter, None
+        if meter is None:
+            return
+        try:
+            if meter.done:
+                self.show(meter.line(sgd, self._clock(), ended=True), meter)
+        finally:
+            self.end()
+
+
+class ProgressLines(Display):
+    """A whole line on stderr every ten seconds, for log files."""
+
+    def __init__(self, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(seconds, clock)
+
+    def show(self, line: str, meter: Meter) -> None:
+        """Write the line."""
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+class NotebookLine(Display):
+    """A line in the output of a notebook's cell, which is replaced in place."""
+
+    def __init__(self, seconds: float = 0.5, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(seconds, clock)
+        self._handle: Any = None
+
+    def show(self, line: str, meter: Meter) -> None:
+        """Replace the line."""
+        if self._handle is None:
+            from IPython.display import display as show
+
+            self._handle = show({"text/plain": line}, raw=True, display_id=True)
+        else:
+            self._handle.update({"text/plain": line}, raw=True)
+
+    def end(self) -> None:
+        """Leave the last line standing; the next `fit` has one of its own."""
+        self._handle = None
+
+
+class ProgressBar(Display):
+    """A live line at the bottom of a terminal, with a bar; what is logged appears above it."""
+
+    def __init__(self, seconds: float = 0.1, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(seconds, clock)
+        self._bar: Any = None
+        self._open = contextlib.ExitStack()
+
+    def show(self, line: str, meter: Meter) -> None:
+        """Draw the line again."""
+        if self._bar is None:
+            self._bar = tqdm(
+                desc=line, total=meter.steps, initial=meter.done, dynamic_ncols=True,
+                file=sys.stderr, bar_format="{percentage:3.0f}%|{bar:10}| {desc}",
+            )  # fmt: skip
+            self._open.callback(self._bar.close)
+            self._open.enter_context(logging_redirect_tqdm())
+        else:
+            self._bar.total, self._bar.n = meter.steps, meter.done
+            self._bar.set_description_str(line)
+
+    def end(self) -> None:
+        """Leave the last line standing."""
+        self._open.close()
+        self._bar = None
