@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.models.protocol import Model as Model
     from steepest.models.torch import TorchModel as TorchModel
     from steepest.models.torch import accuracy as accuracy
+    from steepest.observe.history import History as History
     from steepest.observe.progress import Callback as Callback
     from steepest.observe.results import EvaluationResult as EvaluationResult
     from steepest.observe.results import Event as Event
@@ -57,6 +58,7 @@ _MODULES = {
     "EvaluationResult": "observe.results",
     "Event": "observe.results",
     "FailureConfig": "config.run",
+    "History": "observe.history",
     "IndexedStream": "data.sources",
     "Int8": "config.compression",
     "LocalStrategy": "config.strategies",

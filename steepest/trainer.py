@@ -43,8 +43,8 @@ from steepest.engine.commit_log import CommitLog
 from steepest.engine.job import Job, ModelCreator
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, ShutdownError
-from steepest.messages.driver import Result
 from steepest.models.protocol import Model
+from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, Stats, StepResult
 
@@ -201,6 +201,11 @@ class DistributedSGD:
         return self._job.micro_batches
 
     @property
+    def history(self) -> History:
+        """The run so far: rows of steps, epochs, evaluations and events."""
+        return self._training.history
+
+    @property
     def _job(self) -> Job:
         return self._training.cluster.job
 
@@ -276,14 +281,8 @@ class DistributedSGD:
         self, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
     ) -> None:
         self._live()
-
-        def on_result(result: Result) -> None:
-            epoch = self._plan.position(result.step - 1).epoch if self._plan is not None else None
-            self._keeping.last = StepResult.from_result(result, epoch)
-            on_step(self._keeping.last)
-
         with self._keeping.watched():
-            self._training.take(end, stats, on_result)
+            self._training.take(end, stats, on_step)
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -311,9 +310,11 @@ class DistributedSGD:
             results = self._supervisor.surviving(evaluate)
             if not any(result.weight for result in results):
                 raise ConfigurationError("evaluate() was given no samples")
-            return EvaluationResult.mean_of(
+            found = EvaluationResult.mean_of(
                 [(result.weight, result.loss, result.metrics, result.samples) for result in results]
             )
+            self.history.evaluated(self._training.step, found)
+            return found
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters by name, at one version.

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from steepest import Checkpoints
+from steepest import Checkpoints, StepResult
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoint
 from steepest.cluster.checkpoint_manager import CheckpointManager
 from steepest.cluster.directory_lock import DirectoryLock
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.observe.history import History
 from tests.test_checkpoint import content
 from tests.test_checkpoint_manager import kept
 
@@ -27,6 +28,8 @@ class Job:
 
     step: int = 0
     running: bool = False
+    last: StepResult | None = None
+    history: History = field(default_factory=History)
 
     @property
     def version(self) -> int:

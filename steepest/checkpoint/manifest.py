@@ -122,4 +122,5 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "updates": (_is_count, False),
     "ends": (lambda value: _is_list(value, _is_count), False),
     "result": (lambda value: value is None or isinstance(value, dict), False),
+    "runs": (lambda value: _is_mapping(value, _is_name), False),
 }

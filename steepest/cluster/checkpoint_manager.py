@@ -8,9 +8,10 @@ import re
 import shutil
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoints
@@ -27,10 +28,12 @@ from steepest.errors import (
     ShutdownError,
     SteepestError,
 )
+from steepest.observe.history_file import HistoryFile
 from steepest.observe.results import StepResult
 from steepest.tensors.safetensors_file import Progress, no_progress
 
 log = logging.getLogger(__name__)
+HISTORY = "history.jsonl"
 _NAME = re.compile(r"(\d{6,})-step-\d+")
 
 
@@ -47,9 +50,6 @@ class CheckpointManager:
         training, state: of the job.
         surviving: calls a function that reads the job's state, once more when a process dies.
         clock: in seconds, by which a write that makes no progress is noticed.
-
-    Attributes:
-        last: the last step's result.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class CheckpointManager:
         surviving: Callable[[Callable[[], files.Checkpoint]], files.Checkpoint],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.last: StepResult | None = None
         # steps done before this process began, which `fit` has not been asked for yet
         self._ahead = 0
         self._policy = policy
@@ -75,6 +74,7 @@ class CheckpointManager:
         self._writer = (
             Writer(Path(policy.path), policy.write_timeout, clock) if policy is not None else None
         )
+        self._file = HistoryFile(Path(policy.path) / HISTORY) if policy is not None else None
         self._written: tuple[int, int] | None = self._place  # what is on disk, or need not be
         self._doubtful = False
 
@@ -101,14 +101,26 @@ class CheckpointManager:
         Raises:
             CheckpointError: it is of another job; or there are some, and all of them are damaged.
         """
-        if self._shelf is None or (found := self._shelf.newest()) is None:
+        if self._shelf is None:
+            return
+        if (found := self._shelf.newest()) is None:
+            self._resume_history(0, {})
             return
         path, saved = found
         self._state.place(saved, path)
         self._ahead, self._written = self._training.step, self._place
         if (result := saved.about.get("result")) is not None:
-            self.last = StepResult(**result | {"staleness": tuple(result["staleness"])})
+            self._training.last = StepResult(**result | {"staleness": tuple(result["staleness"])})
+        self._resume_history(self._ahead, saved.about.get("runs") or {})
         log.warning("going on from step %d, the checkpoint at %s", self._ahead, path)
+
+    def _resume_history(self, step: int, runs: Mapping[str, str]) -> None:
+        assert self._file is not None
+        try:
+            rows = self._file.resume(step)
+        except OSError as error:
+            raise CheckpointError(f"cannot continue {self._file.path}: {error}") from error
+        self._training.history.resume(rows, runs)
 
     def ask(self, steps: int | None, epochs: int | None) -> Callable[[], int]:
         """Return a function that tells with which committed step so many steps or epochs more are done.
@@ -139,7 +151,7 @@ class CheckpointManager:
 
     def result(self) -> StepResult:
         """Return the last step's result, also of a step taken before this process began."""
-        return self.last or StepResult(self._training.step, None, float("nan"), {}, 0, ())
+        return self._training.last or StepResult(self._training.step, None, float("nan"), {}, 0, ())
 
     # -- keeping -------------------------------------------------------------------------------
 
@@ -207,6 +219,7 @@ class CheckpointManager:
             CheckpointError: without an error, if the last state could not be written.
         """
         try:
+            self._training.history.close()
             if error is not None or self._doubtful or self._training.running:
                 self._finish_quietly(
                     ask=not (_is_doubtful(error) or self._doubtful or self._training.running)
@@ -230,9 +243,13 @@ class CheckpointManager:
             ask: whether processes can be asked for their state.
         """
         self._settle_or_raise()
-        if self._shelf is not None and ask and self._place != self._written:
+        if self._writer is None:
+            return
+        if ask and self._place != self._written:
             self._keep()
-            self._settle_or_raise()
+        elif (rows := self._training.history.unwritten())[0]:  # such as a last evaluation
+            self._writer.start(lambda progress: self._write_history(rows, progress))
+        self._settle_or_raise()
 
     def _finish_quietly(self, ask: bool = True) -> None:
         """Do as `_finish`, and log its error, because another error is being raised."""
@@ -252,17 +269,36 @@ class CheckpointManager:
                 self._writer.where(),
             )
             return
-        saved = self._surviving(self._state.collect)
-        result = None if self.last is None else asdict(self.last)
-        saved = replace(saved, about={**saved.about, "result": result})
+        saved, history = self._surviving(self._state.collect), self._training.history
+        history.flush()  # loggers have all until this step, too
+        result = None if self._training.last is None else asdict(self._training.last)
+        saved = replace(saved, about={**saved.about, "result": result, "runs": {**history.runs}})
+        rows = history.unwritten()
         self._written, paused = self._place, time.monotonic() - began
-        self._writer.start(lambda progress: self._write(saved, paused, progress))
+        self._writer.start(lambda progress: self._write(saved, rows, paused, progress))
 
-    def _write(self, saved: files.Checkpoint, paused: float, progress: Progress) -> None:
+    def _write_history(self, rows: tuple[list[dict[str, Any]], int], progress: Progress) -> None:
+        """Append rows to the file of the history, on the writer's thread."""
+        assert self._file is not None
+        progress(self._file.path)
+        try:
+            self._file.append(rows[0])
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self._file.path}: {error}") from error
+        self._training.history.wrote(rows[1])
+
+    def _write(
+        self,
+        saved: files.Checkpoint,
+        rows: tuple[list[dict[str, Any]], int],
+        paused: float,
+        progress: Progress,
+    ) -> None:
         """Write a checkpoint, on the writer's thread; log how long it took."""
         assert self._shelf is not None
         step, began = saved.about["step"], time.monotonic()
         try:
+            self._write_history(rows, progress)  # before, so that no row is missing
             path = self._shelf.put(saved, progress)
         except BaseException as error:
             log.error("the checkpoint of step %d is not kept: %s", step, error)

@@ -18,6 +18,8 @@ from steepest.engine.client import Client
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError
 from steepest.messages.driver import Failure, Result, WorkerLost
 from steepest.messages.message import Peer
+from steepest.observe.history import Figures, History
+from steepest.observe.results import StepResult
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ class Training:
         cluster: its processes.
         running: whether workers are at work.
         samples, seconds, bytes_pushed, bytes_pulled: sums over all steps so far.
+        last: the last step's result; None before the first one.
+        history: has a row for each step.
     """
 
     def __init__(self, cluster: Cluster, supervisor: Supervisor) -> None:
@@ -50,6 +54,8 @@ class Training:
         self.seconds = 0.0
         self.bytes_pushed = 0
         self.bytes_pulled = 0
+        self.last: StepResult | None = None
+        self.history = History(cluster.events)
         self.cluster = cluster
         self._supervisor = supervisor
         self._timeout = cluster.run_config.deadlines.step
@@ -68,7 +74,9 @@ class Training:
         """Steps committed, as far as the driver has heard."""
         return self.cluster.step
 
-    def take(self, end: Callable[[], int], stats: bool, on_step: Callable[[Result], None]) -> None:
+    def take(
+        self, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
+    ) -> None:
         """Have workers take steps until a step is committed; hand on the result of each.
 
         What was granted and is not used is taken back when anything raises.
@@ -95,7 +103,7 @@ class Training:
             self._end()
 
     def _take_until(
-        self, goal: int, end: Callable[[], int], stats: bool, on_step: Callable[[Result], None]
+        self, goal: int, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
     ) -> int:
         """Take steps until so many are committed, or as many as `end` says after a change."""
         done, stop = self.step, None  # the number of steps after which workers stop for a change
@@ -116,7 +124,7 @@ class Training:
                 self._ask(goal - done, stats)
             elif (outcome := self._next_outcome()) is not None:
                 done += 1
-                self._hand_on(outcome, on_step)
+                self._hand_on(outcome, plan, on_step)
         return goal
 
     def lost_before(self) -> int:
@@ -137,7 +145,7 @@ class Training:
         before: Client,
         plan: SamplePlan | None,
         done: int,
-        on_step: Callable[[Result], None],
+        on_step: Callable[[StepResult], None],
     ) -> int:
         """Hand on the results of steps before a change; return how many steps are committed.
 
@@ -151,28 +159,51 @@ class Training:
             late = before.outcomes.get()
             if isinstance(late, Result):
                 done += 1
-                self._hand_on(late, on_step)
+                self._hand_on(late, plan, on_step)
         while done < self.step:
             done += 1
-            self._hand_on(_unheard(done, plan), on_step)
+            self._hand_on(_unheard(done, plan), plan, on_step)
         return self.step  # it may have been set back
 
     def _heard(self) -> None:
         """Note that processes are at work now."""
         self._silent_since = time.monotonic()
 
-    def _hand_on(self, outcome: Result | Failure, on_step: Callable[[Result], None]) -> None:
+    def _hand_on(
+        self,
+        outcome: Result | Failure,
+        plan: SamplePlan | None,
+        on_step: Callable[[StepResult], None],
+    ) -> None:
         if isinstance(outcome, Failure):
             self._idle = True  # the coordinator has taken the rest back already
             self._raise_failure(outcome)
-        self._count(outcome)
         with self._supervisor.elsewhere():
-            on_step(outcome)
+            on_step(self._count(outcome, plan))
 
-    def _count(self, result: Result) -> None:
+    def _count(self, result: Result, plan: SamplePlan | None) -> StepResult:
+        """Count a committed step, and return the user's view of its result.
+
+        Args:
+            result: of the step.
+            plan: the plan in force when the step was committed.
+        """
         self.samples += result.samples
         self.bytes_pushed += result.bytes_pushed
         self.bytes_pulled += result.bytes_pulled
+        epoch = None if plan is None else plan.position(result.step - 1).epoch
+        self.last = StepResult.from_result(result, epoch)
+        figures = Figures(
+            self.cluster.job.num_workers,
+            self.cluster.job.num_servers,
+            self.cluster.client.position.generation,
+            result.bytes_pushed,
+            result.bytes_pulled,
+            self.seconds + time.monotonic() - self._began,
+        )
+        ends = plan is not None and epoch is not None and plan.end_of(epoch) == result.step
+        self.history.stepped(self.last, figures, ends_epoch=ends)
+        return self.last
 
     def _ask(self, steps: int, stats: bool) -> None:
         if steps <= 0:
@@ -262,7 +293,7 @@ class Training:
         while not client.outcomes.empty():
             outcome = client.outcomes.get()
             if isinstance(outcome, Result):
-                self._count(outcome)
+                self._count(outcome, self.cluster.plan[0])
 
     def _raise_failure(self, failure: Failure) -> NoReturn:
         if failure.reason == "deadline":

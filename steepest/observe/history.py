@@ -1,0 +1,283 @@
+"""The history of a run: a row for each step, epoch, evaluation and event; none twice, none missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, overload
+
+from steepest.observe.results import EvaluationResult, Event, StepResult
+
+_LIMIT = 100_000
+
+
+class Figures(NamedTuple):
+    """The numbers of a job when a step was committed.
+
+    Attributes:
+        workers, servers: the number of processes.
+        generation: the number of memberships so far.
+        bytes_pushed, bytes_pulled: of gradients and of weights, in this step.
+        seconds: that this program spent training until then.
+    """
+
+    workers: int
+    servers: int
+    generation: int
+    bytes_pushed: int
+    bytes_pulled: int
+    seconds: float
+
+
+class Sink(Protocol):
+    """What is given each row, such as a logger."""
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Take a row. It raises nothing."""
+
+    def flush(self) -> None:
+        """Pass on the rows taken so far. It raises nothing."""
+
+    def close(self) -> None:
+        """Pass on the rows taken so far; there are no more. It raises nothing."""
+
+
+class _Row(NamedTuple):
+    serial: int
+    kind: str
+    step: int
+    time: float
+    what: StepResult | Mapping[str, Any]  # a step's result is made a mapping when it is asked for
+    figures: Figures | None
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {"kind": self.kind, "time": self.time, "step": self.step}
+        if isinstance(self.what, Mapping):
+            return {**found, **self.what}
+        assert self.figures is not None
+        result = {f.name: getattr(self.what, f.name) for f in dataclasses.fields(self.what)}
+        return found | result | {"staleness": list(self.what.staleness)} | self.figures._asdict()
+
+
+class History(Sequence[dict[str, Any]]):
+    """A run so far, as a sequence of rows, oldest first.
+
+    A row is a dict: "kind" ("step", "epoch", "evaluation" or "event"), "time" (seconds since the
+    epoch, as `time.time` has it), "step" (steps committed by then), and what it tells:
+
+    - "step": the attributes of `StepResult`, and those of `Figures`; loss and metrics are NaN and
+      absent where statistics were not fetched, or died with the coordinator.
+    - "epoch": "epoch", which has ended, and over its steps "steps", "samples", and the means "loss"
+      and "metrics" by samples.
+    - "evaluation": the attributes of `EvaluationResult`.
+    - "event": "event" (the kind of `Event`) and "line".
+
+    When steps are taken again, after a death or a `restore`, their rows replace those before, and
+    rows of epochs and evaluations after them are removed. Events stay. With `Checkpoints` the rows
+    are also in the file ``history.jsonl`` beside them, and a program that continues from a checkpoint
+    has those until its step.
+
+    Memory holds the newest 100,000 rows, about 100 MB with two metrics; the file has all.
+
+    Args:
+        events: all events of the job so far, oldest first; grows while processes die and come.
+        limit: the number of rows that are kept.
+
+    Attributes:
+        runs: of each logger, the id of its run; in checkpoints.
+    """
+
+    def __init__(self, events: Sequence[Event] = (), limit: int = _LIMIT) -> None:
+        self.runs: dict[str, str] = {}
+        self._events = events
+        self._seen = 0  # of these
+        self._limit = limit
+        self._rows: list[_Row] = []
+        self._serial = 0
+        self._last = -1  # the greatest step of a row that is no event
+        self._written = 0  # the serial of the last row in the file
+        self._sinks: list[Sink] = []
+        self._lock = threading.RLock()
+
+    # -- reading -------------------------------------------------------------------------------
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        with self._lock:
+            self._take_events()
+            found = self._rows[index]
+        return [row.as_dict() for row in found] if isinstance(index, slice) else found.as_dict()  # type: ignore[union-attr]
+
+    def __len__(self) -> int:
+        with self._lock:
+            self._take_events()
+            return len(self._rows)
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Return the rows of a kind: "step", "epoch", "evaluation" or "event"."""
+        with self._lock:
+            self._take_events()
+            return [row.as_dict() for row in self._rows if row.kind == kind]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The rows of steps."""
+        return self.rows("step")
+
+    @property
+    def epochs(self) -> list[dict[str, Any]]:
+        """The rows of epochs."""
+        return self.rows("epoch")
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows of evaluations."""
+        return self.rows("evaluation")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The rows of events."""
+        return self.rows("event")
+
+    def dataframe(self, kind: str | None = None) -> Any:
+        """Return a `pandas.DataFrame` of the rows; a metric has the column "metrics." and its name.
+
+        Args:
+            kind: of the rows; None for all of them.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas
+
+        return pandas.json_normalize(self[:] if kind is None else self.rows(kind))
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def stepped(self, result: StepResult, figures: Figures, *, ends_epoch: bool) -> None:
+        """Add a committed step; rows of this and later steps are replaced.
+
+        Args:
+            result: of the step.
+            figures: of the job.
+            ends_epoch: whether its epoch ends with this step, and gets a row too.
+        """
+        with self._lock:
+            self._take_events()
+            self._cut(result.step)
+            self._add("step", result.step, time.time(), result, figures)
+            if ends_epoch:
+                self._add("epoch", result.step, time.time(), self._epoch(result.epoch))
+
+    def evaluated(self, step: int, result: EvaluationResult) -> None:
+        """Add an evaluation after so many committed steps."""
+        with self._lock:
+            self._take_events()
+            self._add("evaluation", step, time.time(), dataclasses.asdict(result))
+
+    def resume(self, rows: Iterable[Mapping[str, Any]], runs: Mapping[str, str]) -> None:
+        """Begin with the rows, and the loggers' runs, of the program that this one continues."""
+        with self._lock:
+            for row in rows:
+                what = dict(row)
+                self._add(what.pop("kind"), what.pop("step"), what.pop("time"), what)
+            self._written = self._serial
+            self.runs.update(runs)
+
+    def _take_events(self) -> None:
+        while self._seen < len(self._events):
+            event = self._events[self._seen]
+            self._seen += 1
+            what = {"event": event.kind, "line": event.line}
+            self._add("event", event.step, event.time, what)
+
+    def _add(
+        self,
+        kind: str,
+        step: int,
+        now: float,
+        what: StepResult | Mapping[str, Any],
+        figures: Figures | None = None,
+    ) -> None:
+        self._serial += 1
+        row = _Row(self._serial, kind, step, now, what, figures)
+        self._rows.append(row)
+        if kind != "event":
+            self._last = max(self._last, step)
+        if len(self._rows) > self._limit * 1.1:
+            del self._rows[: -self._limit]
+        for sink in self._sinks:
+            sink.take(row.as_dict())
+
+    def _cut(self, step: int) -> None:
+        """Remove the rows of a step and of later ones, except events."""
+        if step > self._last:
+            return
+        self._rows = [row for row in self._rows if row.kind == "event" or row.step < step]
+        self._last = step - 1
+
+    def _epoch(self, epoch: int | None) -> dict[str, Any]:
+        """Return what the row of an epoch tells: means over its steps, by samples."""
+        steps: list[dict[str, Any]] = []
+        for row in reversed(self._rows):
+            if row.kind == "step":
+                if (found := row.as_dict())["epoch"] != epoch:
+                    break
+                steps.append(found)
+
+        def mean(value: Callable[[dict[str, Any]], float | None]) -> float:
+            known = [(x, s["samples"]) for s in steps if (x := value(s)) is not None]
+            known = [(x, weight) for x, weight in known if not math.isnan(x)]
+            total = sum(weight for _, weight in known)
+            return sum(x * weight for x, weight in known) / total if total else math.nan
+
+        names = dict.fromkeys(name for s in reversed(steps) for name in s["metrics"])
+        return {
+            "epoch": epoch,
+            "steps": len(steps),
+            "samples": sum(s["samples"] for s in steps),
+            "loss": mean(lambda s: s["loss"]),
+            "metrics": {name: mean(lambda s, n=name: s["metrics"].get(n)) for name in names},  # type: ignore[misc]
+        }
+
+    # -- passing on ----------------------------------------------------------------------------
+
+    def unwritten(self) -> tuple[list[dict[str, Any]], int]:
+        """Return the rows that are not in the file, and the number to give to `wrote`."""
+        with self._lock:
+            self._take_events()
+            since = bisect_right(self._rows, self._written, key=lambda row: row.serial)
+            return [row.as_dict() for row in self._rows[since:]], self._serial
+
+    def wrote(self, number: int) -> None:
+        """Note that the rows that `unwritten` returned with this number are in the file."""
+        self._written = max(self._written, number)
+
+    def follow(self, sink: Sink) -> None:
+        """Give a sink all rows that there are, and each row from now on."""
+        with self._lock:
+            if sink not in self._sinks:
+                for row in self[:]:
+                    sink.take(row)
+                self._sinks.append(sink)
+
+    def flush(self) -> None:
+        """Have all sinks pass on what they were given."""
+        with self._lock:
+            self._take_events()
+            for sink in self._sinks:
+                sink.flush()
+
+    def close(self) -> None:
+        """Have all sinks pass on what they were given, for the last time."""
+        with self._lock:
+            self._take_events()
+            while self._sinks:
+                self._sinks.pop().close()
