@@ -33,6 +33,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.models.torch import TorchModel as TorchModel
     from steepest.models.torch import accuracy as accuracy
     from steepest.observe.history import History as History
+    from steepest.observe.loggers import MLflow as MLflow
+    from steepest.observe.loggers import TensorBoard as TensorBoard
+    from steepest.observe.loggers import Trackio as Trackio
+    from steepest.observe.loggers import WandB as WandB
     from steepest.observe.progress import Callback as Callback
     from steepest.observe.results import EvaluationResult as EvaluationResult
     from steepest.observe.results import Event as Event
@@ -63,6 +67,7 @@ _MODULES = {
     "Int8": "config.compression",
     "LocalStrategy": "config.strategies",
     "LoggedPush": "engine.commit_log",
+    "MLflow": "observe.loggers",
     "Model": "models.protocol",
     "NumpyLogisticRegression": "models.numpy",
     "OptimizerSpec": "optim.spec",
@@ -77,8 +82,11 @@ _MODULES = {
     "Staleness": "observe.results",
     "Stats": "observe.results",
     "StepResult": "observe.results",
+    "TensorBoard": "observe.loggers",
     "TopK": "config.compression",
     "TorchModel": "models.torch",
+    "Trackio": "observe.loggers",
+    "WandB": "observe.loggers",
     "accuracy": "models.torch",
     "ring_allreduce": "collectives.ring",
 }

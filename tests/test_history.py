@@ -274,7 +274,11 @@ def run(path: Path, steps: int, heard: Heard) -> list[dict[str, Any]]:
 
 def same(row: dict[str, Any]) -> dict[str, Any]:
     """What is the same in every run; the first step pulls weights that later ones get unasked."""
-    return {k: v for k, v in row.items() if k not in ("time", "timings", "seconds", "generation", "bytes_pulled")}
+    return {
+        k: v
+        for k, v in row.items()
+        if k not in ("time", "timings", "seconds", "generation", "bytes_pulled")
+    }
 
 
 def test_the_same_program_started_again_continues_the_history(

@@ -100,7 +100,7 @@ class History(Sequence[dict[str, Any]]):
         self._serial = 0
         self._last = -1  # the greatest step of a row that is no event
         self._written = 0  # the serial of the last row in the file
-        self._sinks: list[Sink] = []
+        self._sinks: dict[str, Sink] = {}
         self._lock = threading.RLock()
 
     # -- reading -------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class History(Sequence[dict[str, Any]]):
             self._last = max(self._last, step)
         if len(self._rows) > self._limit * 1.1:
             del self._rows[: -self._limit]
-        for sink in self._sinks:
+        for sink in self._sinks.values():
             sink.take(row.as_dict())
 
     def _cut(self, step: int) -> None:
@@ -260,19 +260,22 @@ class History(Sequence[dict[str, Any]]):
         """Note that the rows that `unwritten` returned with this number are in the file."""
         self._written = max(self._written, number)
 
-    def follow(self, sink: Sink) -> None:
+    def is_followed(self, key: str) -> bool:
+        """Return whether a sink of this key is given each row."""
+        return key in self._sinks
+
+    def follow(self, key: str, sink: Sink) -> None:
         """Give a sink all rows that there are, and each row from now on."""
         with self._lock:
-            if sink not in self._sinks:
-                for row in self[:]:
-                    sink.take(row)
-                self._sinks.append(sink)
+            for row in self[:]:
+                sink.take(row)
+            self._sinks[key] = sink
 
     def flush(self) -> None:
         """Have all sinks pass on what they were given."""
         with self._lock:
             self._take_events()
-            for sink in self._sinks:
+            for sink in self._sinks.values():
                 sink.flush()
 
     def close(self) -> None:
@@ -280,4 +283,4 @@ class History(Sequence[dict[str, Any]]):
         with self._lock:
             self._take_events()
             while self._sinks:
-                self._sinks.pop().close()
+                self._sinks.popitem()[1].close()

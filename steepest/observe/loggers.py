@@ -1,0 +1,382 @@
+"""Loggers: callbacks that pass a run's history on to TensorBoard, MLflow, Weights & Biases, Trackio."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from steepest.config.validation import require_count
+from steepest.errors import ConfigurationError
+from steepest.observe.history import History
+from steepest.observe.progress import Callback
+
+log = logging.getLogger(__name__)
+_CHUNK = 40  # points passed on at once: fewer than 1,000 numbers, which is what MLflow takes
+_DEATHS = ("replaced", "left", "recovered")
+
+
+class Point(NamedTuple):
+    """What a row of the history is to a logger.
+
+    Attributes:
+        kind: of the row.
+        step: of the row.
+        time: seconds since the epoch, as `time.time` has it.
+        values: finite numbers by name, such as "train/loss".
+        text: of an event.
+    """
+
+    kind: str
+    step: int
+    time: float
+    values: dict[str, float]
+    text: str = ""
+
+
+class Logger(Callback):
+    """Base class of loggers: what a run's history has, in one run of a tracker.
+
+    From the first `fit` that it is given to on, a logger passes on all rows of the history, also those
+    of `step` and `evaluate` outside of `fit`, until the trainer is shut down. The run's id is in
+    checkpoints: the program that continues from one continues its run. A step that is taken again
+    is logged once. A tracker that cannot be reached does not end training: a warning says so, and
+    what it has missed is passed on later.
+
+    Args:
+        every: steps from one that is logged to the next.
+        seconds: after which rows are passed on, at the latest by the next row.
+        clock: tells the time in seconds.
+
+    Attributes:
+        key: the name under which the run's id is in checkpoints.
+    """
+
+    key = ""
+
+    def __init__(
+        self, every: int = 1, seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._every = require_count("every", every)
+        self._seconds = seconds
+        self._clock = clock
+        self._due = clock() + seconds
+        self._points: list[Point] = []
+        self._done: dict[str, int] = {}  # by kind of row, the greatest step that is logged
+        self._deaths = 0
+        self._mark = (0.0, 0)  # seconds and samples, from which the rate is counted
+        self._samples = 0
+        self._failing = False
+
+    # -- what a tracker implements -------------------------------------------------------------
+
+    def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
+        """Begin a run, or continue one.
+
+        Args:
+            run: the id of the run to continue; None for a new one.
+            step: the number of steps that the history has.
+
+        Returns:
+            The run's id, and by kind of row ("step", "evaluation", ...) the greatest step that the
+            run already has.
+        """
+        raise NotImplementedError
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Log points, in the order of their rows; what it raises has it called again later."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """End the run, as far as this program is concerned."""
+
+    # -- a callback ----------------------------------------------------------------------------
+
+    def on_fit_begin(self, sgd: Any, steps: int) -> None:
+        """Open the run, and follow the trainer's history, unless a logger with its key does."""
+        history: History = sgd.history
+        if history.is_followed(self.key):
+            return
+        last = max((row["step"] for row in history if row["kind"] == "step"), default=0)
+        history.runs[self.key], done = self.open(history.runs.get(self.key), last)
+        self._done = dict(done)
+        history.follow(self.key, self)
+
+    def on_fit_end(self, sgd: Any) -> None:
+        """Pass on what there is."""
+        self.flush()
+
+    # -- a sink of the history -----------------------------------------------------------------
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Take a row, unless the run has it already."""
+        kind, step = row["kind"], row["step"]
+        values = dict(_numbers(row, "train" if kind == "step" else kind))
+        if kind == "event":
+            self._deaths += row["event"] in _DEATHS
+        else:
+            values |= self._rate(row) if kind == "step" else {}
+        if kind in ("step", "event"):
+            values["job/deaths"] = float(self._deaths)
+        if step <= self._done.get(kind, -1) or (kind == "step" and step % self._every):
+            return
+        if kind in ("step", "epoch"):  # taken again, they are not logged again
+            self._done[kind] = step
+        self._points.append(Point(kind, step, row["time"], values, row.get("line", "")))
+        if self._clock() >= self._due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on what there is; if that fails, keep it."""
+        self._due = self._clock() + self._seconds
+        try:
+            while self._points:
+                self.log(self._points[:_CHUNK])
+                del self._points[:_CHUNK]
+            self._failing = False
+        except Exception as error:  # noqa: BLE001 - a tracker's errors do not end training
+            if not self._failing:
+                log.warning("%s: cannot log, tries again later: %r", self.key, error)
+            self._failing = True
+
+    def close(self) -> None:
+        """Pass on what there is, and end the run."""
+        self.flush()
+        try:
+            self.finish()
+        except Exception as error:  # noqa: BLE001 - see `flush`
+            log.warning("%s: cannot end the run: %r", self.key, error)
+
+    def _rate(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the samples per second, if a second has passed since it was returned before."""
+        self._samples += row["samples"]
+        since, samples = self._mark
+        now = row.get("seconds") or 0.0
+        if 0.0 <= now - since < 1.0:
+            return {}
+        self._mark = (now, self._samples)
+        if now < since:  # another program's seconds
+            return {}
+        return {"train/samples_per_second": (self._samples - samples) / (now - since)}
+
+
+def _numbers(row: Mapping[str, Any], group: str) -> Iterator[tuple[str, float]]:
+    """Yield the finite numbers of a row, under the names of loggers."""
+    job = ("workers", "servers", "generation", "bytes_pushed", "bytes_pulled")
+    for name, value in row.items():
+        if name in ("metrics", "learning_rate", "timings", "staleness"):
+            values = list(value.values() if isinstance(value, Mapping) else _listed(value))
+            names = list(value) if isinstance(value, Mapping) else range(len(values))
+            if name == "staleness":
+                if values:
+                    yield f"{group}/staleness", sum(values) / len(values)
+                continue
+            for key, number in zip(names, values, strict=True):
+                if _is_finite(number):
+                    place = {"metrics": group, "timings": "seconds"}.get(name, f"{group}/{name}")
+                    alone = name == "learning_rate" and len(values) == 1
+                    yield place if alone else f"{place}/{key}", float(number)
+        elif name not in ("time", "seconds", "samples") and _is_finite(value):
+            yield f"{'job' if name in job else group}/{name}", float(value)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _load(logger: str, *modules: str) -> Any:
+    """Return the first of some modules that is installed.
+
+    Raises:
+        ConfigurationError: none of them is; the message says which.
+    """
+    missing: list[str | None] = []
+    for name in modules:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            missing.append(error.name)
+    raise ConfigurationError(f"{logger}(...) needs the package {missing[0]}: install it")
+
+
+class TensorBoard(Logger):
+    """Log to a directory that TensorBoard shows, each run in a directory of its own.
+
+    Needs tensorboard or tensorboardX. The steps of a program that died, after its last checkpoint,
+    are hidden by those of the program that continues.
+
+    Args:
+        directory: of all runs, as of ``tensorboard --logdir``.
+        settings: as of `Logger`.
+    """
+
+    def __init__(self, directory: str | Path, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.key = f"TensorBoard {directory}"
+        self._directory = Path(directory)
+        self._writer: Any = None
+
+    def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
+        """Open another file of events in the run's directory."""
+        module = _load("TensorBoard", "torch.utils.tensorboard", "tensorboardX")
+        name = run or str(self._directory / datetime.now().strftime("%Y-%m-%dT%H-%M-%S.%f"))
+        purge = None if run is None else step + 1
+        self._writer = module.SummaryWriter(name, purge_step=purge)
+        kinds = ("step", "epoch", "evaluation", "event")
+        return name, {} if run is None else dict.fromkeys(kinds, step)
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Write scalars, and the lines of events."""
+        for point in points:
+            for name, value in point.values.items():
+                self._writer.add_scalar(name, value, point.step, point.time)
+            if point.text:
+                self._writer.add_text("events", point.text, point.step, point.time)
+        self._writer.flush()
+
+    def finish(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class MLflow(Logger):
+    """Log to a run of MLflow.
+
+    Args:
+        experiment: its name; made if it does not exist.
+        uri: of the tracking server, or of a folder; None for MLflow's own setting.
+        run_name: of a new run; None for one that MLflow chooses.
+        settings: as of `Logger`.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "steepest",
+        uri: str | None = None,
+        run_name: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.key = f"MLflow {experiment}"
+        self._experiment, self._uri, self._name = experiment, uri, run_name
+        self._client: Any = None
+        self._run = ""
+
+    def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
+        """Begin a run, or continue one and ask which steps it has."""
+        self._client = _load("MLflow", "mlflow").MlflowClient(tracking_uri=self._uri)
+        if run is not None:
+            self._run = run
+            self._client.update_run(run, status="RUNNING")
+            return run, _steps(self._client.get_run(run).data.metrics)
+        found = self._client.get_experiment_by_name(self._experiment)
+        number = (
+            self._client.create_experiment(self._experiment)
+            if found is None
+            else found.experiment_id
+        )
+        self._run = self._client.create_run(number, run_name=self._name).info.run_id
+        return self._run, {}
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Log the points' numbers with one request."""
+        metric = _load("MLflow", "mlflow.entities").Metric
+        metrics = [
+            metric(name, value, int(point.time * 1000), point.step)
+            for point in points
+            for name, value in point.values.items()
+        ]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def finish(self) -> None:
+        """Say that the run has ended."""
+        self._client.set_terminated(self._run)
+
+
+class WandB(Logger):
+    """Log to a run of Weights & Biases.
+
+    Args:
+        project: its name; None for the one that wandb chooses.
+        init: more arguments of ``wandb.init``, such as ``{"entity": ..., "config": ...}``.
+        settings: as of `Logger`.
+    """
+
+    def __init__(
+        self, project: str | None = None, init: Mapping[str, Any] | None = None, **settings: Any
+    ) -> None:
+        super().__init__(**settings)
+        self.key = f"WandB {project or ''}".rstrip()
+        self._project, self._init = project, dict(init or {})
+        self._run: Any = None
+
+    def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
+        """Begin a run, or continue one and look which steps its summary has."""
+        which = {} if run is None else {"id": run, "resume": "allow"}
+        module = _load("WandB", "wandb")
+        self._run = module.init(project=self._project, **(self._init | which))
+        for group in ("train", "epoch", "evaluation", "event"):
+            self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
+        for group in ("job", "seconds"):
+            self._run.define_metric(f"{group}/*", step_metric="train/step")
+        return self._run.id, {} if run is None else _steps(self._run.summary)
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Log each point; its step is one of its numbers."""
+        for point in points:
+            self._run.log(point.values)
+
+    def finish(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
+
+
+class Trackio(Logger):
+    """Log to a run of Trackio.
+
+    Args:
+        project: its name.
+        init: more arguments of ``trackio.init``, such as ``{"space_id": ...}``.
+        settings: as of `Logger`.
+    """
+
+    def __init__(
+        self, project: str, init: Mapping[str, Any] | None = None, **settings: Any
+    ) -> None:
+        super().__init__(**settings)
+        self.key = f"Trackio {project}"
+        self._project, self._init = project, dict(init or {})
+        self._run: Any = None
+
+    def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
+        """Begin a run, or continue one, which has all until the checkpoint."""
+        which = {} if run is None else {"name": run, "resume": "allow"}
+        module = _load("Trackio", "trackio")
+        self._run = module.init(self._project, **(self._init | which))
+        kinds = ("step", "epoch", "evaluation", "event")
+        return self._run.name, {} if run is None else dict.fromkeys(kinds, step)
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Log each point."""
+        for point in points:
+            self._run.log(point.values, step=point.step)
+
+    def finish(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+def _steps(logged: Any) -> dict[str, int]:
+    """Return by kind of row the greatest step that a run has, which is logged as a number."""
+    groups = {"step": "train", "epoch": "epoch", "evaluation": "evaluation", "event": "event"}
+    found = {kind: logged.get(f"{group}/step") for kind, group in groups.items()}
+    return {kind: int(step) for kind, step in found.items() if step is not None}

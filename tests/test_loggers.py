@@ -1,0 +1,304 @@
+"""Loggers: one run in a tracker, in which each step is once, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steepest import (
+    AllreduceStrategy,
+    Callback,
+    Checkpoints,
+    DistributedSGD,
+    FailureConfig,
+    MLflow,
+    StepResult,
+    TensorBoard,
+    Trackio,
+    WandB,
+)
+from steepest.cluster import checkpoint_manager
+from steepest.errors import ConfigurationError
+from steepest.observe.loggers import Logger, Point
+from steepest.testing.simulation import Simulation, run_config
+from tests.simulated_programs import quiet
+from tests.test_history import TASK, Inline
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+class Run:
+    """A run of the stand-ins for wandb and trackio; it has a summary of what was logged last."""
+
+    def __init__(self, name: str) -> None:
+        self.id = self.name = name
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.summary: dict[str, float] = {}
+        self.finished = 0
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        pass
+
+    def log(self, values: dict[str, float], step: int | None = None) -> None:
+        self.summary |= values
+        self.logged.append((int(values.get("train/step", -1)) if step is None else step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+class Tracker:
+    """Stand-ins for the packages, with the methods that loggers call; the runs outlive a program."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs: dict[str, Run] = {}
+        for name in ("wandb", "trackio", "mlflow", "mlflow.entities"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        modules: Any = sys.modules
+        modules["wandb"].init = self.wandb
+        modules["trackio"].init = self.trackio
+        modules["mlflow"].MlflowClient = lambda tracking_uri: self
+        modules["mlflow.entities"].Metric = lambda *values: values
+
+    def begin(self, name: str | None) -> Run:
+        name = name or f"run-{len(self.runs)}"
+        return self.runs.setdefault(name, Run(name))
+
+    def wandb(self, project: str, id: str | None = None, resume: str | None = None) -> Run:
+        assert (id is None) == (resume is None)
+        return self.begin(id)
+
+    def trackio(self, project: str, name: str | None = None, resume: str = "never") -> Run:
+        assert (name is None) == (resume == "never")
+        return self.begin(name)
+
+    # -- a client of mlflow ------------------------------------------------------------------------
+
+    def get_experiment_by_name(self, name: str) -> None:
+        return None
+
+    def create_experiment(self, name: str) -> str:
+        return "7"
+
+    def create_run(self, experiment: str, run_name: str | None) -> Any:
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.begin(None).id))
+
+    def update_run(self, run: str, status: str) -> None:
+        assert status == "RUNNING"
+
+    def get_run(self, run: str) -> Any:
+        return types.SimpleNamespace(data=types.SimpleNamespace(metrics=self.runs[run].summary))
+
+    def log_batch(self, run: str, metrics: list[tuple[str, float, int, int]]) -> None:
+        assert len(metrics) <= 1000
+        points: dict[tuple[int, int], dict[str, float]] = {}
+        for name, value, time, step in metrics:
+            assert name not in points.setdefault((time, step), {})
+            points[time, step][name] = value
+        for (_, step), values in points.items():
+            self.runs[run].log(values, step)
+
+    def set_terminated(self, run: str) -> None:
+        self.runs[run].finish()
+
+
+def steps_of(run: Run) -> list[int]:
+    return [step for step, values in run.logged if "train/loss" in values]
+
+
+class Do(Callback):
+    """Does something after a step."""
+
+    def __init__(self, step: int, then: Callable[[], None]) -> None:
+        self.step, self.then = step, then
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        if result.step == self.step:
+            self.then()
+
+
+def program(path: Path, steps: int, *callbacks: Callback) -> dict[str, str]:
+    """Runs the same program once more; returns the ids of its loggers' runs."""
+    with (
+        Simulation(7).running(),
+        DistributedSGD(
+            TASK.creator(), 2, run_config=run_config(), checkpoints=Checkpoints(path, every=4)
+        ) as trainer,
+    ):
+        trainer.fit(steps=steps, callbacks=callbacks, progress=False)
+        trainer.evaluate(TASK.data)
+        return dict(trainer.history.runs)
+
+
+@pytest.mark.parametrize("kind", [MLflow, WandB, Trackio])
+def test_a_program_started_again_continues_its_run(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_manager, "Writer", Inline)
+    tracker = Tracker(monkeypatch)
+    died = Do(10, lambda: shutil.copytree(tmp_path / "one", tmp_path / "two", dirs_exist_ok=True))
+    (name,) = program(tmp_path / "one", 10 if kind is not Trackio else 8, kind("p"), died).values()
+    if kind is Trackio:  # it cannot be asked which steps it has: all until the checkpoint
+        shutil.copytree(tmp_path / "one", tmp_path / "two")
+    assert program(tmp_path / "two", 18, kind("p")) == {f"{kind.__name__} p": name}
+    (run,) = tracker.runs.values()
+    assert steps_of(run) == list(range(1, 19))
+    assert run.finished == 2
+    last = [values for step, values in run.logged if "evaluation/loss" in values][-1]
+    assert last["evaluation/step"] == 18
+    assert {"evaluation/first", "evaluation/loss"} <= last.keys()
+    values = dict(run.logged[3][1])
+    assert values.pop("train/samples_per_second", 1.0) > 0
+    assert values.keys() == {
+        "train/step", "train/epoch", "train/loss", "train/first", "train/staleness",
+        "train/gradient_norm", "seconds/compute", "seconds/data", "seconds/wait", "job/workers",
+        "job/servers", "job/generation", "job/bytes_pushed", "job/bytes_pulled", "job/deaths",
+    }  # fmt: skip
+
+
+def scalars(path: Path) -> tuple[dict[str, list[int]], list[str]]:
+    """Steps by tag that TensorBoard shows of a directory, and its texts: later files hide steps."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    shown: list[tuple[int, str, str]] = []
+    for file in sorted(path.iterdir()):
+        data, at = file.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 16 + length
+            if event.session_log.status == SessionLog.START:
+                shown = [found for found in shown if found[0] < event.step]
+            for value in event.summary.value:
+                texts = b"".join(value.tensor.string_val).decode()
+                shown.append((event.step, value.tag, texts))
+    tags: dict[str, list[int]] = {}
+    for step, tag, _ in shown:
+        tags.setdefault(tag, []).append(step)
+    return tags, [text for _, _, text in shown if text]
+
+
+def test_tensorboard_shows_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboardX")
+    monkeypatch.setattr(checkpoint_manager, "Writer", Inline)
+    died = Do(10, lambda: shutil.copytree(tmp_path / "one", tmp_path / "two", dirs_exist_ok=True))
+    first = program(tmp_path / "one", 10, TensorBoard(tmp_path / "tb"), died)
+    assert program(tmp_path / "two", 18, TensorBoard(tmp_path / "tb")) == first
+    (run,) = (tmp_path / "tb").iterdir()
+    tags, _ = scalars(run)
+    assert tags["train/loss"] == list(range(1, 19))
+    assert tags["evaluation/loss"] == [18]
+    manifest = json.loads((max((tmp_path / "two").glob("0*")) / "manifest.json").read_text())
+    assert manifest["runs"] == {f"TensorBoard {tmp_path / 'tb'}": str(run)}
+
+
+class Memory(Logger):
+    """Logs to a list; may be told to fail."""
+
+    key = "Memory"
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.points: list[Point] = []
+        self.fails = False
+
+    def open(self, run: str | None, step: int) -> tuple[str, dict[str, int]]:
+        return "here", {}
+
+    def log(self, points: Any) -> None:
+        if self.fails:
+            raise ConnectionError("no route")
+        self.points += points
+
+    @property
+    def steps(self) -> list[int]:
+        return [point.step for point in self.points if point.kind == "step"]
+
+
+def test_steps_that_are_taken_again_after_a_death_are_logged_once() -> None:
+    simulation, logger = Simulation(3), Memory(seconds=0.0)
+    config = run_config(failure=FailureConfig(snapshot_every=5))
+
+    def kill() -> None:
+        simulation.world.kill(simulation.living()[-1], "it was killed. connection error code 2.")
+
+    with (
+        simulation.running(),
+        DistributedSGD(
+            TASK.creator(), 3, strategy=AllreduceStrategy(), run_config=config
+        ) as trainer,
+    ):
+        trainer.fit(steps=30, callbacks=[logger, Do(13, kill)], progress=False)
+        trainer.step()
+        assert Counter(logger.steps) == Counter(range(1, 32))
+        events = [point for point in logger.points if point.kind == "event"]
+        assert [point.text for point in events] == [e.line for e in trainer.stats().events]
+        assert logger.points[-1].values["job/deaths"] >= 1
+
+
+def test_a_second_logger_of_the_same_run_adds_nothing() -> None:
+    first, second = Memory(every=2), Memory()
+    with (
+        Simulation(4).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        trainer.fit(steps=5, callbacks=[first], progress=False)
+        trainer.fit(steps=5, callbacks=[second], progress=False)
+    assert first.steps == [2, 4, 6, 8, 10]
+    assert second.steps == []
+
+
+def test_a_tracker_that_cannot_be_reached_gets_everything_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = Memory(seconds=0.0)
+    logger.fails = True
+    with (
+        Simulation(5).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        trainer.fit(steps=50, callbacks=[logger], progress=False)
+        logger.fails = False
+    assert logger.steps == list(range(1, 51))
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with (
+        Simulation(6).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+        pytest.raises(ConfigurationError, match=r"WandB\(\.\.\.\) needs the package wandb"),
+    ):
+        trainer.fit(steps=1, callbacks=[WandB("p")], progress=False)
+
+
+def test_learning_rates_are_logged_by_group() -> None:
+    logger = Memory()
+    row = {"kind": "step", "step": 1, "time": 0.0, "samples": 4, "seconds": 0.5}
+    logger.take(row | {"learning_rate": 0.1})
+    logger.take(row | {"learning_rate": [0.1], "step": 2})
+    logger.take(row | {"learning_rate": (0.1, 0.2), "step": 3})
+    logger.take(row | {"learning_rate": {"head": 0.1, "body": 0.2}, "step": 4})
+    logger.take(row | {"learning_rate": None, "step": 5})
+    logger.flush()
+    rate = "train/learning_rate"
+    assert [{k: v for k, v in p.values.items() if rate in k} for p in logger.points] == [
+        {rate: 0.1},
+        {rate: 0.1},
+        {f"{rate}/0": 0.1, f"{rate}/1": 0.2},
+        {f"{rate}/head": 0.1, f"{rate}/body": 0.2},
+        {},
+    ]
