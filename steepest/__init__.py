@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
     from steepest.checkpoint.files import Checkpoints as Checkpoints
+    from steepest.cluster.prometheus import Prometheus as Prometheus
     from steepest.collectives.ring import ring_allreduce as ring_allreduce
     from steepest.config.compression import Int8 as Int8
     from steepest.config.compression import PowerSGD as PowerSGD
@@ -75,6 +76,7 @@ _MODULES = {
     "ParameterServer": "parameter_server.api",
     "ParameterServerStrategy": "config.strategies",
     "PowerSGD": "config.compression",
+    "Prometheus": "cluster.prometheus",
     "RayDataset": "data.ray_dataset",
     "ResourceConfig": "config.run",
     "RunConfig": "config.run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 import sys
@@ -21,6 +22,7 @@ from steepest import (
     DistributedSGD,
     FailureConfig,
     MLflow,
+    Prometheus,
     StepResult,
     TensorBoard,
     Trackio,
@@ -30,6 +32,7 @@ from steepest.cluster import checkpoint_manager
 from steepest.errors import ConfigurationError
 from steepest.observe.loggers import Logger, Point
 from steepest.testing.simulation import Simulation, run_config
+from tests.conftest import ROOT
 from tests.simulated_programs import quiet
 from tests.test_history import TASK, Inline
 
@@ -302,3 +305,40 @@ def test_learning_rates_are_logged_by_group() -> None:
         {f"{rate}/head": 0.1, f"{rate}/body": 0.2},
         {},
     ]
+
+
+def test_prometheus_has_the_last_values_that_the_dashboard_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gauges: dict[str, list[float]] = {}
+
+    class Gauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            assert name not in gauges
+            assert re.fullmatch("[a-z_]+", name)
+            assert tag_keys == ("run",)
+            self.values = gauges[name] = []
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            assert tags == {"run": "digits"}
+            self.values.append(value)
+
+    metrics: Any = types.ModuleType("ray.util.metrics")
+    metrics.Gauge = Gauge
+    monkeypatch.setitem(sys.modules, "ray.util.metrics", metrics)
+    with (
+        Simulation(8).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        logger = Prometheus("digits", seconds=1e9)
+        trainer.fit(steps=5, callbacks=[logger], progress=False)
+        found = trainer.evaluate(TASK.data)
+        assert gauges["steepest_train_step"] == [5]
+        assert gauges["steepest_job_workers"] == [2]
+    assert gauges["steepest_evaluation_loss"] == [found.loss]
+    assert gauges["steepest_job_workers"][-1] == 0
+    gauges |= {"steepest_train_samples_per_second": [], "steepest_train_learning_rate": []}
+    dashboard = json.loads((ROOT / "docs" / "grafana_dashboard.json").read_text())
+    shown = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    names = {re.match(r"ray_(\w+)\{run=", text)[1] for text in shown}  # type: ignore[index]
+    assert names <= gauges.keys()
