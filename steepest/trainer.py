@@ -442,7 +442,7 @@ class DistributedSGD:
             CheckpointError: it cannot be written.
         """
         with self._idle():
-            files.write(Path(path), self._supervisor.surviving(self._state.collect))
+            files.write(Path(path), self._keeping.collect())
 
     def restore(self, path: str | Path) -> None:
         """Continue from a checkpoint, at any number of workers and servers, under any strategy.
@@ -458,7 +458,7 @@ class DistributedSGD:
             saved = files.read(Path(path))
             self._supervisor.replacing(lambda: self._state.place(saved, path))
             self._training.lost_before()  # of another past
-            self._keeping.restored()
+            self._keeping.restored(saved)
 
     def set_strategy(self, strategy: str | StrategyConfig) -> None:
         """Continue under another strategy from the last committed step.

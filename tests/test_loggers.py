@@ -208,6 +208,21 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert manifest["runs"] == {f"TensorBoard {tmp_path / 'tb'}": str(run)}
 
 
+def test_a_checkpoint_by_hand_has_the_run_too(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    for steps in (5, 7):
+        with (
+            Simulation(9).running(),
+            DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+        ):
+            if steps == 7:
+                trainer.restore(tmp_path / "saved")
+            trainer.fit(steps=steps, callbacks=[TensorBoard(tmp_path / "tb")], progress=False)
+            trainer.save(tmp_path / "saved")
+    (run,) = (tmp_path / "tb").iterdir()
+    assert scalars(run)[0]["train/loss"] == list(range(1, 13))
+
+
 class Memory(Logger):
     """Logs to a list; may be told to fail."""
 

@@ -120,7 +120,7 @@ class CheckpointManager:
             rows = self._file.resume(step)
         except OSError as error:
             raise CheckpointError(f"cannot continue {self._file.path}: {error}") from error
-        self._training.history.resume(rows, runs)
+        self._training.history.resume(step, runs, rows)
 
     def ask(self, steps: int | None, epochs: int | None) -> Callable[[], int]:
         """Return a function that tells with which committed step so many steps or epochs more are done.
@@ -155,6 +155,14 @@ class CheckpointManager:
 
     # -- keeping -------------------------------------------------------------------------------
 
+    def collect(self) -> files.Checkpoint:
+        """Return the state, with the last step's result and the loggers' runs, which have all steps."""
+        saved, history = self._surviving(self._state.collect), self._training.history
+        history.flush()
+        result = None if self._training.last is None else asdict(self._training.last)
+        about = {**saved.about, "result": result, "runs": dict(history.runs)}
+        return replace(saved, about=about)
+
     def next_due(self) -> int | None:
         """Return the number of committed steps at which the next checkpoint is due; None without any."""
         if self._policy is None:
@@ -170,9 +178,10 @@ class CheckpointManager:
         if self._policy is not None and self._training.step % self._policy.every == 0:
             self._keep()
 
-    def restored(self) -> None:
+    def restored(self, saved: files.Checkpoint) -> None:
         """Note that the user has restored a checkpoint: later steps are to be done again."""
         self._ahead = 0
+        self._training.history.resume(saved.about["step"], saved.about.get("runs") or {})
         self.changed()
 
     def changed(self) -> None:
@@ -269,11 +278,7 @@ class CheckpointManager:
                 self._writer.where(),
             )
             return
-        saved, history = self._surviving(self._state.collect), self._training.history
-        history.flush()  # loggers have all until this step, too
-        result = None if self._training.last is None else asdict(self._training.last)
-        saved = replace(saved, about={**saved.about, "result": result, "runs": {**history.runs}})
-        rows = history.unwritten()
+        saved, rows = self.collect(), self._training.history.unwritten()
         self._written, paused = self._place, time.monotonic() - began
         self._writer.start(lambda progress: self._write(saved, rows, paused, progress))
 

@@ -89,10 +89,12 @@ class History(Sequence[dict[str, Any]]):
 
     Attributes:
         runs: of each logger, the id of its run; in checkpoints.
+        begun: the step from which the run continues here; 0 if it began here.
     """
 
     def __init__(self, events: Sequence[Event] = (), limit: int = _LIMIT) -> None:
         self.runs: dict[str, str] = {}
+        self.begun = 0
         self._events = events
         self._seen = 0  # of these
         self._limit = limit
@@ -182,14 +184,23 @@ class History(Sequence[dict[str, Any]]):
             self._take_events()
             self._add("evaluation", step, time.time(), dataclasses.asdict(result))
 
-    def resume(self, rows: Iterable[Mapping[str, Any]], runs: Mapping[str, str]) -> None:
-        """Begin with the rows, and the loggers' runs, of the program that this one continues."""
+    def resume(
+        self, step: int, runs: Mapping[str, str], rows: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            step: of the checkpoint.
+            runs: of the loggers, as in the checkpoint; those of this program stay.
+            rows: of the program before, if this one has none yet.
+        """
         with self._lock:
             for row in rows:
                 what = dict(row)
                 self._add(what.pop("kind"), what.pop("step"), what.pop("time"), what)
-            self._written = self._serial
-            self.runs.update(runs)
+                self._written = self._serial
+            self.begun = step
+            self.runs = {**runs, **self.runs}
 
     def _take_events(self) -> None:
         while self._seen < len(self._events):

@@ -80,7 +80,7 @@ class Logger(Callback):
 
         Args:
             run: the id of the run to continue; None for a new one.
-            step: the number of steps that the history has.
+            step: the number of steps that the run had at the checkpoint, and since.
 
         Returns:
             The run's id, and by kind of row ("step", "evaluation", ...) the greatest step that the
@@ -102,7 +102,7 @@ class Logger(Callback):
         history: History = sgd.history
         if history.is_followed(self.key):
             return
-        last = max((row["step"] for row in history if row["kind"] == "step"), default=0)
+        last: int = max([history.begun, *(row["step"] for row in history.steps)])
         history.runs[self.key], done = self.open(history.runs.get(self.key), last)
         self._done = dict(done)
         history.follow(self.key, self)
@@ -230,7 +230,8 @@ class TensorBoard(Logger):
         module = _load("TensorBoard", "torch.utils.tensorboard", "tensorboardX")
         name = run or str(self._directory / datetime.now().strftime("%Y-%m-%dT%H-%M-%S.%f"))
         purge = None if run is None else step + 1
-        self._writer = module.SummaryWriter(name, purge_step=purge)
+        suffix = f".{step:012}"  # names have seconds: a quick successor's would be the same
+        self._writer = module.SummaryWriter(name, purge_step=purge, filename_suffix=suffix)
         kinds = ("step", "epoch", "evaluation", "event")
         return name, {} if run is None else dict.fromkeys(kinds, step)
 
@@ -266,7 +267,7 @@ class MLflow(Logger):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        self.key = f"MLflow {experiment}"
+        self.key = " ".join(["MLflow", *([uri] if uri else []), experiment])
         self._experiment, self._uri, self._name = experiment, uri, run_name
         self._client: Any = None
         self._run = ""
