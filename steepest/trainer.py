@@ -29,6 +29,7 @@ from steepest.cluster.process import WorkerView
 from steepest.cluster.remote_functions import name_of
 from steepest.cluster.supervisor import Supervisor
 from steepest.cluster.training import Training
+from steepest.cluster.unfreezing import train_unfrozen
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
 from steepest.config.strategies import StrategyConfig, with_servers
@@ -587,7 +588,10 @@ class DistributedSGD:
     def _on_workers(self, function: Callable[..., Any], *arguments: Any, **how: Any) -> list[Any]:
         """Run a user's function once on workers, see `WorkerCalls.call`, when no process is dead."""
         self._supervisor.settle()
-        return self._live().workers.call(function, *arguments, **how)
+        cluster = self._live()
+        results = cluster.workers.call(function, *arguments, **how)
+        train_unfrozen(cluster, self._state, self._supervisor, self._keeping.changed)
+        return results
 
     def _live(self) -> Cluster:
         if self._cluster is None:

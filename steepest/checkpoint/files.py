@@ -76,7 +76,8 @@ class Checkpoint:
             aliases. Also, but for older checkpoints, left (parts of epochs left over, see
             `SamplePlan`), begun (the order of begun epochs, see there), updates (number of updates
             of each weight by the model's optimizer, which its schedule counts), schedule (see
-            `Schedule.state`; or None) and ends (the first steps after epoch 0, 1, ...).
+            `Schedule.state`; or None), ends (the first steps after epoch 0, 1, ...) and unfrozen
+            (see `Job.unfrozen`).
     """
 
     weights: dict[str, torch.Tensor]

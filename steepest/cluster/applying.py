@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 
@@ -97,6 +97,7 @@ class Applying:
             transition.workers, transition.servers, None if wished else before.config
         )
         wanted = self._membership(transition, config, dead, numbers, successors, joined)
+        wanted = replace(wanted, unfrozen=cluster.unfrozen if wished else before.unfrozen)
         changed = transition.replaced | transition.left
         seats = {peer: cluster.seat_of(peer) for peer in changed if peer.role == "worker"}
         stock = stock.only_in(cluster.living())
@@ -107,6 +108,7 @@ class Applying:
             and transition.workers == world.workers
         )
         same_servers = transition.servers == world.servers and config == cluster.job.config
+        same_servers &= wanted.unfrozen == cluster.job.unfrozen
         # then version and samples' places stay, in the middle of a step too
         as_before = as_it_was and (bool(dead) or same_servers)
         if as_before:

@@ -49,6 +49,7 @@ class JobContext:
         plan: which samples belong to which worker, and the seed, for workers that join later.
         events: what happened to processes, oldest first.
         awaited: dead processes whose deaths are being handled.
+        unfrozen: names of frozen parameters that are to be trained, see `Job.unfrozen`.
         meanwhile: called again and again while calls of processes are waited for; what it raises
             ends the waiting.
         router: of the driver.
@@ -72,6 +73,7 @@ class JobContext:
         self.plan: tuple[SamplePlan | None, int] = (None, seed)
         self.events: list[Event] = []
         self.awaited: Set[Peer] = frozenset()
+        self.unfrozen: frozenset[str] = frozenset()
         self.router = Router()
         self.token = secrets.token_bytes(32)
         self.meanwhile: Callable[[], None] = lambda: None

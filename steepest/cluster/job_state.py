@@ -281,6 +281,7 @@ class JobState:
             "updates": self._cluster.job.updates_before(step),
             "ends": self.ends(),
             "seed": self._cluster.plan[1],
+            "unfrozen": sorted(self._cluster.job.unfrozen),
         }
         states = self.buffers()
         owner = self._owner(mean_states(states, [1.0] * len(states)))
@@ -307,6 +308,8 @@ class JobState:
         layout = cluster.job.description.layout
         try:
             self._owner(self.buffers()[0]).check(saved)
+            self._unfreeze(about)
+            layout = cluster.job.description.layout
             apart, replicas = OptimizerState.split(saved.replicas)
             state = OptimizerState(saved.optimizer, about["plain"], apart, about.get("schedule"))
             records = state.place(cluster)
@@ -348,6 +351,21 @@ class JobState:
             remote_functions.continue_from, plan, seed, own, averaged, cluster.job.replicas
         )
 
+    def _unfreeze(self, about: Mapping[str, Any]) -> None:
+        """Train what a checkpoint's job had unfrozen; processes get their roles anew for that."""
+        cluster, job = self._cluster, self._cluster.job
+        cluster.unfrozen |= frozenset(about.get("unfrozen", ()))
+        if cluster.unfrozen != job.unfrozen:
+            self._reform(about["step"])
+
+    def _reform(self, step: int) -> None:
+        """Give the same processes their roles anew; what they hold is for the caller to install."""
+        cluster, job = self._cluster, self._cluster.job
+        everybody = {index: index for index in range(job.num_workers)}
+        cluster.reform(
+            Membership(job.config, job.num_workers, everybody, unfrozen=cluster.unfrozen), step
+        )
+
     def _move_schedule(self, about: Mapping[str, Any]) -> bool:
         """Move the learning-rate schedule to where it stood in a checkpoint.
 
@@ -363,9 +381,7 @@ class JobState:
         )
         if ahead:
             cluster.shift_schedule(ahead)
-            job = cluster.job
-            everybody = {index: index for index in range(job.num_workers)}
-            cluster.reform(Membership(job.config, job.num_workers, everybody), step)
+            self._reform(step)
         return bool(ahead)
 
     def copy(self, found: RecoveredState | Snapshot, workers: Sequence[WorkerState] = ()) -> Copy:
@@ -438,6 +454,8 @@ class JobState:
         cluster.use_plan(plan, copy.seed)
         self._continue(stock, wanted)
         self._close_log(copy, version)
+        if wanted.unfrozen != copy.job.unfrozen:
+            self._logs = [None]  # a replay does not unfreeze
 
     def _continue(self, stock: Stock, wanted: Membership) -> None:
         """Give workers their place in the data, and buffers.
@@ -513,6 +531,7 @@ class JobState:
         before, after = self._cluster.job.strategy, make_strategy(config)
         return (
             before.cut == after.cut
+            and self._cluster.unfrozen == self._cluster.job.unfrozen
             and before.kind == after.kind
             and "simple" not in (before.kind, after.kind)
         )

@@ -219,6 +219,7 @@ class Cluster(JobContext):
         held: Holdings | None,
         *,
         fresh: bool,
+        unfrozen: frozenset[str] = frozenset(),
     ) -> None:
         """Give all processes in `actors` their roles; return when workers have joined.
 
@@ -228,6 +229,7 @@ class Cluster(JobContext):
             held: the processes that hold each chunk already; None if chunks get other state.
             fresh: whether all begin with worker 0's weights and buffers, as they were made;
                 otherwise the caller installs state afterwards.
+            unfrozen: see `Job.unfrozen`.
         """
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
         strategy, chosen = make_strategy(config), self.chosen
@@ -244,6 +246,7 @@ class Cluster(JobContext):
             self.run_config.deadlines.step, self.run_config.keep_log,
             None if alike else hosts_of(self.places, num_servers, config), chosen.accumulate,
             self._schedule_offset, self.run_config.failure.max_failures > 0, chosen.global_batch_size,
+            unfrozen,
         )  # fmt: skip
         self.plan = (self.job.plan(), chosen.seed)
         self.holder.what = f'a trainer with strategy="{config.name}"'
@@ -315,7 +318,7 @@ class Cluster(JobContext):
             raise
         self.disconnect()
         cut, actors, watches, lives = (
-            make_strategy(config).cut,
+            replace(make_strategy(config).cut, unfrozen=wanted.unfrozen),
             self.actors,
             self.watches,
             self.lives,
@@ -358,9 +361,10 @@ class Cluster(JobContext):
             if peer in staying or peer.role == "worker"
         }
         found = self.get([*releases.values(), *keep_on], "let go of its roles")
-        layout = found[list(releases).index(worker_peer(0))]
+        layout, spec = found[list(releases).index(worker_peer(0))]
+        description = replace(self.job.description, layout=layout, optimizer_spec=spec)
         self.router = Router()
-        self._take_up(config, replace(self.job.description, layout=layout), held, fresh=False)
+        self._take_up(config, description, held, fresh=False, unfrozen=wanted.unfrozen)
 
     def settle(self, change: int) -> None:
         """End the processes that have no role any more; the others drop what they kept for a change."""

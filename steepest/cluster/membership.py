@@ -22,6 +22,7 @@ class Membership:
         placement: seats of new workers, by index; the others get the first that are free.
         gone: dead processes, and servers whose successors are in `added`; the other servers take the
             numbers that are free, in order.
+        unfrozen: see `Job.unfrozen`.
     """
 
     config: StrategyConfig
@@ -30,3 +31,4 @@ class Membership:
     added: Mapping[Peer, Any] = field(default_factory=dict)
     placement: Mapping[int, int] = field(default_factory=dict)
     gone: Collection[Peer] = ()
+    unfrozen: frozenset[str] = frozenset()

@@ -406,7 +406,8 @@ class Observation:
             servers=self._cluster.serving(self.wanted.config, workers),
             waits=self._cluster.run_config.failure.patience > 0,
             movable=spreads and (job.strategy.in_driver or not by_calls(config)),
-            switched=self.config_for(world.workers, world.servers) != config,
+            switched=self.config_for(world.workers, world.servers) != config
+            or self._cluster.unfrozen != job.unfrozen,
         )
 
     def config_for(

@@ -50,6 +50,7 @@ from steepest.messages.message import (
     worker_peer,
 )
 from steepest.models.protocol import Model
+from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.allocator import keep_freed_memory, start_thread
 from steepest.tensors.dtypes import Tensors
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
@@ -237,7 +238,9 @@ class Process:
         )
 
     @on_router
-    def release(self, cut: ChunkSpec, index: int, change: int) -> ParameterLayout | None:
+    def release(
+        self, cut: ChunkSpec, index: int, change: int
+    ) -> tuple[ParameterLayout, OptimizerSpec] | None:
         """Drop all roles and connections; keep the models, if any, cut into other chunks.
 
         Args:
@@ -247,7 +250,7 @@ class Process:
                 to drop it. For a change that is tried once more it is the state kept the first time.
 
         Returns:
-            The layout of the models as they are cut now; None without models.
+            The layout of the models as they are cut now, and their optimizer; None without models.
         """
         self._index = index
         self.router.clear()
@@ -261,7 +264,9 @@ class Process:
         self._servers = []
         for model in self._models:
             model.relayout(cut)
-        return self._models[0].layout if self._models else None
+        if not self._models:
+            return None
+        return self._models[0].layout, self._models[0].optimizer_spec
 
     def initial(self) -> tuple[Bytes, Tensors]:
         """Return the flat weights, and the first replica's buffers, as they were made."""

@@ -71,6 +71,12 @@ def on_first_model(replicas: Replicas, fn: Callable[[Model], Any]) -> ray.Object
     return sent(fn, fn(replicas.models[0]))
 
 
+def unfrozen(replicas: Replicas) -> frozenset[str]:
+    """Return the names of frozen parameters that users have unfrozen, see `Model`."""
+    asked = (getattr(model, "unfrozen", frozenset) for model in replicas.models)
+    return frozenset[str]().union(*(ask() for ask in asked))
+
+
 def evaluate(
     replicas: Replicas, data: Any, batch_size: int | None, parts: int, state: Tensors
 ) -> WorkerResult:

@@ -115,7 +115,7 @@ class Starting:
         spare, cluster = actor is not None, self._cluster
         actor = actor or cluster.start_worker(index, seat)
         building = self._building(actor, index)
-        cut, now = self._cluster.job.strategy.cut, time.monotonic()
+        cut, now = self._cluster.job.cut, time.monotonic()
         watch = actor.watch.remote()
         return Start(worker_peer(index), seat, actor, watch, building, now, cause, spare, cut)
 
@@ -146,13 +146,13 @@ class Starting:
     def _building(self, actor: Any, index: int) -> list[Any]:
         cluster, job = self._cluster, self._cluster.job
         built = actor.build.remote(
-            cluster.creator, index, job.devices_per_worker, job.seed, job.strategy.cut
+            cluster.creator, index, job.devices_per_worker, job.seed, job.cut
         )
         return [built, actor.place.remote()]
 
     def fitting(self, start: Start, index: int) -> Start:
         """Return a worker that has, or builds, the models of a number, cut as the job's are now."""
-        cut = self._cluster.job.strategy.cut
+        cut = self._cluster.job.cut
         if (start.peer.index, start.cut) == (index, cut):
             return start
         building = self._building(start.actor, index)

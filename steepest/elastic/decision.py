@@ -61,7 +61,7 @@ class Target:
         waits: whether a step waits for the successors of dead processes.
         movable: whether servers' chunks can go to other servers, and workers be renumbered, without
             processes that start anew.
-        switched: whether another strategy is wanted than the one that runs.
+        switched: whether another strategy, or set of trained parameters, is wanted than what runs.
     """
 
     least: int

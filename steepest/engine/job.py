@@ -83,6 +83,7 @@ class Job:
         replaces: whether a worker that is lost is replaced, where that can be.
         global_batch_size: samples of one batch of all replicas together; None for as many as the
             models' batch size makes.
+        unfrozen: names of parameters that are trained although models are made with them frozen.
 
     Raises:
         ConfigurationError: `global_batch_size` with data that choose their own batches.
@@ -101,6 +102,7 @@ class Job:
     schedule_offset: int = 0
     replaces: bool = False
     global_batch_size: int | None = None
+    unfrozen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.global_batch_size is not None and self.description.samples is None:
@@ -114,6 +116,11 @@ class Job:
     def strategy(self) -> Strategy:
         """The way of training."""
         return make_strategy(self.config)
+
+    @property
+    def cut(self) -> ChunkSpec:
+        """How models are cut into chunks, and which parameters are trained besides."""
+        return replace(self.strategy.cut, unfrozen=self.unfrozen)
 
     @cached_property
     def server_spec(self) -> OptimizerSpec:

@@ -123,6 +123,9 @@ def checked_weight(value: Any) -> float:
 class Model(Protocol):
     """One replica of a model, of any framework.
 
+    A model whose frozen parameters may be unfrozen between steps has a method `unfrozen()`, which
+    returns a frozenset of the names of those that now are, but are not trained in `layout` yet.
+
     A model is made by the user's `model_creator(worker_index, device_index)`; the library then
     binds it to flat vectors and calls it from one thread.
     """
@@ -163,7 +166,11 @@ class Model(Protocol):
         """
 
     def relayout(self, cut: ChunkSpec) -> None:
-        """Plan `layout` again in the same order, cut into other chunks; `bind` is called next."""
+        """Plan `layout` again, cut into other chunks; `bind` is called next.
+
+        Parameters stay in the same order, but for those of `cut.unfrozen`, which are trained from
+        now on.
+        """
 
     def compute_gradients(
         self, batch: Any, ready: Ready, metrics: bool, arrive: Arrive = lambda entry: None

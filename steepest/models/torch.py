@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -101,18 +101,7 @@ class TorchModel:
             raise ModelError(
                 "no loss: give loss=, or subclass TorchModel and write loss(self, batch)"
             )
-        if autocast not in (None, torch.bfloat16, torch.float16):
-            raise ConfigurationError(
-                f"autocast={autocast!r}: give torch.bfloat16, torch.float16 or None"
-            )
-        if (
-            isinstance(loss_scale, bool)
-            or not isinstance(loss_scale, (int, float))
-            or not 0 < loss_scale < math.inf
-        ):
-            raise ConfigurationError(
-                f"loss_scale={loss_scale!r}: give a positive number, a power of two to be exact"
-            )
+        _check_precision(autocast, loss_scale)
         self._autocast = autocast
         self._loss_scale = float(loss_scale)
         self.module = module
@@ -122,17 +111,13 @@ class TorchModel:
         self._output: Any = None
         self._parameters = dict(module.named_parameters())
         self._holders = holders_of(module, self._parameters)
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._aliases = _aliases(module, names)
-        with without_compiler():
-            chosen = optimizer(module)
-        self.optimizer_spec = OptimizerSpec.read(
-            chosen, names, lr_scheduler=lr_scheduler, learning_rate=learning_rate
-        )
+        self._aliases = _aliases(module)
+        self._recipe = optimizer, lr_scheduler, learning_rate
+        self.optimizer_spec = self._read_optimizer()
         updated = self.optimizer_spec.trainable()
-        self._trainable = {
-            name for name, p in self._parameters.items() if p.requires_grad and name in updated
-        }
+        wants = {name for name, p in self._parameters.items() if p.requires_grad}
+        self._trainable = wants & updated
+        self._untrained = wants - updated  # the optimizer leaves them out on purpose
         if not self._trainable:
             raise ModelError(
                 "nothing to train: every parameter is frozen or unknown to the optimizer"
@@ -147,6 +132,15 @@ class TorchModel:
         self._gates: Gates | None = None
         self._writes = WriteCheck()
         self._weight = 0.0
+
+    def _read_optimizer(self) -> OptimizerSpec:
+        optimizer, lr_scheduler, learning_rate = self._recipe
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        with without_compiler():
+            chosen = optimizer(self.module)
+        return OptimizerSpec.read(
+            chosen, names, lr_scheduler=lr_scheduler, learning_rate=learning_rate
+        )
 
     def _plan(self, cut: ChunkSpec) -> ParameterLayout:
         return ParameterLayout.plan(
@@ -184,8 +178,52 @@ class TorchModel:
 
     # -- Model ---------------------------------------------------------------------------------
 
+    def unfrozen(self) -> frozenset[str]:
+        """Return the names of frozen parameters that require a gradient by now.
+
+        Where the optimizer has not got one of them, its factory is called once more.
+
+        Raises:
+            ModelError: the optimizer leaves one of them out then, too.
+        """
+        frozen = self._parameters.keys() - self._trainable - self._untrained
+        found = frozenset(name for name in frozen if self._now(name).requires_grad)
+        if found - self.optimizer_spec.trainable():
+            self._unfreeze(found)
+        return found
+
+    def _now(self, name: str) -> torch.nn.Parameter:
+        """Return a parameter; the model may have put another object in a frozen one's place."""
+        holder, key = self._holders[name]
+        own = holder.get(key)
+        return self._parameters[name] if own is None else own
+
+    def _unfreeze(self, names: Iterable[str]) -> None:
+        """Have the optimizer update some more parameters.
+
+        Raises:
+            ModelError: it leaves one of them out, or the module has none of that name.
+        """
+        for name in names:
+            if name not in self._parameters:
+                raise ModelError(f"there is no parameter {name!r} to unfreeze")
+            self._parameters[name] = self._now(name)
+            self._parameters[name].requires_grad_(True)
+        if set(names) - self.optimizer_spec.trainable():
+            self.optimizer_spec = self._read_optimizer()
+        if unknown := set(names) - self.optimizer_spec.trainable():
+            self._untrained |= unknown
+            raise ModelError(
+                f"parameter {min(unknown)!r} was unfrozen, but optimizer= leaves it out: build the "
+                "optimizer over module.parameters(), which may be frozen, too"
+            )
+
     def relayout(self, cut: ChunkSpec) -> None:
         """Cut `layout` into other chunks; see `steepest.models.protocol.Model.relayout`."""
+        if more := cut.unfrozen - self._trainable:
+            self._unfreeze(more)
+            self._trainable |= more
+            self._gates = None  # they wait for entries, whose places are others now
         self.layout = self._plan(cut)
 
     def bind(self, weights: torch.Tensor, gradients: torch.Tensor) -> None:
@@ -363,6 +401,8 @@ class TorchModel:
         frozen = {name: (parameter, installed) for name, parameter, installed in self._frozen()}
         with torch.no_grad():
             for name, value in state.items():
+                if name in self._trainable:
+                    continue  # it was frozen when the state was taken
                 if name not in buffers and name not in frozen:
                     raise ModelError(
                         f"the module has no buffer named {name!r}: was it made by another model?"
@@ -505,13 +545,29 @@ def _check_module(module: Any) -> None:
         )
 
 
-def _aliases(module: torch.nn.Module, names: Mapping[int, str]) -> dict[str, tuple[str, ...]]:
-    """Return the other names of parameters that a module has several times, by the first name.
+def _check_precision(autocast: Any, loss_scale: Any) -> None:
+    """Check `autocast` and `loss_scale` of a `TorchModel`.
 
-    Args:
-        module: with the parameters.
-        names: the first name of each, by `id(parameter)`.
+    Raises:
+        ConfigurationError: one of them is out of range.
     """
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ConfigurationError(
+            f"autocast={autocast!r}: give torch.bfloat16, torch.float16 or None"
+        )
+    if (
+        isinstance(loss_scale, bool)
+        or not isinstance(loss_scale, (int, float))
+        or not 0 < loss_scale < math.inf
+    ):
+        raise ConfigurationError(
+            f"loss_scale={loss_scale!r}: give a positive number, a power of two to be exact"
+        )
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the other names of parameters that a module has several times, by the first name."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     aliases: dict[str, tuple[str, ...]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name != (first := names[id(parameter)]):

@@ -29,10 +29,12 @@ class ChunkSpec:
     Attributes:
         chunk_bytes: size of a chunk; None for the layout's own choice.
         whole: whether each tensor has to lie in one chunk.
+        unfrozen: names of parameters that are trained although the model was made with them frozen.
     """
 
     chunk_bytes: int | None = None
     whole: bool = False
+    unfrozen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,44 @@
+"""Frozen parameters that a user's function has unfrozen, which are trained from the next step on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from steepest.cluster import remote_functions
+from steepest.cluster.job_state import JobState
+from steepest.cluster.launch import Cluster
+from steepest.cluster.supervisor import Supervisor
+
+
+def train_unfrozen(
+    cluster: Cluster, state: JobState, supervisor: Supervisor, changed: Callable[[], None]
+) -> None:
+    """Have the job train the frozen parameters that any replica has unfrozen.
+
+    The job's processes get their roles anew, with weights, optimizer state and place in the data as
+    they are. All replicas train such a parameter, from the mean of its values if a model has
+    changed it itself.
+
+    Args:
+        cluster: the job's processes.
+        state: of the job.
+        supervisor: of the processes.
+        changed: called if there were any.
+
+    Raises:
+        ModelError: the optimizer leaves out one of them.
+    """
+    if all(entry.trainable for entry in cluster.job.description.layout.entries):
+        return
+    found = cluster.workers.call(remote_functions.unfrozen, what="look what is trained")
+    names = frozenset[str]().union(*found)
+    if not names:
+        return
+    own = {name: value for name, value in state.mean_buffers().items() if name in names}
+    if own:
+        version = cluster.client.position.version
+        supervisor.replacing(lambda: state.set_weights(own, version))
+    cluster.unfrozen |= names
+    supervisor.settle()
+    supervisor.replacing(lambda: None)  # a copy, since older ones know nothing of it
+    changed()
