@@ -275,7 +275,6 @@ def test_samples_are_counted_in_batches_of_any_form(batch: Any, samples: int) ->
     ("module", "options", "message"),
     [
         (nn.LazyLinear(2), {}, "parameter 'weight' is lazy"),
-        (None, {"loss": None}, "no loss: give loss="),
         (F.relu, {}, "module is a function"),
         (nn.Linear(3, 2).requires_grad_(False), {}, "nothing to train"),
         (None, {"optimizer": lambda module: None}, "returned NoneType"),

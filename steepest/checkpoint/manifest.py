@@ -121,6 +121,7 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "begun": (lambda value: _is_list(value, _is_begun), False),
     "updates": (_is_count, False),
     "ends": (lambda value: _is_list(value, _is_count), False),
+    "unfrozen": (lambda value: _is_list(value, _is_name), False),
     "result": (lambda value: value is None or isinstance(value, dict), False),
     "runs": (lambda value: _is_mapping(value, _is_name), False),
 }

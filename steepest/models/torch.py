@@ -15,15 +15,15 @@ from torch.utils.hooks import RemovableHandle
 
 from steepest.data.sources import Source, as_source
 from steepest.errors import ConfigurationError, ModelError
+from steepest.models.losses import Loss, call, own_loss, weigh, with_parts
 from steepest.models.prefetch import Gates
-from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics, checked_weight
-from steepest.models.scalars import describe
+from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics
 from steepest.models.write_check import WriteCheck, holders_of
 from steepest.optim.spec import OptimizerSpec
 from steepest.optim.torch_without_compiler import without_compiler
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 
-LossFunction = Callable[..., "torch.Tensor | tuple[torch.Tensor, float]"]
+LossFunction = Callable[..., Loss | tuple[Loss, float]]
 Metric = Callable[[Any, Any], "float | torch.Tensor"]
 
 
@@ -46,18 +46,21 @@ class TorchModel:
     """One replica: a torch module with its loss, data, batch size and optimizer.
 
     Either give `loss`, called as ``loss(module(*inputs), target)`` on batches ``(*inputs,
-    target)``; or subclass and write ``loss(batch)`` and, if wanted, ``metrics(batch)`` for batches
-    of any form.
+    target)``; or a module whose output has an attribute `loss`, as those of Hugging Face's
+    transformers do, called with a batch's values by name, or in order; or subclass and write
+    ``loss(batch)`` and, if wanted, ``metrics(batch)`` for batches of any form.
 
     Args:
         module: the network; its parameters are moved into the library's flat vectors.
-        loss: returns the mean loss of a batch, or (mean loss, weight) where a batch weighs
-            something other than its number of samples (tokens, say).
+        loss: returns the mean loss of a batch, or several by name, whose sum is minimised and which
+            are metrics too; or (either of them, weight) where a batch weighs something other than
+            its number of samples (tokens, say). None where the module's output has the loss.
         data: training data: arrays or tensors of one length, a map-style dataset, a DataLoader, or
             an iterable of batches.
         batch_size: samples per replica and step.
         optimizer: receives the module, returns a torch.optim optimizer.
-        metrics: functions of (output, target), each a mean over the batch, by name.
+        metrics: functions of (output, target), each a mean over the batch, by name. The target of a
+            batch that is a dict is its "labels".
         lr_scheduler: receives the optimizer, returns a torch.optim.lr_scheduler; ticks once per
             step.
         learning_rate: instead of `lr_scheduler`: the learning rate as a function of the step.
@@ -97,10 +100,6 @@ class TorchModel:
         loss_scale: float = 1.0,
     ) -> None:
         _check_module(module)
-        if loss is None and type(self).loss is TorchModel.loss:
-            raise ModelError(
-                "no loss: give loss=, or subclass TorchModel and write loss(self, batch)"
-            )
         _check_precision(autocast, loss_scale)
         self._autocast = autocast
         self._loss_scale = float(loss_scale)
@@ -155,12 +154,14 @@ class TorchModel:
 
     # -- for subclasses ------------------------------------------------------------------------
 
-    def loss(self, batch: Any) -> torch.Tensor | tuple[torch.Tensor, float]:
-        """Return the mean loss of a batch, or (mean loss, weight).
+    def loss(self, batch: Any) -> Loss | tuple[Loss, float]:
+        """Return the mean loss of a batch, or several by name, or (either of them, weight).
 
         Override for batches of another form.
         """
-        assert self._loss is not None
+        if self._loss is None:
+            self._output = call(self.module, batch)
+            return own_loss(self._output)
         *inputs, target = batch
         self._output = self.module(*inputs)
         return self._loss(self._output, target)
@@ -173,7 +174,9 @@ class TorchModel:
         Each is a number: Python's, a NumPy scalar, or a tensor without dimensions. NaN and infinity
         are reported as they are.
         """
-        *_, target = batch
+        if not self._metrics:
+            return {}
+        target = batch.get("labels") if isinstance(batch, Mapping) else batch[-1]
         return {name: metric(self._output, target) for name, metric in self._metrics.items()}
 
     # -- Model ---------------------------------------------------------------------------------
@@ -324,7 +327,7 @@ class TorchModel:
         with self._writes.refused(), self._mixed(), self._gates.forward(self._in_full(arrive)):
             result = self.loss(batch)
         arrive(None)
-        loss, samples, self._weight = self._weigh(batch, result)
+        loss, parts, samples, self._weight = weigh(batch, result)
         if not loss.requires_grad:
             raise ModelError(
                 "the loss does not depend on any trainable parameter (was it detached?)"
@@ -347,7 +350,7 @@ class TorchModel:
         found: dict[str, float] = {}
         if metrics:
             with torch.no_grad():
-                found = checked_metrics(self.metrics(batch))
+                found = with_parts(parts, checked_metrics(self.metrics(batch)))
         self._output = None
         return Computed(loss.item(), self._weight, samples, found)
 
@@ -363,8 +366,8 @@ class TorchModel:
             batch = self._to_device(batch)
             with self._writes.refused(), self._mixed():
                 result = self.loss(batch)
-            loss, samples, weight = self._weigh(batch, result)
-            metrics = checked_metrics(self.metrics(batch))
+            loss, parts, samples, weight = weigh(batch, result)
+            metrics = with_parts(parts, checked_metrics(self.metrics(batch)))
         finally:
             self._output = None
             for module, training in modes:
@@ -461,21 +464,6 @@ class TorchModel:
 
         return wait
 
-    def _weigh(self, batch: Any, result: Any) -> tuple[torch.Tensor, int, float]:
-        samples = _count(batch)
-        if isinstance(result, tuple) and len(result) != 2:
-            raise ModelError(
-                f"the loss is a tuple of {len(result)}: return it alone, or (loss, weight)"
-            )
-        loss, weight = result if isinstance(result, tuple) else (result, float(samples))
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
-            raise ModelError(
-                f"the loss is {describe(loss)}: return the batch's mean as a tensor with one real "
-                "number, which knows "
-                "its gradient"
-            )
-        return loss, samples, checked_weight(weight)
-
     def _to_device(self, batch: Any) -> Any:
         if isinstance(batch, torch.Tensor):
             return batch.to(self._device, non_blocking=True)
@@ -492,31 +480,6 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
     first, other = (t.detach().contiguous().view(-1).view(whole) for t in (a, b.to(a.device)))
     return torch.equal(first, other)
-
-
-def _count(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first array, or first list."""
-    arrays = (len(leaf) for leaf in _leaves(batch) if getattr(leaf, "ndim", 0))
-    lists = (len(leaf) for leaf in _leaves(batch) if isinstance(leaf, (tuple, list)))
-    return next(arrays, next(lists, 1))
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
-    """Yield the parts of a batch: arrays, scalars, and whole lists of scalars."""
-    values = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, (tuple, list))
-        else ()
-    )
-    if isinstance(batch, Mapping) or any(
-        isinstance(v, (tuple, list, Mapping)) or hasattr(v, "ndim") for v in values
-    ):
-        for value in values:
-            yield from _leaves(value)
-    else:
-        yield batch
 
 
 def _check_module(module: Any) -> None:
