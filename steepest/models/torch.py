@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,11 +58,12 @@ class TorchModel:
         data: training data: arrays or tensors of one length, a map-style dataset, a DataLoader, or
             an iterable of batches.
         batch_size: samples per replica and step.
-        optimizer: receives the module, returns a torch.optim optimizer.
+        optimizer: receives the module, returns a torch.optim optimizer, or a list of several over
+            disjoint parameters, all of which step.
         metrics: functions of (output, target), each a mean over the batch, by name. The target of a
             batch that is a dict is its "labels".
-        lr_scheduler: receives the optimizer, returns a torch.optim.lr_scheduler; ticks once per
-            step.
+        lr_scheduler: receives the optimizer (of several, one with all their groups), returns a
+            torch.optim.lr_scheduler; ticks once per step.
         learning_rate: instead of `lr_scheduler`: the learning rate as a function of the step.
         autocast: torch.bfloat16 or torch.float16 to run forward passes and the loss under
             `torch.autocast`; parameters and gradients keep their dtype, and metrics receive the
@@ -90,7 +91,9 @@ class TorchModel:
         module: torch.nn.Module,
         *,
         data: Any,
-        optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
+        optimizer: Callable[
+            [torch.nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+        ],
         loss: LossFunction | None = None,
         batch_size: int | None = None,
         metrics: Mapping[str, Metric] | None = None,

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from steepest.errors import ConfigurationError
 from steepest.optim.json_values import from_json, to_json
+from steepest.optim.several import SeveralOptimizers
 from steepest.optim.torch_without_compiler import take_step, without_compiler
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class OptimizerSpec:
     @classmethod
     def read(
         cls,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         names: Mapping[int, str],
         *,
         lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
@@ -71,7 +72,8 @@ class OptimizerSpec:
         """Return the recipe of an optimizer.
 
         Args:
-            optimizer: built by the user over the module's parameters.
+            optimizer: built by the user over the module's parameters; or several optimizers, over
+                disjoint parameters.
             names: parameter name by `id(parameter)`.
             lr_scheduler, learning_rate: the schedule, at most one of them.
 
@@ -79,6 +81,8 @@ class OptimizerSpec:
             ConfigurationError: `optimizer` is not an optimizer, holds a parameter that is not the
                 module's, cannot be rebuilt or needs a closure, or its schedule cannot run.
         """
+        if isinstance(optimizer, (list, tuple)) and optimizer:
+            optimizer = SeveralOptimizers.of(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
                 f"the optimizer factory returned {type(optimizer).__name__}: return a "
@@ -105,13 +109,17 @@ class OptimizerSpec:
             groups.append((tuple(names[id(p)] for p in group["params"]), hyper))
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items()}
         spec = cls(type(optimizer), defaults, tuple(groups), True, lr_scheduler, learning_rate)
-        spec = replace(spec, elementwise=_is_elementwise(spec))
+        parts = [replace(spec, groups=(group,)) for group in _first_groups(spec)]
+        tried = [_is_elementwise(part) for part in parts or [spec]]
+        spec = replace(spec, elementwise=all(tried))
         Schedule(spec).at(1)  # a schedule that cannot run is found here, not on a server
         return replace(spec, schedule_id=_identify(spec))
 
     @property
     def name(self) -> str:
-        """The optimizer's class name."""
+        """The optimizer's class name, or those of several optimizers."""
+        if self.cls is SeveralOptimizers:
+            return " + ".join(cls.__name__ for cls, _ in self.defaults["makers"])
         return self.cls.__name__
 
     def state_flags(self) -> dict[str, bool]:
@@ -401,6 +409,12 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _first_groups(spec: OptimizerSpec) -> list[tuple[tuple[str, ...], Hyperparameters]]:
+    """Return the first parameter group of each of a recipe's optimizers."""
+    found = {hyper.get("optimizer", 0): (names, hyper) for names, hyper in reversed(spec.groups)}
+    return list(found.values()) if spec.cls is SeveralOptimizers else []
 
 
 def _is_elementwise(spec: OptimizerSpec) -> bool:

@@ -1,0 +1,81 @@
+"""Several torch optimizers over disjoint parameters as one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+import torch
+
+from steepest.errors import ConfigurationError
+from steepest.optim.torch_without_compiler import take_step
+
+_WHICH = "optimizer"  # a group's hyperparameter: the index of its optimizer
+
+#: An optimizer's class, and keyword arguments for its constructor.
+Maker = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Several optimizers as one, whose step is a step of each.
+
+    Args:
+        groups: parameter groups, each with the index of its optimizer as "optimizer".
+        makers: of the optimizers.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], makers: Sequence[Maker]) -> None:
+        groups = list(groups)
+        super().__init__([{**group} for group in groups], {})
+        self.defaults = {"makers": tuple(makers)}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        for index, (cls, arguments) in enumerate(makers):
+            if own := [at for at, group in enumerate(groups) if group[_WHICH] == index]:
+                optimizer = cls([{**groups[at]} for at in own], **arguments)
+                for at, group in zip(own, optimizer.param_groups, strict=True):
+                    self.param_groups[at] = group
+                self.state.update(optimizer.state)
+                optimizer.state = self.state
+                self._optimizers.append(optimizer)
+
+    @classmethod
+    def of(cls, optimizers: Sequence[Any]) -> SeveralOptimizers:
+        """Return optimizers that a user has made as one.
+
+        Raises:
+            ConfigurationError: one is no optimizer, or two have the same parameter.
+        """
+        makers, groups, seen = [], [], set[int]()
+        for index, optimizer in enumerate(optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ConfigurationError(
+                    f"the optimizer factory returned a list with {type(optimizer).__name__}: "
+                    "return a torch.optim.Optimizer, or a list of them"
+                )
+            allowed = inspect.signature(type(optimizer).__init__).parameters
+            anything = any(p.kind is p.VAR_KEYWORD for p in allowed.values())
+            arguments = {k: v for k, v in optimizer.defaults.items() if anything or k in allowed}
+            makers.append((type(optimizer), arguments))
+            for group in optimizer.param_groups:
+                both = [p for p in group["params"] if id(p) in seen]
+                if both:
+                    raise ConfigurationError(
+                        f"two optimizers have the same parameter, of shape {tuple(both[0].shape)}: "
+                        "give each parameter to one of them"
+                    )
+                groups.append({**group, _WHICH: index})
+            seen |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return cls(groups, makers)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step every optimizer; a closure is not called."""
+        for optimizer in self._optimizers:
+            take_step(optimizer)
+        return None

@@ -1,0 +1,98 @@
+"""Several optimizers over disjoint parameters: all step, as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
+from steepest.data.sampler import SamplePlan
+from steepest.errors import ConfigurationError
+from steepest.testing import InProcessCluster
+from steepest.testing.simulation import Simulation, run_config
+from tests.reference import Task, Weights, difference, perceptron, samples, snapshot
+from tests.simulated_programs import quiet
+
+
+def adagrad_and_adam(module: Any) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.Adagrad(module[0].parameters(), lr=0.1),
+        torch.optim.Adam(
+            [{"params": module[2].weight}, {"params": module[2].bias, "lr": 0.02}], lr=0.05
+        ),
+    ]
+
+
+def with_a_whole_matrix(module: Any) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.SGD([module[0].weight, module[0].bias, module[2].bias], 0.1, momentum=0.9),
+        torch.optim.Adafactor([module[2].weight], lr=0.05),
+    ]
+
+
+FACTORIES = [adagrad_and_adam, with_a_whole_matrix]
+
+
+def decay(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def task(factory: Any) -> Task:
+    return Task(optimizer=factory, data=samples(24), batch_size=3, lr_scheduler=decay)
+
+
+def serial(factory: Any, steps: int) -> Weights:
+    torch.manual_seed(0)
+    net = perceptron()
+    optimizers = factory(net)
+    schedulers = [decay(optimizer) for optimizer in optimizers]
+    x, y = samples(24)
+    plan = SamplePlan(24, 6, 0)
+    for step in range(steps):
+        index = torch.from_numpy(plan.share(step, 0, 1))
+        net.zero_grad()
+        nn.functional.mse_loss(net(x[index]), y[index]).backward()
+        for each in (*optimizers, *schedulers):
+            each.step()
+    return snapshot(net)
+
+
+@pytest.mark.parametrize("strategy", [None, 64], ids=str)
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_all_optimizers_step(factory: Any, strategy: int | None) -> None:
+    config = ParameterServerStrategy(num_servers=2, chunk_bytes=strategy)
+    cluster = InProcessCluster(task(factory).creator(), num_workers=2, strategy=config)
+    cluster.step(12)
+    assert difference(cluster.weights(), serial(factory, 12)) < 1e-12
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_their_state_goes_on_elsewhere(factory: Any, tmp_path: Path) -> None:
+    creator = task(factory).creator()
+    with quiet(), Simulation().running():
+        with DistributedSGD(creator, 2, run_config=run_config()) as trainer:
+            trainer.fit(steps=4, progress=False)
+            trainer.set_strategy(AllreduceStrategy(chunk_bytes=64))
+            trainer.fit(steps=4, progress=False)
+            trainer.save(tmp_path / "saved")
+        with DistributedSGD(creator, 2, run_config=run_config()) as trainer:
+            trainer.restore(tmp_path / "saved")
+            trainer.fit(steps=4, progress=False)
+            assert difference(trainer.weights(), serial(factory, 12)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda m: [torch.optim.SGD(m.parameters(), 0.1)] * 2, "two optimizers have the same"),
+        (lambda m: [torch.optim.SGD(m.parameters(), 0.1), None], "a list with NoneType"),
+        (lambda m: [], "returned list"),
+    ],
+)
+def test_what_is_no_list_of_optimizers_is_refused(factory: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        task(factory).creator()(0, 0)
