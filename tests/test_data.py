@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,6 +26,9 @@ from torch.utils.data import (
 
 from steepest.data.sources import Indices, Source, as_source
 from steepest.errors import ConfigurationError
+from steepest.messages.driver import Failure
+from steepest.testing import InProcessCluster
+from tests.reference import Task, samples
 
 SHARES = [[2, 0], [5], [1, 3, 4]]
 quiet_fork = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -240,11 +244,34 @@ def test_sampling_with_replacement_or_in_part_is_refused(options: dict[str, Any]
     assert "with replacement or a part" in refused(loader)
 
 
-def test_drop_last_is_not_followed_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_drop_last_is_followed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "steepest"):
         source, _ = as_source(DataLoader(Squares(), batch_size=4, drop_last=True), None)
     assert source.size == 6
-    assert "drop_last" in caplog.text
+    assert source.drop_last
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_with_drop_last_no_batch_is_smaller(workers: int) -> None:
+    """One sample is left over, of which BatchNorm cannot take the variance."""
+    task = Task(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double(),
+        data=samples(9),
+        batch_size=8 // workers,
+    )
+
+    def creator(worker: int, device: int) -> Any:
+        model = task.creator()(worker, device)
+        loader = DataLoader(TensorDataset(*task.data), batch_size=8 // workers, drop_last=True)
+        model.data, model.batch_size = as_source(loader, None)
+        return model
+
+    cluster = InProcessCluster(creator, num_workers=workers)
+    assert [result.samples for result in cluster.step(4)] == [8] * 4
+    *_, failed = InProcessCluster(task.creator(), num_workers=workers).step(2)
+    assert isinstance(failed, Failure)
+    assert "more than 1 value" in failed.error
 
 
 # -- streams --------------------------------------------------------------------------------------

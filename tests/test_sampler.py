@@ -358,3 +358,45 @@ def test_step_seeds_are_distinct_and_fit_in_63_bits() -> None:
 def test_a_step_seed_depends_on_its_arguments_alone(arguments: tuple[int, int, int]) -> None:
     assert step_seed(*arguments) == step_seed(*arguments)
     assert 0 <= step_seed(*arguments) < 2**63
+
+
+@given(sizes, batches, replica_counts, seeds)
+def test_with_drop_last_an_epoch_has_whole_steps_only(
+    samples: int, batch: int, replicas: int, seed: int
+) -> None:
+    plan, every = SamplePlan(samples, batch, seed, drop_last=True), SamplePlan(samples, batch, seed)
+    count = max(samples // batch, 1)
+    assert plan.steps_per_epoch == count
+    for step in range(3 * count):
+        epoch, index = divmod(step, count)
+        same = epoch * every.steps_per_epoch + index
+        assert plan.position(step).epoch == epoch
+        assert whole_step(plan, step, replicas) == whole_step(every, same, replicas)
+        assert plan.position(step).size == min(batch, samples)
+        assert plan.epoch_end(step) == (epoch + 1) * count
+
+
+@given(sizes, batches, batches, seeds, st.integers(0, 30))
+def test_with_drop_last_other_sizes_go_on_with_whole_steps(
+    samples: int, before: int, after: int, seed: int, step: int
+) -> None:
+    """What is left of an epoch is cut into whole steps; nothing in it is seen twice."""
+    plan = SamplePlan(samples, before, seed, drop_last=True)
+    rest = plan.remaining(step, [], 1, 1)
+    assert rest.epoch == plan.position(step).epoch
+    assert rest.offset == plan.position(step).begin
+    again = SamplePlan(
+        samples, after, seed, step, rest.epoch, rest.offset, left=rest.left, drop_last=True
+    )
+    if before == after:
+        assert all(whole_step(again, s) == whole_step(plan, s) for s in range(step, step + 9))
+    seen = Counter(plan.permutation(rest.epoch)[: rest.offset].tolist())
+    steps = again.end_of(rest.epoch) - step
+    left = samples - rest.offset
+    assert steps == left // after or (steps == 1 and left == samples < after)
+    for at in range(step, step + steps):
+        assert again.position(at).size == min(after, samples)
+        seen.update(whole_step(again, at))
+    assert set(seen.values()) <= {1}
+    assert again.position(step + steps).epoch == rest.epoch + 1
+    assert again.remaining(step + steps, [], 1, 1).left == ()

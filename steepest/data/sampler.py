@@ -80,6 +80,8 @@ class SamplePlan:
             and of epochs before it, that are still to come; disjoint, in order.
         begun: (epoch, blocks) for epochs that keep the order in which they were begun, where
             `blocks` was another.
+        drop_last: whether samples at the end of an epoch that do not fill a step are left out of
+            it. An epoch of fewer samples than `global_batch` has one step.
 
     Example:
         >>> plan = SamplePlan(samples=10, global_batch=4, seed=0)
@@ -96,12 +98,19 @@ class SamplePlan:
     blocks: Blocks | None = None
     left: tuple[tuple[int, int, int], ...] = ()
     begun: tuple[tuple[int, Blocks | None], ...] = ()
+    drop_last: bool = False
     _cache: dict[int, Indices] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps in a whole epoch."""
-        return -(-self.samples // self.global_batch)
+        return self._steps(self.samples)
+
+    def _steps(self, samples: int) -> int:
+        """Return the number of steps that so many samples of an epoch make."""
+        if not self.drop_last:
+            return -(-samples // self.global_batch)
+        return samples // self.global_batch or int(samples == self.samples)
 
     @cached_property
     def _begun(self) -> tuple[tuple[int, Ranges, int], ...]:
@@ -111,8 +120,7 @@ class SamplePlan:
             if begin < end:
                 parts.setdefault(epoch, []).append((begin, end))
         return tuple(
-            (e, tuple(ranges), -(-_length(ranges) // self.global_batch))
-            for e, ranges in parts.items()
+            (e, tuple(ranges), self._steps(_length(ranges))) for e, ranges in parts.items()
         )
 
     def position(self, step: int) -> Position:
@@ -212,9 +220,9 @@ class SamplePlan:
         epoch, offset = self.start_epoch, self.samples
         since = step - self.start_step
         for number, ranges, steps in self._begun:
-            left += [
-                (number, *found) for found in cut(ranges, since * self.global_batch, self.samples)
-            ]
+            if since < steps:
+                rest = cut(ranges, since * self.global_batch, self.samples)
+                left += [(number, *found) for found in rest]
             since = max(since - steps, 0)
         if step >= self.end_of(self.start_epoch):
             here = self.position(step)

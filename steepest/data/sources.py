@@ -33,8 +33,8 @@ Blocks = int | tuple[int, ...]
 class Source(Protocol):
     """The training data of a replica, from which batches are made.
 
-    A source whose samples are read in blocks has an attribute `blocks` (see
-    `steepest.data.sampler.SamplePlan`).
+    A source whose samples are read in blocks has an attribute `blocks`, and one of whose epochs
+    only whole steps are taken has `drop_last=True` (see `steepest.data.sampler.SamplePlan`).
     """
 
     @property
@@ -108,6 +108,7 @@ class DatasetSource:
         self.size: int | None = len(dataset)
         if not self.size:
             raise ConfigurationError("the dataset is empty: give at least one sample")
+        self.drop_last = loader is not None and loader.drop_last
         self._dataset = dataset
         self._loader = loader
 
@@ -352,9 +353,5 @@ def _from_loader(loader: DataLoader[Any]) -> Source:
     ):
         raise ConfigurationError(
             "the DataLoader samples with replacement or a part only: leave its sampler= out"
-        )
-    if loader.drop_last:
-        log.warning(
-            "drop_last=True is not followed: the last batch of an epoch is divided evenly instead"
         )
     return DatasetSource(loader.dataset, loader)

@@ -49,6 +49,7 @@ class Description:
         samples: number of training samples; None for streams.
         batch_size: samples of one batch.
         blocks: of the data, see `steepest.data.sources.Blocks`; None without.
+        drop_last: of the data, see `SamplePlan`.
         threads: torch's in the process that described the models.
         changing: whether replicas have values of their own beside trained parameters: buffers, or
             frozen parameters, which a model may change itself.
@@ -64,6 +65,7 @@ class Description:
     threads: int = 1
     changing: bool = False
     attend: Callable[[Router, Peer, Role], None] | None = None
+    drop_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,7 @@ class Job:
             blocks,
             rest.left,
             begun,
+            self.description.drop_last,
         )
 
 
@@ -328,6 +331,7 @@ def build_models(
             threads,
             bool(m.state()) or not all(entry.trainable for entry in m.layout.entries),
             attend,
+            bool(getattr(m.data, "drop_last", False)),
         )
         for m in models
     ]
@@ -364,6 +368,7 @@ def check_agreement(
         ("batch size", first.batch_size, other.batch_size),
         ("number of samples", first.samples, other.samples),
         ("blocks of samples", first.blocks, other.blocks),
+        ("drop_last", first.drop_last, other.drop_last),
         ("optimizer", first.optimizer_spec.name, other.optimizer_spec.name),
         ("parameter groups", first.optimizer_spec.groups, other.optimizer_spec.groups),
     ):
