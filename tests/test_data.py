@@ -294,7 +294,8 @@ def test_an_iterable_is_begun_again_when_it_ends(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, "steepest"):
         source, batch_size = as_source(Batches(), None)
     assert (source.size, batch_size) == (None, 1)
-    assert "Batches that chooses its own batches" in caplog.text
+    assert "Batches that chooses its own samples" in source.notice
+    assert not caplog.text
     assert first(source, 5) == [10, 11, 20, 21, 30]
 
 

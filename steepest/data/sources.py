@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, cast, runtime_checkable
@@ -19,9 +18,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from steepest.data.streams import StreamSource, divided_stream
 from steepest.errors import ConfigurationError
 
-log = logging.getLogger(__name__)
 Indices = npt.NDArray[np.int64]
 
 #: Samples that are read together: the size of blocks that come in order, or the sizes of blocks
@@ -34,7 +33,9 @@ class Source(Protocol):
     """The training data of a replica, from which batches are made.
 
     A source whose samples are read in blocks has an attribute `blocks`, and one of whose epochs
-    only whole steps are taken has `drop_last=True` (see `steepest.data.sampler.SamplePlan`).
+    only whole steps are taken has `drop_last=True` (see `steepest.data.sampler.SamplePlan`). One
+    that divides its own samples has a method `divide(replica, replicas)`, called before `open`, and
+    one of which users should know something has it as `notice`, logged once by the driver.
     """
 
     @property
@@ -225,39 +226,6 @@ class IndexedStream:
         return self.__dict__ | {"_kept": {}, "_reader": None}  # these belong to this process
 
 
-class StreamSource:
-    """An iterable of batches as a source; begun again when it ends.
-
-    Its samples are not divided among replicas, an epoch visits no fixed set of them, and a restored
-    run begins the stream again, because only the iterable knows which samples it gives.
-    `IndexedStream` has none of these limits.
-
-    Args:
-        batches: can be iterated over several times.
-    """
-
-    size: int | None = None
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
-
-    def open(self, shares: Iterable[Indices], prefetch: bool = True) -> Iterator[Any]:
-        """Yield the iterable's own batches without end; `shares` is not used.
-
-        Raises:
-            ConfigurationError: it yields nothing.
-        """
-        while True:
-            empty = True
-            for batch in self._batches:
-                empty = False
-                yield batch
-            if empty:
-                raise ConfigurationError(
-                    "the stream of batches is empty: give an iterable that can be begun again"
-                )
-
-
 def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
     """Return a user's training data as a source, and the batch size.
 
@@ -312,27 +280,23 @@ def as_source(data: Any, batch_size: int | None) -> tuple[Source, int]:
                 f"data is a {type(data).__name__}: give arrays, a map-style dataset, a DataLoader "
                 "or an iterable"
             )
-        log.warning(
-            "training data is a %s that chooses its own batches: samples are not divided among "
-            "replicas, epochs are not exact and a restored run starts the stream anew; an "
-            "IndexedStream has none of these limits",
-            type(data).__name__,
-        )
-        if isinstance(data, IterableDataset) and batched:  # it yields samples
-            data = DataLoader(data, batch_size=batch_size)
+        if isinstance(data, IterableDataset):  # given a batch size it yields samples
+            size, collate = (batch_size, None) if batched else (None, _as_it_is)
+            loader = DataLoader(data, batch_size=size, collate_fn=collate)
+            return divided_stream(loader), batch_size
         return StreamSource(data), batch_size
     if not hasattr(data, "__len__"):
         raise ConfigurationError(f"the dataset {type(data).__name__} has no length: add __len__")
     return DatasetSource(data), batch_size
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 def _from_loader(loader: DataLoader[Any]) -> Source:
     if isinstance(loader.dataset, IterableDataset):
-        log.warning(
-            "the DataLoader streams an IterableDataset: samples are not divided among replicas "
-            "(see IndexedStream)"
-        )
-        return StreamSource(loader)
+        return divided_stream(loader)
     sampler = loader.sampler
     own: object = sampler if type(sampler) not in (SequentialSampler, RandomSampler) else None
     if loader.batch_size is None:

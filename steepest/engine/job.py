@@ -50,6 +50,7 @@ class Description:
         batch_size: samples of one batch.
         blocks: of the data, see `steepest.data.sources.Blocks`; None without.
         drop_last: of the data, see `SamplePlan`.
+        notices: what users should know of the model and its data.
         threads: torch's in the process that described the models.
         changing: whether replicas have values of their own beside trained parameters: buffers, or
             frozen parameters, which a model may change itself.
@@ -66,6 +67,7 @@ class Description:
     changing: bool = False
     attend: Callable[[Router, Peer, Role], None] | None = None
     drop_last: bool = False
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -332,6 +334,7 @@ def build_models(
             bool(m.state()) or not all(entry.trainable for entry in m.layout.entries),
             attend,
             bool(getattr(m.data, "drop_last", False)),
+            tuple(n for n in (getattr(m, "notice", ""), getattr(m.data, "notice", "")) if n),
         )
         for m in models
     ]
@@ -409,6 +412,7 @@ def build_replicas(
         updates=job.strategy.updates,
         leased=not job.strategy.rule.together,
         varies=job.global_batch_size is not None,
+        replicas=job.replicas,
     )
     replicas: Replicas
     if isinstance(job.config, LocalStrategy):

@@ -72,6 +72,7 @@ class WorkShare:
         updates: gradients that each replica computes in a step, see `steepest.engine.local_sgd`.
         leased: whether shares come one by one, so that the next one is not known beforehand.
         varies: whether `accumulate` may change with the job's size.
+        replicas: of all workers together.
     """
 
     first_index: int
@@ -81,6 +82,7 @@ class WorkShare:
     updates: int = 1
     leased: bool = False
     varies: bool = False
+    replicas: int = 1
 
 
 class Replicas:
@@ -123,7 +125,7 @@ class Replicas:
         accumulate = share.accumulate
         self.first_index = share.first_index
         self.worker = share.first_index // len(models)
-        self._shares = share.shares
+        self._shares, self._replicas = share.shares, share.replicas
         self._micros = accumulate * share.updates
         self.leased = share.leased
         self._seed = share.seed
@@ -205,6 +207,7 @@ class Replicas:
         self.first_index = share.first_index
         self.worker = share.first_index // len(self.models)
         self._shares, self._micros = share.shares, share.accumulate * share.updates
+        self._replicas = share.replicas
         if self.weights.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.weights)
             self._move(self._memory)
@@ -295,6 +298,8 @@ class Replicas:
             first, step = self._first_part(number, replica), number // self._shares
             plan, own = self._plan, self._micros
             shares = iter(()) if plan is None else plan.shares(step, first, self._parts, own)
+            if (divide := getattr(self.models[replica].data, "divide", None)) is not None:
+                divide(self.first_index + replica, self._replicas)
             kept = (
                 (number, micro),
                 self.models[replica].data.open(shares, prefetch=not self.leased),

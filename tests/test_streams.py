@@ -1,0 +1,133 @@
+"""Iterable data sets are divided among replicas by position, unless they divide themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from steepest import DistributedSGD
+from steepest.data.sources import as_source
+from steepest.errors import ConfigurationError
+from steepest.testing import InProcessCluster
+from steepest.testing.simulation import Simulation, run_config
+from tests.reference import Task, difference, samples, snapshot
+
+quiet_fork = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+class Numbers(IterableDataset[int]):
+    """Knows nothing of its place."""
+
+    start, stop = 0, 24
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.start, self.stop)
+
+
+class Aware(Numbers):
+    """Divides itself, as Hugging Face's and WebDataset's data sets do."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        if info is None:
+            yield from range(self.stop)
+        else:
+            yield from range(info.id, self.stop, info.num_workers)
+
+
+def bounds(number: int) -> None:
+    """Divide a data set in torch's other way: a `worker_init_fn`."""
+    info: Any = get_worker_info()
+    part = 24 // info.num_workers
+    info.dataset.start, info.dataset.stop = info.id * part, (info.id + 1) * part
+
+
+def one_pass(data: Any, replica: int, replicas: int, batch: int | None) -> list[list[int]]:
+    """The batches of one replica until they begin again."""
+    source, _ = as_source(data, batch)
+    source.divide(replica, replicas)  # type: ignore[attr-defined]
+    found: list[list[int]] = []
+    for each in islice(source.open([]), 30):
+        if [each.tolist()] == found[:1]:
+            break
+        found.append(each.tolist())
+    return found
+
+
+def test_each_replica_takes_the_next_batch() -> None:
+    """As `accelerate.data_loader.IterableDatasetShard` does."""
+    parts = [one_pass(Numbers(), replica, 3, 2) for replica in range(3)]
+    assert parts[1] == [[2, 3], [8, 9], [14, 15], [20, 21]]
+    assert sorted(i for part in parts for batch in part for i in batch) == [*range(24)]
+
+
+def test_a_data_set_that_asks_for_its_part_is_respected() -> None:
+    parts = [one_pass(Aware(), replica, 3, 2) for replica in range(3)]
+    assert parts[1] == [[1, 4], [7, 10], [13, 16], [19, 22]]
+    assert get_worker_info() is None
+
+
+def test_one_replica_takes_all() -> None:
+    assert [i for batch in one_pass(Aware(), 0, 1, 4) for i in batch] == [*range(24)]
+
+
+def test_batches_that_a_data_set_yields_are_divided() -> None:
+    class Batches(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield from torch.arange(12).split(3)
+
+    assert one_pass(Batches(), 1, 2, None) == [[3, 4, 5], [9, 10, 11]]
+
+
+@quiet_fork
+@pytest.mark.parametrize(
+    ("data", "init"), [(Numbers(), None), (Aware(), None), (Numbers(), bounds)]
+)
+def test_processes_of_a_loader_have_parts_of_their_replica(data: Any, init: Any) -> None:
+    def loader() -> Any:
+        return DataLoader(data, batch_size=3, num_workers=2, worker_init_fn=init)
+
+    parts = [one_pass(loader(), replica, 2, None) for replica in range(2)]
+    seen = [sorted(i for batch in part for i in batch) for part in parts]
+    assert sorted(seen[0] + seen[1]) == [*range(24)]
+    assert len(seen[0]) == len(seen[1])
+
+
+def test_a_replica_without_samples_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="samples for each replica"):
+        one_pass(Numbers(), 24, 25, 2)
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(*samples(24), strict=True)
+
+
+def test_a_step_covers_the_next_samples_of_the_stream() -> None:
+    task = Task(data=Rows(), batch_size=3)  # type: ignore[arg-type]
+    cluster = InProcessCluster(task.creator(), num_workers=2)
+    cluster.step(4)
+    torch.manual_seed(0)
+    net = task.module()
+    optimizer = task.optimizer(net)
+    for x, y in zip(*(column.split(6) for column in samples(24)), strict=True):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+    assert difference(cluster.weights(), snapshot(net)) < 1e-12
+
+
+def test_the_driver_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    creator = Task(data=Rows(), batch_size=3).creator()  # type: ignore[arg-type]
+    with Simulation().running(), DistributedSGD(creator, 3, run_config=run_config()):
+        pass
+    said = [record for record in caplog.records if "divided" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].name == "steepest.cluster.launch"
+    assert "Rows that chooses its own samples: samples are divided" in said[0].getMessage()
