@@ -58,6 +58,22 @@ def test_a_name_stands_for_a_strategy_with_its_defaults(name: str) -> None:
     assert as_strategy(name).name == name
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("PS", "ps"),
+        ("all-reduce", "allreduce"),
+        ("AllReduce", "allreduce"),
+        ("all_reduce", "allreduce"),
+        ("All reduce", "allreduce"),
+        ("Async", "async"),
+        ("SSP", "ssp"),
+    ],
+)
+def test_case_and_hyphens_of_a_name_do_not_matter(given: str, meant: str) -> None:
+    assert as_strategy(given) == NAMED[meant]
+
+
 def test_the_parameter_server_is_synchronous_unless_told_otherwise() -> None:
     assert ParameterServerStrategy() == ParameterServerStrategy(
         mode="sync",
@@ -160,7 +176,9 @@ def test_settings_are_taken_as_given() -> None:
     assert as_strategy(given) is given
 
 
-@pytest.mark.parametrize("strategy", ["pss", "PS", "", None, 1, ["ps"], ParameterServerStrategy])
+@pytest.mark.parametrize(
+    "strategy", ["pss", "P.S", "", "-", None, 1, ["ps"], ParameterServerStrategy]
+)
 def test_an_unknown_strategy_is_refused_with_the_names_there_are(strategy: Any) -> None:
     message = refused(lambda: as_strategy(strategy))
     assert f"strategy={strategy!r}: give one of" in message

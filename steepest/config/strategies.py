@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from steepest.config.compression import COMPRESSION_BY_NAME, Compression
@@ -377,6 +378,8 @@ STRATEGY_NAMES = tuple(_BY_NAME)
 def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
     """Return the strategy with default settings that has this name; a strategy object as it is.
 
+    Case, hyphens, underscores and spaces in a name do not matter.
+
     Raises:
         ConfigurationError: there is no strategy of that name.
     """
@@ -384,13 +387,14 @@ def as_strategy(strategy: str | StrategyConfig) -> StrategyConfig:
         strategy, (SimpleStrategy, ParameterServerStrategy, AllreduceStrategy, LocalStrategy)
     ):
         return strategy
-    if not isinstance(strategy, str) or strategy not in _BY_NAME:
+    name = re.sub("[-_ ]", "", strategy).lower() if isinstance(strategy, str) else None
+    if name not in _BY_NAME:
         names = ", ".join(repr(name) for name in STRATEGY_NAMES)
         raise ConfigurationError(
             f"strategy={strategy!r}: give one of {names}, or SimpleStrategy(...), "
             "ParameterServerStrategy(...), AllreduceStrategy(...), LocalStrategy(...)"
         )
-    return _BY_NAME[strategy]
+    return _BY_NAME[name]
 
 
 def with_servers(config: StrategyConfig, num_servers: int) -> StrategyConfig:
