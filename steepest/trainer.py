@@ -364,8 +364,8 @@ class DistributedSGD:
         The others, and the optimizer's state, stay.
 
         Raises:
-            ConfigurationError: a name is unknown, or a tensor has another shape; nothing has
-                changed.
+            ConfigurationError: a name is unknown, or a tensor has another shape, or holds NaN or
+                infinity; nothing has changed.
         """
         with self._idle():
             self._supervisor.replacing(

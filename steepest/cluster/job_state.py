@@ -27,6 +27,7 @@ from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Counters
+from steepest.models.names import plainly
 from steepest.optim.spec import ScheduleState
 from steepest.tensors.dtypes import Tensors
 
@@ -78,7 +79,13 @@ class JobState:
 
     def set_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Set parameters by name, see `DistributedSGD.set_weights`; they are version `version`."""
-        layout = self._cluster.job.description.layout
+        layout, weights = self._cluster.job.description.layout, plainly(weights)
+        for name, value in weights.items():
+            if not torch.isfinite(torch.as_tensor(value)).all():
+                raise ConfigurationError(
+                    f"{name!r} holds NaN or infinity: give finite weights; those of the last "
+                    "commit stay"
+                )
         snapshot = self.snapshot("weights")
         layout.write(snapshot.weights, weights)
         self.install(version, snapshot.weights, None)
@@ -101,6 +108,7 @@ class JobState:
     def load_state_dict(self, state: Mapping[str, torch.Tensor], version: int) -> None:
         """Set all parameters and buffers, see `DistributedSGD.load_state_dict`, as a version."""
         layout, mine = self._cluster.job.description.layout, self.buffers()[0]
+        state = plainly(state)
         parameters = {name for entry in layout.entries for name in (entry.name, *entry.aliases)}
         own = parameters | mine.keys()
         for lacks, names in (("state", own - state.keys()), ("the model", state.keys() - own)):

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from steepest.data.sources import Source, as_source
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.losses import Loss, call, own_loss, weigh, with_parts
+from steepest.models.names import plain, plainly
 from steepest.models.prefetch import Gates
 from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics
 from steepest.models.write_check import WriteCheck, holders_of
@@ -111,8 +112,8 @@ class TorchModel:
         self._loss = loss
         self._metrics = dict(metrics or {})
         self._output: Any = None
-        self._parameters = dict(module.named_parameters())
-        self._holders = holders_of(module, self._parameters)
+        self._parameters = plainly(module.named_parameters())
+        self._holders = plainly(holders_of(module, dict(module.named_parameters())))
         self._aliases = _aliases(module)
         self._recipe = optimizer, lr_scheduler, learning_rate
         self.optimizer_spec = self._read_optimizer()
@@ -385,7 +386,7 @@ class TorchModel:
         """Return CPU copies of persistent buffers and changed frozen parameters, by each name."""
         kept = self.module.state_dict(keep_vars=True)
         state = {
-            name: b.detach().cpu().resolve_conj().resolve_neg().clone()
+            plain(name): b.detach().cpu().resolve_conj().resolve_neg().clone()
             for name, b in self.module.named_buffers(remove_duplicate=False)
             if name in kept
         }
@@ -403,7 +404,7 @@ class TorchModel:
             ModelError: the module has no buffer or frozen parameter of that name, or of another
                 shape.
         """
-        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        buffers = plainly(self.module.named_buffers(remove_duplicate=False))
         frozen = {name: (parameter, installed) for name, parameter, installed in self._frozen()}
         with torch.no_grad():
             for name, value in state.items():
@@ -533,9 +534,10 @@ def _check_precision(autocast: Any, loss_scale: Any) -> None:
 
 def _aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the other names of parameters that a module has several times, by the first name."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): plain(name) for name, parameter in module.named_parameters()}
     aliases: dict[str, tuple[str, ...]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for given, parameter in module.named_parameters(remove_duplicate=False):
+        name = plain(given)
         if name != (first := names[id(parameter)]):
             aliases[first] = (*aliases.get(first, ()), name)
     return aliases

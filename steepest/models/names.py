@@ -1,0 +1,25 @@
+"""Names of parameters and buffers, without what `torch.compile` adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+_COMPILED = "_orig_mod"  # the attribute of a compiled module that holds the plain one
+
+
+def plain(name: str) -> str:
+    """Return a name as it is in the module that was not compiled.
+
+    Example:
+        >>> plain("_orig_mod.body._orig_mod.weight")
+        'body.weight'
+    """
+    return name if _COMPILED not in name else ".".join(p for p in name.split(".") if p != _COMPILED)
+
+
+def plainly(named: Iterable[tuple[str, T]] | Mapping[str, T]) -> dict[str, T]:
+    """Return what has names, by plain names."""
+    pairs = named.items() if isinstance(named, Mapping) else named
+    return {plain(name): value for name, value in pairs}
