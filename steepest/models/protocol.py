@@ -126,6 +126,8 @@ class Model(Protocol):
     A model whose frozen parameters may be unfrozen between steps has a method `unfrozen()`, which
     returns a frozenset of the names of those that now are, but are not trained in `layout` yet.
 
+    One of which users should know something has it as `notice`, which the driver logs once.
+
     A model is made by the user's `model_creator(worker_index, device_index)`; the library then
     binds it to flat vectors and calls it from one thread.
     """

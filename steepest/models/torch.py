@@ -156,6 +156,23 @@ class TorchModel:
             chunk_bytes=cut.chunk_bytes,
         )
 
+    @property
+    def notice(self) -> str:
+        """What users should know: that gradients of sparse embeddings are sent dense; or ""."""
+        sparse = [
+            (plain(name), child.weight)
+            for name, child in self.module.named_modules()
+            if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
+        ]
+        sent = [(name, w.nbytes) for name, w in sparse if w.requires_grad]
+        if not sent:
+            return ""
+        names, total = ", ".join(repr(name) for name, _ in sent), sum(size for _, size in sent)
+        return (
+            f"sparse=True of {names} saves nothing here: its gradient is made dense, and each "
+            f"worker sends {total:,} bytes of it in each step, whatever the batch"
+        )
+
     # -- for subclasses ------------------------------------------------------------------------
 
     def loss(self, batch: Any) -> Loss | tuple[Loss, float]:
