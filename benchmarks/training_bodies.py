@@ -18,9 +18,7 @@ from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.engine.client import Client
-from steepest.engine.job import (
-    Job,
-    build_models,
+from steepest.engine.hosting import (
     build_replicas,
     host_aggregator,
     host_client,
@@ -28,6 +26,7 @@ from steepest.engine.job import (
     host_server,
     host_worker,
 )
+from steepest.engine.job import Job, build_models
 from steepest.engine.replicas import Replicas
 from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from steepest.config.strategies import ParameterServerStrategy
-from steepest.engine.job import host_client
+from steepest.engine.hosting import host_client
 from steepest.errors import PeerLostError
 from steepest.messages.driver import Failure, Result
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, server_peer, worker_peer

@@ -295,7 +295,7 @@ def test_the_same_bits_as_when_steps_begin_late(
     def waits_for_all(*arguments: Any, **named: Any) -> Worker:
         return Worker(*arguments, **(named | {"between": replace(named["between"], wait=None)}))
 
-    monkeypatch.setattr("steepest.engine.job.Worker", waits_for_all)
+    monkeypatch.setattr("steepest.engine.hosting.Worker", waits_for_all)
     late = make("sync", TASK, 3, hosts=hosts)
     trained(late, 10)
     assert began.waits == waits > 0

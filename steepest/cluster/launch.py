@@ -33,15 +33,8 @@ from steepest.cluster.worker_calls import WorkerCalls
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
 from steepest.config.strategies import StrategyConfig
-from steepest.engine.job import (
-    Description,
-    Job,
-    ModelCreator,
-    check_agreement,
-    host_client,
-    host_coordinator,
-    host_server,
-)
+from steepest.engine.hosting import host_client, host_coordinator, host_server
+from steepest.engine.job import Description, Job, ModelCreator, check_agreement
 from steepest.engine.strategy import make_strategy
 from steepest.errors import (
     DeadlineError,

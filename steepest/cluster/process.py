@@ -23,17 +23,14 @@ from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
 from steepest.data.sampler import SamplePlan
 from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
-from steepest.engine.job import (
-    Description,
-    Job,
-    ModelCreator,
-    build_models,
+from steepest.engine.hosting import (
     build_replicas,
     host_aggregator,
     host_coordinator,
     host_server,
     host_worker,
 )
+from steepest.engine.job import Description, Job, ModelCreator, build_models
 from steepest.engine.replicas import Memory, Replicas, memory_for
 from steepest.engine.server import Server
 from steepest.engine.survivors import ServerState, catch_up, state_of

@@ -1,8 +1,8 @@
-"""One job: the facts that all its processes share, and how its roles are made in a process."""
+"""One job: the facts that all its processes share, and what its models are like."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
@@ -14,25 +14,14 @@ from steepest.compression.codecs import Codec
 from steepest.config.strategies import LocalStrategy, SimpleStrategy, StrategyConfig
 from steepest.data.sampler import Remaining, SamplePlan
 from steepest.data.sources import Blocks
-from steepest.engine.client import Client
-from steepest.engine.coordinator_role import CoordinatorRole
-from steepest.engine.host_aggregator import HostAggregator
-from steepest.engine.local_sgd import LocalReplicas
-from steepest.engine.push_pull import PushPull
-from steepest.engine.replicas import Memory, Replicas, WorkShare, seed_everything
-from steepest.engine.server import Server, ServerMode
+from steepest.engine.replicas import seed_everything
 from steepest.engine.strategy import Strategy, make_strategy
 from steepest.engine.topology import HostMap, Topology
-from steepest.engine.worker import BetweenTurns, Worker
 from steepest.errors import ConfigurationError, ModelError
 from steepest.messages.fields import Limits
-from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server_peer, worker_peer
-from steepest.messages.permissions import TRAINING, Admission
+from steepest.messages.message import Peer
 from steepest.models.protocol import Model
-from steepest.optim.spec import OptimizerSpec, Schedule
-from steepest.protocol.closed_job import ClosedJob
-from steepest.protocol.commit_state import CommitState
-from steepest.protocol.coordinator import Coordinator
+from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.transport.router import Role, Router
 
@@ -383,215 +372,3 @@ def check_agreement(
             "build the same "
             "model for every worker and device"
         )
-
-
-def build_replicas(
-    job: Job,
-    worker: int,
-    models: Sequence[Model],
-    devices: Sequence[torch.device],
-    before: Replicas | None = None,
-    memory: Memory | None = None,
-) -> Replicas:
-    """Return a worker's replicas: its models, bound to flat vectors on their devices.
-
-    Args:
-        job: of the worker.
-        worker: its index.
-        models: one for each device.
-        devices: of the models.
-        before: the replicas of these models in an earlier job; they are returned, with another
-            index, where they fit this job, and their place in the data is kept in any case.
-        memory: for new replicas' weights and gradients, see `memory_for`.
-    """
-    share = WorkShare(
-        first_index=worker * job.devices_per_worker,
-        shares=job.shares,
-        seed=job.seed,
-        accumulate=job.micro_batches,
-        updates=job.strategy.updates,
-        leased=not job.strategy.rule.together,
-        varies=job.global_batch_size is not None,
-        replicas=job.replicas,
-    )
-    replicas: Replicas
-    if isinstance(job.config, LocalStrategy):
-        replicas = LocalReplicas(
-            models,
-            devices,
-            job.description.optimizer_spec,
-            share,
-            updates_before=job.updates_before,
-            clip_norm=job.config.clip_norm,
-            memory=memory,
-        )
-    elif (
-        type(before) is Replicas
-        and before.leased == share.leased
-        and before.layout.chunks == models[0].layout.chunks
-    ):
-        before.renumber(share)
-        return before
-    else:
-        replicas = Replicas(models, devices, share, memory)
-    if before is not None:
-        replicas.take_over(before)
-    return replicas
-
-
-def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinator:
-    """Host the coordinator in this process; for `pause` see `CoordinatorRole`."""
-    chunks, schedule = job.description.layout.chunks, Schedule(job.server_spec, job.updates_before)
-    state = CommitState(
-        members=frozenset(range(job.num_workers)),
-        servers=tuple(range(job.num_servers)),
-        holding=frozenset(
-            server for chunk in chunks if chunk.trainable for server in job.holders[chunk.index]
-        ),
-        rule=job.strategy.rule,
-        schedule=schedule,
-        keep_log=job.keep_log,
-        witnessed=job.replication > 1,
-    )
-    coordinator = Coordinator(
-        ClosedJob(state, step_timeout=job.step_timeout, replaces=job.workers_are_replaced),
-        schedule.at,
-        nonfinite=job.strategy.nonfinite,
-        clip_norm=job.strategy.clip_norm,
-        scale_rate=job.strategy.scale_rate,
-    )
-    _host(
-        router,
-        job,
-        COORDINATOR,
-        CoordinatorRole(coordinator, router.sender(COORDINATOR), router.pump, pause),
-    )
-    return coordinator
-
-
-def host_server(
-    router: Router, job: Job, index: int, weights: torch.Tensor, *, shared: bool = False
-) -> Server:
-    """Host a server in this process.
-
-    Args:
-        router: of the process.
-        job: of the server.
-        index: of the server.
-        weights: the flat vector (uint8, of the layout's size) with the initial values.
-        shared: whether workers compute with the weights in that very vector, so that the server
-            must update them there.
-    """
-    peer = server_peer(index)
-    server = Server(
-        index,
-        job.topology,
-        job.server_spec,
-        weights,
-        router.sender(peer),
-        router.in_use,
-        own_pending=router.own_pending if shared else None,
-        mode=ServerMode(
-            together=job.strategy.rule.together,
-            in_workers=job.strategy.in_workers,
-            checked=job.strategy.nonfinite != "pass" or job.strategy.clip_norm is not None,
-        ),
-    )
-    _host(router, job, peer, server)
-    return server
-
-
-def host_aggregator(
-    router: Router, job: Job, index: int, weights: torch.Tensor, *, shown: bool = True
-) -> HostAggregator:
-    """Host the aggregator beside a server in this process.
-
-    Args:
-        router: of the process.
-        job: of the aggregator.
-        index: of the aggregator, and of the server.
-        weights: the flat vector of the server of this process, which updates its chunks in place.
-        shown: see `HostAggregator`.
-    """
-    peer = aggregator_peer(index)
-    aggregator = HostAggregator(
-        index,
-        job.topology,
-        weights,
-        router.sender(peer),
-        router.own_pending,
-        checked=job.strategy.nonfinite != "pass",
-        shown=shown,
-    )
-    _host(router, job, peer, aggregator)
-    return aggregator
-
-
-def host_worker(
-    router: Router,
-    job: Job,
-    index: int,
-    replicas: Replicas,
-    wait: Callable[[], None] | None = None,
-    incarnation: int = 0,
-) -> Worker:
-    """Host a worker in this process; it takes part after its `join` only.
-
-    Args:
-        router: of the process.
-        job: of the worker.
-        index: of the worker.
-        replicas: its copies of the model.
-        wait: called in the middle of a step to receive more of its weights; by default a turn of
-            the router.
-        incarnation: number of this life of the worker, from 0.
-    """
-    peer = worker_peer(index)
-    send = router.sender(peer)
-    alone = job.num_workers == 1
-    # With a server in its process it stays with the vector that this server updates.
-    adopt = _refuse if job.servers_in_workers else replicas.adopt
-    own = index if job.strategy.in_workers else None
-    exchange = PushPull(index, job.topology, replicas.weights, send, adopt, own)
-    replicas.use_compressor(exchange.compressor)
-    early = (wait or router.wait) if job.strategy.rule.together and not alone else None
-    # Where every worker contributes to each version, no weights come before it has computed its
-    # gradient, so that it may receive other workers' pushes meanwhile.
-    pump = (
-        router.pump_both_ways
-        if job.strategy.in_workers and job.strategy.rule.together
-        else router.pump
-    )
-    worker = Worker(
-        index,
-        replicas,
-        exchange,
-        send,
-        members=job.num_workers,
-        incarnation=incarnation,
-        between=BetweenTurns(pump=pump, flush=router.pump, wait=early),
-    )
-    replicas.use_plan(job.plan(), job.seed)
-    _host(router, job, peer, worker)
-    return worker
-
-
-def _host(router: Router, job: Job, peer: Peer, role: Role) -> None:
-    """Have a router deliver messages to a role, and admit what the job's messages may say."""
-    router.host(peer, role)
-    router.admit(Admission(TRAINING, job.limits))
-    if job.description.attend is not None and peer.role in ("server", "worker"):
-        job.description.attend(router, peer, role)
-
-
-def _refuse(weights: torch.Tensor) -> bool:
-    """Return False: no other process' vector is used."""
-    return False
-
-
-def host_client(router: Router, job: Job, index: int) -> Client:
-    """Host a client in this process."""
-    peer = Peer("client", index)
-    client = Client(job.description.layout, job.holders, job.num_servers, router.sender(peer))
-    _host(router, job, peer, client)
-    return client

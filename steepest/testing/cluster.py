@@ -12,18 +12,15 @@ import torch
 from steepest.config.strategies import ParameterServerStrategy, StrategyConfig
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import CommitLog
-from steepest.engine.job import (
-    Job,
-    ModelCreator,
-    build_models,
+from steepest.engine.hosting import (
     build_replicas,
-    check_agreement,
     host_aggregator,
     host_client,
     host_coordinator,
     host_server,
     host_worker,
 )
+from steepest.engine.job import Job, ModelCreator, build_models, check_agreement
 from steepest.engine.replicas import all_states, mean_states
 from steepest.engine.server import Server
 from steepest.engine.strategy import make_strategy

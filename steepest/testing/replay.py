@@ -13,7 +13,8 @@ from steepest.checkpoint.files import assemble, disassemble
 from steepest.config.strategies import LocalStrategy
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush
 from steepest.engine.host_aggregator import HostAggregator
-from steepest.engine.job import Job, ModelCreator, build_models, build_replicas
+from steepest.engine.hosting import build_replicas
+from steepest.engine.job import Job, ModelCreator, build_models
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Replicas, all_states, mean_states
 from steepest.engine.server import Server, ServerMode
