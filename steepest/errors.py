@@ -24,8 +24,10 @@ a deadline or a dead process as a step can.
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Mapping
+from types import FrameType
 
 
 class SteepestError(Exception):
@@ -101,22 +103,71 @@ class ShutdownError(SteepestError):
 
 
 _MESSAGE_LIMIT, _TRACEBACK_LIMIT = 4_000, 20_000  # characters
+_NEVER_USERS = frozenset({"steepest", "ray"})
+#: Packages whose frames lead from a process' threads to user code.
+_LEADING = _NEVER_USERS | {"concurrent", "contextlib", "functools", "threading"}
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
     """Describe an exception of any class as text that fits into a message.
 
     Returns:
-        "error", its class and message; its "traceback"; and "kind", the class of this module that
-        it is of, if it is of any.
+        "error", its class and message; its "traceback", see `_traceback_of`; and "kind", the class
+        of this module that it is of, if it is of any.
     """
     kinds = (base.__name__ for base in type(error).__mro__ if base.__module__ == __name__)
     described = {
         "error": _shortened(f"{type(error).__name__}: {_message_of(error)}", _MESSAGE_LIMIT),
-        "traceback": _shortened("".join(traceback.format_exception(error)), _TRACEBACK_LIMIT),
+        "traceback": _shortened(_traceback_of(error), _TRACEBACK_LIMIT),
     }
     kind = next(kinds, None)
     return described if kind is None else described | {"kind": kind}
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception, and of its causes, with the frames of user code alone.
+
+    Frames of steepest, of Ray, and of what leads from these to user code are left out. An error
+    that steepest raises on purpose has none where no user code took part. An error that comes of
+    steepest's own code, or of Ray's, keeps all frames.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    frames = [_package_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    on_purpose = isinstance(error, SteepestError)
+    if not on_purpose and (not frames or frames[-1] == "steepest" or not any(_of_user(frames))):
+        return "".join(shown.format())
+    if on_purpose and not any(_of_user(frames)):
+        return ""
+    pairs: list[tuple[traceback.TracebackException, BaseException]] = [(shown, error)]
+    while pairs:
+        part, raised = pairs.pop()
+        frames = [_package_of(frame) for frame, _ in traceback.walk_tb(raised.__traceback__)]
+        if len(frames) == len(part.stack):
+            part.stack[:] = itertools.compress(part.stack, _of_user(frames))
+        for name in ("__cause__", "__context__"):
+            if getattr(part, name) is not None:
+                pairs.append((getattr(part, name), getattr(raised, name)))
+        pairs += zip(
+            getattr(part, "exceptions", None) or (), getattr(raised, "exceptions", ()), strict=False
+        )
+    return "".join(shown.format())
+
+
+def _package_of(frame: FrameType) -> str:
+    """Return the name of the package whose code a frame runs."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _of_user(packages: list[str]) -> list[bool]:
+    """Return of each frame, outermost first, whether it is of user code.
+
+    Args:
+        packages: of the frames.
+    """
+    first = next(
+        (at for at, package in enumerate(packages) if package not in _LEADING), len(packages)
+    )
+    return [at >= first and package not in _NEVER_USERS for at, package in enumerate(packages)]
 
 
 def _message_of(error: BaseException) -> str:
@@ -142,13 +193,15 @@ def described_error(described: Mapping[str, str], prefix: str = "") -> SteepestE
 
     Return None for one of another class.
 
-    Its message is the original's after a prefix, its cause a `RemoteTraceback`.
+    Its message is the original's after a prefix, its cause a `RemoteTraceback` if user code took
+    part.
     """
     kind = globals().get(described.get("kind", ""))
     if not (isinstance(kind, type) and issubclass(kind, SteepestError)):
         return None
     found = kind(prefix + described["error"].partition(": ")[2])
-    found.__cause__ = RemoteTraceback(described["traceback"])
+    # None hides the exception that is being handled, Ray's, as `raise ... from None` does
+    found.__cause__ = RemoteTraceback(described["traceback"]) if described["traceback"] else None
     return found
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,7 @@ import torch
 from torch import nn
 
 from steepest import Callback, DistributedSGD, StepResult, TorchModel
+from steepest.collectives import barrier
 from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, SteepestError
 from tests.reference import samples, sgd
 
@@ -250,6 +255,47 @@ def test_what_is_given_and_cannot_travel(trainer: DistributedSGD) -> None:
         ConfigurationError, match=r"evaluate cannot be sent to the workers: .*generator"
     ):
         trainer.evaluate(number for number in range(3))
+
+
+def test_a_module_that_only_the_driver_can_import(
+    trainer: DistributedSGD, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def log_of(view: Any) -> str:
+        return os.readlink("/proc/self/fd/2")
+
+    (tmp_path / "drivers_alone.py").write_text("def function(view):\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    function = importlib.import_module("drivers_alone").function
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.foreach_worker(function)
+    del sys.modules["drivers_alone"]  # the other trainer's test has one of its own
+    assert str(caught.value) == (
+        f"workers cannot import 'drivers_alone', which the driver finds in {tmp_path}: put that "
+        f'folder on PYTHONPATH before Ray starts, or give ray.init(runtime_env={{"working_dir": '
+        f'"{tmp_path}"}})'
+    )
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+    for log in trainer.foreach_worker(log_of):
+        assert "drivers_alone" not in Path(log).read_text()
+
+
+def test_ray_prints_no_traceback_of_what_the_other_workers_raise(
+    trainer: DistributedSGD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: list[Any] = []
+    monkeypatch.setattr("ray._private.worker._unhandled_error_handler", printed.append)
+
+    def function(view: Any) -> None:
+        if view.index == 0:
+            raise ValueError("no file")
+        barrier()  # raises when the driver has told of worker 0
+
+    with pytest.raises(ModelRaisedError, match="ValueError: no file"):
+        trainer.foreach_worker(function)
+    assert trainer.foreach_worker(lambda view: 1) == [1] * trainer.num_workers
+    gc.collect()
+    assert printed == []
 
 
 class Broken(torch.utils.data.Dataset):  # type: ignore[type-arg]

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from steepest.cluster.diagnostics import has_raised, raise_remote
+from steepest.cluster.diagnostics import drop_calls, raise_remote, who_raised
 from steepest.cluster.locations import Place
 from steepest.cluster.placement import Placement
 from steepest.config.run import RunConfig
@@ -179,8 +179,7 @@ def results_of(
             "DeadlineConfig(start=...)"
         ) from None
     except ray.exceptions.RayTaskError as error:
-        raised = (str(peer) for ref, peer in zip(refs, peers, strict=False) if has_raised(ref))
-        name = next(raised, "a process")
+        name = who_raised(error, dict(zip(refs, map(str, peers), strict=False)))
         try:
             raise_remote(error, name, what)
         except ShutdownError as ended:  # its router, not this trainer
@@ -188,7 +187,7 @@ def results_of(
     except ray.exceptions.RayActorError as error:
         raise PeerLostError(
             f"a process died before it could {what}: {' '.join(str(error).split())}"
-        ) from error
+        ) from None
 
 
 def _awaited(refs: list[Any], deadline: float, meanwhile: Callable[[], None]) -> list[Any]:
@@ -201,4 +200,7 @@ def _awaited(refs: list[Any], deadline: float, meanwhile: Callable[[], None]) ->
         except ray.exceptions.GetTimeoutError:
             if left <= _LOOK_SECONDS:
                 raise
+        except ray.exceptions.RayError:
+            drop_calls(refs)
+            raise
         meanwhile()

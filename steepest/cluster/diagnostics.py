@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
@@ -26,6 +29,8 @@ from steepest.messages.driver import Failure
 from steepest.messages.message import Peer, worker_peer
 
 _LINES = 12
+_NAMED = 4  # processes that raised the same
+_ALIKE_SECONDS = 0.3  # in which the others, which began at the same time, come as far
 
 
 def raise_step_error(failure: Failure, places: Mapping[Peer, Place]) -> NoReturn:
@@ -137,19 +142,6 @@ def has_answered(call: Any) -> bool:
     return True
 
 
-def has_raised(call: Any) -> bool:
-    """Return whether a call of an actor has ended by an exception of its own."""
-    if not ray.wait([call], timeout=0)[0]:
-        return False
-    try:
-        ray.get(call)
-    except ray.exceptions.RayTaskError:
-        return True
-    except ray.exceptions.RayError:
-        return False
-    return False
-
-
 def never_ran(call: Any) -> bool:
     """Return whether a call failed because Ray could not start the actor's process."""
     if not ray.wait([call], timeout=0)[0]:
@@ -163,37 +155,113 @@ def never_ran(call: Any) -> bool:
     return False
 
 
+def who_raised(error: ray.exceptions.RayTaskError, calls: Mapping[Any, str]) -> str:
+    """Return the names of the processes that raised the same error, as the subject of a sentence.
+
+    Args:
+        error: of one of the calls, as Ray raised it.
+        calls: the name of the process of each call, without those that have returned.
+
+    Returns:
+        Such as "worker 0, worker 2"; "a process" if none of the calls has raised it.
+    """
+    if calls:
+        ray.wait(list(calls), num_returns=len(calls), timeout=_ALIKE_SECONDS)
+    words = _words_of(error)
+    found = [name for call, name in calls.items() if _words_of(_error_of(call)) == words]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return ", ".join(found[:_NAMED]) + more or "a process"
+
+
+def _error_of(call: Any) -> ray.exceptions.RayTaskError | None:
+    """Return what a call of an actor has raised; None if it has not."""
+    if not ray.wait([call], timeout=0)[0]:
+        return None
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        return error
+    except ray.exceptions.RayError:
+        return None
+    return None
+
+
+def _words_of(error: ray.exceptions.RayTaskError | None) -> str:
+    """Return the class and message of what a call raised; "" for None."""
+    if error is None:
+        return ""
+    return error.cause.told["error"] if isinstance(error.cause, RemoteError) else last_line(error)
+
+
+def drop_calls(calls: Iterable[Any]) -> None:
+    """Let nobody wait for calls any more: Ray logs no error of theirs.
+
+    It does for an error that nobody has asked for.
+    """
+    for call in calls:
+        call.future()
+
+
 def raise_remote(error: ray.exceptions.RayTaskError, who: str, what: str) -> NoReturn:
-    """Raise for the user what a remote call raised.
+    """Raise for the user what a remote call raised, without Ray's traceback.
 
     Args:
         error: as Ray raised it.
-        who: name of the process.
-        what: it was asked to do.
+        who: names of the processes.
+        what: they were asked to do.
 
     Raises:
-        SteepestError: an error of ours, of its own class, with the process' name.
-        ModelRaisedError: the user's code raised; its traceback is the cause.
-        ConfigurationError: an argument could not be unpickled, or a result not pickled.
+        SteepestError: an error of ours, of its own class, with the processes' names.
+        ModelRaisedError: the user's code raised; its own frames are the cause.
+        ConfigurationError: an argument could not be unpickled, or a result not pickled; or only
+            the driver can import a module.
         PeerLostError: the process that was to send an argument died.
     """
     cause = error.cause
     if isinstance(cause, ray.exceptions.RayActorError):
         raise PeerLostError(
             f"{who} was not sent what it needs to {what}, because a process died: {last_line(error)}"
-        ) from error
+        ) from None
     if isinstance(cause, RemoteError):
         _raise_described(cause.told, who, what)
     if isinstance(cause, ray.exceptions.RaySystemError):
+        words = last_line(error)
         raise ConfigurationError(
-            f"{who} cannot read what it was sent to {what}: {last_line(error)}: send what can be "
-            "pickled, of modules that the workers have too"
-        ) from RemoteTraceback(str(error))
+            unimportable(words)
+            or f"{who} cannot read what it was sent to {what}: {words}: send what can be pickled, "
+            "of modules that the workers have too"
+        ) from None
     raise ConfigurationError(
         f"{who} could not send what came of it when asked to {what}: {type(cause).__name__}: "
         f"{cause}; return what can "
         "be pickled: numbers, text, tensors, arrays, and containers of these"
-    ) from RemoteTraceback(str(error))
+    ) from None
+
+
+def unimportable(words: str) -> str:
+    """Return a sentence about a module that workers cannot import although the driver can.
+
+    Args:
+        words: class and message of the error that they met.
+
+    Returns:
+        The sentence, with what to do; "" for another error, or a module that nobody has.
+    """
+    found = re.search(r"^ModuleNotFoundError: No module named '((\w+)[\w.]*)'$", words)
+    if found is None:
+        return ""
+    name, package = found.groups()
+    spec = importlib.util.find_spec(package)
+    places = [] if spec is None else [*(spec.submodule_search_locations or ())]
+    if spec is not None and spec.origin is not None and spec.has_location and not places:
+        places = [spec.origin]
+    if not places:
+        return ""
+    folder = Path(places[0]).resolve().parent
+    return (
+        f"workers cannot import {name!r}, which the driver finds in {folder}: put that folder on "
+        f'PYTHONPATH before Ray starts, or give ray.init(runtime_env={{"working_dir": "{folder}"}})'
+    )
 
 
 def _raise_described(described: Mapping[str, str], who: str, what: str) -> NoReturn:
@@ -206,9 +274,10 @@ def _raise_described(described: Mapping[str, str], who: str, what: str) -> NoRet
     """
     if (own := described_error(described, f"{who}: ")) is not None:
         raise own
-    raise ModelRaisedError(f"{who} could not {what}: {described['error']}") from RemoteTraceback(
-        described["traceback"]
-    )
+    hint = unimportable(described["error"])
+    raise ModelRaisedError(
+        f"{who} could not {what}: {described['error']}{hint and f'; {hint}'}"
+    ) from RemoteTraceback(described["traceback"])
 
 
 def last_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import torch
 from steepest.cluster.lease import ProcessLease
 from steepest.cluster.locations import Place, make_transport
 from steepest.cluster.processor_time import processor_use
-from steepest.cluster.ray_private import name_process
+from steepest.cluster.ray_private import hush_unreadable, name_process
 from steepest.cluster.remote_error import RemoteError
 from steepest.cluster.remote_functions import sent
 from steepest.collectives import operations
@@ -127,6 +127,7 @@ class Process:
     ) -> None:
         self._name = ""
         self._take_name(name)
+        hush_unreadable()
         context = ray.get_runtime_context()
         logs = dict.fromkeys(_log_file(number) for number in (1, 2))
         self._place = Place(

@@ -90,6 +90,14 @@ def name_process(name: str) -> None:
         stream.flush()
 
 
+def hush_unreadable() -> None:
+    """Let Ray print no traceback when this process cannot unpickle what it is sent.
+
+    The caller is answered with the error.
+    """
+    logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)
+
+
 @functools.cache
 def _title_setter() -> Callable[[str], None]:
     """Return the function that sets this process' title, of which Ray has no more use.

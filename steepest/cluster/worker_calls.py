@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -12,11 +12,13 @@ import ray
 from steepest.cluster.context import JobContext
 from steepest.cluster.deaths import Deaths
 from steepest.cluster.diagnostics import (
+    drop_calls,
     has_answered,
     last_line,
     raise_remote,
     raise_unsendable,
     travelling,
+    who_raised,
 )
 from steepest.cluster.remote_functions import name_of
 from steepest.errors import ConfigurationError, DeadlineError, PeerLostError, ShutdownError
@@ -89,8 +91,8 @@ class WorkerCalls:
         try:
             while refs:
                 done, _ = ray.wait(list(refs), timeout=min(_LOOK_SECONDS, seconds))
-                for ref in done:  # raises what it raised, without waiting for the others
-                    results[refs[ref]] = self._result(ref, refs[ref], what)
+                for ref in done:  # raises what it raised, without waiting long for the others
+                    results[refs[ref]] = self._result(ref, refs, what)
                     del refs[ref]
                 if not done:
                     context.meanwhile()
@@ -101,22 +103,29 @@ class WorkerCalls:
                             f"{silent} did not answer within {seconds:g} s at version {position[1]}"
                         )
         finally:
+            drop_calls(refs)
             for index in refs.values():
                 actors[index].abandon.remote(number, "another worker failed, or the driver gave up")
         return [results[index] for index in chosen]
 
-    def _result(self, ref: Any, worker: int, what: str) -> Any:
-        """Return what a call of a worker returned, or put into Ray's store."""
-        context, peer = self._context, worker_peer(worker)
-        name = f"{peer} on {context.places[peer].host}"
+    def _result(self, ref: Any, calls: Mapping[Any, int], what: str) -> Any:
+        """Return what a call of a worker returned, or put into Ray's store.
+
+        Args:
+            ref: the call.
+            calls: the worker of each call that may have raised the same.
+            what: the worker was asked to do.
+        """
+        name = self._name(calls[ref])
         try:
             result = ray.get(ref)
             if isinstance(result, ray.ObjectRef):
                 (result,) = ray.get(result)
             return result
         except ray.exceptions.RayTaskError as error:
+            names = who_raised(error, {each: self._name(worker) for each, worker in calls.items()})
             try:
-                raise_remote(error, name, what)
+                raise_remote(error, names, what)
             except (PeerLostError, ShutdownError):
                 self._deaths.raise_if_dead(wait=_NOTICE_SECONDS)  # the better explanation
                 raise
@@ -129,6 +138,10 @@ class WorkerCalls:
                 f"{last_line(error)}: return what can be pickled, of modules that the driver has "
                 "too"
             ) from error
+
+    def _name(self, worker: int) -> str:
+        peer = worker_peer(worker)
+        return f"{peer} on {self._context.places[peer].host}"
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run a function on all workers between two of their steps, while they train or not.

@@ -491,7 +491,9 @@ def _get(refs: list[Any], timeout: float, what: str) -> list[Any]:
     except ray.exceptions.RayTaskError as error:
         if not isinstance(error.cause, RemoteError):
             raise
-        raise described_error(error.cause.told, "a server: ") or PeerLostError(
+        if (own := described_error(error.cause.told, "a server: ")) is not None:
+            raise own from own.__cause__
+        raise PeerLostError(
             f"a server failed: waited for {what}, and {error.cause}"
         ) from RemoteTraceback(error.cause.told["traceback"])
     except ray.exceptions.RayActorError as error:

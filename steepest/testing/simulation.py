@@ -92,6 +92,7 @@ class Simulation:
         return [
             (ray_private.check, lambda: None),
             (ray_private.name_process, lambda name: None),
+            (ray_private.hush_unreadable, lambda: None),
             (ray_private.draining_nodes, dict),
             (ray_private.started_here, lambda: False),
         ]

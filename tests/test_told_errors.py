@@ -1,0 +1,196 @@
+"""Errors of user code as they are told: the workers that met them, and the user's own frames alone."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from steepest import DistributedSGD, TorchModel
+from steepest.cluster.diagnostics import unimportable, who_raised
+from steepest.cluster.remote_error import RemoteError
+from steepest.errors import ConfigurationError, ModelError, ModelRaisedError, describe_error
+from steepest.testing import InProcessCluster
+from steepest.testing.simulation import Simulation, run_config
+from tests.reference import samples, sgd
+from tests.simulated_programs import quiet
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+def breaks(worker: int = 0) -> None:
+    raise ValueError(f"no file of worker {worker}" if worker else "no file")
+
+
+def model(**changes: Any) -> TorchModel:
+    given = {"loss": torch.nn.functional.mse_loss, "data": samples(8), "batch_size": 2}
+    return TorchModel(torch.nn.Linear(3, 2).double(), **{**given, "optimizer": sgd(), **changes})
+
+
+def frames(error: BaseException | str) -> list[str]:
+    """The files and functions of the frames in a printed traceback."""
+    found = re.findall(r'File "(.*?)", line \d+, in (\S+)', str(error))
+    return [f"{Path(file).stem}.{function}" for file, function in found]
+
+
+def raised_by(program: Callable[[], Any], kind: type[Exception]) -> Any:
+    with Simulation(1).running(), pytest.raises(kind) as caught:
+        program()
+    printed = "".join(traceback.format_exception(caught.value))
+    assert "RayTaskError" not in printed
+    assert "RemoteError" not in printed
+    return caught.value
+
+
+@pytest.mark.parametrize("bad", [{1}, {0, 2}, set(range(6))])
+def test_models_that_cannot_be_built(bad: set[int]) -> None:
+    def create(worker: int, device: int) -> TorchModel:
+        if worker in bad:
+            breaks()
+        return model()
+
+    error = raised_by(lambda: DistributedSGD(create, 6, run_config=run_config()), ModelRaisedError)
+    names, words = str(error).split(" could not build the model: ")
+    assert words == "ValueError: no file"
+    found = {int(name.removeprefix("worker ")) for name in names.split(", ")}
+    assert found  # those that had come so far when the first one failed
+    assert found <= bad
+    assert frames(error.__cause__) == ["test_told_errors.create", "test_told_errors.breaks"]
+
+
+class Call:
+    """A call that has raised."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+
+def test_only_some_of_many_workers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raised(call: Call) -> Any:
+        told = RemoteError({"error": call.words, "traceback": ""})
+        return ray.exceptions.RayTaskError("build", "", told, "", 1, "127.0.0.1")
+
+    def get(call: Call) -> None:
+        raise raised(call)
+
+    monkeypatch.setattr(ray, "wait", lambda calls, **how: (calls, []))
+    monkeypatch.setattr(ray, "get", get)
+    calls = {Call("KeyError: 1" if i == 1 else "no file"): f"worker {i}" for i in range(8)}
+    for words, names in (
+        ("no file", "worker 0, worker 2, worker 3, worker 4 and 3 more"),
+        ("KeyError: 1", "worker 1"),
+        ("another", "a process"),
+    ):
+        assert who_raised(raised(Call(words)), calls) == names
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_functions_that_cannot_be_run(*, alike: bool) -> None:
+    def function(view: Any) -> None:
+        breaks(0 if alike else view.index + 1)
+
+    def program() -> None:
+        with DistributedSGD(lambda w, d: model(), 2, run_config=run_config()) as trainer:
+            trainer.foreach_worker(function)
+
+    error = raised_by(program, ModelRaisedError)
+    who = r"worker 0 on \S+, worker 1 on \S+" if alike else r"worker (\d) on \S+"
+    what = r"no file" if alike else r"no file of worker \d"
+    assert re.fullmatch(
+        rf"{who} could not run the function 'function': ValueError: {what}", str(error)
+    )
+    assert frames(error.__cause__) == ["test_told_errors.function", "test_told_errors.breaks"]
+
+
+def test_a_step_tells_the_frames_of_the_model_alone() -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        breaks()
+        return output.sum()
+
+    cluster = InProcessCluster(lambda worker, device: model(loss=loss), num_workers=2)
+    (failure,) = cluster.step()
+    assert frames(failure.traceback) == ["test_told_errors.loss", "test_told_errors.breaks"]
+
+
+def told_of(function: Callable[[], Any]) -> dict[str, str]:
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(function).exception()
+    assert error is not None
+    return describe_error(error)
+
+
+def test_what_led_to_user_code_is_left_out_and_causes_are_kept() -> None:
+    def chained() -> None:
+        try:
+            torch.nn.Linear(3, 2)(torch.zeros(4))
+        except RuntimeError as error:
+            raise ArithmeticError("no shape") from error
+
+    found = frames(told_of(chained)["traceback"])
+    assert found[0] == "test_told_errors.chained"
+    assert "linear.forward" in found  # what user code calls is shown, if it is not steepest's
+    assert not any("thread" in frame or "_base" in frame for frame in found)
+    assert "direct cause" in told_of(chained)["traceback"]
+
+
+def of_steepest(source: str) -> Callable[[], Any]:
+    """A function that is defined in one of steepest's modules."""
+    space: dict[str, Any] = {"__name__": "steepest.engine.somewhere", "ModelError": ModelError}
+    exec(source, space)
+    made: Callable[[], Any] = space["function"]
+    return made
+
+
+def test_steepests_own_words_are_enough_where_no_user_code_took_part() -> None:
+    on_purpose = of_steepest("def function(): raise ModelError('it is none')")
+    assert told_of(on_purpose)["traceback"] == ""
+    assert frames(told_of(lambda: on_purpose())["traceback"]) == ["test_told_errors.<lambda>"]
+
+
+def test_steepests_own_mistakes_are_told_with_all_frames() -> None:
+    mistaken = of_steepest("def function(): assert 1 == 2")
+    assert frames(told_of(mistaken)["traceback"])[0] == "thread.run"
+    assert frames(told_of(lambda: mistaken())["traceback"])[0] == "thread.run"
+
+
+def test_a_module_that_only_the_driver_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "alone.py").write_text("")
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("alone", "packed", "packed.inner"):
+        assert unimportable(f"ModuleNotFoundError: No module named '{name}'") == (
+            f"workers cannot import '{name}', which the driver finds in {tmp_path}: put that "
+            'folder on PYTHONPATH before Ray starts, or give ray.init(runtime_env={"working_dir": '
+            f'"{tmp_path}"}})'
+        )
+    assert unimportable("ModuleNotFoundError: No module named 'nobody_has_it'") == ""
+    assert unimportable("ValueError: No module named 'alone'") == ""
+    assert unimportable("ModuleNotFoundError: No module named 'sys'") == ""
+
+
+def test_an_import_in_a_creator_is_told_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "alone.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def create(worker: int, device: int) -> Any:
+        raise ModuleNotFoundError("No module named 'alone'")  # as a worker would
+
+    error = raised_by(lambda: DistributedSGD(create, 2, run_config=run_config()), ModelRaisedError)
+    assert re.search(r"No module named 'alone'; workers cannot import 'alone', which", str(error))
+    assert not isinstance(error, ConfigurationError)
