@@ -7,6 +7,7 @@ environment: none may be left afterwards.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -290,10 +291,34 @@ def test_the_doctor(place: Place) -> None:
     output = place.run(
         sys.executable, "-c", f"{FORK}from steepest.cli.main import main; main()", "doctor"
     )
-    assert re.search(
-        r"^  ps +\d workers: one step, loss [0-9.]+: works$", output, flags=re.MULTILINE
+    lines = [re.sub(r"^ *[0-9.]+ s  ", "", line) for line in output.splitlines()]
+    assert all(line != timed for line, timed in zip(lines, output.splitlines(), strict=True))
+    assert lines[0] == "importing torch and Ray"
+    assert lines[3] == "starting Ray"  # it says so before it does; nothing of Ray's own is shown
+    lines = [line for line in lines if not line.startswith("this machine is busy")]
+    assert re.fullmatch(r"starting \d workers?, within \d+ s", lines[5])
+    assert re.fullmatch(r"  allreduce \d workers?: one step, loss [0-9.]+: works", lines[6])
+    tried = [name for line in lines[6:-2] for name in re.findall(r"\w+", line.partition(":")[0])]
+    assert [name for name in tried if name.isalpha() and not name.startswith("worker")] == [
+        "allreduce", "local", "simple", "ps", "async", "ssp",
+    ]  # fmt: skip
+    for line in lines[7:-2]:
+        assert re.search(r": works$|: not tried, 12 s are over$", line)
+    assert lines[-2:] == ["ending", "what was tried works: all is well"]
+
+
+def test_rays_notices_are_shown_if_asked_for(place: Place) -> None:
+    printed = place.python(
+        """
+        from steepest import RunConfig
+        with DistributedSGD(linear_model_creator(), run_config=RunConfig(verbose=True)):
+            pass
+        print("then")
+        with DistributedSGD(linear_model_creator()):
+            import logging
+            print(logging.getLogger("ray").level)
+        """
     )
-    assert re.search(
-        r"^  simple +\d workers: one step, loss [0-9.]+: works$", output, flags=re.MULTILINE
-    )
-    assert output.endswith("all is well\n")
+    before, _, after = printed.partition("then\n")
+    assert "oken authentication is" in before
+    assert after == f"{logging.WARNING}\n"

@@ -39,11 +39,11 @@ class Holder:
         return f"{self.what} ({held})"
 
 
-def hold(what: str) -> Holder:
+def hold(what: str, *, verbose: bool = False) -> Holder:
     """Return a new holder; connect to Ray before, if need be, see `ensure_ray`."""
     global _began
     with _lock:
-        if ensure_ray():
+        if ensure_ray(verbose=verbose):
             _began = _job()
         holder = Holder(what, job=_job())
         _holders.append(holder)

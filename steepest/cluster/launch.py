@@ -97,7 +97,7 @@ class Cluster(JobContext):
         run_config: RunConfig,
     ) -> None:
         check_ray()
-        self.holder = hold(f'a trainer with strategy="{strategy.name}"')
+        self.holder = hold(f'a trainer with strategy="{strategy.name}"', verbose=run_config.verbose)
         super().__init__(run_config, chosen.seed)
         self.chosen = chosen
         self.lease = DriverLease(run_config.deadlines.driver)

@@ -28,13 +28,14 @@ _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 _FAILED_SEATS = 2  # from which on a node is not used any more
 
 
-def ensure_ray(num_cpus: int | None = None) -> bool:
+def ensure_ray(num_cpus: int | None = None, *, verbose: bool = False) -> bool:
     """Connect to Ray unless this process is connected.
 
     RAY_ADDRESS names a running cluster; without it a new one is started on this machine.
 
     Args:
         num_cpus: CPUs that a new cluster has at least, whatever the machine has.
+        verbose: see `RunConfig`.
 
     Returns:
         Whether this call connected, so that its caller has to disconnect.
@@ -47,9 +48,9 @@ def ensure_ray(num_cpus: int | None = None) -> bool:
         cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
         # "local": not what an earlier `ray start` on this machine left, which may be dead and is
         # asked for minutes
-        ray.init(
-            address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING
-        )
+        level = logging.WARNING if verbose else logging.ERROR
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
+        logging.getLogger("ray").setLevel(logging.WARNING)  # what it warns of later is heard
     return True
 
 

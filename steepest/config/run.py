@@ -128,6 +128,8 @@ class RunConfig:
         resources: what a worker process takes of its node.
         keep_log: whether the coordinator remembers every commit, for `DistributedSGD.log` and
             `steepest.testing.replay`; about 200 bytes for each push.
+        verbose: whether Ray's notices about itself are shown when the trainer starts Ray. Its
+            errors are, and what it warns of later. A Ray that runs already is left as it is.
 
     Raises:
         ConfigurationError: a value is of another type.
@@ -142,12 +144,14 @@ class RunConfig:
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     resources: ResourceConfig = field(default_factory=ResourceConfig)
     keep_log: bool = False
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         require_instance("failure", self.failure, FailureConfig)
         require_instance("deadlines", self.deadlines, DeadlineConfig)
         require_instance("resources", self.resources, ResourceConfig)
         require_choice("keep_log", self.keep_log, (False, True))
+        require_choice("verbose", self.verbose, (False, True))
 
 
 def cluster_address() -> str | None:
