@@ -202,6 +202,16 @@ def test_inside_a_tune_trial(place: Place) -> None:
     )
 
 
+def test_the_page_about_tune_runs_as_it_stands(place: Place) -> None:
+    pytest.importorskip("ray.tune", reason="pip install 'steepest[tune]'")
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "tune.md").read_text(), flags=re.DOTALL
+    )
+    path = place.directory / "page.py"
+    path.write_text(f"{FORK}import ray\nray.init(num_cpus=2, include_dashboard=False)\n{block}")
+    assert "best learning rate: 0.3\n" in place.run(sys.executable, str(path))
+
+
 def test_on_a_running_cluster_named_by_ray_address(place: Place) -> None:
     head = (
         sys.executable,
