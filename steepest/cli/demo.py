@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LRScheduler
 
-from steepest.config.strategies import STRATEGY_NAMES
+from steepest.config.strategies import (
+    STRATEGY_NAMES,
+    ParameterServerStrategy,
+    StrategyConfig,
+    as_strategy,
+)
 from steepest.data.sampler import SamplePlan
 from steepest.engine.job import ModelCreator
 from steepest.engine.replicas import seed_everything
@@ -23,6 +29,7 @@ Arrays = tuple[torch.Tensor, torch.Tensor]
 SEED = 0
 WORKERS = 2
 BATCH = 32
+_WARM_UP = 10  # steps
 
 
 @dataclass(frozen=True)
@@ -80,19 +87,60 @@ def optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
-def asynchronous_optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with smaller steps, for training in which each worker's gradient is an update."""
+def local_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with smaller steps, for workers that train by themselves between rounds."""
     return torch.optim.SGD(module.parameters(), lr=0.04, momentum=0.9)
 
 
+def asynchronous_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with somewhat smaller steps, for training in which each gradient is an update."""
+    return torch.optim.SGD(module.parameters(), lr=0.08, momentum=0.9)
+
+
+def annealing(steps: int) -> Callable[[torch.optim.Optimizer], LRScheduler]:
+    """Return a schedule: the learning rate rises for some steps, then falls to a twentieth.
+
+    Args:
+        steps: of training.
+    """
+    return lambda sgd: torch.optim.lr_scheduler.LambdaLR(
+        sgd, lambda step: min(1.0, (step + 1) / _WARM_UP) * (1.0 - 0.95 * min(step / steps, 1.0))
+    )
+
+
+def settings(name: str, train: Arrays, epochs: int) -> tuple[ModelCreator, StrategyConfig]:
+    """Return the model and the strategy of one row of the table.
+
+    The synchronous strategies share one optimizer. Where each worker's gradient is an update, some
+    gradients are many updates old when they arrive: gradients are clipped, so that none does much
+    harm, and the learning rate rises and falls, so that the first and last ones do least.
+
+    Args:
+        name: of the strategy.
+        train: training data, images and labels.
+        epochs: of training.
+    """
+    strategy = as_strategy(name)
+    if name == "local":
+        return model_creator(train, local_optimizer), strategy
+    if isinstance(strategy, ParameterServerStrategy) and strategy.mode != "sync":
+        steps = epochs * SamplePlan(len(train[0]), WORKERS * BATCH, SEED).steps_per_epoch
+        creator = model_creator(train, asynchronous_optimizer, annealing(steps))
+        return creator, replace(strategy, clip_norm=1.0)
+    return model_creator(train), strategy
+
+
 def model_creator(
-    train: Arrays, sgd: Callable[[nn.Module], torch.optim.Optimizer] = optimizer
+    train: Arrays,
+    sgd: Callable[[nn.Module], torch.optim.Optimizer] = optimizer,
+    schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
 ) -> ModelCreator:
     """Return a function that makes a replica's model: the network with its loss, data and metrics.
 
     Args:
         train: training data, images and labels.
         sgd: makes the optimizer of a module.
+        schedule: of its learning rate, if any.
     """
 
     def create(worker_index: int, device_index: int) -> Model:
@@ -104,6 +152,7 @@ def model_creator(
             batch_size=BATCH,
             optimizer=sgd,
             metrics=metrics,
+            lr_scheduler=schedule,
         )
 
     return create
@@ -151,21 +200,20 @@ def run(epochs: int = 8, *, progress: bool = True) -> list[Row]:
     )
     reference = train_in_one_process(train, steps)
     with ray_session(num_cpus=WORKERS):
-        for strategy in STRATEGY_NAMES:
-            print(f"\nstrategy={strategy!r}", flush=True)
+        for name in STRATEGY_NAMES:
+            print(f"\nstrategy={name!r}", flush=True)
             began = time.monotonic()
-            asynchronous = strategy in ("async", "ssp", "local")
-            creator = model_creator(train, asynchronous_optimizer if asynchronous else optimizer)
+            creator, strategy = settings(name, train, epochs)
             with DistributedSGD(creator, num_workers=WORKERS, strategy=strategy, seed=SEED) as sgd:
                 sgd.fit(epochs=epochs, progress=progress)
                 seen = sgd.evaluate(test).metrics["accuracy"]
                 weights = sgd.weights()
                 speed = sgd.stats().samples_per_second
             largest = max(
-                float((weights[name] - value).abs().max()) for name, value in reference.items()
+                float((weights[key] - value).abs().max()) for key, value in reference.items()
             )
-            difference = None if asynchronous else largest
-            rows.append(Row(strategy, seen, speed, time.monotonic() - began, difference))
+            difference = None if name in ("async", "ssp", "local") else largest
+            rows.append(Row(name, seen, speed, time.monotonic() - began, difference))
     print(table(rows))
     return rows
 
