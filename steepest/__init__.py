@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.models.protocol import Model as Model
     from steepest.models.torch import TorchModel as TorchModel
     from steepest.models.torch import accuracy as accuracy
+    from steepest.observe.evaluations import EarlyStopping as EarlyStopping
+    from steepest.observe.evaluations import ReduceOnPlateau as ReduceOnPlateau
     from steepest.observe.history import History as History
     from steepest.observe.loggers import MLflow as MLflow
     from steepest.observe.loggers import TensorBoard as TensorBoard
@@ -60,6 +62,7 @@ _MODULES = {
     "Computed": "models.protocol",
     "DeadlineConfig": "config.run",
     "DistributedSGD": "trainer",
+    "EarlyStopping": "observe.evaluations",
     "EvaluationResult": "observe.results",
     "Event": "observe.results",
     "FailureConfig": "config.run",
@@ -78,6 +81,7 @@ _MODULES = {
     "PowerSGD": "config.compression",
     "Prometheus": "cluster.prometheus",
     "RayDataset": "data.ray_dataset",
+    "ReduceOnPlateau": "observe.evaluations",
     "ResourceConfig": "config.run",
     "RunConfig": "config.run",
     "SimpleStrategy": "config.strategies",

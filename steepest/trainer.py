@@ -20,19 +20,20 @@ from steepest.cluster.checkpoint_manager import CheckpointManager
 from steepest.cluster.deaths import persistently
 from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.dropped_trainers import drop
-from steepest.cluster.fit_loop import fit
+from steepest.cluster.fit_loop import Asked, fit
 from steepest.cluster.job_state import JobState
 from steepest.cluster.job_stats import job_stats
 from steepest.cluster.launch import Cluster
 from steepest.cluster.placement import worker_bundle
 from steepest.cluster.process import WorkerView
 from steepest.cluster.remote_functions import name_of
+from steepest.cluster.steering import Steering
 from steepest.cluster.supervisor import Supervisor
 from steepest.cluster.training import Training
 from steepest.cluster.unfreezing import train_unfrozen
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
-from steepest.config.strategies import StrategyConfig, with_servers
+from steepest.config.strategies import StrategyConfig
 from steepest.config.validation import (
     require_count,
     require_instance,
@@ -52,7 +53,7 @@ from steepest.observe.results import EvaluationResult, Stats, StepResult
 T = TypeVar("T")
 
 
-class DistributedSGD:
+class DistributedSGD(Steering):
     """Train one model on many worker processes.
 
     The constructor starts Ray when it is not running, places the workers, builds the model on each
@@ -61,8 +62,8 @@ class DistributedSGD:
     checkpoint.
 
     `step`, `fit`, `evaluate` and the other methods that need idle workers run one at a time;
-    another thread waits. Only `weights`, `stats`, `log` and `resize` may be called while workers
-    train, from any thread or callback.
+    another thread waits. Only `weights`, `stats`, `log`, `resize` and `stop` may be called while
+    workers train, from any thread or callback.
 
     Args:
         model_creator: called as ``model_creator(worker_index, device_index)`` for each replica, in
@@ -182,11 +183,6 @@ class DistributedSGD:
         return self._job.config
 
     @property
-    def num_workers(self) -> int:
-        """The present number of worker processes."""
-        return self._job.num_workers
-
-    @property
     def num_servers(self) -> int:
         """The present number of servers, in processes of their own or in the workers' processes."""
         return self._job.num_servers
@@ -248,6 +244,8 @@ class DistributedSGD:
         epochs: int | None = None,
         callbacks: Sequence[Callback] = (),
         progress: bool | str = True,
+        validation: Any = None,
+        evaluate_every: int | None = None,
     ) -> StepResult:
         """Take many steps, which workers start by themselves without waiting for the driver.
 
@@ -262,6 +260,9 @@ class DistributedSGD:
                 `on_epoch_end`.
             progress: what to show on standard error: "bar" (a live line), "lines" (a line every ten
                 seconds); True for the one that suits it, False for nothing.
+            validation: data that `evaluate` takes, evaluated while training pauses; results go to
+                `Callback.on_evaluation` and `evaluations`.
+            evaluate_every: steps from one evaluation to the next; None for the end of each epoch.
 
         Returns:
             The last step's result; that of the restored checkpoint if it has all steps that are
@@ -273,10 +274,9 @@ class DistributedSGD:
             CheckpointError: a checkpoint could not be written; raised when the next one is due, or
                 at the end.
         """
-        with self._idle():
-            return fit(
-                self, self._keeping, self._events, self._train, steps, epochs, callbacks, progress
-            )
+        with self._idle(), self._training.stoppable():
+            asked = Asked(steps, epochs, callbacks, progress, validation, evaluate_every)
+            return fit(self, self._keeping, self._events, self._train, asked)
 
     def _train(
         self, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
@@ -314,6 +314,7 @@ class DistributedSGD:
             found = EvaluationResult.mean_of(
                 [(result.weight, result.loss, result.metrics, result.samples) for result in results]
             )
+            found = self._keeping.at_present(found)
             self.history.evaluated(self._training.step, found)
             return found
 
@@ -481,39 +482,6 @@ class DistributedSGD:
             self._supervisor.settle(asked=True)
             self._keeping.changed()
 
-    def resize(self, num_workers: int | None = None, num_servers: int | None = None) -> None:
-        """Continue with another number of workers, or of servers, from the next step on.
-
-        No update and no sample is lost or repeated.
-
-        New processes start first. Between two steps this returns when they are part of the job.
-        While training is under way (called by a callback, or from another thread) it returns at
-        once; training goes on until they are up, and then stops for a moment. If they do not come
-        up, a warning says so, and it goes on as it is. A step covers more samples with more
-        workers, unless `global_batch_size` was given.
-
-        Args:
-            num_workers: worker processes; None for as many as now. Ends a range given as (min,
-                max).
-            num_servers: server processes, under a strategy that has them; None for as many as now.
-
-        Raises:
-            ConfigurationError: a number is no count, or the strategy has no server processes.
-            ResourcesError: the cluster has no room for the new processes; nothing has changed. While
-                training is under way only if it can never have room.
-        """
-        self._live()
-        config, count = self._supervisor.wanted, self.num_workers
-        if num_servers is not None:
-            config = with_servers(config, num_servers)
-        if num_workers is not None:
-            count = require_count("num_workers", num_workers)
-        config = self._live().chosen.strategy_for(config, count)
-        self._supervisor.want(config, None if num_workers is None else count)
-        if not self._training.running:
-            with self._idle():
-                self._supervisor.settle(asked=True)
-
     # -- life ----------------------------------------------------------------------------------
 
     @staticmethod
@@ -576,9 +544,9 @@ class DistributedSGD:
         with self._lock:
             if self._training.running:
                 raise ConfigurationError(
-                    "on_step is called while workers train: it may call weights() and stats(); "
-                    "everything else belongs into on_epoch_end, or between steps of a loop of your "
-                    "own"
+                    "on_step is called while workers train: it may call weights(), stats(), resize() "
+                    "and stop(); everything else belongs into on_epoch_end, or between steps of a "
+                    "loop of your own"
                 )
             self._live()
             yield

@@ -95,6 +95,17 @@ def test_the_newest_stay_whatever_their_steps(tmp_path: Path) -> None:
     assert sorted(os.listdir(path)) == ["000001-step-7", "000006-step-16", "users-own"]
 
 
+def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path, 2)
+    for step, best in ((10, 10), (20, 10), (30, 10), (40, 40), (50, 40), (60, 40)):
+        directory.put(content(float(step), step), best=best)
+        assert (found := directory.of_step(best)) is not None
+        assert files.read(found).about["step"] == best
+    assert kept(tmp_path) == [40, 50, 60]
+    directory.put(content(70.0, 70), best=5)  # which is not there
+    assert kept(tmp_path) == [60, 70]
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_one_is_passed_over_and_said_to_be(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -238,6 +249,31 @@ class TestOverRay:
             )
             assert same_bits(sgd.weights(), undisturbed(37, 2, strategy))
         assert kept(tmp_path) == [30, 37] if stopped[1] < 30 else [stopped[1], 37]
+
+    def test_the_best_is_kept_and_each_evaluation_is_made_once(self, tmp_path: Path) -> None:
+        checkpoints = Checkpoints(tmp_path, 10, keep=2, best="loss", mode="max")
+
+        def train(sgd: DistributedSGD, *callbacks: Callback) -> None:
+            asked = {"validation": samples(7), "evaluate_every": 4}
+            assert sgd.fit(steps=37, callbacks=callbacks, progress=False, **asked).step == 37
+
+        with DistributedSGD(TASK.creator(), 2, checkpoints=checkpoints) as sgd:
+            with pytest.raises(ConfigurationError, match="needs fit"):
+                sgd.fit(steps=37, progress=False)
+            with pytest.raises(ZeroDivisionError):
+                train(sgd, Stop(23))
+        with DistributedSGD(TASK.creator(), 2, checkpoints=checkpoints) as sgd:
+            train(sgd)
+            assert [result.step for result in sgd.evaluations] == list(range(4, 37, 4))
+            assert same_bits(sgd.weights(), undisturbed(37, 2))
+            best = max(sgd.evaluations, key=lambda result: result.loss)
+            assert best.step < 30
+            found = sgd.best_checkpoint
+            assert found is not None
+            assert kept(tmp_path) == [best.step, 30, 37]
+            sgd.restore(found)
+            assert sgd.stats().step == best.step == sgd.evaluations[-1].step
+            assert sgd.evaluate(samples(7)) == best
 
     def test_what_is_done_is_not_done_again(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

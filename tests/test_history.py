@@ -83,7 +83,7 @@ def test_a_row_has_what_a_result_has() -> None:
         "kind": "step", "step": 1, "epoch": 0, "loss": 0.5, "metrics": {"accuracy": 0.25},
         "samples": 4, "staleness": [0], "timings": {"data": 0.1}, "gradient_norm": 2.0,
         "workers": 2, "servers": 1, "generation": 0, "bytes_pushed": 10, "bytes_pulled": 20,
-        "seconds": 0.5,
+        "learning_rate": [], "seconds": 0.5,
     }  # fmt: skip
 
 

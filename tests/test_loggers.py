@@ -167,7 +167,7 @@ def test_a_program_started_again_continues_its_run(
     assert values.pop("train/samples_per_second", 1.0) > 0
     assert values.keys() == {
         "train/step", "train/epoch", "train/loss", "train/first", "train/staleness",
-        "train/gradient_norm", "seconds/compute", "seconds/data", "seconds/wait", "job/workers",
+        "train/gradient_norm", "train/learning_rate", "seconds/compute", "seconds/data", "seconds/wait", "job/workers",
         "job/servers", "job/generation", "job/bytes_pushed", "job/bytes_pulled", "job/deaths",
     }  # fmt: skip
 

@@ -226,8 +226,10 @@ def test_fit_calls_back_in_order(
     calls = [("begin", 3), ("step", 1), ("step", 2), ("step", 3), ("end",)]
     assert log == [(name, *call) for call in calls for name in "ab"]
     assert last == StepResult(
-        3, 0, last.loss, last.metrics, SAMPLES, (0, 0), last.timings, last.gradient_norm
+        *(3, 0, last.loss, last.metrics, SAMPLES, (0, 0), last.timings, last.gradient_norm),
+        learning_rate=last.learning_rate,
     )
+    assert len(last.learning_rate) == 1
     shown = capsys.readouterr().err
     assert "3/3" in shown
     assert f"loss={last.loss:.4f}" in shown

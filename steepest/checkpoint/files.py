@@ -22,7 +22,12 @@ from typing import Any
 import torch
 
 from steepest.checkpoint.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
-from steepest.config.validation import require_count, require_seconds
+from steepest.config.validation import (
+    require_choice,
+    require_count,
+    require_instance,
+    require_seconds,
+)
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
@@ -43,6 +48,10 @@ class Checkpoints:
         write_timeout: seconds without any progress after which a write counts as hung: training
             goes on without that checkpoint, with a warning that names the file, and later ones are
             tried when the disk is back.
+        best: "loss", or the name of a metric: the checkpoint of the best evaluation of
+            ``fit(validation=)`` is written at once, and stays beside the newest ones, see
+            `DistributedSGD.best_checkpoint`. None for no such checkpoint.
+        mode: "min" if less is better, "max" if more is.
 
     Raises:
         ConfigurationError: a value out of range.
@@ -52,6 +61,8 @@ class Checkpoints:
     every: int = 100
     keep: int = 3
     write_timeout: float = 600.0
+    best: str | None = None
+    mode: str = "min"
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, Path)) or not str(self.path) or "\0" in str(self.path):
@@ -61,6 +72,9 @@ class Checkpoints:
         require_count("every", self.every)
         require_count("keep", self.keep)
         require_seconds("write_timeout", self.write_timeout)
+        require_choice("mode", self.mode, ("min", "max"))
+        if self.best is not None:
+            require_instance("best", self.best, str)
 
 
 @dataclass(frozen=True)
@@ -76,8 +90,9 @@ class Checkpoint:
             aliases. Also, but for older checkpoints, left (parts of epochs left over, see
             `SamplePlan`), begun (the order of begun epochs, see there), updates (number of updates
             of each weight by the model's optimizer, which its schedule counts), schedule (see
-            `Schedule.state`; or None), ends (the first steps after epoch 0, 1, ...) and unfrozen
-            (see `Job.unfrozen`).
+            `Schedule.state`; or None), ends (the first steps after epoch 0, 1, ...), unfrozen (see
+            `Job.unfrozen`), rates (that were set instead of the schedule's, by parameter group; or
+            None) and evaluations.
     """
 
     weights: dict[str, torch.Tensor]

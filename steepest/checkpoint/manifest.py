@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -96,6 +97,12 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_rates(value: Any) -> bool:
+    return value is None or _is_list(
+        value, lambda rate: type(rate) in (int, float) and 0 <= rate < math.inf
+    )
+
+
 def _is_part(value: Any) -> bool:
     return _is_list(value, _is_count) and len(value) == 3
 
@@ -122,6 +129,8 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "updates": (_is_count, False),
     "ends": (lambda value: _is_list(value, _is_count), False),
     "unfrozen": (lambda value: _is_list(value, _is_name), False),
+    "rates": (_is_rates, False),
+    "evaluations": (lambda value: _is_list(value, lambda row: isinstance(row, dict)), False),
     "result": (lambda value: value is None or isinstance(value, dict), False),
     "runs": (lambda value: _is_mapping(value, _is_name), False),
 }

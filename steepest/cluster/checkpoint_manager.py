@@ -23,13 +23,15 @@ from steepest.cluster.training import Training
 from steepest.data.sampler import SamplePlan
 from steepest.errors import (
     CheckpointError,
+    ConfigurationError,
     DeadlineError,
     PeerLostError,
     ShutdownError,
     SteepestError,
 )
+from steepest.observe.evaluations import best_of, value_of
 from steepest.observe.history_file import HistoryFile
-from steepest.observe.results import StepResult
+from steepest.observe.results import EvaluationResult, StepResult
 from steepest.tensors.safetensors_file import Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,11 @@ class CheckpointManager:
         training, state: of the job.
         surviving: calls a function that reads the job's state, once more when a process dies.
         clock: in seconds, by which a write that makes no progress is noticed.
+
+    Attributes:
+        begun: the number of steps before the present or last `fit`; those that it left out, because
+            a checkpoint has them, are its own.
+        evaluations: of all calls of `fit` in this state's past.
     """
 
     def __init__(
@@ -61,6 +68,8 @@ class CheckpointManager:
         surviving: Callable[[Callable[[], files.Checkpoint]], files.Checkpoint],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.begun = 0
+        self.evaluations: list[EvaluationResult] = []
         # steps done before this process began, which `fit` has not been asked for yet
         self._ahead = 0
         self._policy = policy
@@ -82,6 +91,11 @@ class CheckpointManager:
     def step(self) -> int:
         """The number of committed steps."""
         return self._training.step
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the present `fit` is to end."""
+        return self._training.stopping
 
     @property
     def plan(self) -> SamplePlan | None:
@@ -110,7 +124,9 @@ class CheckpointManager:
         self._state.place(saved, path)
         self._ahead, self._written = self._training.step, self._place
         if (result := saved.about.get("result")) is not None:
-            self._training.last = StepResult(**result | {"staleness": tuple(result["staleness"])})
+            rows = {key: tuple(result.get(key, ())) for key in ("staleness", "learning_rate")}
+            self._training.last = StepResult(**result | rows)
+        self.evaluations = _evaluations(saved)
         self._resume_history(self._ahead, saved.about.get("runs") or {})
         log.warning("going on from step %d, the checkpoint at %s", self._ahead, path)
 
@@ -130,6 +146,7 @@ class CheckpointManager:
         epoch moves when a step covers another number of samples.
         """
         begin = self._training.step - self._ahead + self._training.lost_before()
+        self.begun = begin
         last = bisect_right(self._state.ends(), begin) + (epochs or 1) - 1
 
         def end() -> int:
@@ -153,6 +170,74 @@ class CheckpointManager:
         """Return the last step's result, also of a step taken before this process began."""
         return self._training.last or StepResult(self._training.step, None, float("nan"), {}, 0, ())
 
+    # -- evaluations ---------------------------------------------------------------------------
+
+    @property
+    def evaluated(self) -> int:
+        """The number of steps before the last evaluation."""
+        return self.evaluations[-1].step if self.evaluations else 0
+
+    @property
+    def is_at_end_of_epoch(self) -> bool:
+        """Whether an epoch ended with the last step."""
+        return self._training.step in self._state.ends()
+
+    def at_present(self, result: EvaluationResult) -> EvaluationResult:
+        """Return an evaluation with the step and epoch at which the job is."""
+        step = self._training.step
+        known = self.plan is not None and step > 0
+        epoch = bisect_right(self._state.ends(), step - 1) if known else None
+        return replace(result, step=step, epoch=epoch)
+
+    def add(self, result: EvaluationResult) -> None:
+        """Keep an evaluation.
+
+        Raises:
+            ConfigurationError: it lacks the metric by which checkpoints are compared.
+        """
+        if self._policy is not None and self._policy.best is not None:
+            value_of(result, self._policy.best)
+        self.evaluations.append(result)
+
+    @property
+    def _best_step(self) -> int | None:
+        """The number of steps before the best evaluation, if its checkpoint is to stay."""
+        if self._policy is None or self._policy.best is None:
+            return None
+        best = best_of(self.evaluations, self._policy.best, self._policy.mode)
+        return None if best is None else best.step
+
+    def require_no_best(self) -> None:
+        """Check that no metric is to be watched, for a `fit` without evaluations.
+
+        Raises:
+            ConfigurationError: one is.
+        """
+        if self._policy is not None and self._policy.best is not None:
+            raise ConfigurationError(
+                f"Checkpoints(best={self._policy.best!r}) needs fit(..., validation=data)"
+            )
+
+    def keep_if_best(self) -> None:
+        """Keep the state if no evaluation was better than that of this step.
+
+        Raises:
+            CheckpointError: the checkpoint before could not be written.
+        """
+        if self._best_step == self._training.step:
+            self._keep()
+
+    def best(self) -> Path | None:
+        """Return the path of the best evaluation's checkpoint, once it is written; None if there is none.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._shelf is None or (step := self._best_step) is None:
+            return None
+        self._settle_or_raise()
+        return self._shelf.of_step(step)
+
     # -- keeping -------------------------------------------------------------------------------
 
     def collect(self) -> files.Checkpoint:
@@ -160,14 +245,22 @@ class CheckpointManager:
         saved, history = self._surviving(self._state.collect), self._training.history
         history.flush()
         result = None if self._training.last is None else asdict(self._training.last)
-        about = {**saved.about, "result": result, "runs": dict(history.runs)}
+        evaluations = [asdict(each) for each in self.evaluations]
+        about = {
+            **saved.about,
+            "result": result,
+            "runs": dict(history.runs),
+            "evaluations": evaluations,
+        }
         return replace(saved, about=about)
 
     def next_due(self) -> int | None:
         """Return the number of committed steps at which the next checkpoint is due; None without any."""
-        if self._policy is None:
-            return None
-        return (self._training.step // self._policy.every + 1) * self._policy.every
+        return None if self._policy is None else self.next_multiple(self._policy.every)
+
+    def next_multiple(self, every: int) -> int:
+        """Return the next number of committed steps that is a multiple of another."""
+        return (self._training.step // every + 1) * every
 
     def keep_if_due(self) -> None:
         """Keep the state if a checkpoint is due at this step; called between two steps.
@@ -175,12 +268,14 @@ class CheckpointManager:
         Raises:
             CheckpointError: the checkpoint before could not be written.
         """
-        if self._policy is not None and self._training.step % self._policy.every == 0:
+        due = self._policy is not None and self._training.step % self._policy.every == 0
+        if due and self._written != self._place:
             self._keep()
 
     def restored(self, saved: files.Checkpoint) -> None:
         """Note that the user has restored a checkpoint: later steps are to be done again."""
         self._ahead = 0
+        self.evaluations = _evaluations(saved)
         self._training.history.resume(saved.about["step"], saved.about.get("runs") or {})
         self.changed()
 
@@ -280,7 +375,8 @@ class CheckpointManager:
             return
         saved, rows = self.collect(), self._training.history.unwritten()
         self._written, paused = self._place, time.monotonic() - began
-        self._writer.start(lambda progress: self._write(saved, rows, paused, progress))
+        best = self._best_step
+        self._writer.start(lambda progress: self._write(saved, rows, paused, best, progress))
 
     def _write_history(self, rows: tuple[list[dict[str, Any]], int], progress: Progress) -> None:
         """Append rows to the file of the history, on the writer's thread."""
@@ -297,6 +393,7 @@ class CheckpointManager:
         saved: files.Checkpoint,
         rows: tuple[list[dict[str, Any]], int],
         paused: float,
+        best: int | None,
         progress: Progress,
     ) -> None:
         """Write a checkpoint, on the writer's thread; log how long it took."""
@@ -304,7 +401,7 @@ class CheckpointManager:
         step, began = saved.about["step"], time.monotonic()
         try:
             self._write_history(rows, progress)  # before, so that no row is missing
-            path = self._shelf.put(saved, progress)
+            path = self._shelf.put(saved, progress, best)
         except BaseException as error:
             log.error("the checkpoint of step %d is not kept: %s", step, error)
             raise
@@ -380,12 +477,23 @@ class CheckpointDirectory:
             )
         return None
 
-    def put(self, saved: files.Checkpoint, progress: Progress = no_progress) -> Path:
+    def of_step(self, step: int) -> Path | None:
+        """Return the path of the newest whole checkpoint of a step; None if there is none."""
+        found = [path for path in self._whole() if _step(path) == step]
+        return found[-1] if found else None
+
+    def _whole(self) -> list[Path]:
+        return [path for path in self.paths() if _is_finished(path) and path not in self._damaged]
+
+    def put(
+        self, saved: files.Checkpoint, progress: Progress = no_progress, best: int | None = None
+    ) -> Path:
         """Write another checkpoint and, when it is whole, delete those that are too many.
 
         Args:
             saved: the state.
             progress: called with each file that is worked on.
+            best: the step of which the newest checkpoint stays too; None for none.
 
         Returns:
             The path of the checkpoint.
@@ -407,10 +515,10 @@ class CheckpointDirectory:
                     f"cannot keep a checkpoint in {self._path}: {error}"
                 ) from error
             raise
-        whole = [path for path in self.paths() if _is_finished(path) and path not in self._damaged]
-        oldest = _number(whole[-self._keep :][0])
+        oldest = _number(self._whole()[-self._keep :][0])
+        stays = None if best is None else self.of_step(best)
         for old in self.paths():
-            if _number(old) < oldest or not _is_finished(old):
+            if (_number(old) < oldest and old != stays) or not _is_finished(old):
                 progress(old)
                 self._delete(old)
         return path
@@ -427,6 +535,14 @@ class CheckpointDirectory:
 
 def _number(path: Path) -> int:
     return int(path.name.partition("-")[0])
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _evaluations(saved: files.Checkpoint) -> list[EvaluationResult]:
+    return [EvaluationResult(**row) for row in saved.about.get("evaluations", ())]
 
 
 def _is_finished(path: Path) -> bool:

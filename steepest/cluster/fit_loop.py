@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from steepest.cluster.checkpoint_manager import CheckpointManager
@@ -12,22 +13,56 @@ from steepest.observe.display import display
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import StepResult
 
-_METHODS = ("on_fit_begin", "on_step", "on_event", "on_length", "on_epoch_end", "on_fit_end")
+_METHODS = (
+    *("on_fit_begin", "on_step", "on_event", "on_length", "on_evaluation", "on_epoch_end"),
+    "on_fit_end",
+)
 
 #: Takes steps until so many are committed as a function returns, with statistics or without, and
 #: calls another function for each.
 Train = Callable[[Callable[[], int], bool, Callable[[StepResult], None]], None]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of a call of `DistributedSGD.fit`, as given."""
+
+    steps: int | None
+    epochs: int | None
+    callbacks: Sequence[Callback]
+    progress: bool | str
+    validation: Any
+    evaluate_every: int | None
+
+    def check(self, keeping: CheckpointManager) -> None:
+        """Check the arguments against each other and the job.
+
+        Raises:
+            ConfigurationError: one is not as documented.
+        """
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigurationError(
+                f"steps={self.steps!r}, epochs={self.epochs!r}: give exactly one of them"
+            )
+        for name in ("steps", "epochs", "evaluate_every"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name))
+        check_callbacks(self.callbacks)
+        require_choice("progress", self.progress, (False, True, "bar", "lines"))
+        if self.validation is None:
+            if self.evaluate_every is not None:
+                raise ConfigurationError("evaluate_every= without validation=: give both")
+            keeping.require_no_best()
+        epochs = self.epochs is not None, self.validation is not None and not self.evaluate_every
+        if keeping.plan is None and any(epochs):
+            instead = "steps=" if epochs[0] else "evaluate_every="
+            raise ConfigurationError(
+                f"the training data are a stream without epochs: give {instead}"
+            )
+
+
 def fit(
-    sgd: Any,
-    keeping: CheckpointManager,
-    feed: EventFeed,
-    train: Train,
-    steps: int | None,
-    epochs: int | None,
-    callbacks: Sequence[Callback],
-    progress: bool | str,
+    sgd: Any, keeping: CheckpointManager, feed: EventFeed, train: Train, asked: Asked
 ) -> StepResult:
     """Train and call callbacks, see `DistributedSGD.fit`; return the last step's result.
 
@@ -36,30 +71,25 @@ def fit(
         keeping: its checkpoints.
         feed: tells callbacks of events.
         train: takes steps.
-        steps, epochs, callbacks, progress: as of `DistributedSGD.fit`.
+        asked: the arguments of `DistributedSGD.fit`.
 
     Raises:
         ConfigurationError: an argument is not as documented; nothing has been trained.
         StepError: a step failed. What a callback raises is raised too.
         CheckpointError: a checkpoint could not be written.
     """
-    if (steps is None) == (epochs is None):
-        raise ConfigurationError(f"steps={steps!r}, epochs={epochs!r}: give exactly one of them")
-    require_count("steps", steps) if epochs is None else require_count("epochs", epochs)
-    check_callbacks(callbacks)
-    require_choice("progress", progress, (False, True, "bar", "lines"))
-    callbacks = [*display(progress), *callbacks]
-    if epochs is not None and keeping.plan is None:
-        raise ConfigurationError("the training data are a stream without epochs: give steps=")
-    end = keeping.ask(steps, epochs)
-    if (left := end() - keeping.step) <= 0:
+    asked.check(keeping)
+    callbacks = [*display(asked.progress), *asked.callbacks]
+    end = keeping.ask(asked.steps, asked.epochs)
+    evaluating = Evaluating(sgd, keeping, asked, callbacks)
+    if (left := end() - keeping.step) <= 0 and not evaluating.is_due:
         return keeping.result()
     with keeping.at_end():
         for callback in callbacks:
-            callback.on_fit_begin(sgd, left)
+            callback.on_fit_begin(sgd, max(left, 0))
         try:
             feed.tell(sgd, callbacks)
-            _take(sgd, keeping, feed, train, end, callbacks)
+            _take(sgd, keeping, feed, train, end, callbacks, evaluating)
         finally:
             try:
                 feed.tell(sgd, callbacks)
@@ -67,6 +97,56 @@ def fit(
                 for callback in callbacks:
                     callback.on_fit_end(sgd)
     return keeping.result()
+
+
+class Evaluating:
+    """The evaluations of one `fit`: when each is due, and what becomes of it.
+
+    Args:
+        sgd: the trainer.
+        keeping: keeps the results.
+        asked: which data, and how often.
+        callbacks: that are called with each result.
+    """
+
+    def __init__(
+        self, sgd: Any, keeping: CheckpointManager, asked: Asked, callbacks: Sequence[Callback]
+    ) -> None:
+        self._sgd = sgd
+        self._keeping = keeping
+        self._data = asked.validation
+        self._every = asked.evaluate_every
+        self._callbacks = callbacks
+
+    @property
+    def by_epoch(self) -> bool:
+        """Whether one is due at the end of each epoch."""
+        return self._data is not None and self._every is None
+
+    def next_due(self) -> int | None:
+        """Return with how many committed steps the next one is due; None without a fixed number."""
+        return None if self._every is None else self._keeping.next_multiple(self._every)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether one is due at this step of this `fit`, and was not made, also before a death."""
+        keeping = self._keeping
+        if self._data is None or keeping.step <= max(keeping.begun, keeping.evaluated):
+            return False
+        return keeping.step % self._every == 0 if self._every else keeping.is_at_end_of_epoch
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate, keep the result, call callbacks, then keep the state if it is the best so far.
+
+        Raises:
+            ConfigurationError: the result lacks the metric by which checkpoints are compared.
+        """
+        if self.is_due:
+            result = self._sgd.evaluate(self._data)
+            self._keeping.add(result)
+            for callback in self._callbacks:
+                callback.on_evaluation(self._sgd, result)
+            self._keeping.keep_if_best()
 
 
 def check_callbacks(callbacks: object) -> None:
@@ -97,6 +177,7 @@ def _take(
     train: Train,
     end: Callable[[], int],
     callbacks: Sequence[Callback],
+    evaluating: Evaluating,
 ) -> None:
     begin, length = keeping.step, end() - keeping.step
 
@@ -117,15 +198,18 @@ def _take(
     pausing = [
         c for c in callbacks if getattr(type(c), "on_epoch_end", None) is not Callback.on_epoch_end
     ]
-    while keeping.step < end():
-        pause, epoch = keeping.next_due(), keeping.epoch if pausing else None
+    evaluating.evaluate_if_due()  # where the program was interrupted before it could
+    while keeping.step < end() and not keeping.stopping:
+        pauses = keeping.next_due(), evaluating.next_due()
+        epoch = keeping.epoch if pausing or evaluating.by_epoch else None
 
-        def until(pause: int | None = pause, epoch: int | None = epoch) -> int:
-            ends = [end(), pause, None if epoch is None else keeping.end_of(epoch)]
+        def until(pauses: tuple[int | None, ...] = pauses, epoch: int | None = epoch) -> int:
+            ends = [end(), *pauses, None if epoch is None else keeping.end_of(epoch)]
             return min(at for at in ends if at is not None)
 
         train(until, True, on_step)
         tell()
+        evaluating.evaluate_if_due()
         if epoch is not None and keeping.step >= keeping.end_of(epoch):
             for callback in pausing:
                 callback.on_epoch_end(sgd, keeping.result())

@@ -173,7 +173,13 @@ class JobState:
             else 1
         )
         return CommitLog(
-            tuple(commits), *where, self._start, plan, (job.shares, job.parts), (workers, servers)
+            tuple(commits),
+            *where,
+            self._start,
+            plan,
+            (job.shares, job.parts),
+            (workers, servers),
+            self._cluster.rates.changes,
         )
 
     def _close_log(self, copy: Copy, version: int) -> None:
@@ -290,6 +296,7 @@ class JobState:
             "ends": self.ends(),
             "seed": self._cluster.plan[1],
             "unfrozen": sorted(self._cluster.job.unfrozen),
+            "rates": self._cluster.rates.state(step),
         }
         states = self.buffers()
         owner = self._owner(mean_states(states, [1.0] * len(states)))
@@ -334,6 +341,7 @@ class JobState:
         )
         version = cluster.job.version_of(about["step"])
         self.install(version, weights, records, schedule=about.get("schedule"))
+        cluster.rates.restore(about["step"], about.get("rates"), about.get("schedule"))
         left = tuple((e, b, t) for e, b, t in about.get("left", ()))
         begun = tuple(
             (e, tuple(b) if isinstance(b, list) else b) for e, b in about.get("begun", ())

@@ -22,6 +22,7 @@ from steepest.cluster.diagnostics import (
     travelling,
 )
 from steepest.cluster.held_resources import hold, let_go, who_else
+from steepest.cluster.learning_rates import LearningRates
 from steepest.cluster.lease import DriverLease
 from steepest.cluster.locations import Place, by_calls, hosts_of, make_transport, ways_of
 from steepest.cluster.membership import Membership
@@ -104,6 +105,7 @@ class Cluster(JobContext):
         # processes without a role, which hold chunks until `settle`, and the calls that watch them
         self._leaving: dict[Any, tuple[Place, Any]] = {}
         self._schedule_offset = 0
+        self.rates = LearningRates(self)
         self.deaths = Deaths(self)
         self.workers = WorkerCalls(self, self.deaths)
         self.ending: list[Callable[[], None]] = []

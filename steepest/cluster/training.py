@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import NoReturn, TypeVar
@@ -42,7 +43,9 @@ class Training:
 
     Attributes:
         cluster: its processes.
+        rates: learning rates of the steps.
         running: whether workers are at work.
+        stopping: whether `stop` was called in the present `stoppable` block.
         samples, seconds, bytes_pushed, bytes_pulled: sums over all steps so far.
         last: the last step's result; None before the first one.
         history: has a row for each step.
@@ -57,6 +60,10 @@ class Training:
         self.last: StepResult | None = None
         self.history = History(cluster.events)
         self.cluster = cluster
+        self.rates = cluster.rates
+        self.stopping = False
+        self._stoppable = False
+        self._newest = 0  # the greatest number of steps committed in the steps that are being taken
         self._supervisor = supervisor
         self._timeout = cluster.run_config.deadlines.step
         self._began = 0.0  # of the steps that are being taken
@@ -73,6 +80,24 @@ class Training:
     def step(self) -> int:
         """Steps committed, as far as the driver has heard."""
         return self.cluster.step
+
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Let `stop` end what is trained in a block."""
+        self.stopping, self._stoppable = False, True
+        try:
+            yield
+        finally:
+            self.stopping = self._stoppable = False
+
+    def stop(self) -> None:
+        """Have `take` return as soon as workers have stopped, see `DistributedSGD.stop`."""
+        self.stopping = self._stoppable
+        self.cluster.client.outcomes.put(None)  # wakes the thread that trains
+
+    def _goal(self, end: Callable[[], int]) -> int:
+        """Return the number of steps to be committed; after `stop` as many as were at any time."""
+        return min(end(), self._newest) if self.stopping else end()
 
     def take(
         self, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
@@ -91,7 +116,9 @@ class Training:
         self._supervisor.settle()
         self._began = time.monotonic()
         self.running, self._idle = True, True
-        goal = end()
+        self._newest = self.step
+        self.rates.settle(self._next_new)
+        goal = self._goal(end)
         self._supervisor.snapshots.ensure()  # for a death in the first step
         self._heard()
         try:
@@ -106,26 +133,44 @@ class Training:
         self, goal: int, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
     ) -> int:
         """Take steps until so many are committed, or as many as `end` says after a change."""
-        done, stop = self.step, None  # the number of steps after which workers stop for a change
+        done, stop = self.step, None  # the number of steps after which workers stop
+        changing = False  # whether they stop for a change
         client, plan = self.cluster.client, self.cluster.plan[0]
         self._ask(goal - done, stats)
         while done < goal:
             due = self._supervisor.look(self.seconds + time.monotonic() - self._began)
-            if due == "soon" and stop is None:
-                stop = self._stop()
+            if stop is None and (due == "soon" or self._is_interrupted(goal)):
+                stop, changing = self._stop(), due == "soon"
             stopped = stop is not None and done >= stop
-            if due == "now" or stopped:
+            if due == "now" or (stopped and changing):
                 self._supervisor.change()
             if self.cluster.client is not client:  # a callback may have had it changed, too
                 done = self._catch_up(client, plan, done, on_step)
                 client, plan, stopped = self.cluster.client, self.cluster.plan[0], True
             if stopped or self._idle:
-                stop, goal = None, end()
+                self.rates.settle(self._newest)
+                stop, goal = None, self._goal(end)
                 self._ask(goal - done, stats)
             elif (outcome := self._next_outcome()) is not None:
                 done += 1
                 self._hand_on(outcome, plan, on_step)
         return goal
+
+    def _is_interrupted(self, goal: int) -> bool:
+        """Return whether workers are to stop because the user has asked for something."""
+        return (self.stopping and goal > self._newest) or self.rates.are_wanted
+
+    def set_learning_rate(self, rate: float | Sequence[float] | None) -> None:
+        """Set learning rates of the steps to come, see `DistributedSGD.set_learning_rate`."""
+        self.rates.want(rate)
+        self.cluster.client.outcomes.put(None)  # wakes the thread that trains
+        if not self.running:
+            self.rates.settle(self._next_new)
+
+    @property
+    def _next_new(self) -> int:
+        """The next step, counted from 0, between calls; steps lost since the last call are not new."""
+        return self.step + self._supervisor.steps_lost - self._made_again
 
     def lost_before(self) -> int:
         """Return how many steps were lost between calls since the last time that it was asked."""
@@ -136,6 +181,7 @@ class Training:
     def _end(self) -> None:
         self.running = False
         self._made_again = self._supervisor.steps_lost  # `end` counts from before they were lost
+        self.rates.settle(self._newest)
         self.seconds += time.monotonic() - self._began
         if not self._idle:
             self._revoke()
@@ -178,8 +224,10 @@ class Training:
         if isinstance(outcome, Failure):
             self._idle = True  # the coordinator has taken the rest back already
             self._raise_failure(outcome)
+        taken = self._count(outcome, plan)
+        self._newest = max(self._newest, outcome.step)
         with self._supervisor.elsewhere():
-            on_step(self._count(outcome, plan))
+            on_step(taken)
 
     def _count(self, result: Result, plan: SamplePlan | None) -> StepResult:
         """Count a committed step, and return the user's view of its result.
@@ -192,7 +240,7 @@ class Training:
         self.bytes_pushed += result.bytes_pushed
         self.bytes_pulled += result.bytes_pulled
         epoch = None if plan is None else plan.position(result.step - 1).epoch
-        self.last = StepResult.from_result(result, epoch)
+        self.last = StepResult.from_result(result, epoch, self.rates.at(result.step - 1))
         figures = Figures(
             self.cluster.job.num_workers,
             self.cluster.job.num_servers,
@@ -209,7 +257,8 @@ class Training:
         if steps <= 0:
             return
         client, self._idle = self.cluster.client, False
-        self.cluster.on_router(lambda: client.ask(steps, stats))
+        rates = self.rates.since(self.step)
+        self.cluster.on_router(lambda: client.ask(steps, stats, rates))
 
     def _stop(self) -> int | None:
         """Have workers stop soon; return after how many steps, or None if a death comes first.
@@ -256,6 +305,8 @@ class Training:
                     f"step {self.step + 1} was not committed within {self._timeout:g} s and "
                     "the coordinator is mute"
                 ) from None
+            return None
+        if outcome is None:
             return None
         self._heard()
         if isinstance(outcome, WorkerLost):

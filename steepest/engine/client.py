@@ -31,6 +31,7 @@ from steepest.messages.driver import (
     Stopped,
     WorkerLost,
 )
+from steepest.messages.fields import RateChanges
 from steepest.messages.gradients import Weights
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
 from steepest.messages.schema import Body
@@ -121,7 +122,7 @@ class Client:
 
     Attributes:
         outcomes: the bodies of RESULT, FAILURE and WORKER_LOST, or the loss of a peer, in the order of
-            events; may be read on any thread.
+            events; may be read on any thread. None, which another thread may add, says nothing.
         position: the newest generation and version that the client has heard of.
         lost_peer: the first coordinator or server whose loss the client has heard of; None if there
             is none.
@@ -130,7 +131,7 @@ class Client:
     def __init__(
         self, layout: ParameterLayout, holders: Holders, num_servers: int, send: Send
     ) -> None:
-        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
         self.position = Position(0, 0)
         self._layout = layout
         self._holders = holders
@@ -145,7 +146,7 @@ class Client:
         self._failure: PeerLostError | None = None  # after which nothing is answered any more
         self.lost_peer: Peer | None = None
 
-    def ask(self, steps: int, stats: bool) -> None:
+    def ask(self, steps: int, stats: bool, rates: RateChanges = ()) -> None:
         """Ask the coordinator for more steps; each ends as one entry of `outcomes`.
 
         After the loss of a server or the coordinator the only entry is that loss.
@@ -153,6 +154,7 @@ class Client:
         Args:
             steps: how many.
             stats: whether their results have loss, metrics and timings.
+            rates: learning rates that hold instead of the schedule's.
         """
         if self._failure is not None:
             while not self.outcomes.empty():  # results of earlier steps, which came after the loss
@@ -160,7 +162,7 @@ class Client:
             self.outcomes.put(self._failure)
             return
         self._requests += 1
-        self._send(COORDINATOR, Ask(self._requests, steps, stats).pack())
+        self._send(COORDINATOR, Ask(self._requests, steps, stats, rates).pack())
 
     def revoke(self) -> Future[Position]:
         """Take back the steps that are granted but not committed.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from steepest.config.strategies import StrategyConfig
 from steepest.data.sampler import SamplePlan
 from steepest.engine.topology import HostMap
+from steepest.messages.fields import RateChanges
 
 
 class LoggedPush(NamedTuple):
@@ -76,6 +77,7 @@ class CommitLog:
         plan: the samples of each share; None for the plan of a run's beginning.
         cuts: the number of shares of each step, and of its micro-batches.
         threads: torch threads of each worker, and of each server; None where they are not known.
+        rates: learning rates that were set instead of the schedule's.
         earlier: the logs of the job before it was put together again, oldest first, each without
             earlier ones.
     """
@@ -91,6 +93,7 @@ class CommitLog:
     plan: SamplePlan | None = None
     cuts: tuple[int, int] = (0, 0)
     threads: tuple[int, int] | None = None
+    rates: RateChanges = ()
     earlier: tuple[CommitLog, ...] = ()
 
     @property

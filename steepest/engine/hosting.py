@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from steepest.optim.spec import Schedule
 from steepest.protocol.closed_job import ClosedJob
 from steepest.protocol.commit_state import CommitState
 from steepest.protocol.coordinator import Coordinator
+from steepest.protocol.rates import with_rates
 from steepest.transport.router import Role, Router
 
 
@@ -94,9 +96,14 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         keep_log=job.keep_log,
         witnessed=job.replication > 1,
     )
+
+    def hyperparameters(step: int) -> list[dict[str, Any]]:
+        # under local SGD the rates are those of the workers' own optimizers
+        return with_rates(schedule.at(step), () if job.strategy.outer else state.rates, step)
+
     coordinator = Coordinator(
         ClosedJob(state, step_timeout=job.step_timeout, replaces=job.workers_are_replaced),
-        schedule.at,
+        hyperparameters,
         nonfinite=job.strategy.nonfinite,
         clip_norm=job.strategy.clip_norm,
         scale_rate=job.strategy.scale_rate,

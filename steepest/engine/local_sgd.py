@@ -23,6 +23,7 @@ from steepest.engine.server_chunk import ServerChunk
 from steepest.models.protocol import Arrive, Model
 from steepest.optim.spec import OptimizerSpec, Schedule, ScheduleState
 from steepest.protocol.push_tracking import clip_factor
+from steepest.protocol.rates import with_rates
 
 #: State of a worker's own optimizer by "parameter/key", the keys that are plain numbers, and the
 #: state of its schedule.
@@ -95,7 +96,8 @@ class LocalReplicas(Replicas):
         arrive(None)
         self._begin(number)
         counts = self._counts(number)
-        first = self._updates_before(number // self._shares)
+        step = number // self._shares
+        first = self._updates_before(step)
         parts: list[Batches] = []
         self._base.copy_(self.weights)
         try:
@@ -118,7 +120,7 @@ class LocalReplicas(Replicas):
                             lambda entry: None,
                         )
                     )
-                    self._update(first + update)
+                    self._update(first + update, step)
             result = summarize_batches(parts)
             if result.weight:
                 self._push_difference(result.weight, chunk_ready)
@@ -157,14 +159,15 @@ class LocalReplicas(Replicas):
         if unit != total:
             held.mean.div_(total / unit)
 
-    def _update(self, at: int) -> None:
-        """Apply the gradients that are kept, as update number `at`."""
+    def _update(self, at: int, step: int) -> None:
+        """Apply the gradients that are kept, as update number `at`, which is one of step `step`."""
         means = [held.mean for held in self._held.values() if held.mean is not None]
         if self._clip_norm is not None:
             factor = clip_factor(math.sqrt(math.fsum(map(sum_of_squares, means))), self._clip_norm)
             for mean in means if factor != 1.0 else ():
                 mean.mul_(factor)
-        hyper = self._spec.hyperparameters(self._schedule.at(at))
+        changed = with_rates(self._schedule.at(at), self.rates, step)
+        hyper = self._spec.hyperparameters(changed)
         for held in self._held.values():
             held.apply(hyper, 1.0)
         self.weights_changed()

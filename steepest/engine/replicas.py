@@ -14,6 +14,7 @@ import torch
 from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.data.sampler import SamplePlan, even_share, step_seed
 from steepest.errors import ModelError
+from steepest.messages.fields import RateChanges
 from steepest.models.protocol import Arrive, Computed, Model, validate_computed
 from steepest.models.write_check import refusal
 from steepest.tensors.dtypes import Tensors, merge_replicas
@@ -109,6 +110,7 @@ class Replicas:
         leased: as given.
         compressor: of this worker's gradients, with what it has left out so far; None until a
             process hosts the worker, and without compression.
+        rates: learning rates that a user has set, for replicas that have an optimizer.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class Replicas:
         #: by replica: the share and number of the next micro-batch, and the iterator that yields it
         self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
         self.compressor: GradientCompressor | None = None
+        self.rates: RateChanges = ()
         self._plan: SamplePlan | None = None
         self._sizes = [sum(s.stop - s.start for s in chunk.slices) for chunk in self.layout.chunks]
         self._trainable = [chunk.index for chunk in self.layout.chunks if chunk.trainable]

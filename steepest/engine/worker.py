@@ -350,7 +350,7 @@ class Worker:
 
     def _take_grant(self, grant: Grant) -> None:
         if grant.generation == self.generation:
-            self._stats = grant.stats
+            self._stats, self._replicas.rates = grant.stats, grant.rates
             self._limit = max(self._limit, grant.limit)
 
     def _take_lease(self, lease: Lease) -> None:

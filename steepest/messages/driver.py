@@ -14,8 +14,10 @@ from steepest.messages.fields import (
     FLAG,
     NUMBER,
     PEER,
+    RATES,
     TEXT,
     WORKER,
+    RateChanges,
     many,
     nothing_or,
     numbers_by_name,
@@ -36,11 +38,13 @@ class Ask(Body):
         sequence: the client's count of its requests.
         steps: number of steps beyond those that were asked for before.
         stats: whether results are to have loss, metrics and timings.
+        rates: learning rates that hold instead of the schedule's, see `steepest.protocol.rates`.
     """
 
     sequence: Sequence
     steps: Annotated[int, COUNT]
     stats: Annotated[bool, FLAG] = True
+    rates: Annotated[RateChanges, RATES] = ()
 
 
 @body(Kind.RESULT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, starmap
 from typing import Any, NamedTuple
@@ -273,6 +273,12 @@ def _pushes(value: Iterable[Iterable[int]]) -> tuple[PushId, ...]:
 PUSHES = replace(rows(3), read=_pushes)
 #: Readers of weights: (worker, sequence number of the push that it awaits them for, or 0).
 READERS = rows(2)
+#: The learning rate of each parameter group; None for those of the schedule.
+Rates = Sequence[float] | None
+#: Learning rates that a user has set: (step, rates) of each change, by ascending step; the rates of
+#: that step, counted from 0, and of those after it up to the next change.
+RateChanges = Sequence[tuple[int, Rates]]
+RATES = many(row(COUNT, nothing_or(many(FINITE))))
 PEER = replace(
     row(one_of("coordinator", "server", "worker", "client", "aggregator", "member"), COUNT),
     read=lambda value: Peer(*value),

@@ -6,7 +6,17 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from steepest.messages.fields import COUNT, FLAG, PUSHES, PUTS, TEXT, WORKER, many
+from steepest.messages.fields import (
+    COUNT,
+    FLAG,
+    PUSHES,
+    PUTS,
+    RATES,
+    TEXT,
+    WORKER,
+    RateChanges,
+    many,
+)
 from steepest.messages.gradients import Decision
 from steepest.messages.message import Kind, PushId
 from steepest.messages.schema import Body, Generation, Header, Incarnation, Version, body
@@ -95,11 +105,13 @@ class Grant(Body):
     Attributes:
         limit: the version that the last of these steps makes.
         stats: whether reports are to have loss, metrics and timings.
+        rates: see `Ask`.
     """
 
     generation: Generation
     limit: Annotated[int, Header("version")]
     stats: Annotated[bool, FLAG] = True
+    rates: Annotated[RateChanges, RATES] = ()
 
 
 @body(Kind.LEASE)

@@ -60,7 +60,8 @@ class _Row(NamedTuple):
             return {**found, **self.what}
         assert self.figures is not None
         result = {f.name: getattr(self.what, f.name) for f in dataclasses.fields(self.what)}
-        return found | result | {"staleness": list(self.what.staleness)} | self.figures._asdict()
+        rows = {name: list(getattr(self.what, name)) for name in ("staleness", "learning_rate")}
+        return found | result | rows | self.figures._asdict()
 
 
 class History(Sequence[dict[str, Any]]):
@@ -182,7 +183,8 @@ class History(Sequence[dict[str, Any]]):
         """Add an evaluation after so many committed steps."""
         with self._lock:
             self._take_events()
-            self._add("evaluation", step, time.time(), dataclasses.asdict(result))
+            told = dataclasses.asdict(dataclasses.replace(result, step=step))
+            self._add("evaluation", step, time.time(), told)
 
     def resume(
         self, step: int, runs: Mapping[str, str], rows: Iterable[Mapping[str, Any]] = ()

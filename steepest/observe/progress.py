@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from steepest.observe.results import Event, StepResult
+from steepest.observe.results import EvaluationResult, Event, StepResult
 
 
 class Callback:
@@ -45,6 +45,14 @@ class Callback:
 
         Workers are idle: the trainer may evaluate or save. They pause for it only if a callback
         overrides this method.
+        """
+
+    def on_evaluation(self, sgd: Any, result: EvaluationResult) -> None:
+        """Take note of an evaluation of ``fit(validation=)``, each once, in order.
+
+        It is called between two steps, before `on_epoch_end`, with workers idle: the trainer may
+        save, and set the learning rate of the next step. `DistributedSGD.evaluations` has the
+        result already.
         """
 
     def on_fit_end(self, sgd: Any) -> None:

@@ -25,6 +25,8 @@ class StepResult:
         gradient_norm: 2-norm of the mean gradient over all that is trained, before clipping; where
             a step is several updates, the mean of their norms. None where it is not computed: with
             ``nonfinite="pass"`` and no `clip_norm`, and with backup workers.
+        learning_rate: of each of the optimizer's parameter groups in this step, before any
+            correction of staleness; under "local" in the first update of the round.
     """
 
     step: int
@@ -35,13 +37,17 @@ class StepResult:
     staleness: tuple[int, ...]
     timings: dict[str, float] = field(default_factory=dict)
     gradient_norm: float | None = None
+    learning_rate: tuple[float, ...] = ()
 
     @classmethod
-    def from_result(cls, result: Result, epoch: int | None) -> StepResult:
+    def from_result(
+        cls, result: Result, epoch: int | None, learning_rate: tuple[float, ...] = ()
+    ) -> StepResult:
         """Return the user's view of the coordinator's result of a step.
 
         Args:
             epoch: of the step, which the coordinator does not know; None when the data are streams.
+            learning_rate: of each parameter group, likewise.
         """
         return cls(
             result.step,
@@ -52,6 +58,7 @@ class StepResult:
             tuple(result.staleness),
             dict(result.timings or {}),
             result.gradient_norm,
+            learning_rate,
         )
 
 
@@ -63,11 +70,15 @@ class EvaluationResult:
         loss: mean over all samples, by weight.
         metrics: likewise, by name.
         samples: number of samples.
+        step: number of steps committed before.
+        epoch: of the last of these steps; None before the first, and when the data are streams.
     """
 
     loss: float
     metrics: dict[str, float]
     samples: int
+    step: int = 0
+    epoch: int | None = None
 
     @classmethod
     def mean_of(

@@ -263,7 +263,7 @@ class ClosedJob:
         state, per_step = self.state, self.state.versions_per_step
         if self.limit + request.steps * per_step >= MOST:
             raise ProtocolError(f"ASK for {request.steps} steps: give fewer")
-        self._stats = request.stats
+        self._stats, state.rates = request.stats, request.rates
         if state.version == self.limit:
             self._since = math.inf  # the clock of a step starts when it is asked for
         self.limit += request.steps * per_step
@@ -319,7 +319,7 @@ class ClosedJob:
             if not readers:
                 return leases
             return state.to_servers(Refresh(state.generation, state.version, readers)) + leases
-        grant = Grant(state.generation, self.limit, self._stats)
+        grant = Grant(state.generation, self.limit, self._stats, state.rates)
         return [(worker_peer(worker), grant.pack()) for worker in sorted(self.joined)]
 
     def _lease(self) -> tuple[Readers, Outgoing]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from steepest.errors import ProtocolError
+from steepest.messages.fields import RateChanges
 from steepest.messages.gradients import Commit, Decision
 from steepest.messages.membership import Members
 from steepest.messages.message import Message, Peer, server_peer
@@ -48,6 +49,7 @@ class CommitState:
         leases: which worker computes which share of the samples.
         history: counters, and the log if it is kept.
         versions_per_step, pushes_per_step: how many versions, and pushes, make one training step.
+        rates: learning rates that hold instead of the schedule's.
         schedule_behind: whether the schedule has not reached the open step yet.
     """
 
@@ -73,6 +75,7 @@ class CommitState:
         self.history = History(keep_log)
         self.versions_per_step = rule.versions_per_step(max(len(members), 1))
         self.pushes_per_step = rule.pushes_per_step(max(len(members), 1))
+        self.rates: RateChanges = ()
         self.schedule_behind = False
         self._schedule = schedule
         self._witnessed = witnessed

@@ -247,6 +247,7 @@ class InProcessCluster:
         while len(found) < steps:
             self.network.run_until(lambda: not self.client.outcomes.empty(), "a step")
             outcome = self.client.outcomes.get()
+            assert outcome is not None
             if isinstance(outcome, PeerLostError):
                 raise outcome
             if isinstance(outcome, WorkerLost):

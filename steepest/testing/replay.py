@@ -234,6 +234,7 @@ def _workers(
         ]
     for replicas in workers:
         replicas.use_plan(log.plan or job.plan(), log.seed)
+        replicas.rates = log.rates
     return workers
 
 
