@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from steepest import Callback, DistributedSGD, FailureConfig, RunConfig, StepResult
-from steepest.errors import ConfigurationError, PeerLostError
+from steepest.errors import ConfigurationError
 from steepest.messages.message import worker_peer
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, difference, same_bits, samples, sgd
@@ -122,11 +122,9 @@ def test_who_dies_too_often_is_not_replaced_again() -> None:
         trainer.fit(steps=3, progress=False)
         second = pids(trainer)
         os.kill(second[1], signal.SIGKILL)
-        with pytest.raises(
-            PeerLostError, match=rf"worker 1 on .*pid {second[1]}\) died: .*max_failures=1"
-        ):
-            trainer.fit(steps=3, progress=False)
-        assert trainer.weights()
+        assert trainer.fit(steps=3, progress=False).step == 6
+        assert trainer.num_workers == 1, "the other one continues alone"
+        assert "max_failures=1" in trainer.stats().events[-1].line
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, None])

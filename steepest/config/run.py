@@ -154,6 +154,11 @@ class RunConfig:
         require_choice("verbose", self.verbose, (False, True))
 
 
+def is_dumb_terminal() -> bool:
+    """Return whether TERM says that the terminal cannot write over a line."""
+    return os.environ.get("TERM") == "dumb"
+
+
 def cluster_address() -> str | None:
     """Return the address of the Ray cluster that RAY_ADDRESS names, or None when it is not set."""
     return os.environ.get("RAY_ADDRESS") or None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections import deque
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from steepest.config.run import is_dumb_terminal
 from steepest.observe.progress import Callback
 from steepest.observe.results import EvaluationResult, StepResult
 
@@ -34,7 +34,7 @@ def display(progress: bool | str) -> list[Callback]:
     if progress is True:
         if _in_notebook():
             return [NotebookLine()]
-        progress = "bar" if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else "lines"
+        progress = "bar" if sys.stderr.isatty() and not is_dumb_terminal() else "lines"
     return [] if not progress else [ProgressBar() if progress == "bar" else ProgressLines()]
 
 
