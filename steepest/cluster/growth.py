@@ -196,6 +196,11 @@ class Growth:
         """Whether processes are on their way."""
         return self._room is not None or bool(self._starting.workers or self._starting.servers)
 
+    @property
+    def awaits_successors(self) -> bool:
+        """Whether successors of dead workers are on their way."""
+        return bool(self.absent) or any(start.cause for start in self._starting.workers)
+
     def cancel(self) -> None:
         """Give up room that was asked for, and the processes that start."""
         if self._room is not None:

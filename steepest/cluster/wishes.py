@@ -67,7 +67,9 @@ class Wishes:
     @property
     def _is_granted(self) -> bool:
         wanted, job = self._observation.wanted, self._cluster.job
-        enough = not (wanted.exact and self._of_workers) or wanted.most == job.num_workers
+        # whoever asked for something else is not kept waiting by workers for which there is no room
+        late = not self._of_workers and not self._observation.growth.awaits_successors
+        enough = not wanted.exact or wanted.most == job.num_workers or late
         return wanted.config == job.config and enough
 
     def end_if_granted(self) -> None:
