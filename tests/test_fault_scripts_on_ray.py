@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from steepest import DeadlineConfig, DistributedSGD, FailureConfig, RunConfig
-from steepest.errors import DeadlineError, ModelRaisedError, PeerLostError
+from steepest.errors import DeadlineError, ModelRaisedError
 from steepest.testing import Fault, InProcessCluster, Moment, replay, with_faults
 from tests.reference import Task, Weights, difference, same_bits, samples, sgd
 
@@ -65,8 +65,8 @@ def test_who_dies_in_every_life_is_given_up(tmp_path: Path) -> None:
     with DistributedSGD(
         creator, num_workers=2, run_config=RunConfig(failure=FailureConfig(max_failures=1))
     ) as trainer:
-        with pytest.raises(PeerLostError, match="died"):
-            trainer.fit(steps=3, progress=False)
+        assert trainer.fit(steps=3, progress=False).step == 3
+        assert trainer.num_workers == 1, "the other one continues alone"
         assert len(list(tmp_path.glob("worker-1-*"))) == 2
 
 

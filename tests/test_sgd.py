@@ -232,7 +232,7 @@ def test_fit_calls_back_in_order(
     assert len(last.learning_rate) == 1
     shown = capsys.readouterr().err
     assert "3/3" in shown
-    assert f"loss={last.loss:.4f}" in shown
+    assert f"loss {last.loss:.4f}" in shown
     for wrong in ({}, {"steps": 1, "epochs": 1}, {"steps": 0}, {"epochs": -1}):
         with pytest.raises(ConfigurationError):
             trainer.fit(**wrong)  # type: ignore[arg-type]
