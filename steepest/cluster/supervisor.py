@@ -158,7 +158,7 @@ class Supervisor:
         if not self._lock.acquire(blocking=False):
             return  # another thread looks
         try:
-            changing = self._doing == "changing"
+            changing = self._is_changing
             silent, others = self.observation.ask_for_signs(changing=changing)
         finally:
             self._lock.release()
@@ -502,31 +502,47 @@ class Supervisor:
         """
         cluster = self._cluster
         while True:
-            client = cluster.client
-            try:
-                return function()
-            except (PeerLostError, DeadlineError, ShutdownError):
-                changing = self._doing == "changing"  # another thread may be about to, still
-                same = cluster.client is client and not changing
-                if self._ended.is_set() or (same and not self.is_struck()):
-                    raise
+            changing, client, failed = self._is_changing, cluster.client, False
+            if not changing:
+                try:
+                    found = function()
+                except (PeerLostError, DeadlineError, ShutdownError):
+                    same = not self._is_changing and cluster.client is client
+                    if self._ended.is_set() or (same and not self.is_struck()):
+                        raise
+                    failed = True
+                else:  # what was read amid a change may be of no version
+                    if not self._is_changing and cluster.client is client:
+                        return found
             if self._in_use.acquire(blocking=False):
                 try:
                     self.settle()
                 finally:
                     self._in_use.release()
             else:
-                self._await_another(client)
+                self._await_change(client if failed else None)
 
-    def _await_another(self, client: Client) -> None:
-        """Return when the thread that trains has put the job together anew.
+    @property
+    def _is_changing(self) -> bool:
+        """Whether some thread is putting the job together."""
+        return self._doing == "changing"
+
+    def _await_change(self, client: Client | None) -> None:
+        """Return when the job is not being put together.
+
+        Args:
+            client: which failed, so that there must be another one; None if none has.
 
         Raises:
-            DeadlineError: it has not within `DeadlineConfig.step` seconds.
+            DeadlineError: it still is after `DeadlineConfig.step` seconds.
         """
         limit = self._cluster.run_config.deadlines.step
         deadline = time.monotonic() + limit
-        while self._cluster.client is client or self._state.pending is not None:
+        while (
+            self._is_changing
+            or self._state.pending is not None
+            or (client is not None and self._cluster.client is client)
+        ):
             if time.monotonic() > deadline or self._ended.is_set():
                 raise DeadlineError(f"the job was not put together again within {limit:g} s")
             time.sleep(_SHORT_SECONDS)
