@@ -378,9 +378,8 @@ class JobState:
         """Give the same processes their roles anew; what they hold is for the caller to install."""
         cluster, job = self._cluster, self._cluster.job
         everybody = {index: index for index in range(job.num_workers)}
-        cluster.reform(
-            Membership(job.config, job.num_workers, everybody, unfrozen=cluster.unfrozen), step
-        )
+        wanted = Membership(job.config, job.num_workers, everybody, unfrozen=cluster.unfrozen)
+        cluster.reform(wanted, step, job.updates_before(step))
 
     def _move_schedule(self, about: Mapping[str, Any]) -> bool:
         """Move the learning-rate schedule to where it stood in a checkpoint.
@@ -456,7 +455,7 @@ class JobState:
         weights = (
             None if found.weights is None else copy.job.description.layout.named(found.weights)
         )
-        cluster.reform(wanted, step, found.holders, change)
+        cluster.reform(wanted, step, copy.job.updates_before(step), found.holders, change)
         layout = cluster.job.description.layout
         flat = None if weights is None else layout.allocate()
         if flat is not None and weights is not None:
@@ -510,7 +509,9 @@ class JobState:
         cluster, found = self._cluster, stock.found
         plan = cluster.plan
         everybody = {index: index for index in range(wanted.num_workers)}
-        cluster.reform(replace(wanted, keep=everybody), stock.copy.step, found.holders, change)
+        step, job = stock.copy.step, stock.copy.job
+        everyone = replace(wanted, keep=everybody)
+        cluster.reform(everyone, step, job.updates_before(step), found.holders, change)
         cluster.use_plan(*plan)
         schedule = stock.optimizer.schedule if isinstance(wanted.config, LocalStrategy) else None
         stock.optimizer.place(cluster, same=True)

@@ -255,7 +255,12 @@ class Cluster(JobContext):
         self._connect_driver(initial, held)
 
     def reform(  # noqa: PLR0915 - all that a job is, put together anew in one order
-        self, wanted: Membership, step: int, held: Holdings | None = None, change: int = 0
+        self,
+        wanted: Membership,
+        step: int,
+        updates: int,
+        held: Holdings | None = None,
+        change: int = 0,
     ) -> None:
         """Give all processes other roles, at version 0, which continues at a step.
 
@@ -267,6 +272,7 @@ class Cluster(JobContext):
         Args:
             wanted: the processes, and the strategy.
             step: committed steps so far.
+            updates: of each weight in these steps, which the schedule counts.
             held: the processes that hold each chunk, if chunks keep their state; None if they get
                 other state.
             change: a number. Processes that were told to keep their chunks for a change of that
@@ -288,7 +294,7 @@ class Cluster(JobContext):
         self.check_ways(config, order[:num_workers])
         order_before, self.placement.order = self.placement.order, order
         self.extend_deadline()
-        self._schedule_offset = self.job.updates_before(step) - step * make_strategy(config).updates
+        self._schedule_offset = updates - step * make_strategy(config).updates
         before = {worker_peer(new): worker_peer(old) for new, old in keep.items()}  # by new role
         servers_before = sorted(
             p for p in self.actors if p.role == "server" and p not in wanted.gone
