@@ -22,7 +22,7 @@ from steepest import (
     RunConfig,
     StepResult,
 )
-from steepest.errors import ConfigurationError, PeerLostError
+from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, replay
 from tests.reference import Task, difference, same_bits, samples, sgd
 from tests.test_resizing import pids, serially
@@ -91,7 +91,10 @@ def check(trainer: DistributedSGD, watch: Watch) -> None:
     assert [result.step for result in watch.results] == list(range(1, len(watch.results) + 1))
     assert difference(trainer.weights(), serially(TASK, watch.sizes())) < 1e-9
     log = trainer.log()
-    assert [part.num_workers for part in log.parts] == [workers for workers, _ in watch.sizes()]
+    parts = [part.num_workers for part in log.parts if part.commits]  # some have no step
+    assert [workers for workers, _ in itertools.groupby(parts)] == [
+        workers for workers, _ in watch.sizes()
+    ]
     assert same_bits(replay(log, TASK.creator()), trainer.weights())
     seen = Counter(
         sample for epoch, *place in log.samples() for sample in ((epoch, n) for n in range(*place))
@@ -274,15 +277,14 @@ def test_too_few_wait_for_those_who_die_together() -> None:
         check(trainer, watch)
 
 
-def test_of_two_the_one_who_dies_too_often_ends_training() -> None:
+def test_of_two_the_one_who_dies_too_often_is_done_without() -> None:
     run_config = RunConfig(failure=FailureConfig(max_failures=1, spares=0))
     with DistributedSGD(TASK.creator(), num_workers=2, run_config=run_config) as trainer:
         trainer.fit(steps=200, callbacks=[Watch((5, killer(pids(trainer)[1])))], progress=False)
-        with pytest.raises(PeerLostError, match="max_failures=1"):
-            trainer.fit(
-                steps=2000, callbacks=[Watch((225, killer(pids(trainer)[1])))], progress=False
-            )
-        assert trainer.weights()
+        watch = Watch((225, killer(pids(trainer)[1])))
+        trainer.fit(steps=200, callbacks=[watch], progress=False)
+        assert trainer.stats().step == 400
+        assert any("max_failures=1" in event.line for event in trainer.stats().events)
 
 
 @pytest.mark.parametrize("wrong", [-1, "1", None, math.nan])

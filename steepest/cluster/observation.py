@@ -151,7 +151,7 @@ class Observation:
                 if self.is_plain(peer):
                     life = cluster.lives[peer.index]
                     cluster.on_router(partial(cluster.client.declare_lost, peer.index, life, why))
-                else:  # the process of a server
+                elif peer.role == "server" or cluster.job.servers_in_workers:
                     cluster.on_router(partial(cluster.client.lost, server_peer(peer.index), why))
 
     def hear(self, lost: WorkerLost) -> None:

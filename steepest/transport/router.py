@@ -270,16 +270,23 @@ class Router:
         self._deliver_local()
 
     def _deliver_local(self) -> None:
-        """Deliver the messages between roles of this process, or those of a moment.
+        """Deliver the messages between roles of this process; after a while none to workers any more.
 
-        Where one process has all roles, each message has another one sent as long as steps are
-        granted: other processes have to be heard meanwhile.
+        Where one process has all roles, a worker's step has messages sent that let it take the next
+        one, as long as steps are granted: other processes have to be heard in between. What
+        coordinator and servers have been sent is always delivered, so that they agree then.
         """
         until = time.monotonic() + _LOCAL_SECONDS
         while self._local:
-            self._dispatch(self._local.popleft())
+            at = 0
             if self.transport is not None and time.monotonic() > until:
-                return
+                targets = (message.target for message in self._local)
+                others = (i for i, peer in enumerate(targets) if peer and peer.role != "worker")
+                if (at := next(others, -1)) < 0:
+                    return
+            message = self._local[at]
+            del self._local[at]
+            self._dispatch(message)
 
     def _receive(self, channel: Channel, message: Message) -> None:
         """Deliver a message of another process, or count it as refused if a check fails."""
