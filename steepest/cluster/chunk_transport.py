@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from steepest.engine.job import Job
+from steepest.errors import PeerLostError
 from steepest.messages.message import Peer, server_peer
 
 #: The processes that have each chunk.
@@ -37,12 +38,17 @@ def carry(before: Holdings, after: Holdings, get: Callable[[list[Any], str], lis
         before: the processes that held each chunk, as Ray's handles.
         after: the processes of the servers that hold it now.
         get: waits for calls, see `Cluster.get`.
+
+    Raises:
+        PeerLostError: nobody holds a chunk any more.
     """
     burden: Counter[Any] = Counter()  # chunks that a process gives away
     gifts: dict[tuple[Any, Any], list[int]] = {}
     for chunk, processes in after.items():
         for process in dict.fromkeys(processes):
             if process not in before[chunk]:
+                if not before[chunk]:
+                    raise PeerLostError(f"the last process that held chunk {chunk} died")
                 giver = min(before[chunk], key=lambda each: burden[each])
                 burden[giver] += 1
                 gifts.setdefault((giver, process), []).append(chunk)
