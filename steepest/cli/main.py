@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import platform
 import sys
@@ -94,6 +95,8 @@ def _try_strategies(say: _Clock, workers: int) -> bool:
         failure=FailureConfig(max_failures=0, spares=0, snapshot_every=0),
         deadlines=DeadlineConfig(start=limit / 5, step=limit, call=limit),  # all starts within 5
     )
+    # each change of strategy is news to a user of a trainer, but not here
+    logging.getLogger("steepest").setLevel(logging.ERROR)
     well, sgd = True, None
     say(f"starting {workers} {_noun(workers)}, within {limit:.0f} s")
     try:
