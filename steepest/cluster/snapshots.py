@@ -160,7 +160,7 @@ class Snapshots:
             meanwhile: called now and then; what it raises ends the waiting.
 
         Returns:
-            Whether it has come in some times `heartbeat` seconds. If not, the last one is still
+            Whether it has come within five times `heartbeat` seconds. If not, the last one is still
             there.
         """
         if not self._wanted:

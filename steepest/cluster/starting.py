@@ -18,9 +18,8 @@ from steepest.messages.message import Peer, worker_peer
 from steepest.tensors.layout import ChunkSpec
 
 _ANSWER_SECONDS = 5.0
-_STARTS = (
-    5  # times `DeadlineConfig.start`, within which a process comes up, if others die meanwhile
-)
+#: A process has to come up within this many times `DeadlineConfig.start` seconds.
+_STARTS = 5
 
 
 @dataclass(frozen=True, eq=False)
