@@ -34,6 +34,8 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "STEEPEST_TEST_MARK"
 SECONDS = 120.0
+#: Agents of a Ray whose raylet was killed ask for its control store for 60 s before they end.
+AGENTS_SECONDS = 150.0
 HEAD = """
 import faulthandler, os, sys
 import ray
@@ -136,7 +138,7 @@ def place() -> Iterator[Place]:
     place = Place()
     try:
         yield place
-        assert place.left_after(60) == {}
+        assert place.left_after(AGENTS_SECONDS) == {}
     finally:
         place.kill()
         shutil.rmtree(place.directory, ignore_errors=True)
@@ -277,6 +279,20 @@ def test_ctrl_c_ends_everything(place: Place, managed: bool, strategy: str) -> N
             go(sgd)
         """
     )
+    # as a terminal does it
+    status, output = signalled(place, program, signal.SIGINT, everybody=True)
+    assert status != 0, output
+    assert "KeyboardInterrupt" in output
+
+
+def signalled(
+    place: Place, program: str, number: signal.Signals, *, everybody: bool
+) -> tuple[int, str]:
+    """Runs a program until it prints "training", then signals it; its exit status and what it printed.
+
+    Args:
+        everybody: whether all of its process group get the signal.
+    """
     with place.start(sys.executable, program) as process:
         try:
             assert process.stdout is not None
@@ -286,15 +302,45 @@ def test_ctrl_c_ends_everything(place: Place, managed: bool, strategy: str) -> N
                 if line == "training\n":
                     break
             assert process.poll() is None, "".join(printed)
-            os.killpg(
-                process.pid, signal.SIGINT
-            )  # as a terminal does it: to everybody in the group
+            (os.killpg if everybody else os.kill)(process.pid, number)
             output, _ = process.communicate(timeout=SECONDS)
         finally:
             if process.poll() is None:
                 place.kill()
-    assert process.returncode != 0, output
-    assert "KeyboardInterrupt" in output
+    return process.returncode, "".join(printed) + output
+
+
+@pytest.mark.parametrize("everybody", [False, True], ids=["driver", "process group"])
+def test_sigterm_ends_everything_and_the_same_program_continues(
+    place: Place, everybody: bool
+) -> None:
+    program = place.script(
+        """
+        from steepest import Checkpoints
+
+        class Tell(Callback):
+            def on_step(self, sgd, result):
+                if result.step == first + 5:
+                    print("training", flush=True)
+
+        ray.init(num_cpus=2, include_dashboard=False)
+        with DistributedSGD(linear_model_creator(), num_workers=2, checkpoints=Checkpoints("run", every=4)) as sgd:
+            first = sgd.stats().step
+            print("from step", first, flush=True)
+            sgd.fit(steps=10_000_000, callbacks=[Tell()], progress=False)
+        """
+    )
+    began = []
+    for _ in range(2):
+        status, output = signalled(place, program, signal.SIGTERM, everybody=everybody)
+        assert status == 143, output
+        assert "Traceback" not in output
+        began.append(int(re.findall(r"from step (\d+)", output)[0]))
+    assert began[0] == 0
+    if everybody:
+        assert began[1] >= 4, "the newest checkpoint, for workers were told to end too"
+    else:
+        assert began[1] >= 5, "the state at SIGTERM was not kept"
 
 
 def test_the_doctor(place: Place) -> None:

@@ -29,6 +29,7 @@ from steepest.cluster.membership import Membership
 from steepest.cluster.placement import fitting, reserve, spread, worker_bundle
 from steepest.cluster.process import Process
 from steepest.cluster.ray_private import check as check_ray
+from steepest.cluster.termination import end_on_sigterm
 from steepest.cluster.wiring import connect_processes
 from steepest.cluster.worker_calls import WorkerCalls
 from steepest.config.job import JobConfig
@@ -99,6 +100,7 @@ class Cluster(JobContext):
     ) -> None:
         check_ray()
         self.holder = hold(f'a trainer with strategy="{strategy.name}"', verbose=run_config.verbose)
+        end_on_sigterm()
         super().__init__(run_config, chosen.seed)
         self.chosen = chosen
         self.lease = DriverLease(run_config.deadlines.driver)

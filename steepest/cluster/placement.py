@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from steepest.cluster.ray_private import started_here
 from steepest.config.run import cluster_address
 from steepest.errors import ResourcesError
 
+log = logging.getLogger(__name__)
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
+_RELEASE_SECONDS = 5.0
 _FAILED_SEATS = 2  # from which on a node is not used any more
 
 
@@ -336,10 +339,31 @@ class Placement:
         )
 
     def release(self) -> None:
-        """Give all reservations back."""
-        for reservation in self._reservations:
-            reservation.release()
+        """Give all reservations back, which takes at most 5 seconds.
+
+        Ray itself waits for a minute when its control store is gone, as after a signal to a whole
+        process group, and then ends this process; what was reserved there is gone too.
+        """
+        reservations = self._reservations
         self._reservations, self._seats, self.order = [], [], []
+
+        def give_back() -> None:
+            try:
+                for reservation in reservations:
+                    reservation.release()
+            except ray.exceptions.RayError as error:
+                log.warning("Ray did not take back what workers had reserved: %s", error)
+
+        thread = threading.Thread(target=give_back, name="steepest release", daemon=True)
+        thread.start()
+        thread.join(_RELEASE_SECONDS)
+        if thread.is_alive():
+            log.warning(
+                "Ray has not taken back what %d workers had reserved within %g s: its control "
+                "store (GCS) does not answer",
+                sum(len(reservation.bundles) for reservation in reservations),
+                _RELEASE_SECONDS,
+            )
 
 
 def spread(nodes: Sequence[str], servers: int, running: Sequence[str] = ()) -> list[int]:

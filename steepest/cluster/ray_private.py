@@ -90,6 +90,12 @@ def name_process(name: str) -> None:
         stream.flush()
 
 
+def is_drivers_sigterm_handler(handler: object) -> bool:
+    """Return whether this is the handler that `ray.init` installs in a driver."""
+    name = getattr(handler, "__qualname__", "")
+    return getattr(handler, "__module__", "") == "ray._private.worker" and name.startswith("init.")
+
+
 def hush_unreadable() -> None:
     """Let Ray print no traceback when this process cannot unpickle what it is sent.
 
