@@ -82,6 +82,7 @@ STEP_SECONDS = 0.002
 SPREAD_SECONDS = 1.0
 WHOLE_SECONDS = 60.0
 ACCURACY = 0.9
+HISTORY_ROWS = 1000  # the driver's history is full after a few bouts, and grows no more
 
 
 @dataclass
@@ -227,7 +228,9 @@ def job(
     train, test = digits()
     found, said = Found(strategy), Said()
     creator = paced_creator(train, _constant, STEP_SECONDS, {"accuracy": accuracy})
-    run_config = RunConfig(failure=FailureConfig(max_failures=1_000_000), keep_log=True)
+    run_config = RunConfig(
+        failure=FailureConfig(max_failures=1_000_000), keep_log=True, history_rows=HISTORY_ROWS
+    )
     logging.getLogger("steepest").addHandler(said)
     began = time.monotonic()
     try:

@@ -253,6 +253,7 @@ def test_a_log_is_kept_or_not(value: Any) -> None:
     assert f"keep_log={value!r}: give one of False, True" in refused(
         lambda: RunConfig(keep_log=value)
     )
+    assert "history_rows=0" in refused(lambda: RunConfig(history_rows=0))
     assert RunConfig().keep_log is False
     assert RunConfig(keep_log=True).keep_log is True
 

@@ -58,7 +58,7 @@ class Training:
         self.bytes_pushed = 0
         self.bytes_pulled = 0
         self.last: StepResult | None = None
-        self.history = History(cluster.events)
+        self.history = History(cluster.events, cluster.run_config.history_rows)
         self.cluster = cluster
         self.rates = cluster.rates
         self.stopping = False

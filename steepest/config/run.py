@@ -128,6 +128,8 @@ class RunConfig:
         resources: what a worker process takes of its node.
         keep_log: whether the coordinator remembers every commit, for `DistributedSGD.log` and
             `steepest.testing.replay`; about 200 bytes for each push.
+        history_rows: how many of its newest rows `DistributedSGD.history` keeps in the driver's
+            memory, about 1 kB each.
         verbose: whether Ray's notices about itself are shown when the trainer starts Ray. Its
             errors are, and what it warns of later. A Ray that runs already is left as it is.
 
@@ -144,6 +146,7 @@ class RunConfig:
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     resources: ResourceConfig = field(default_factory=ResourceConfig)
     keep_log: bool = False
+    history_rows: int = 100_000
     verbose: bool = False
 
     def __post_init__(self) -> None:
@@ -151,6 +154,7 @@ class RunConfig:
         require_instance("deadlines", self.deadlines, DeadlineConfig)
         require_instance("resources", self.resources, ResourceConfig)
         require_choice("keep_log", self.keep_log, (False, True))
+        require_count("history_rows", self.history_rows)
         require_choice("verbose", self.verbose, (False, True))
 
 

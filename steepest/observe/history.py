@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, Protocol, overload
 
 from steepest.observe.results import EvaluationResult, Event, StepResult
 
-_LIMIT = 100_000
-
 
 class Figures(NamedTuple):
     """The numbers of a job when a step was committed.
@@ -82,7 +80,8 @@ class History(Sequence[dict[str, Any]]):
     are also in the file ``history.jsonl`` beside them, and a program that continues from a checkpoint
     has those until its step.
 
-    Memory holds the newest 100,000 rows, about 100 MB with two metrics; the file has all.
+    Memory holds the newest `RunConfig.history_rows` rows, about 1 kB each with two metrics; the file
+    has all. An epoch of more steps has in its row what those rows tell.
 
     Args:
         events: all events of the job so far, oldest first; grows while processes die and come.
@@ -93,7 +92,7 @@ class History(Sequence[dict[str, Any]]):
         begun: the step from which the run continues here; 0 if it began here.
     """
 
-    def __init__(self, events: Sequence[Event] = (), limit: int = _LIMIT) -> None:
+    def __init__(self, events: Sequence[Event] = (), limit: int = 100_000) -> None:
         self.runs: dict[str, str] = {}
         self.begun = 0
         self._events = events
