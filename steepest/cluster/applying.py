@@ -17,7 +17,7 @@ from steepest.cluster.stock import Stock
 from steepest.config.strategies import StrategyConfig
 from steepest.elastic.decision import Transition, World
 from steepest.engine.job import check_agreement
-from steepest.errors import DeadlineError
+from steepest.errors import DeadlineError, PeerLostError
 from steepest.messages.message import Peer, server_peer, worker_peer
 
 #: Of workers, by role.
@@ -146,6 +146,10 @@ class Applying:
                 )
             calls = [call for peer in late for call in starts[peer].building]
             ray.wait(calls, num_returns=len(calls), timeout=0.1)
+            # for silent ones among the successors others start
+            silent, _ = observation.ask_for_signs(changing=True)
+            if silent:
+                raise PeerLostError(f"{', '.join(silent)} gave no sign of life")
         workers = {peer: start for peer, start in starts.items() if peer.role == "worker"}
         calls = [start.building[0] for start in workers.values()]
         self._cluster.extend_deadline()
