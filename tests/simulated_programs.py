@@ -8,6 +8,7 @@ import math
 import random
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,6 +211,8 @@ class Outcome:
         told: the numbers of the steps whose results came.
         weights, log: at the end.
         events: what the trainer told of.
+        begun: the checkpoint from which the log begins; None for the beginning.
+        is_set: whether the log begins where weights were set.
         leftovers: processes that run after the end.
         switches, seconds: between threads, and of virtual time.
         action: in the middle of which it ended.
@@ -224,6 +227,8 @@ class Outcome:
     weights: Weights = field(default_factory=dict)
     log: CommitLog | None = None
     events: tuple[Any, ...] = ()
+    begun: Path | None = None
+    is_set: bool = False
     leftovers: int = 0
     switches: int = 0
     seconds: float = 0.0
@@ -238,7 +243,9 @@ class Run:
         self.program, self.faulty = program, faulty
         self.outcome = Outcome()
         self._folder = Path(tempfile.mkdtemp(prefix="steepest-simulated-"))
+        weakref.finalize(self.outcome, shutil.rmtree, self._folder)
         self._saved: int | None = None
+        self._restores = 0
 
     def run(self) -> Outcome:
         """Run the program to its end, or to the first error that a user sees."""
@@ -259,7 +266,6 @@ class Run:
             outcome.error = error
         finally:
             outcome.gone = len(simulation.nodes()) < len(program.cpus) - 1
-            shutil.rmtree(self._folder)
             outcome.switches = simulation.scheduler.switches
             outcome.seconds = simulation.scheduler.now - 1000.0
         return outcome
@@ -305,8 +311,12 @@ class Run:
             # steps that a death has undone meanwhile are not in it
             self._saved = files.read(self._folder / "saved").about["step"]
         elif kind == "restore" and self._saved is not None:
+            self._restores += 1
+            outcome.begun = shutil.copytree(
+                self._folder / "saved", self._folder / f"restored {self._restores}"
+            )
             trainer.restore(self._folder / "saved")
-            outcome.asked = self._saved
+            outcome.asked, outcome.is_set = self._saved, False
         elif kind == "resize":
             trainer.resize(num_workers=argument)
             assert trainer.num_workers <= argument
@@ -327,6 +337,7 @@ class Run:
             trainer.weights()
         elif kind == "state":
             trainer.load_state_dict(trainer.state_dict())
+            outcome.begun, outcome.is_set = None, True
 
     def _fit(
         self,
@@ -361,11 +372,11 @@ def check(program: Program, outcome: Outcome) -> None:
     if _forgets(outcome.log):
         outcome.unchecked = "a worker's own state went with it"
         return
-    if any(action[0] == "state" for action in program.actions):
+    if outcome.is_set:
         outcome.unchecked = "weights were set"
         return
     try:
-        again = replay(outcome.log, TASK.creator())
+        again = replay(outcome.log, TASK.creator(), outcome.begun)
     except ConfigurationError as error:
         outcome.unchecked = str(error)
         return

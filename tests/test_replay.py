@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch import nn
 
 from steepest import DistributedSGD, ResourceConfig, RunConfig
 from steepest.config.compression import Compression, Int8, PowerSGD, TopK
+from steepest.errors import ConfigurationError
 from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster, replay
+from steepest.testing.simulation import Simulation, run_config
 from tests.drawn import runs
 from tests.modes import make, trained
 from tests.reference import Task, same_bits, samples, sgd
@@ -142,3 +145,25 @@ def test_the_log_of_processes_tells_their_threads() -> None:
         log, weights = trainer.log(), trainer.weights()
     assert log.threads == (2, 2)
     assert same_bits(replay(log, SUM.creator()), weights)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "async"])
+def test_a_run_that_went_on_from_a_checkpoint_is_replayed_from_there(
+    strategy: str, tmp_path: Path
+) -> None:
+    task = Task(lambda: nn.Linear(3, 2).double(), sgd(momentum=0.9), samples(23))
+    with (
+        Simulation(1).running(),
+        DistributedSGD(
+            task.creator(), 2, strategy=strategy, run_config=run_config(keep_log=True)
+        ) as trainer,
+    ):
+        trainer.fit(steps=7, progress=False)
+        trainer.save(tmp_path)
+        trainer.fit(steps=5, progress=False)
+        trainer.restore(tmp_path)
+        trainer.fit(steps=6, progress=False)
+        log, weights = trainer.log(), trainer.weights()
+    assert same_bits(replay(log, task.creator(), tmp_path), weights)
+    with pytest.raises(ConfigurationError, match="checkpoint="):
+        replay(log, task.creator())

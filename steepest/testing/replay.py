@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from steepest.checkpoint import files
 from steepest.checkpoint.files import assemble, disassemble
 from steepest.config.strategies import LocalStrategy
 from steepest.engine.commit_log import Commit, CommitLog, LoggedPush
@@ -27,7 +29,9 @@ from steepest.tensors.dtypes import Tensors, same_bits
 from steepest.tensors.half_precision import narrow_size, rounded
 
 
-def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tensor]:
+def replay(
+    log: CommitLog, model_creator: ModelCreator, checkpoint: str | Path | None = None
+) -> dict[str, torch.Tensor]:
     """Apply a log serially, and return the weights by name, which equal those of the run.
 
     Each gradient is computed again: from the weights of the version that its worker had pulled,
@@ -39,12 +43,16 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
     Args:
         log: from `DistributedSGD.log()`, with ``RunConfig(keep_log=True)``.
         model_creator: as the run had it.
+        checkpoint: from which the run went on, by `DistributedSGD.restore` or because it was started
+            again; None if the log begins with the run.
 
     Raises:
-        ConfigurationError: the log does not begin at the beginning, because weights were set or
-            restored, or it goes on with other workers under local SGD or compression, whose own
-            state it does not tell; or with a worker, added or a dead one's successor, that began
-            with the others' mean of frozen parameters that the model updates.
+        CheckpointError: the checkpoint is missing or damaged.
+        ConfigurationError: the log begins neither at the beginning nor at the checkpoint, because
+            weights were set; or its workers have states of their own at the checkpoint, such as
+            buffers that differ; or it goes on with other workers under local SGD or compression,
+            whose own state it does not tell; or with a worker, added or a dead one's successor, that
+            began with the others' mean of frozen parameters that the model updates.
 
     Example:
         >>> from steepest.testing import InProcessCluster, linear_model_creator, replay
@@ -54,7 +62,7 @@ def replay(log: CommitLog, model_creator: ModelCreator) -> dict[str, torch.Tenso
         >>> bool((weights["bias"] == cluster.weights()["bias"]).all())
         True
     """
-    carried: _Carried | None = None
+    carried = None if checkpoint is None else _Carried.of(files.read(Path(checkpoint)))
     before = torch.get_num_threads()
     try:
         for part in log.parts:
@@ -82,6 +90,29 @@ class _Carried(NamedTuple):
     state: dict[str, torch.Tensor]
     plain: list[str]
 
+    @classmethod
+    def of(cls, saved: files.Checkpoint) -> _Carried:
+        """Return the state of a checkpoint.
+
+        Raises:
+            ConfigurationError: workers have states of their own there.
+        """
+        own = [name for name, value in saved.replicas.items() if not _is_mean(name, value, saved)]
+        if own:
+            raise ConfigurationError(
+                f"in the checkpoint workers have states of their own ({own[0]!r}): a replay from "
+                "there needs workers that are alike"
+            )
+        mean = Tensors(saved.weights)
+        return cls(dict(saved.weights), mean, [], saved.optimizer, saved.about["plain"])
+
+
+def _is_mean(name: str, value: torch.Tensor, saved: files.Checkpoint) -> bool:
+    """Return whether one replica's own value, under "replica/buffer", is the mean over replicas."""
+    replica, _, buffer = name.partition("/")
+    mean = saved.weights.get(buffer)
+    return replica.isdigit() and mean is not None and same_bits(value, mean)
+
 
 def _replay(log: CommitLog, model_creator: ModelCreator, carried: _Carried | None) -> _Carried:
     run = _Run(log, model_creator, carried)
@@ -108,7 +139,7 @@ class _Run:
             first = log.start if begun else log.commits[0].version - 1
             raise ConfigurationError(
                 f"the log begins at version {first}, where weights were set or restored: a replay "
-                "needs a run from its beginning"
+                "needs a run from its beginning, or checkpoint=, from which it went on"
             )
         models, self._job = _models_and_job(log, model_creator)
         if carried is not None and (
@@ -125,13 +156,16 @@ class _Run:
         self._workers = _workers(log, self._job, models, model_creator)
         self._weights = self._workers[0].weights.clone()
         if carried is not None:
-            self._layout.write(self._weights, carried.weights)
+            of_layout = carried.weights.keys() & self._layout.index.keys()
+            self._layout.write(self._weights, {name: carried.weights[name] for name in of_layout})
         self._server = _server(self._job, self._weights, log.start)
         if carried is not None:
             for chunk, about, value in disassemble(self._layout, carried.state, carried.plain):
                 self._server.chunks[chunk].load_state(about, value.clone())
             _refuse_if(carried.differing, log)
-            self._workers[0].begin_with(carried.own)
+            trained = {entry.name for entry in self._layout.entries if entry.trainable}
+            own = Tensors((n, value) for n, value in carried.own.items() if n not in trained)
+            self._workers[0].begin_with(own)
         self._senders = _Senders(self._job, self._server)
         self._threads = log.threads or [torch.get_num_threads()] * 2  # of workers, of servers
         self._last_use = {
