@@ -196,6 +196,14 @@ def test_files_stay_small() -> None:
         assert len(path.read_text().splitlines()) <= 600, f"{path.name} has over 600 lines"
 
 
+def test_examples_are_short_and_named_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        if "def main(" in path.read_text():  # the others are imported by these
+            assert len(path.read_text().splitlines()) <= 100, f"{path.name} has over 100 lines"
+            assert f"\npython examples/{path.name} " in readme, f"{path.name} is not in the README"
+
+
 def test_tests_do_not_sleep_and_the_package_does_not_unpickle() -> None:
     for path in (ROOT / "tests").glob("*.py"):
         assert not re.search(r"\bsleep\(", path.read_text().replace(r"\bsleep\(", "")), path.name
