@@ -65,7 +65,7 @@ class LogisticRegression(TorchModel):
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Trains, and returns by how much the loss exceeds the optimum."""
+    """Train, and return by how much the loss exceeds the optimum."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

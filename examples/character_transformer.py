@@ -49,20 +49,20 @@ class Transformer(nn.Module):
 
 
 def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, whose weight decay leaves the norms alone."""
+    """Return AdamW whose weight decay leaves the norms alone."""
     matrices, norms = ([p for p in module.parameters() if p.dim() == n] for n in (2, 1))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Rises to 1e-3 in 100 steps, then falls to 1e-4 along half a cosine."""
+    """Return a rate that rises to 1e-3 in 100 steps, then falls to 1e-4 along half a cosine."""
     share = (step - 100) / max(steps - 100, 1)
     return 1e-3 * (step + 1) / 101 if share < 0 else 1e-4 + 4.5e-4 * (1 + math.cos(math.pi * share))
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    """Trains, prints validation losses and a text of the model's, and returns the last loss."""
+    """Train, print validation losses and a text of the model's, and return the last loss."""
     parser = argparse.ArgumentParser(description="A transformer on Tiny Shakespeare")
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--workers", type=int, default=2)

@@ -29,7 +29,7 @@ SPREAD = 0.1  # a cluster's standard deviation in each direction
 
 
 def points(count: int) -> torch.Tensor:
-    """Points (count, 2) of the clusters, the same ones in every process."""
+    """Return points (count, 2) of the clusters, the same ones in every process."""
     dice = torch.Generator().manual_seed(0)
     cluster = torch.randint(8, (count,), generator=dice)
     return CENTRES[cluster] + SPREAD * torch.randn(count, 2, generator=dice)
@@ -65,12 +65,12 @@ def optimizers(module: nn.ModuleDict) -> list[torch.optim.Optimizer]:
 
 @torch.no_grad()
 def generate(model: TorchModel) -> torch.Tensor:
-    """Points (2000, 2) of the generator's."""
+    """Return points (2000, 2) of the generator's."""
     return model.module["generator"](torch.randn(2000, NOISE))
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[int, float]:
-    """Trains; returns the number of clusters found, and the share of points that are in one."""
+    """Train; return the number of clusters found, and the share of points that are in one."""
     parser = argparse.ArgumentParser(description="A GAN that learns eight clusters of points")
     parser.add_argument("--steps", type=int, default=3000)
     options = parser.parse_args(argv)

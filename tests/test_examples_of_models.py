@@ -33,7 +33,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-# -- logistic regression ---------------------------------------------------------------------------------
+# -- logistic regression ---------------------------------------------------------------------------
 
 
 @needs_a9a
@@ -79,7 +79,7 @@ def test_tumours_stand_in_for_a9a(
     assert 0 < example.main(["--steps", "600"]) < 1e-3
 
 
-# -- a detector --------------------------------------------------------------------------------------------
+# -- a detector ------------------------------------------------------------------------------------
 
 
 def test_pictures_of_different_sizes_are_padded_to_one(examples: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ def test_shapes_are_found_and_named(
     assert capsys.readouterr().out == said
 
 
-# -- a GAN -------------------------------------------------------------------------------------------------
+# -- a GAN -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("simulated")

@@ -1,4 +1,4 @@
-"""The transformer learns more than frequencies; its text is downloaded once, and refused if damaged."""
+"""The transformer learns more than frequencies; its text is downloaded once, refused if damaged."""
 
 from __future__ import annotations
 
