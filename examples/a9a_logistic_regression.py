@@ -3,7 +3,7 @@
     python examples/a9a_logistic_regression.py --steps 600
 
 Each step covers all the data, half of them on each worker. After 600 steps the loss is 1.5e-7 above
-the optimum; fewer than 1e-6 is promised.
+the optimum; the tolerance is 1e-6.
 
 a9a (who of 32,561 people earns over 50,000 dollars, by 123 attributes of 0 or 1) is read from
 `--data FOLDER`, downloaded into it if need be (2 MB), or read from the folder that STEEPEST_DATA
