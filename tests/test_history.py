@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,8 @@ from steepest import (
     ParameterServerStrategy,
     StepResult,
 )
-from steepest.cluster import checkpoint_manager
-from steepest.cluster.checkpoint_writer import Writer
 from steepest.observe.history import Figures, History
 from steepest.observe.history_file import HistoryFile
-from steepest.tensors.safetensors_file import Progress
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import Task, samples
 from tests.simulated_programs import quiet
@@ -252,13 +249,6 @@ def test_the_file_is_cut_back_and_appended_to(tmp_path: Path) -> None:
     assert HistoryFile(path).resume(0) == lines(tmp_path) == []
 
 
-class Inline(Writer):
-    """Writes at once: virtual time does not wait for a thread of the real one."""
-
-    def start(self, write: Callable[[Progress], None]) -> None:
-        write(lambda file: None)
-
-
 def run(path: Path, steps: int, heard: Heard) -> list[dict[str, Any]]:
     """Runs the same program once more; returns its history at the end."""
     with (
@@ -281,10 +271,7 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_the_same_program_started_again_continues_the_history(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_manager, "Writer", Inline)
+def test_the_same_program_started_again_continues_the_history(tmp_path: Path) -> None:
     undisturbed = run(tmp_path / "one", 18, Heard())
     run(tmp_path / "two", 9, Heard())
     # lines of a program that was killed after a checkpoint

@@ -28,13 +28,12 @@ from steepest import (
     Trackio,
     WandB,
 )
-from steepest.cluster import checkpoint_manager
 from steepest.errors import ConfigurationError
 from steepest.observe.loggers import Logger, Point
 from steepest.testing.simulation import Simulation, run_config
 from tests.conftest import ROOT
 from tests.simulated_programs import quiet
-from tests.test_history import TASK, Inline
+from tests.test_history import TASK
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +149,6 @@ def program(path: Path, steps: int, *callbacks: Callback) -> dict[str, str]:
 def test_a_program_started_again_continues_its_run(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_manager, "Writer", Inline)
     tracker = Tracker(monkeypatch)
     died = Do(10, lambda: shutil.copytree(tmp_path / "one", tmp_path / "two", dirs_exist_ok=True))
     (name,) = program(tmp_path / "one", 10 if kind is not Trackio else 8, kind("p"), died).values()
@@ -194,9 +192,8 @@ def scalars(path: Path) -> tuple[dict[str, list[int]], list[str]]:
     return tags, [text for _, _, text in shown if text]
 
 
-def test_tensorboard_shows_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
-    monkeypatch.setattr(checkpoint_manager, "Writer", Inline)
     died = Do(10, lambda: shutil.copytree(tmp_path / "one", tmp_path / "two", dirs_exist_ok=True))
     first = program(tmp_path / "one", 10, TensorBoard(tmp_path / "tb"), died)
     assert program(tmp_path / "two", 18, TensorBoard(tmp_path / "tb")) == first

@@ -66,7 +66,7 @@ class CheckpointManager:
         training: Training,
         state: JobState,
         surviving: Callable[[Callable[[], files.Checkpoint]], files.Checkpoint],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.begun = 0
         self.evaluations: list[EvaluationResult] = []

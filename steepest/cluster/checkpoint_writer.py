@@ -27,7 +27,7 @@ class _Work:
 
     moved: float
     file: Path
-    done: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=lambda: threading.Event())
     error: BaseException | None = None
     hung: bool = False
     then: Callable[[], None] | None = None
@@ -42,15 +42,15 @@ class Writer:
     Args:
         folder: where it writes, for messages.
         patience: seconds without progress after which a write is said to hang.
-        clock: returns seconds.
+        clock: returns seconds; None for `time.monotonic`.
     """
 
     def __init__(
-        self, folder: Path, patience: float, clock: Callable[[], float] = time.monotonic
+        self, folder: Path, patience: float, clock: Callable[[], float] | None = None
     ) -> None:
         self._folder = folder
         self._patience = patience
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._work: _Work | None = None
 
     def start(self, write: Callable[[Progress], None]) -> None:
