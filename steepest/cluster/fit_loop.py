@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,19 +85,31 @@ def fit(
     evaluating = Evaluating(sgd, keeping, asked, callbacks)
     if (left := end() - keeping.step) <= 0 and not evaluating.is_due:
         return keeping.result()
-    with keeping.at_end():
+    with keeping.at_end(), _ended(sgd) as begun:
         for callback in callbacks:
             callback.on_fit_begin(sgd, max(left, 0))
+            begun.append(callback)
         try:
             feed.tell(sgd, callbacks)
             _take(sgd, keeping, feed, train, end, callbacks, evaluating)
         finally:
-            try:
-                feed.tell(sgd, callbacks)
-            finally:
-                for callback in callbacks:
-                    callback.on_fit_end(sgd)
+            feed.tell(sgd, callbacks)
     return keeping.result()
+
+
+@contextlib.contextmanager
+def _ended(sgd: Any) -> Iterator[list[Callback]]:
+    """Yield an empty list; when the block ends, call `on_fit_end` of the callbacks put into it.
+
+    They are called in order, also after an error, and whatever one of them raises.
+    """
+    begun: list[Callback] = []
+    with contextlib.ExitStack() as ending:
+        try:
+            yield begun
+        finally:
+            for callback in reversed(begun):  # the last one is called first
+                ending.callback(callback.on_fit_end, sgd)
 
 
 class Evaluating:

@@ -56,7 +56,10 @@ class Callback:
         """
 
     def on_fit_end(self, sgd: Any) -> None:
-        """Take note that training ended, also by an error."""
+        """Take note that training ended, also by an error.
+
+        It is called if `on_fit_begin` returned, whatever other callbacks raise.
+        """
 
 
 class EventFeed:
