@@ -276,7 +276,7 @@ class DistributedSGD(Steering):
         """
         with self._idle(), self._training.stoppable():
             asked = Asked(steps, epochs, callbacks, progress, validation, evaluate_every)
-            return fit(self, self._keeping, self._events, self._train, asked)
+            return fit(self, self._keeping, self._events, self._train, self._evaluate, asked)
 
     def _train(
         self, end: Callable[[], int], stats: bool, on_step: Callable[[StepResult], None]
@@ -302,21 +302,25 @@ class DistributedSGD(Steering):
             DeadlineError: no answer came within `run_config.deadlines.call` seconds.
         """
         with self._idle():
-            cluster = self._live()
-
-            def evaluate() -> list[WorkerResult]:
-                about = data, batch_size, self.num_workers, self._state.mean_buffers()
-                return cluster.workers.call(remote_functions.evaluate, *about, what="evaluate")
-
-            results = self._supervisor.surviving(evaluate)
-            if not any(result.weight for result in results):
-                raise ConfigurationError("evaluate() was given no samples")
-            found = EvaluationResult.mean_of(
-                [(result.weight, result.loss, result.metrics, result.samples) for result in results]
-            )
-            found = self._keeping.at_present(found)
-            self.history.evaluated(self._training.step, found)
+            found = self._evaluate(data, batch_size)
+            self.history.evaluated(found.step, found)
             return found
+
+    def _evaluate(self, data: Any, batch_size: int | None = None) -> EvaluationResult:
+        """Do as `evaluate`, without a row in the history."""
+        cluster = self._live()
+
+        def evaluate() -> list[WorkerResult]:
+            about = data, batch_size, self.num_workers, self._state.mean_buffers()
+            return cluster.workers.call(remote_functions.evaluate, *about, what="evaluate")
+
+        results = self._supervisor.surviving(evaluate)
+        if not any(result.weight for result in results):
+            raise ConfigurationError("evaluate() was given no samples")
+        found = EvaluationResult.mean_of(
+            [(result.weight, result.loss, result.metrics, result.samples) for result in results]
+        )
+        return self._keeping.at_present(found)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return CPU copies of all parameters by name, at one version.

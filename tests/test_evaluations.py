@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from steepest import (
     AllreduceStrategy,
@@ -17,6 +18,7 @@ from steepest import (
     DistributedSGD,
     EarlyStopping,
     EvaluationResult,
+    FailureConfig,
     LocalStrategy,
     ParameterServerStrategy,
     ReduceOnPlateau,
@@ -27,6 +29,7 @@ from steepest.observe.evaluations import best_of
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import samples
 from tests.simulated_programs import TASK, linear, quiet
+from tests.test_loggers import Memory
 
 STRATEGIES: list[Any] = [
     ParameterServerStrategy(num_servers=2, chunk_bytes=32),
@@ -35,6 +38,7 @@ STRATEGIES: list[Any] = [
     ParameterServerStrategy(mode="async", num_servers=2),
 ]
 HELD_OUT = samples(17)
+STRIKES: list[Callable[[], object]] = []  # what happens when a worker reads `Fragile` samples
 
 
 class Noting(Callback):
@@ -54,6 +58,18 @@ class Noting(Callback):
 
     def on_epoch_end(self, trainer: DistributedSGD, result: StepResult) -> None:
         self.heard.append(("epoch", result.step))
+
+
+class Fragile(Dataset[Any]):
+    """The samples of `HELD_OUT`; somebody may die while they are evaluated."""
+
+    def __len__(self) -> int:
+        return len(HELD_OUT[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if STRIKES:
+            STRIKES.pop()()
+        return HELD_OUT[0][index], HELD_OUT[1][index]
 
 
 class Trainer:
@@ -142,6 +158,73 @@ def test_a_death_that_sets_training_back_doubles_no_evaluation(strategy: Any) ->
         assert trainer.stats().events
         assert [result.step for result in trainer.evaluations] == [3, 6, 9, 12, 15, 18]
         assert trainer.evaluations == tuple(noting.results)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:3], ids=str)
+@pytest.mark.parametrize("moment", ["during", "after"])
+def test_history_and_loggers_have_each_evaluation_once(strategy: Any, moment: str) -> None:
+    simulation, noting, logger = Simulation(3), Noting(), Memory()
+
+    def kill() -> None:
+        (victim,) = (p for p in simulation.living() if "worker 1" in str(p))
+        simulation.world.kill(victim, "it was killed. connection error code 2.")
+
+    class Killing(Callback):
+        def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+            if result.step == 12 and moment == "during" and not trainer.history.events:
+                STRIKES.append(kill)
+            if result.step == 13 and moment == "after" and not trainer.history.events:
+                kill()
+
+    config = run_config(failure=FailureConfig(snapshot_every=10_000))  # of step 0 only
+    with (
+        simulation.running(),
+        DistributedSGD(TASK.creator(), 3, strategy=strategy, run_config=config) as trainer,
+    ):
+        trainer.fit(
+            steps=20,
+            callbacks=[noting, Killing(), logger],
+            progress=False,
+            validation=Fragile(),
+            evaluate_every=3,
+        )
+        assert noting.heard.count(1) == 2, "nothing was set back"
+        assert [result.step for result in trainer.evaluations] == [3, 6, 9, 12, 15, 18]
+        assert tuple(noting.results) == trainer.evaluations
+        rows = [row for row in trainer.history if row["kind"] in ("step", "evaluation")]
+        assert [row["step"] for row in trainer.history.steps] == list(range(1, 21))
+        places = [(row["step"], row["kind"] == "evaluation") for row in rows]
+        assert places == sorted(places)
+    told = [(row["step"], row["loss"]) for row in rows if row["kind"] == "evaluation"]
+    assert told == [(result.step, result.loss) for result in noting.results]
+    logged = [point for point in logger.points if point.kind == "evaluation"]
+    assert [(point.step, point.values["evaluation/loss"]) for point in logged] == told
+
+
+def test_evaluations_after_a_restore_are_in_the_history_and_logged_once(tmp_path: Path) -> None:
+    logger = Memory()
+    with Simulation(4).running(), trainer_of("ps") as trainer:
+        for steps, saves in ((5, True), (5, False), (10, False)):
+            trainer.fit(
+                steps=steps,
+                callbacks=[logger],
+                progress=False,
+                validation=HELD_OUT,
+                evaluate_every=2,
+            )
+            if saves:
+                trainer.save(tmp_path / "five")
+            elif trainer.stats().step == 10:
+                trainer.restore(tmp_path / "five")
+                assert [row["step"] for row in trainer.history] == [1, 2, 2, 3, 4, 4, 5]
+        trainer.evaluate(HELD_OUT)
+        assert [row["step"] for row in trainer.history.evaluations] == [2, 4, 6, 8, 10, 12, 14, 15]
+        trainer.evaluate(HELD_OUT)  # it says nothing new
+        trainer.evaluate(samples(3))
+        assert [row["samples"] for row in trainer.history.evaluations[-2:]] == [17, 3]
+    logged = [point.step for point in logger.points if point.kind == "evaluation"]
+    assert logged == [2, 4, 6, 8, 10, 12, 14, 15, 15]
+    assert logger.steps == list(range(1, 16))
 
 
 def test_evaluations_belong_to_the_state(tmp_path: Path) -> None:

@@ -264,6 +264,35 @@ def test_steps_that_are_taken_again_after_a_death_are_logged_once() -> None:
         assert logger.points[-1].values["job/deaths"] >= 1
 
 
+def test_what_a_continuing_program_does_before_its_first_fit_is_logged(tmp_path: Path) -> None:
+    class Continued(Memory):
+        def open(self, run: str | None, step: int) -> tuple[str, dict[str, int]]:
+            kinds = ("step", "epoch", "evaluation", "event")
+            return "here", {} if run is None else dict.fromkeys(kinds, step)
+
+    first, second, simulation = Continued(), Continued(), Simulation(11)
+    with (
+        Simulation(10).running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        trainer.fit(steps=5, callbacks=[first], progress=False)
+        trainer.save(tmp_path / "saved")
+    with (
+        simulation.running(),
+        DistributedSGD(TASK.creator(), 2, run_config=run_config()) as trainer,
+    ):
+        trainer.restore(tmp_path / "saved")
+        (victim,) = (p for p in simulation.living() if "worker 1" in str(p))
+        simulation.world.kill(victim, "it was killed. connection error code 2.")
+        for _ in range(3):
+            trainer.step()
+        assert {event.step for event in trainer.stats().events} >= {5}
+        trainer.fit(steps=5, callbacks=[second], progress=False)
+        events = [(e.step, e.line) for e in trainer.stats().events]
+    assert first.steps + second.steps == list(range(1, 14))
+    assert [(p.step, p.text) for p in second.points if p.kind == "event"] == events
+
+
 def test_a_second_logger_of_the_same_run_adds_nothing() -> None:
     first, second = Memory(every=2), Memory()
     with (

@@ -190,7 +190,7 @@ class CheckpointManager:
         return replace(result, step=step, epoch=epoch)
 
     def add(self, result: EvaluationResult) -> None:
-        """Keep an evaluation.
+        """Keep an evaluation, also as a row of the history.
 
         Raises:
             ConfigurationError: it lacks the metric by which checkpoints are compared.
@@ -198,6 +198,7 @@ class CheckpointManager:
         if self._policy is not None and self._policy.best is not None:
             value_of(result, self._policy.best)
         self.evaluations.append(result)
+        self._training.history.evaluated(result.step, result)
 
     @property
     def _best_step(self) -> int | None:

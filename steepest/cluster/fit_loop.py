@@ -12,7 +12,7 @@ from steepest.config.validation import require_choice, require_count
 from steepest.errors import ConfigurationError
 from steepest.observe.display import display
 from steepest.observe.progress import Callback, EventFeed
-from steepest.observe.results import StepResult
+from steepest.observe.results import EvaluationResult, StepResult
 
 _METHODS = (
     *("on_fit_begin", "on_step", "on_event", "on_length", "on_evaluation", "on_epoch_end"),
@@ -22,6 +22,9 @@ _METHODS = (
 #: Takes steps until so many are committed as a function returns, with statistics or without, and
 #: calls another function for each.
 Train = Callable[[Callable[[], int], bool, Callable[[StepResult], None]], None]
+
+#: Evaluates data, without a row in the history.
+Evaluate = Callable[[Any], EvaluationResult]
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,12 @@ class Asked:
 
 
 def fit(
-    sgd: Any, keeping: CheckpointManager, feed: EventFeed, train: Train, asked: Asked
+    sgd: Any,
+    keeping: CheckpointManager,
+    feed: EventFeed,
+    train: Train,
+    evaluate: Evaluate,
+    asked: Asked,
 ) -> StepResult:
     """Train and call callbacks, see `DistributedSGD.fit`; return the last step's result.
 
@@ -72,6 +80,7 @@ def fit(
         keeping: its checkpoints.
         feed: tells callbacks of events.
         train: takes steps.
+        evaluate: evaluates.
         asked: the arguments of `DistributedSGD.fit`.
 
     Raises:
@@ -82,7 +91,7 @@ def fit(
     asked.check(keeping)
     callbacks = [*display(asked.progress), *asked.callbacks]
     end = keeping.ask(asked.steps, asked.epochs)
-    evaluating = Evaluating(sgd, keeping, asked, callbacks)
+    evaluating = Evaluating(sgd, keeping, evaluate, asked, callbacks)
     if (left := end() - keeping.step) <= 0 and not evaluating.is_due:
         return keeping.result()
     with keeping.at_end(), _ended(sgd) as begun:
@@ -118,15 +127,22 @@ class Evaluating:
     Args:
         sgd: the trainer.
         keeping: keeps the results.
+        evaluate: evaluates.
         asked: which data, and how often.
         callbacks: that are called with each result.
     """
 
     def __init__(
-        self, sgd: Any, keeping: CheckpointManager, asked: Asked, callbacks: Sequence[Callback]
+        self,
+        sgd: Any,
+        keeping: CheckpointManager,
+        evaluate: Evaluate,
+        asked: Asked,
+        callbacks: Sequence[Callback],
     ) -> None:
         self._sgd = sgd
         self._keeping = keeping
+        self._evaluate = evaluate
         self._data = asked.validation
         self._every = asked.evaluate_every
         self._callbacks = callbacks
@@ -151,15 +167,21 @@ class Evaluating:
     def evaluate_if_due(self) -> None:
         """Evaluate, keep the result, call callbacks, then keep the state if it is the best so far.
 
+        The result of another step than the one at which it was due, because a death meanwhile has
+        set training back, is passed over: it is due again when that step is taken again.
+
         Raises:
             ConfigurationError: the result lacks the metric by which checkpoints are compared.
         """
-        if self.is_due:
-            result = self._sgd.evaluate(self._data)
-            self._keeping.add(result)
-            for callback in self._callbacks:
-                callback.on_evaluation(self._sgd, result)
-            self._keeping.keep_if_best()
+        if not self.is_due:
+            return
+        step, result = self._keeping.step, self._evaluate(self._data)
+        if result.step != step:
+            return
+        self._keeping.add(result)
+        for callback in self._callbacks:
+            callback.on_evaluation(self._sgd, result)
+        self._keeping.keep_if_best()
 
 
 def check_callbacks(callbacks: object) -> None:

@@ -34,8 +34,8 @@ class Figures(NamedTuple):
 class Sink(Protocol):
     """What is given each row, such as a logger."""
 
-    def take(self, row: Mapping[str, Any]) -> None:
-        """Take a row. It raises nothing."""
+    def take(self, row: Mapping[str, Any], *, old: bool) -> None:
+        """Take a row, `old` if it is of the program before. It raises nothing."""
 
     def flush(self) -> None:
         """Pass on the rows taken so far. It raises nothing."""
@@ -75,10 +75,10 @@ class History(Sequence[dict[str, Any]]):
     - "evaluation": the attributes of `EvaluationResult`.
     - "event": "event" (the kind of `Event`) and "line".
 
-    When steps are taken again, after a death or a `restore`, their rows replace those before, and
-    rows of epochs and evaluations after them are removed. Events stay. With `Checkpoints` the rows
-    are also in the file ``history.jsonl`` beside them, and a program that continues from a checkpoint
-    has those until its step.
+    When steps are taken again after a death, their rows replace those before. Evaluations are not
+    made again: their rows come back with their step. A `restore` removes the rows after its step.
+    Events stay. With `Checkpoints` the rows are also in the file ``history.jsonl`` beside them, and a
+    program that continues from a checkpoint has those until its step.
 
     Memory holds the newest `RunConfig.history_rows` rows, about 1 kB each with two metrics; the file
     has all. An epoch of more steps has in its row what those rows tell.
@@ -99,9 +99,11 @@ class History(Sequence[dict[str, Any]]):
         self._seen = 0  # of these
         self._limit = limit
         self._rows: list[_Row] = []
+        self._awaited: list[_Row] = []  # evaluations after steps that are being taken again
         self._serial = 0
         self._last = -1  # the greatest step of a row that is no event
         self._written = 0  # the serial of the last row in the file
+        self._before = 0  # that of the last row of the program before
         self._sinks: dict[str, Sink] = {}
         self._lock = threading.RLock()
 
@@ -177,18 +179,25 @@ class History(Sequence[dict[str, Any]]):
             self._add("step", result.step, time.time(), result, figures)
             if ends_epoch:
                 self._add("epoch", result.step, time.time(), self._epoch(result.epoch))
+            while self._awaited and self._awaited[0].step <= result.step:
+                row = self._awaited.pop(0)
+                self._add(row.kind, row.step, row.time, row.what)
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
-        """Add an evaluation after so many committed steps."""
+        """Add an evaluation after so many committed steps, unless there is one with the same result."""
         with self._lock:
             self._take_events()
             told = dataclasses.asdict(dataclasses.replace(result, step=step))
-            self._add("evaluation", step, time.time(), told)
+            now = time.time()
+            row = {"kind": "evaluation", "time": now, **told}
+            same = (r for r in self._rows if r.kind == "evaluation" and r.step == step)
+            if all(r.as_dict() | {"time": now} != row for r in same):
+                self._add("evaluation", step, now, told)
 
     def resume(
         self, step: int, runs: Mapping[str, str], rows: Iterable[Mapping[str, Any]] = ()
     ) -> None:
-        """Continue from a checkpoint.
+        """Continue from a checkpoint; rows of later steps are removed, except events.
 
         Args:
             step: of the checkpoint.
@@ -196,10 +205,12 @@ class History(Sequence[dict[str, Any]]):
             rows: of the program before, if this one has none yet.
         """
         with self._lock:
+            self._cut(step + 1)
+            self._awaited.clear()  # they are made again
             for row in rows:
                 what = dict(row)
                 self._add(what.pop("kind"), what.pop("step"), what.pop("time"), what)
-                self._written = self._serial
+                self._written = self._before = self._serial
             self.begun = step
             self.runs = {**runs, **self.runs}
 
@@ -226,12 +237,14 @@ class History(Sequence[dict[str, Any]]):
         if len(self._rows) > self._limit * 1.1:
             del self._rows[: -self._limit]
         for sink in self._sinks.values():
-            sink.take(row.as_dict())
+            sink.take(row.as_dict(), old=False)
 
     def _cut(self, step: int) -> None:
-        """Remove the rows of a step and of later ones, except events."""
+        """Remove the rows of a step and of later ones, except events; keep evaluations for later."""
         if step > self._last:
             return
+        undone = [row for row in self._rows if row.kind == "evaluation" and row.step >= step]
+        self._awaited = [*undone, *self._awaited]
         self._rows = [row for row in self._rows if row.kind == "event" or row.step < step]
         self._last = step - 1
 
@@ -279,8 +292,9 @@ class History(Sequence[dict[str, Any]]):
     def follow(self, key: str, sink: Sink) -> None:
         """Give a sink all rows that there are, and each row from now on."""
         with self._lock:
-            for row in self[:]:
-                sink.take(row)
+            self._take_events()
+            for row in self._rows:
+                sink.take(row.as_dict(), old=row.serial <= self._before)
             self._sinks[key] = sink
 
     def flush(self) -> None:

@@ -67,7 +67,9 @@ class Logger(Callback):
         self._clock = clock
         self._due = clock() + seconds
         self._points: list[Point] = []
-        self._done: dict[str, int] = {}  # by kind of row, the greatest step that is logged
+        # by kind of row: until which step all is logged, and, but for events, the greatest step taken
+        self._done: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
         self._deaths = 0
         self._mark = (0.0, 0)  # seconds and samples, from which the rate is counted
         self._samples = 0
@@ -80,7 +82,7 @@ class Logger(Callback):
 
         Args:
             run: the id of the run to continue; None for a new one.
-            step: the number of steps that the run had at the checkpoint, and since.
+            step: the number of steps at the checkpoint; 0 for a new run.
 
         Returns:
             The run's id, and by kind of row ("step", "evaluation", ...) the greatest step that the
@@ -102,8 +104,7 @@ class Logger(Callback):
         history: History = sgd.history
         if history.is_followed(self.key):
             return
-        last: int = max([history.begun, *(row["step"] for row in history.steps)])
-        history.runs[self.key], done = self.open(history.runs.get(self.key), last)
+        history.runs[self.key], done = self.open(history.runs.get(self.key), history.begun)
         self._done = dict(done)
         history.follow(self.key, self)
 
@@ -113,9 +114,18 @@ class Logger(Callback):
 
     # -- a sink of the history -----------------------------------------------------------------
 
-    def take(self, row: Mapping[str, Any]) -> None:
-        """Take a row, unless the run has it already."""
+    def take(self, row: Mapping[str, Any], *, old: bool = False) -> None:
+        """Take a row, unless the run has it already.
+
+        Args:
+            row: of the history.
+            old: whether it is of the program before; events of this program are new, at whichever
+                step.
+        """
         kind, step = row["kind"], row["step"]
+        if kind == "step" and step <= self._seen.get(kind, -1):  # again, and so is what follows
+            for each, last in self._seen.items():
+                self._done[each] = max(last, self._done.get(each, -1))
         values = dict(_numbers(row, "train" if kind == "step" else kind))
         if kind == "event":
             self._deaths += row["event"] in _DEATHS
@@ -123,10 +133,11 @@ class Logger(Callback):
             values |= self._rate(row) if kind == "step" else {}
         if kind in ("step", "event"):
             values["job/deaths"] = float(self._deaths)
-        if step <= self._done.get(kind, -1) or (kind == "step" and step % self._every):
+        if kind != "event":
+            self._seen[kind] = max(step, self._seen.get(kind, -1))
+        has = step <= self._done.get(kind, -1) and (kind != "event" or old)
+        if has or (kind == "step" and step % self._every):
             return
-        if kind in ("step", "epoch"):  # taken again, they are not logged again
-            self._done[kind] = step
         self._points.append(Point(kind, step, row["time"], values, row.get("line", "")))
         if self._clock() >= self._due:
             self.flush()
