@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from steepest import (
 from steepest.testing.simulation import Simulation, pause, run_config
 from tests.reference import same_bits
 from tests.simulated_programs import TASK, quiet
+from tests.test_loggers import Memory
 
 SYNCHRONOUS: list[Any] = [
     ParameterServerStrategy(num_servers=2, chunk_bytes=32),
@@ -88,6 +90,33 @@ def test_the_steps_are_those_of_an_undisturbed_run(strategy: Any) -> None:
                 trainer.fit(steps=60, progress=False)
             found.append(trainer.weights())
     assert same_bits(*found)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_history_loggers_and_progress_have_each_step_once(
+    strategy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = Memory()
+    with (
+        Simulation(6).running(),
+        DistributedSGD(TASK.creator(), 2, strategy=strategy, run_config=run_config()) as trainer,
+    ):
+        stopping = Stopping()
+        last = trainer.fit(steps=1000, callbacks=[stopping, logger], progress="lines").step
+        again = Stopping(last + 20)
+        end = trainer.fit(steps=500, callbacks=[again, logger], progress="lines").step
+        assert end > last
+        for steps in (
+            [row["step"] for row in trainer.history.steps],
+            logger.steps,
+            stopping.steps + again.steps,
+        ):
+            assert steps == list(range(1, end + 1))
+    lines = capsys.readouterr().err.splitlines()
+    ended = [re.search(r"step (\d+) \((\d+)/(\d+), took ", line) for line in lines]
+    assert [tuple(map(int, found.groups())) for found in ended if found] == [
+        (last, last, 1000), (end, end - last, 500),
+    ]  # fmt: skip
 
 
 def test_another_thread_stops_a_long_step() -> None:
