@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -14,8 +15,8 @@ from steepest.config.run import cluster_address
 from steepest.errors import SteepestError
 
 _ENOUGH = 0.95  # accuracy, of the demo
-_SECONDS = 12.0  # after which the doctor tries no further strategy
-_LEAST_SECONDS = 8.0  # that workers have to start, however late it is
+_SECONDS = 15.0  # that the doctor takes
+_LAST_SECONDS = 12.0  # after which it tries no further strategy: processes take time to end
 _TRIED = ("allreduce", "local", "simple", "ps", "async", "ssp")  # servers start once, for the last
 
 
@@ -47,88 +48,111 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def doctor() -> int:
     """Print what Ray, torch and devices there are, and train one step in each strategy.
 
-    Each line is printed before what it announces is done. The first strategy is always tried;
-    others that are not reached within `_SECONDS` are left out.
+    Each line is printed before what it announces is done. What is not done within `_SECONDS` is
+    left out; then this process ends at once, and with it what it has started.
 
     Returns:
-        The exit status: 0 if every strategy that was tried works.
+        The exit status: 0 if no strategy has failed.
     """
-    say = _Clock()
-    say("importing torch and Ray")
-    import torch
-
-    from steepest import __version__
-    from steepest.cluster.placement import describe_cluster, free_cpus, ray_session
-
-    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
-    say(f"steepest {__version__}, Python {platform.python_version()} on {machine}")
-    say(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"{torch.cuda.device_count()} GPUs"
-    )
-    say("connecting to Ray" if cluster_address() else "starting Ray")
-    with ray_session():
-        say(describe_cluster())
-        load, processors = os.getloadavg()[0], os.cpu_count() or 1
-        busy = load > processors
-        if busy:
-            say(f"this machine is busy (load {load:.1f}): one worker instead of two")
-        well = _try_strategies(say, 1 if busy else max(1, min(2, free_cpus())))
-        say("ending")
-    say("what was tried works: all is well" if well else "something is wrong, see above")
-    return 0 if well else 1
-
-
-def _try_strategies(say: _Clock, workers: int) -> bool:
-    """Take a step in each strategy, with the same processes; return whether all work."""
-    import numpy as np
-
-    from steepest.config.run import DeadlineConfig, FailureConfig, RunConfig
-    from steepest.models.numpy import NumpyLogisticRegression
-    from steepest.trainer import DistributedSGD
-
-    def model_creator(worker_index: int, device_index: int) -> NumpyLogisticRegression:
-        return NumpyLogisticRegression((np.eye(8), np.arange(8) % 2), classes=2, batch_size=2)
-
-    limit = max(_SECONDS - say.seconds, _LEAST_SECONDS)
-    run_config = RunConfig(
-        failure=FailureConfig(max_failures=0, spares=0, snapshot_every=0),
-        deadlines=DeadlineConfig(start=limit / 5, step=limit, call=limit),  # all starts within 5
-    )
-    # each change of strategy is news to a user of a trainer, but not here
-    logging.getLogger("steepest").setLevel(logging.ERROR)
-    well, sgd = True, None
-    say(f"starting {workers} {_noun(workers)}, within {limit:.0f} s")
+    checkup = _Checkup()
+    late = threading.Timer(_SECONDS, checkup.give_up)
+    late.daemon = True
+    late.start()
     try:
-        for number, strategy in enumerate(_TRIED):
-            if number > 0 and say.seconds > _SECONDS:
-                say(f"  {', '.join(_TRIED[number:])}: not tried, {_SECONDS:g} s are over")
-                break
-            try:
-                if sgd is None:
-                    sgd = DistributedSGD(
-                        model_creator, workers, strategy=strategy, run_config=run_config
-                    )
-                else:
-                    sgd.set_strategy(strategy)
-                result = sgd.step()
-                say(
-                    f"  {strategy:<9} {workers} {_noun(workers)}: one step, loss {result.loss:.4f}: works"
-                )
-            except SteepestError as error:
-                well = False
-                say(f"  {strategy:<9} {workers} {_noun(workers)}: {type(error).__name__}: {error}")
-                if sgd is not None:
-                    sgd.shutdown()
-                    sgd = None
+        return checkup.run()
     finally:
-        if sgd is not None:
-            sgd.shutdown()
-    return well
+        late.cancel()
 
 
-def _noun(workers: int) -> str:
-    return "worker" if workers == 1 else "workers"
+class _Checkup:
+    """What the doctor does, and how far it has come."""
+
+    def __init__(self) -> None:
+        self._say = _Clock()
+        self._untried = list(_TRIED)
+        self._failed = False
+
+    def run(self) -> int:
+        """Do all; return the exit status."""
+        say = self._say
+        say("importing torch and Ray")
+        import torch
+
+        from steepest import __version__
+        from steepest.cluster.placement import describe_cluster, free_cpus, ray_session
+
+        machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
+        say(f"steepest {__version__}, Python {platform.python_version()} on {machine}")
+        say(
+            f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
+            f"{torch.cuda.device_count()} GPUs"
+        )
+        say("connecting to Ray" if cluster_address() else "starting Ray")
+        with ray_session():
+            say(describe_cluster())
+            load, processors = os.getloadavg()[0], os.cpu_count() or 1
+            busy = load > processors
+            if busy:
+                say(f"this machine is busy (load {load:.1f}): one worker instead of two")
+            self._try_strategies(1 if busy else max(1, min(2, free_cpus())))
+            say("ending")
+        return self._conclude()
+
+    def _try_strategies(self, workers: int) -> None:
+        """Take a step in each strategy, with the same processes."""
+        import numpy as np
+
+        from steepest.config.run import FailureConfig, RunConfig
+        from steepest.models.numpy import NumpyLogisticRegression
+        from steepest.trainer import DistributedSGD
+
+        def model_creator(worker_index: int, device_index: int) -> NumpyLogisticRegression:
+            return NumpyLogisticRegression((np.eye(8), np.arange(8) % 2), classes=2, batch_size=2)
+
+        config = RunConfig(failure=FailureConfig(max_failures=0, spares=0, snapshot_every=0))
+        # each change of strategy is news to a user of a trainer, but not here
+        logging.getLogger("steepest").setLevel(logging.ERROR)
+        sgd, shown = None, f"{workers} {'worker' if workers == 1 else 'workers'}"
+        self._say(f"starting {shown}")
+        try:
+            while self._untried and self._say.seconds < _LAST_SECONDS:
+                strategy = self._untried[0]
+                try:
+                    if sgd is None:
+                        sgd = DistributedSGD(
+                            model_creator, workers, strategy=strategy, run_config=config
+                        )
+                    else:
+                        sgd.set_strategy(strategy)
+                    loss = sgd.step().loss
+                    self._say(f"  {strategy:<9} {shown}: one step, loss {loss:.4f}: works")
+                except SteepestError as error:
+                    self._failed = True
+                    self._say(f"  {strategy:<9} {shown}: {type(error).__name__}: {error}")
+                    if sgd is not None:
+                        sgd.shutdown()
+                        sgd = None
+                self._untried.pop(0)
+        finally:
+            if sgd is not None:
+                sgd.shutdown()
+
+    def give_up(self) -> None:
+        """Say what there was no time for, and end this process."""
+        status = self._conclude()
+        sys.stdout.flush()
+        os._exit(status)  # Ray's processes end with this one
+
+    def _conclude(self) -> int:
+        """Say what was tried, and what not; return the exit status."""
+        tried = len(self._untried) < len(_TRIED)
+        if self._untried:
+            self._say(f"no time for {', '.join(self._untried)}: {_SECONDS:g} s are all it takes")
+        if self._failed:
+            self._say("something is wrong, see above")
+        else:
+            self._say("what was tried works: all is well" if tried else "nothing was tried")
+        return 1 if self._failed else 0
 
 
 class _Clock:
