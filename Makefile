@@ -1,6 +1,7 @@
 # make demo: install and train; make test: the tests, in five minutes; make test-cluster: those that start Ray clusters
 # of their own, or take long; make bench-check: those of the benchmarks; make test-full: all of them, with whole products
-# of settings and ten times as many random examples, in some hours.
+# of settings and ten times as many random examples, in some hours; make test-loggers: TensorBoard and the other trackers,
+# which it installs.
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die;
 # make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check and
@@ -13,12 +14,21 @@ PYTEST := $(BIN)/python -m pytest
 # also where the environment says otherwise: the tests start many processes, which would compile the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-cluster bench-check test-full mutants coverage check bench soak clean
+.PHONY: demo test test-cluster test-loggers bench-check test-full mutants coverage check bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
+
+# trackers want other versions of what torch and Ray want, so they have an environment of their own
+$(VENV)-loggers/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)-loggers/bin/python || $(PYTHON) -m venv $(VENV)-loggers
+	$(VENV)-loggers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,loggers]"
+	touch $(VENV)-loggers/.installed
+
+test-loggers: $(VENV)-loggers/.installed
+	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/test_real_loggers.py tests/test_loggers.py
 
 demo: $(STAMP)
 	$(BIN)/steepest demo
@@ -57,4 +67,4 @@ soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes 10
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-loggers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,6 +19,7 @@ from steepest.observe.progress import Callback
 log = logging.getLogger(__name__)
 _CHUNK = 40  # points passed on at once: fewer than 1,000 numbers, which is what MLflow takes
 _DEATHS = ("replaced", "left", "recovered")
+_GROUPS = {"step": "train", "epoch": "epoch", "evaluation": "evaluation", "event": "event"}
 
 
 class Point(NamedTuple):
@@ -129,10 +130,8 @@ class Logger(Callback):
         values = dict(_numbers(row, "train" if kind == "step" else kind))
         if kind == "event":
             self._deaths += row["event"] in _DEATHS
-        else:
-            values |= self._rate(row) if kind == "step" else {}
-        if kind in ("step", "event"):
-            values["job/deaths"] = float(self._deaths)
+        elif kind == "step":
+            values |= self._rate(row) | {"job/deaths": float(self._deaths)}
         if kind != "event":
             self._seen[kind] = max(step, self._seen.get(kind, -1))
         has = step <= self._done.get(kind, -1) and (kind != "event" or old)
@@ -243,8 +242,7 @@ class TensorBoard(Logger):
         purge = None if run is None else step + 1
         suffix = f".{step:012}"  # names have seconds: a quick successor's would be the same
         self._writer = module.SummaryWriter(name, purge_step=purge, filename_suffix=suffix)
-        kinds = ("step", "epoch", "evaluation", "event")
-        return name, {} if run is None else dict.fromkeys(kinds, step)
+        return name, {} if run is None else dict.fromkeys(_GROUPS, step)
 
     def log(self, points: Sequence[Point]) -> None:
         """Write scalars, and the lines of events."""
@@ -265,7 +263,8 @@ class MLflow(Logger):
 
     Args:
         experiment: its name; made if it does not exist.
-        uri: of the tracking server, or of a folder; None for MLflow's own setting.
+        uri: of the tracking server, or of a database, such as "sqlite:///mlflow.db"; None for MLflow's
+            own setting.
         run_name: of a new run; None for one that MLflow chooses.
         settings: as of `Logger`.
     """
@@ -317,6 +316,9 @@ class MLflow(Logger):
 class WandB(Logger):
     """Log to a run of Weights & Biases.
 
+    Offline, where a run cannot be asked which steps it has, the directory of each program has the
+    whole history: synchronize the last one only.
+
     Args:
         project: its name; None for the one that wandb chooses.
         init: more arguments of ``wandb.init``, such as ``{"entity": ..., "config": ...}``.
@@ -336,7 +338,7 @@ class WandB(Logger):
         which = {} if run is None else {"id": run, "resume": "allow"}
         module = _load("WandB", "wandb")
         self._run = module.init(project=self._project, **(self._init | which))
-        for group in ("train", "epoch", "evaluation", "event"):
+        for group in _GROUPS.values():
             self._run.define_metric(f"{group}/*", step_metric=f"{group}/step")
         for group in ("job", "seconds"):
             self._run.define_metric(f"{group}/*", step_metric="train/step")
@@ -370,12 +372,27 @@ class Trackio(Logger):
         self._run: Any = None
 
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
-        """Begin a run, or continue one, which has all until the checkpoint."""
+        """Begin a run, or continue one and look which steps it has, if it is on this machine."""
         which = {} if run is None else {"name": run, "resume": "allow"}
         module = _load("Trackio", "trackio")
         self._run = module.init(self._project, **(self._init | which))
-        kinds = ("step", "epoch", "evaluation", "event")
-        return self._run.name, {} if run is None else dict.fromkeys(kinds, step)
+        return self._run.name, {} if run is None else self._logged(step)
+
+    def _logged(self, step: int) -> dict[str, int]:
+        """Return by kind of row the greatest step that the run has; elsewhere that of the checkpoint."""
+        try:
+            storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+            if not self._run._is_local:
+                return dict.fromkeys(_GROUPS, step)
+            found = {
+                f"{group}/step": storage.get_metric_values(
+                    self._project, self._run.name, f"{group}/step", run_id=self._run.id
+                )
+                for group in _GROUPS.values()
+            }
+        except (ImportError, AttributeError, TypeError):  # another version, without these methods
+            return dict.fromkeys(_GROUPS, step)
+        return _steps({name: rows[-1]["value"] for name, rows in found.items() if rows})
 
     def log(self, points: Sequence[Point]) -> None:
         """Log each point."""
@@ -389,6 +406,5 @@ class Trackio(Logger):
 
 def _steps(logged: Any) -> dict[str, int]:
     """Return by kind of row the greatest step that a run has, which is logged as a number."""
-    groups = {"step": "train", "epoch": "epoch", "evaluation": "evaluation", "event": "event"}
-    found = {kind: logged.get(f"{group}/step") for kind, group in groups.items()}
+    found = {kind: logged.get(f"{group}/step") for kind, group in _GROUPS.items()}
     return {kind: int(step) for kind, step in found.items() if step is not None}
