@@ -99,6 +99,19 @@ def test_rates_are_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "staleness 2.5" in last
 
 
+def test_steps_that_are_taken_again_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = stderr(monkeypatch, terminal=False)
+    clock = [0.0]
+    shown = ProgressLines(seconds=0.0, clock=lambda: clock[0])
+    shown.on_fit_begin(Trainer, 10)
+    for number in (21, 22, 23, 24, 22, 23, 24, 25, 26, 27, 28, 29, 30):
+        clock[0] += 1.0
+        shown.on_step(Trainer, step(number))
+    shown.on_fit_end(Trainer)
+    counted = [re.search(r"\((\d+)/10", line)[1] for line in file.getvalue().splitlines()]  # type: ignore[index]
+    assert [int(count) for count in counted] == [1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10]
+
+
 def test_an_evaluation_is_shown_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     file = stderr(monkeypatch, terminal=False)
     shown = ProgressLines(seconds=0.0, clock=lambda: 0.0)

@@ -54,13 +54,14 @@ class Meter:
 
     Attributes:
         steps: that it will take, as far as is known now.
-        done: steps taken.
+        done: steps committed since the begin; less again when a death has undone some.
         evaluation: the last evaluation's result.
     """
 
     def __init__(self, now: float, steps: int) -> None:
         self.steps = steps
         self.done = 0
+        self._before = 0  # steps committed before the first one here
         self.evaluation: EvaluationResult | None = None
         self._samples = 0
         self._stale = False
@@ -70,7 +71,9 @@ class Meter:
 
     def add(self, result: StepResult) -> None:
         """Count a step."""
-        self.done += 1
+        if self._last is None:
+            self._before = result.step - 1
+        self.done = result.step - self._before
         self._samples += result.samples
         self._stale = self._stale or any(result.staleness)
         self._last = result
