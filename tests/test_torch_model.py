@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from test_models import Bound, X, Y, network, same, sgd, torch_model
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from steepest.errors import ConfigurationError, ModelError
-from steepest.models.torch import TorchModel
+from steepest.models.torch import TorchModel, accuracy
 
 # -- torch: parameters ----------------------------------------------------------------------------
 
@@ -279,6 +280,24 @@ def test_samples_are_counted_in_batches_of_any_form(batch: Any, samples: int) ->
         (nn.Linear(3, 2).requires_grad_(False), {}, "nothing to train"),
         (None, {"optimizer": lambda module: None}, "returned NoneType"),
         (None, {"batch_size": None}, "batch_size=None"),
+        (None, {"loss": nn.MSELoss}, r"loss=MSELoss is a class: give MSELoss\(\)"),
+        (None, {"loss": "mse"}, r"loss is of type str: give a function of \(output, target\)"),
+        (
+            None,
+            {"optimizer": sgd(network())},
+            "optimizer is of type SGD: give a function of the module",
+        ),
+        (None, {"optimizer": torch.optim.Adam}, "optimizer=Adam: give a function of the module"),
+        (None, {"optimizer": None}, "optimizer=None: give a function of the module"),
+        (None, {"lr_scheduler": StepLR}, "lr_scheduler=StepLR is a class: give a function"),
+        (None, {"lr_scheduler": StepLR(sgd(network()), 1)}, "lr_scheduler is of type StepLR: give"),
+        (
+            None,
+            {"learning_rate": 0.1},
+            "of type float: give a function of the step.*optimizer's lr=",
+        ),
+        (None, {"metrics": [accuracy]}, r"give functions of \(output, target\) by name"),
+        (None, {"metrics": {"accuracy": 0.5}}, r"give functions of \(output, target\) by name"),
     ],
 )
 def test_models_that_cannot_be_are_refused(

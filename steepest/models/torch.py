@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from steepest.data.sources import Source, as_source
-from steepest.errors import ConfigurationError, ModelError
+from steepest.errors import ModelError
+from steepest.models.arguments import check_functions, check_module, check_precision
 from steepest.models.losses import Loss, call, own_loss, weigh, with_parts
 from steepest.models.names import plain, plainly
 from steepest.models.prefetch import Gates
@@ -75,7 +74,8 @@ class TorchModel:
 
     Raises:
         ModelError: a lazy parameter, a name used twice, nothing to train.
-        ConfigurationError: bad data, batch size, optimizer, schedule, autocast or loss scale.
+        ConfigurationError: bad data, batch size, loss, optimizer, metrics, schedule, autocast or
+            loss scale.
 
     Example:
         >>> import torch, torch.nn.functional as F
@@ -103,8 +103,9 @@ class TorchModel:
         autocast: torch.dtype | None = None,
         loss_scale: float = 1.0,
     ) -> None:
-        _check_module(module)
-        _check_precision(autocast, loss_scale)
+        check_module(module)
+        check_functions(loss, optimizer, metrics, lr_scheduler, learning_rate)
+        check_precision(autocast, loss_scale)
         self._autocast = autocast
         self._loss_scale = float(loss_scale)
         self.module = module
@@ -501,52 +502,6 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(a.element_size(), torch.int64)
     first, other = (t.detach().contiguous().view(-1).view(whole) for t in (a, b.to(a.device)))
     return torch.equal(first, other)
-
-
-def _check_module(module: Any) -> None:
-    """Check that an object is a module that can be trained in several processes.
-
-    Raises:
-        ModelError: it is not.
-    """
-    if not isinstance(module, torch.nn.Module):
-        raise ModelError(f"module is a {type(module).__name__}: give a torch.nn.Module")
-    synchronised = [
-        name for name, child in module.named_modules() if isinstance(child, torch.nn.SyncBatchNorm)
-    ]
-    if synchronised and not (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
-    ):
-        raise ModelError(
-            f"module {synchronised[0]!r} is a SyncBatchNorm, which without a process group of "
-            "torch.distributed "
-            "does not synchronise: use BatchNorm, or a norm without running statistics (GroupNorm, "
-            "LayerNorm)"
-        )
-    if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
-        raise ModelError(
-            f"parameter {lazy[0]!r} is lazy: run the module once before handing it over"
-        )
-
-
-def _check_precision(autocast: Any, loss_scale: Any) -> None:
-    """Check `autocast` and `loss_scale` of a `TorchModel`.
-
-    Raises:
-        ConfigurationError: one of them is out of range.
-    """
-    if autocast not in (None, torch.bfloat16, torch.float16):
-        raise ConfigurationError(
-            f"autocast={autocast!r}: give torch.bfloat16, torch.float16 or None"
-        )
-    if (
-        isinstance(loss_scale, bool)
-        or not isinstance(loss_scale, (int, float))
-        or not 0 < loss_scale < math.inf
-    ):
-        raise ConfigurationError(
-            f"loss_scale={loss_scale!r}: give a positive number, a power of two to be exact"
-        )
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:

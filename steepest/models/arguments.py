@@ -1,0 +1,109 @@
+"""Checks of what a user gives a `TorchModel`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+
+from steepest.errors import ConfigurationError, ModelError
+
+
+def check_module(module: Any) -> None:
+    """Check that an object is a module that can be trained in several processes.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(f"module is a {type(module).__name__}: give a torch.nn.Module")
+    synchronised = [
+        name for name, child in module.named_modules() if isinstance(child, torch.nn.SyncBatchNorm)
+    ]
+    if synchronised and not (
+        torch.distributed.is_available() and torch.distributed.is_initialized()
+    ):
+        raise ModelError(
+            f"module {synchronised[0]!r} is a SyncBatchNorm, which without a process group of "
+            "torch.distributed "
+            "does not synchronise: use BatchNorm, or a norm without running statistics (GroupNorm, "
+            "LayerNorm)"
+        )
+    if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
+        raise ModelError(
+            f"parameter {lazy[0]!r} is lazy: run the module once before handing it over"
+        )
+
+
+def check_functions(
+    loss: Any, optimizer: Any, metrics: Any, lr_scheduler: Any, learning_rate: Any
+) -> None:
+    """Check the functions of a `TorchModel`, each of which is easily mistaken for its result.
+
+    Raises:
+        ConfigurationError: one of them is no function, or the class of what it should return.
+    """
+    if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
+        raise ConfigurationError(f"loss={loss.__name__} is a class: give {loss.__name__}()")
+    _check_function("loss", loss, "(output, target)", "torch.nn.functional.cross_entropy")
+    example = "lambda module: torch.optim.SGD(module.parameters(), lr=0.1)"
+    if optimizer is None or (
+        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    ):
+        raise ConfigurationError(
+            f"optimizer={getattr(optimizer, '__name__', None)}: give a function of the module, "
+            f"such as {example}"
+        )
+    _check_function("optimizer", optimizer, "the module", example)
+    example = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+    if isinstance(lr_scheduler, type) and issubclass(lr_scheduler, LRScheduler):
+        raise ConfigurationError(
+            f"lr_scheduler={lr_scheduler.__name__} is a class: give a function of the optimizer, "
+            f"such as {example}"
+        )
+    _check_function("lr_scheduler", lr_scheduler, "the optimizer", example)
+    _check_function(
+        "learning_rate",
+        learning_rate,
+        "the step",
+        "lambda step: 0.1 / (1 + step); a rate that stays the same is the optimizer's lr=",
+    )
+    if metrics is not None and not (
+        isinstance(metrics, Mapping) and all(map(callable, metrics.values()))
+    ):
+        raise ConfigurationError(
+            f"metrics={metrics!r:.80}: give functions of (output, target) by name, such as "
+            '{"accuracy": steepest.accuracy}'
+        )
+
+
+def _check_function(name: str, value: Any, arguments: str, example: str) -> None:
+    if value is not None and not callable(value):
+        raise ConfigurationError(
+            f"{name} is of type {type(value).__name__}: give a function of {arguments}, such as "
+            f"{example}"
+        )
+
+
+def check_precision(autocast: Any, loss_scale: Any) -> None:
+    """Check `autocast` and `loss_scale` of a `TorchModel`.
+
+    Raises:
+        ConfigurationError: one of them is out of range.
+    """
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ConfigurationError(
+            f"autocast={autocast!r}: give torch.bfloat16, torch.float16 or None"
+        )
+    if (
+        isinstance(loss_scale, bool)
+        or not isinstance(loss_scale, (int, float))
+        or not 0 < loss_scale < math.inf
+    ):
+        raise ConfigurationError(
+            f"loss_scale={loss_scale!r}: give a positive number, a power of two to be exact"
+        )
