@@ -195,10 +195,15 @@ def check_possible(
         if bundle.get("GPU") and not any(total.get("GPU") for total in totals)
         else ""
     )
+    share = (
+        f" let them share cores (ray.init(num_cpus={workers * bundle['CPU']:g}) before),"
+        if set(bundle) == {"CPU"}
+        else ""
+    )
     raise ResourcesError(
         f"{workers} workers never fit: asked {_asked(workers, bundle)}, each worker's on one node, "
         f"and all that this Ray has is {total}, {fit} workers' worth, which no node will join; ask "
-        f"for fewer workers,{gpu} or connect to "
+        f"for fewer workers,{gpu}{share} or connect to "
         "a larger cluster first: ray.init(address=...)"
     )
 
