@@ -45,7 +45,6 @@ from steepest.engine.commit_log import CommitLog
 from steepest.engine.job import Job, ModelCreator
 from steepest.engine.replicas import Replicas, WorkerResult
 from steepest.errors import ConfigurationError, ShutdownError
-from steepest.models.protocol import Model
 from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, Stats, StepResult
@@ -389,10 +388,13 @@ class DistributedSGD(Steering):
         with self._idle():
             return self._on_workers(fn, view=True, what=f"run the function {name_of(fn)}")
 
-    def foreach_model(self, fn: Callable[[Model], T]) -> list[T]:
+    def foreach_model(self, fn: Callable[[Any], T]) -> list[T]:
         """Run a function on every replica, in its process, between steps; return the results.
 
         They are in the order of workers and devices. It raises as `foreach_worker` does.
+
+        Args:
+            fn: takes a model that `model_creator` has made.
         """
         with self._idle():
             parts = self._on_workers(
@@ -400,10 +402,13 @@ class DistributedSGD(Steering):
             )
             return [result for part in parts for result in part]
 
-    def for_model(self, fn: Callable[[Model], T]) -> T:
+    def for_model(self, fn: Callable[[Any], T]) -> T:
         """Run a function on the first replica only, and return its result.
 
         It raises as `foreach_worker` does.
+
+        Args:
+            fn: takes the model that `model_creator` has made.
         """
         with self._idle():
             what = f"run the function {name_of(fn)}"

@@ -37,8 +37,8 @@ def node(cpus: float, gpus: float = 0.0, alive: bool = True) -> dict[str, Any]:
     [
         (8, CPU, [node(2)], r"8 workers never fit: asked {CPU: 8}.* is {CPU: 2}, 2 workers' worth"),
         (3, CPU, [node(2)], r"share cores \(ray.init\(num_cpus=3\) before\), or connect"),
-        (1, CPU, [node(0)], "1 workers never fit"),
-        (1, CPU, [], "1 workers never fit"),
+        (1, CPU, [node(0)], "1 worker never fits"),
+        (1, CPU, [], "1 worker never fits"),
         (1, {"CPU": 1.0, "GPU": 1.0}, [node(8)], "fewer workers, with gpu=False, or connect"),
         (
             3,

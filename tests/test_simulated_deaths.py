@@ -58,6 +58,7 @@ FOUND = {
     51205: "counters were asked for in the middle of a change",
     61036: "a snapshot of before another strategy counted updates as this strategy does",
     80029: "servers' successors fell silent, and survivors too, while these were awaited",
+    120740: "a log had the commits of a state that was given up by a restore beside those since",
     62845: "the last holder of a chunk died after it was decided that nothing is lost",
     60174: "and were those of a coordinator that had no state yet",
     41415: "a successor that had joined, and had no weights yet, was asked for the buffers of these",

@@ -200,9 +200,7 @@ class JobState:
             commits = () if last == copy.log.start else copy.found.log
         part = None
         if commits is not None:
-            # a server remembers commits from before weights were set, too
-            known = tuple(each for each in commits if copy.log.start < each.version <= last)
-            part = replace(copy.log, commits=known)
+            part = replace(copy.log, commits=_newest(commits, copy.log.start, last))
         self._logs[copy.part :] = [part]
         self._start = version
 
@@ -559,3 +557,17 @@ class JobState:
         return files.JobSignature(
             described.layout, spec.name, spec.state_flags(), described.samples, buffers
         )
+
+
+def _newest(commits: Sequence[Commit], start: int, last: int) -> tuple[Commit, ...]:
+    """Return the commits of the versions after `start` until `last`.
+
+    A server remembers commits of before weights were set or restored too, perhaps of the same
+    versions: of each version the newest commit counts.
+
+    Args:
+        commits: oldest first.
+        start, last: versions.
+    """
+    newest = {commit.version: commit for commit in commits}
+    return tuple(newest[version] for version in range(start + 1, last + 1) if version in newest)

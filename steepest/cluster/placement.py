@@ -200,8 +200,9 @@ def check_possible(
         if set(bundle) == {"CPU"}
         else ""
     )
+    never_fit = "worker never fits" if workers == 1 else "workers never fit"
     raise ResourcesError(
-        f"{workers} workers never fit: asked {_asked(workers, bundle)}, each worker's on one node, "
+        f"{workers} {never_fit}: asked {_asked(workers, bundle)}, each worker's on one node, "
         f"and all that this Ray has is {total}, {fit} workers' worth, which no node will join; ask "
         f"for fewer workers,{gpu}{share} or connect to "
         "a larger cluster first: ray.init(address=...)"
