@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,7 @@ def test_a_run_that_went_on_from_a_checkpoint_is_replayed_from_there(
     assert same_bits(replay(log, task.creator(), tmp_path), weights)
     with pytest.raises(ConfigurationError, match="checkpoint="):
         replay(log, task.creator())
+    with pytest.raises(
+        ConfigurationError, match="begins at version 0, the checkpoint is of version"
+    ):
+        replay(replace(log, start=0, commits=()), task.creator(), tmp_path)

@@ -82,6 +82,7 @@ class _Carried(NamedTuple):
         differing: frozen parameters whose values differ between replicas.
         state: of the optimizer.
         plain: keys of the state that are plain numbers.
+        step: of the checkpoint that it was read from, if it was.
     """
 
     weights: dict[str, torch.Tensor]
@@ -89,6 +90,7 @@ class _Carried(NamedTuple):
     differing: list[str]
     state: dict[str, torch.Tensor]
     plain: list[str]
+    step: int | None = None
 
     @classmethod
     def of(cls, saved: files.Checkpoint) -> _Carried:
@@ -104,7 +106,8 @@ class _Carried(NamedTuple):
                 "there needs workers that are alike"
             )
         mean = Tensors(saved.weights)
-        return cls(dict(saved.weights), mean, [], saved.optimizer, saved.about["plain"])
+        state = saved.optimizer, saved.about["plain"]
+        return cls(dict(saved.weights), mean, [], *state, saved.about["step"])
 
 
 def _is_mean(name: str, value: torch.Tensor, saved: files.Checkpoint) -> bool:
@@ -142,6 +145,13 @@ class _Run:
                 "needs a run from its beginning, or checkpoint=, from which it went on"
             )
         models, self._job = _models_and_job(log, model_creator)
+        if carried is not None and carried.step is not None:
+            saved = self._job.version_of(carried.step)
+            if saved != log.start:
+                raise ConfigurationError(
+                    f"the log begins at version {log.start}, the checkpoint is of version {saved}: "
+                    "give the one from which the run went on last"
+                )
         if carried is not None and (
             self._job.compresses or isinstance(log.strategy, LocalStrategy)
         ):
