@@ -12,6 +12,7 @@ from torch import nn
 
 from steepest import TorchModel
 from steepest.errors import ModelError
+from steepest.models.losses import weigh
 from steepest.testing import InProcessCluster
 from tests.reference import Task, difference, perceptron, samples, sgd
 
@@ -40,6 +41,14 @@ def test_several_losses_are_added_up_and_told_by_name(weighted: bool) -> None:
     for result in results:
         assert result.metrics.keys() == {"square", "absolute"}
         assert sum(result.metrics.values()) == pytest.approx(result.loss, rel=1e-12)
+
+
+def test_a_batch_of_images_of_different_sizes_has_as_many_samples_as_targets() -> None:
+    images = [torch.ones(3, 8, 6), torch.ones(3, 5, 9)]
+    targets = [{"labels": torch.tensor([1])}, {"labels": torch.tensor([0, 2])}]
+    for batch in ((images, targets), [tuple(images), tuple(targets)]):
+        _, _, samples, weight = weigh(batch, torch.zeros((), requires_grad=True))
+        assert (samples, weight) == (2, 2.0)
 
 
 def test_losses_by_name_are_those_of_an_evaluation_too() -> None:

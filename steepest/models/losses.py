@@ -93,7 +93,14 @@ def with_parts(parts: Mapping[str, torch.Tensor], metrics: Mapping[str, float]) 
 
 
 def _count(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first array, or first list."""
+    """Return the number of samples in a batch: the length of its first array, or first list.
+
+    A list of dicts, such as a detector's targets, has one for each sample, whose images may then
+    be a list too.
+    """
+    for part in batch if isinstance(batch, (tuple, list)) else ():
+        if isinstance(part, (tuple, list)) and part and isinstance(part[0], Mapping):
+            return len(part)
     arrays = (len(leaf) for leaf in _leaves(batch) if getattr(leaf, "ndim", 0))
     lists = (len(leaf) for leaf in _leaves(batch) if isinstance(leaf, (tuple, list)))
     return next(arrays, next(lists, 1))
