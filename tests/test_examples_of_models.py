@@ -44,7 +44,7 @@ def test_a9a_comes_near_its_optimum(examples: dict[str, Any]) -> None:
 
 
 @needs_a9a
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_a9a_comes_to_its_optimum(examples: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ def test_a_gan_finds_clusters(examples: dict[str, Any]) -> None:
     assert share > 0.2  # of a square with all clusters they cover 0.11
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_gan_finds_all_clusters(examples: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ def test_the_transformer_soon_knows_more_than_how_frequent_characters_are(
 
 
 @needs_shakespeare
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_transformer_comes_as_far_as_it_says(examples: dict[str, Any]) -> None:
