@@ -44,7 +44,9 @@ def test_a_worker_alone_is_no_straggler() -> None:
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_the_coordinator_keeps_the_pace_of_every_worker(name: str) -> None:
     cluster = make(name)
-    trained(cluster, 5)
+    results = trained(cluster, 9)
+    assert {result.samples for result in results} > {1}, "in no step a worker had no samples"
+    assert all((result.timings or {})["compute"] >= 0 for result in results)
     paces = dict(counters(cluster)["paces"])
     assert paces.keys() == {0, 1, 2}
     assert all(pace > 0 for pace in paces.values())

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -466,7 +466,6 @@ class Worker:
         stats: dict[str, Any] = {}
         if self._stats:
             timings = {**result.timings, "wait": self._waited + self._waiting}
-            timings["compute"] -= self._waiting
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         moved = (self._exchange.bytes_pushed, pulled)
         report = Report(
@@ -502,12 +501,11 @@ class Worker:
                 pushes.append(chunk)
                 self._push(*chunk)
 
-            done = _Computed(
-                share,
-                version,
-                self._replicas.compute(share, push, self._stats, self._arrive),
-                pushes,
-            )
+            result = self._replicas.compute(share, push, self._stats, self._arrive)
+            # a worker without samples in this step has waited, and computed nothing
+            computing = max(result.timings["compute"] - self._waiting, 0.0)
+            result = replace(result, timings={**result.timings, "compute": computing})
+            done = _Computed(share, version, result, pushes)
         else:
             self._arrive(None)
             for chunk in done.pushes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -60,9 +61,13 @@ def check_functions(
         )
     _check_function("optimizer", optimizer, "the module", example)
     example = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)"
-    if isinstance(lr_scheduler, type) and issubclass(lr_scheduler, LRScheduler):
+    if (
+        isinstance(lr_scheduler, type)
+        and issubclass(lr_scheduler, LRScheduler)
+        and not _takes_one_argument(lr_scheduler)
+    ):
         raise ConfigurationError(
-            f"lr_scheduler={lr_scheduler.__name__} is a class: give a function of the optimizer, "
+            f"lr_scheduler={lr_scheduler.__name__} needs more than the optimizer: give a function of it, "
             f"such as {example}"
         )
     _check_function("lr_scheduler", lr_scheduler, "the optimizer", example)
@@ -79,6 +84,14 @@ def check_functions(
             f"metrics={metrics!r:.80}: give functions of (output, target) by name, such as "
             '{"accuracy": steepest.accuracy}'
         )
+
+
+def _takes_one_argument(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _check_function(name: str, value: Any, arguments: str, example: str) -> None:

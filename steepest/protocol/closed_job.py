@@ -358,7 +358,8 @@ class ClosedJob:
         for worker, report in reports.items():
             assert isinstance(report, Report)
             self._step.add(report, staleness[worker])
-            state.history.add_timings(worker, report.timings, step)
+            if report.samples:  # at an epoch's end a worker may have none, and computes nothing
+                state.history.add_timings(worker, report.timings, step)
         self._since = self._now if state.version < self.limit else math.inf
         out: Outgoing = []
         if state.rule.together:
