@@ -49,7 +49,7 @@ def ours(
         world,
         router,
         DEADLINE,
-        lambda other: wire.connect(addresses[other]),
+        lambda other, seconds: wire.connect(addresses[other], seconds),
         one_host=one_host,
     )
     tensor = torch.zeros(ELEMENTS).fill_(0.0)

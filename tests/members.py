@@ -75,7 +75,7 @@ def wire_group(
             size,
             router,
             deadline,
-            lambda other, wire=wire: wire.connect(addresses[other]),
+            lambda other, seconds, wire=wire: wire.connect(addresses[other], seconds),
             one_host=one_host,
         )
         for rank, (router, wire) in enumerate(zip(routers, wires, strict=True))

@@ -289,7 +289,11 @@ def test_samples_are_counted_in_batches_of_any_form(batch: Any, samples: int) ->
         ),
         (None, {"optimizer": torch.optim.Adam}, "optimizer=Adam: give a function of the module"),
         (None, {"optimizer": None}, "optimizer=None: give a function of the module"),
-        (None, {"lr_scheduler": StepLR}, "lr_scheduler=StepLR needs more than the optimizer: give a function"),
+        (
+            None,
+            {"lr_scheduler": StepLR},
+            "lr_scheduler=StepLR needs more than the optimizer: give a function",
+        ),
         (None, {"lr_scheduler": StepLR(sgd(network()), 1)}, "lr_scheduler is of type StepLR: give"),
         (
             None,

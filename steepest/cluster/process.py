@@ -404,7 +404,7 @@ class Process:
             len(workers),
             self.router,
             job.step_timeout,
-            lambda other: transport.connect(workers[other], job.step_timeout),
+            lambda other, seconds: transport.connect(workers[other], seconds),
             generation=lambda: worker.newest_generation,
             one_host=AVAILABLE
             and transport.lends

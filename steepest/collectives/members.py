@@ -22,6 +22,7 @@ from steepest.transport.router import Router
 
 _MOST_ROUNDS = 1024
 _LENT = 0  # in `Data.lent`: its payload is lent
+_ABORT_SECONDS = 1.0  # in which a member that waits answers one that connects to tell it of an end
 
 
 @dataclass
@@ -114,7 +115,7 @@ class MemberCollective(Collective):
     Args:
         rank, size, deadline: see `Collective`.
         router: of this process; the role `member_peer(rank)` is hosted on it here.
-        connect: opens a channel to the process of a member of lower rank.
+        connect: opens a channel to the process of a member of lower rank, within some seconds.
         generation: returns the present membership; when it changes, operations in progress end with
             `PeerLostError`, and the collective works again.
         one_host: whether all members share a host and lend each other memory.
@@ -126,7 +127,7 @@ class MemberCollective(Collective):
         size: int,
         router: Router,
         deadline: float,
-        connect: Callable[[int], Channel] | None = None,
+        connect: Callable[[int, float], Channel] | None = None,
         *,
         generation: Callable[[], int] = lambda: 0,
         one_host: bool = False,
@@ -271,14 +272,15 @@ class MemberCollective(Collective):
             self._reach(source)
         return receipt
 
-    def _reach(self, other: int) -> None:
+    def _reach(self, other: int, seconds: float | None = None) -> None:
+        """Connect to a member of lower rank, if there is no channel, within its deadline or so many seconds."""
         if (
             other < self.rank
             and self._connect is not None
             and self._router.channel(member_peer(other)) is None
         ):
             self._router.pump()  # others may wait for earlier messages while this member connects
-            self._router.attach(self._connect(other))
+            self._router.attach(self._connect(other, self.deadline if seconds is None else seconds))
             # The other member sends what it has kept for this one.
             self._deliver(member_peer(other), Connected().pack())
             self._router.pump()
@@ -323,11 +325,14 @@ class MemberCollective(Collective):
             raise PeerLostError("the step was given up: a new generation has begun")
 
     def abort(self, reason: str) -> None:
-        """End every operation in progress, here and at the other members."""
+        """End every operation in progress, here and at the other members.
+
+        Those that wait in one answer at once when this member connects; others are told nothing.
+        """
         self._round().aborted = reason
         for other in self._others():
             with contextlib.suppress(PeerLostError, DeadlineError, ProtocolError):
-                self._reach(other)
+                self._reach(other, min(self.deadline, _ABORT_SECONDS))
         self._tell(reason)
 
     def _tell(self, reason: str) -> None:
