@@ -40,6 +40,7 @@ def table_losses(text: Any) -> tuple[float, float]:
 
 
 @needs_shakespeare
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_transformer_soon_knows_more_than_how_frequent_characters_are(
