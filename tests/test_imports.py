@@ -31,6 +31,30 @@ def test_the_package_alone_imports_neither_torch_nor_ray_nor_numpy() -> None:
     assert run(program) == "[]\n"
 
 
+def test_numba_is_imported_where_tables_are_used_alone() -> None:
+    program = (
+        "import sys, steepest, steepest.trainer; assert 'numba' not in sys.modules\n"
+        "import steepest.tables.shard; print('numba' in sys.modules)"
+    )
+    assert run(program) == "True\n"
+
+
+def test_tables_without_numba_say_what_to_install() -> None:
+    program = (
+        "import sys\nsys.modules['numba'] = None\n"
+        "try:\n    import steepest.tables.shard\n"
+        "except ValueError as error:\n    print(error)"
+    )
+    assert "need numba, which is not installed: pip install 'steepest[embedding]'" in run(program)
+
+
+def test_tables_need_neither_torch_nor_ray() -> None:
+    program = (
+        "import sys, steepest.tables.shard; print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    )
+    assert run(program) == "[]\n"
+
+
 def test_names_and_modules_are_there_when_they_are_asked_for() -> None:
     run(
         "import steepest\n"

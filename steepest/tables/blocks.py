@@ -1,0 +1,107 @@
+"""Rows in one block of memory: values, the optimizer's slots beside them, and what is known of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
+from steepest.tables.memory import Reserved, physical_bytes
+
+FREE = -1  # the version at which a row was written that nobody has
+_MOST = 2**31 - 2
+
+
+@kernel
+def _gather(rows: Floats, numbers: Int32s, values: Floats) -> None:
+    for at in range(len(numbers)):
+        number = numbers[at]
+        if number >= 0:
+            row = rows[number]
+            target = values[at]
+            for column in range(len(target)):
+                target[column] = row[column]
+
+
+@kernel
+def _scatter(rows: Floats, numbers: Int32s, begin: int, values: Floats) -> None:
+    for at in range(len(numbers)):
+        row = rows[numbers[at]]
+        source = values[at]
+        for column in range(len(source)):
+            row[begin + column] = source[column]
+
+
+class Blocks:
+    """The rows of a shard's tables; they never move.
+
+    Attributes:
+        rows: (capacity, dim + slots), of which rows 0 to `top` - 1 have been used.
+        ids, tables: of each row, int64 and int16.
+        written: the version that wrote a row last, int64; `FREE` for a row that is not in use.
+        sightings: how often a row's id was in a push, int32.
+    """
+
+    def __init__(self, dim: int, slots: int, dtype: str, most: int | None = None) -> None:
+        """Reserve room for rows.
+
+        Args:
+            dim: values in a row.
+            slots: of the optimizer, in a row.
+            dtype: of both.
+            most: rows that there will be at most; without it, what the machine's memory holds.
+        """
+        width = dim + slots
+        room = physical_bytes() // (width * np.dtype(dtype).itemsize)
+        most = min(room if most is None else most, _MOST)
+        self._memory = Reserved(most, dtype, width)
+        self._known = [Reserved(most, kind) for kind in (np.int64, np.int16, np.int64, np.int32)]
+        self._free = Reserved(most, np.int32)
+        self.dim, self.top, self.freed = dim, 0, 0
+        self.rows: Floats = self._memory.array.reshape(-1, width)
+        self.ids, self.tables, self.written, self.sightings = (known.array for known in self._known)
+
+    def __len__(self) -> int:
+        return self.top - self.freed
+
+    def require(self, count: int) -> None:
+        """Check that there is room for so many more rows.
+
+        Raises:
+            ResourcesError: there is not.
+        """
+        for memory in (self._memory, *self._known):
+            memory.require(len(self) + count)
+
+    def allocate(self, tables: Int32s, ids: Int64s) -> Int32s:
+        """Return row numbers for ids: those freed last, then fresh ones; all else is the caller's to set."""
+        self.require(len(ids))
+        reused = min(self.freed, len(ids))
+        self.freed -= reused
+        fresh = len(ids) - reused
+        numbers = np.empty(len(ids), np.int32)
+        numbers[:reused] = self._free.array[self.freed : self.freed + reused][::-1]
+        numbers[reused:] = np.arange(self.top, self.top + fresh)
+        self.top += fresh
+        self.ids[numbers], self.tables[numbers] = ids, tables
+        return numbers
+
+    def release(self, numbers: Int32s) -> None:
+        """Take rows out of use."""
+        self._free.array[self.freed : self.freed + len(numbers)] = numbers
+        self.freed += len(numbers)
+        self.written[numbers] = FREE
+
+    def gather(self, numbers: Int32s, values: Floats) -> None:
+        """Copy rows' first columns to `values` (n, columns), where a number is not negative."""
+        _gather(self.rows, read_only(numbers, np.int32), values)
+
+    def scatter(self, numbers: Int32s, values: npt.NDArray[Any], begin: int = 0) -> None:
+        """Copy `values` (n, columns) to rows, from column `begin` on."""
+        _scatter(self.rows, read_only(numbers, np.int32), begin, read_only(values, self.rows.dtype))
+
+    def in_use(self) -> Int32s:
+        """Return the numbers of the rows that are in use, ascending."""
+        return np.flatnonzero(self.written[: self.top] != FREE).astype(np.int32)

@@ -1,0 +1,121 @@
+"""Checks of what tables are asked: table numbers, ids, gradients, hyperparameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from steepest.errors import ConfigurationError
+from steepest.tables.kernels import Floats, Int32s, Int64s, read_only
+
+
+def require_count(name: str, value: object, least: int = 1) -> int:
+    """Return an integer of at least `least`.
+
+    Raises:
+        ConfigurationError: `value` is no such integer; the message begins with `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise ConfigurationError(f"{name}={value!r}: give an integer of at least {least}")
+    return int(value)
+
+
+def require_number(name: str, value: object, low: float = 0.0, high: float = math.inf) -> float:
+    """Return a finite number from `low` to `high`.
+
+    Raises:
+        ConfigurationError: `value` is no such number; the message begins with `name`.
+    """
+    known = isinstance(value, Real) and not isinstance(value, bool)
+    if not known or not math.isfinite(float(value)) or not low <= float(value) <= high:  # type: ignore[arg-type]
+        allowed = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        allowed = "" if low == -math.inf and high == math.inf else f" {allowed}"
+        raise ConfigurationError(f"{name}={value!r:.40}: give a finite number{allowed}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def require_positive(name: str, value: object) -> float:
+    """Return a finite number above 0.
+
+    Raises:
+        ConfigurationError: `value` is no such number; the message begins with `name`.
+    """
+    if require_number(name, value) == 0:
+        raise ConfigurationError(f"{name}={value!r}: give a positive number")
+    return float(value)  # type: ignore[arg-type]
+
+
+def require_ids(name: str, ids: Any) -> Int64s:
+    """Return ids as a contiguous, read-only array of int64.
+
+    Args:
+        name: of the argument, for the error.
+        ids: integers of any width from 0 to 2^63 - 1, of any shape.
+
+    Raises:
+        ConfigurationError: they are no integers, or one is out of range.
+    """
+    found = np.asarray(ids)
+    if found.size == 0 and found.dtype == np.float64:  # an empty list
+        found = found.astype(np.int64)
+    if found.dtype.kind not in "iu":
+        raise ConfigurationError(
+            f"{name} are of {found.dtype}: give integers from 0 to 2^63 - 1 (hash texts first)"
+        )
+    if found.size and (int(found.min()) < 0 or int(found.max()) > 2**63 - 1):
+        wrong = int(found.min()) if int(found.min()) < 0 else int(found.max())
+        raise ConfigurationError(
+            f"{name} hold {wrong}: give integers from 0 to 2^63 - 1; a hash is made one by & (2**63 - 1)"
+        )
+    return read_only(found, np.int64)
+
+
+def require_keys(
+    tables: npt.ArrayLike, ids: npt.ArrayLike, names: Sequence[str]
+) -> tuple[Int32s, Int64s]:
+    """Return table numbers and ids as arrays that kernels take.
+
+    Args:
+        tables: (n,), from 0 to the number of tables less 1.
+        ids: (n,), from 0 to 2^63 - 1.
+        names: of the tables.
+
+    Raises:
+        ConfigurationError: they are not so.
+    """
+    checked = require_ids("ids", ids)
+    numbers = np.asarray(tables)
+    if checked.ndim != 1 or numbers.shape != checked.shape:
+        raise ConfigurationError(
+            f"tables of shape {numbers.shape} and ids of shape {checked.shape}: give two arrays of one "
+            "dimension and the same length"
+        )
+    wrong = numbers.dtype.kind not in "iu" and numbers.size
+    if wrong or (numbers.size and not 0 <= numbers.min() <= numbers.max() < len(names)):
+        raise ConfigurationError(
+            f"tables hold {numbers.min()} to {numbers.max()} of {numbers.dtype}: give the numbers 0 to "
+            f"{len(names) - 1} of {', '.join(map(repr, names))}"
+        )
+    return read_only(numbers, np.int32), checked
+
+
+def require_gradients(gradients: npt.ArrayLike, count: int, dim: int, dtype: str) -> Floats:
+    """Return gradients as an array that kernels take.
+
+    Raises:
+        ConfigurationError: they are not of shape (count, dim), or of another dtype.
+    """
+    found = np.asarray(gradients)
+    if found.shape != (count, dim):
+        raise ConfigurationError(
+            f"gradients of shape {found.shape} for {count} ids of tables of dimension {dim}: give "
+            f"({count}, {dim})"
+        )
+    if found.dtype != dtype:
+        raise ConfigurationError(f"gradients are of {found.dtype}: the tables are of {dtype}")
+    return read_only(found, dtype)

@@ -1,0 +1,133 @@
+"""Hashes of ids: where a row is kept, and which ids of a batch are the same."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from steepest.tables.kernels import Int32s, Int64s, inlined, kernel, read_only
+
+#: SplitMix64's increment: 2^64 divided by the golden ratio, odd.
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_SHARD_SALT = np.uint64(0xD1B54A32D192ED03)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_30, _27, _31, _32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+
+
+@inlined
+def mix(value: np.uint64) -> np.uint64:
+    """Return 64 bits each of which depends on all bits of a value: SplitMix64's finalizer.
+
+    Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014. It is a bijection.
+    """
+    value = (value ^ (value >> _30)) * _FIRST
+    value = (value ^ (value >> _27)) * _SECOND
+    mixed: np.uint64 = value ^ (value >> _31)
+    return mixed
+
+
+def salt_of(name: str, seed: int) -> int:
+    """Return 64 bits for a table: the same on every machine, another for each name and seed."""
+    text = f"{seed}/{name}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@kernel
+def _shards(tables: Int32s, ids: Int64s, count: np.uint64, shards: Int32s) -> None:
+    for at in range(len(ids)):
+        hashed = mix(np.uint64(ids[at]) ^ (_SHARD_SALT * np.uint64(tables[at] + 1)))
+        shards[at] = np.int32(((hashed >> _32) * count) >> _32)
+
+
+def shard_of(tables: Int32s, ids: Int64s, count: int) -> Int32s:
+    """Return the shard, from 0 to `count` - 1, that holds each (table, id).
+
+    Args:
+        tables: (n,), table numbers.
+        ids: (n,), non-negative.
+        count: of shards.
+    """
+    shards = np.empty(len(ids), np.int32)
+    _shards(read_only(tables, np.int32), read_only(ids, np.int64), np.uint64(count), shards)
+    return shards
+
+
+@kernel
+def _distinct(
+    tables: Int32s,
+    ids: Int64s,
+    slots: Int32s,
+    first: Int32s,
+    counts: Int32s,
+    inverse: Int32s,
+) -> int:
+    mask = np.uint64(len(slots) - 1)
+    slots[:] = 0
+    found = 0
+    for at in range(len(ids)):
+        table, key = tables[at], ids[at]
+        slot = (mix(np.uint64(key) ^ (GAMMA * np.uint64(table)))) & mask
+        while True:
+            other = slots[slot] - 1
+            if other < 0:
+                slots[slot] = found + 1
+                first[found], counts[found] = at, 1
+                inverse[at] = found
+                found += 1
+                break
+            if ids[first[other]] == key and tables[first[other]] == table:
+                counts[other] += 1
+                inverse[at] = other
+                break
+            slot = (slot + np.uint64(1)) & mask
+    return found
+
+
+class Distinct:
+    """The distinct (table, id) of a batch, in order of first sight.
+
+    Attributes:
+        tables, ids: (m,), int32 and int64.
+        counts: (m,) int32, how often each occurs in the batch.
+        inverse: (n,) int32, of each (table, id) of the batch its place in `tables` and `ids`.
+    """
+
+    def __init__(self, tables: npt.NDArray[np.integer], ids: npt.NDArray[np.integer]) -> None:
+        of, keys = read_only(tables, np.int32), read_only(ids, np.int64)
+        size = len(keys)
+        slots = np.empty(1 << max(3, (2 * size - 1).bit_length()), np.int32)
+        first, counts = np.empty(size, np.int32), np.empty(size, np.int32)
+        self.inverse = np.empty(size, np.int32)
+        found = _distinct(of, keys, slots, first, counts, self.inverse)
+        self.tables: Int32s = of[first[:found]]
+        self.ids: Int64s = keys[first[:found]]
+        self.counts = counts[:found]
+
+
+@kernel
+def _add_up(
+    rows: npt.NDArray[np.floating], inverse: Int32s, sums: npt.NDArray[np.floating]
+) -> None:
+    for at in range(len(inverse)):
+        target = sums[inverse[at]]
+        row = rows[at]
+        for column in range(len(row)):
+            target[column] += row[column]
+
+
+def add_up(rows: npt.NDArray[np.floating], inverse: Int32s, count: int) -> npt.NDArray[np.floating]:
+    """Return the sums of rows with the same number, added in the order in which they stand.
+
+    Args:
+        rows: (n, dim).
+        inverse: (n,), from 0 to `count` - 1.
+        count: of the sums.
+
+    Returns:
+        (count, dim), of the dtype of `rows`.
+    """
+    sums = np.zeros((count, rows.shape[1]), rows.dtype)
+    _add_up(read_only(rows, rows.dtype), read_only(inverse, np.int32), sums)
+    return sums

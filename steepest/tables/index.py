@@ -1,0 +1,269 @@
+"""From (table, id) to row number: a hash index that grows a segment at a time.
+
+An entry is an id of 8 bytes and a row number of 4; five of them and a count fill a bucket, which is
+a cache line. 512 buckets are a segment. A table's directory maps the first bits of a hash to
+segments (extendible hashing: Fagin, Nievergelt, Pippenger, Strong 1979). A segment that is 85 % full is
+split in two, which takes microseconds, and nothing else moves: no request waits for a table to be
+copied. Segments would all fill at the same time; so hashes are spread unevenly (spiral hashing:
+Martin 1979), such that at any time some segments have just been split and others will be soon, and the
+whole is always 63 % full, or 20 bytes for an entry.
+
+A bucket's count says how many entries went past it because it was full (F14's way), so that a search
+ends at once in most buckets, and a removal leaves no trace.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from steepest.errors import ResourcesError
+from steepest.tables.hashing import mix
+from steepest.tables.kernels import Int32s, Int64s, inlined, kernel, read_only
+from steepest.tables.memory import Reserved, physical_bytes
+
+BUCKETS = 512  # of a segment, a power of two
+ENTRIES = 5  # of a bucket
+_FULL = int(0.85 * BUCKETS * ENTRIES)
+_ROWS, _PASSED = 10, 15  # where a bucket, as int32, has its row numbers plus one, and its count
+_BITS = 30  # of a hash, which lead to a segment
+_LOW = np.uint64(BUCKETS - 1)
+_TOP, _BITS_U = np.uint64(64 - _BITS), np.uint64(_BITS)
+_TWICE, _THREE = np.uint64(2 << _BITS), np.uint64(3)
+_PLACE, _DEPTH = (
+    0,
+    1,
+)  # columns of `heads`: where a table's directory begins, and its size's logarithm
+
+
+class Segments(NamedTuple):
+    """An index's memory, as kernels take it.
+
+    Attributes:
+        heads: (tables, 2), where a table's directory begins, and the logarithm of its size.
+        directory: of each table the segments to which the first bits of spread hashes lead.
+        keys: (buckets, 8) int64, of which the first five are ids.
+        rows: the same memory as (buckets, 16) int32.
+        fills: entries of each segment.
+    """
+
+    heads: Int64s
+    directory: Int32s
+    keys: Int64s
+    rows: Int32s
+    fills: Int32s
+
+
+@inlined
+def _spread(hashed: np.uint64) -> np.uint64:
+    """Return `_BITS` bits that are denser among small numbers, twice as dense at 0 as at the end."""
+    even = hashed >> _TOP
+    spread: np.uint64 = (even * (_TWICE + even) // _THREE) >> _BITS_U
+    return spread
+
+
+@inlined
+def _segment(hashed: np.uint64, table: np.int32, index: Segments) -> np.int64:
+    depth = np.uint64(index.heads[table, _DEPTH])
+    place = index.heads[table, _PLACE] + np.int64(_spread(hashed) >> (_BITS_U - depth))
+    segment: np.int64 = np.int64(index.directory[place])
+    return segment
+
+
+@kernel
+def _find(tables: Int32s, ids: Int64s, index: Segments, found: Int32s) -> int:
+    """Fill in row numbers, -1 where there is none; return how many there are none of."""
+    keys, rows = index.keys, index.rows
+    missing = 0
+    for at in range(len(ids)):
+        key = ids[at]
+        hashed = mix(np.uint64(key))
+        begin = _segment(hashed, tables[at], index) * BUCKETS
+        place = np.int64(hashed & _LOW)
+        bucket = begin + place
+        row = 0  # without a branch, so that the next search need not wait for this one's memory
+        for entry in range(ENTRIES):
+            row |= rows[bucket, _ROWS + entry] if keys[bucket, entry] == key else 0
+        while row == 0 and rows[bucket, _PASSED] != 0:
+            place = (place + 1) & (BUCKETS - 1)
+            bucket = begin + place
+            for entry in range(ENTRIES):
+                row |= rows[bucket, _ROWS + entry] if keys[bucket, entry] == key else 0
+        found[at] = row - 1
+        missing += row == 0
+    return missing
+
+
+@inlined
+def _put(begin: int, place: int, key: int, row: int, index: Segments) -> None:
+    """Enter an id that is not there into a segment that is not full."""
+    while True:
+        bucket = begin + place
+        for entry in range(ENTRIES):
+            if index.rows[bucket, _ROWS + entry] == 0:
+                index.keys[bucket, entry] = key
+                index.rows[bucket, _ROWS + entry] = row + 1
+                return
+        index.rows[bucket, _PASSED] += 1
+        place = (place + 1) & (BUCKETS - 1)
+
+
+@kernel
+def _split(segment: int, fresh: int, bit: np.uint64, index: Segments) -> None:
+    """Move the entries whose spread hash has `bit` from a segment to a fresh one."""
+    first, end = segment * BUCKETS, (segment + 1) * BUCKETS
+    old_keys, old_rows = index.keys[first:end].copy(), index.rows[first:end].copy()
+    index.rows[first:end] = 0
+    index.fills[segment] = index.fills[fresh] = 0
+    for bucket in range(BUCKETS):
+        for entry in range(ENTRIES):
+            row = old_rows[bucket, _ROWS + entry] - 1
+            if row >= 0:
+                key = np.int64(old_keys[bucket, entry])
+                hashed = mix(np.uint64(key))
+                target = fresh if _spread(hashed) & bit else segment
+                _put(target * BUCKETS, np.int64(hashed & _LOW), key, row, index)
+                index.fills[target] += 1
+
+
+@kernel
+def _insert(
+    tables: Int32s, ids: Int64s, numbers: Int32s, begin_at: int, index: Segments
+) -> tuple[int, int]:
+    """Enter ids that are not there from `begin_at` on.
+
+    Returns:
+        The number of ids, and 0; or the place of an id whose segment is full, and its spread hash.
+    """
+    for at in range(begin_at, len(ids)):
+        hashed = mix(np.uint64(ids[at]))
+        segment = _segment(hashed, tables[at], index)
+        if index.fills[segment] >= _FULL:
+            return at, np.int64(_spread(hashed))
+        index.fills[segment] += 1
+        _put(segment * BUCKETS, np.int64(hashed & _LOW), ids[at], numbers[at], index)
+    return len(ids), 0
+
+
+@kernel
+def _remove(tables: Int32s, ids: Int64s, index: Segments) -> None:
+    """Take out ids that are there."""
+    for at in range(len(ids)):
+        hashed = mix(np.uint64(ids[at]))
+        segment = _segment(hashed, tables[at], index)
+        begin, place = segment * BUCKETS, np.int64(hashed & _LOW)
+        index.fills[segment] -= 1
+        gone = False
+        while not gone:
+            bucket = begin + place
+            for entry in range(ENTRIES):
+                if index.keys[bucket, entry] == ids[at] and index.rows[bucket, _ROWS + entry]:
+                    index.rows[bucket, _ROWS + entry] = 0
+                    gone = True
+            if not gone:
+                index.rows[bucket, _PASSED] -= 1
+            place = (place + 1) & (BUCKETS - 1)
+
+
+class Index:
+    """A map from (table, id) to a row number, of all tables of a group.
+
+    Ids are any from 0 to 2^63 - 1; row numbers from 0 to 2^31 - 2.
+    """
+
+    def __init__(self, num_tables: int, most: int | None = None) -> None:
+        """Begin with an empty segment for each table.
+
+        Args:
+            num_tables: of the group.
+            most: entries that there will be at most; without it, what the machine's memory holds.
+        """
+        most = min(physical_bytes() // 16 if most is None else most, 2**31 - 2)
+        segments = 2 * num_tables + 4 * most // (BUCKETS * ENTRIES)
+        memory = Reserved(segments * BUCKETS, np.int64, 8)
+        most_segments = memory.capacity // BUCKETS
+        heads = np.zeros((num_tables, 2), np.int64)
+        heads[:, _PLACE] = np.arange(num_tables)
+        self._memory = Segments(
+            heads,
+            np.arange(num_tables, dtype=np.int32),
+            memory.array,
+            memory.array.view(np.int32),
+            np.zeros(most_segments, np.int32),
+        )
+        self._depths = np.zeros(
+            most_segments, np.int8
+        )  # leading bits that a segment's hashes share
+        self._used = num_tables
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the segments and directories that are in use."""
+        return self._used * (BUCKETS * 64 + 5) + self._memory.directory.nbytes
+
+    def find(self, tables: Int32s, ids: Int64s) -> tuple[Int32s, int]:
+        """Return the row number of each (table, id), -1 for none; and of how many there is none."""
+        found = np.empty(len(ids), np.int32)
+        tables, ids = read_only(tables, np.int32), read_only(ids, np.int64)
+        return found, _find(tables, ids, self._memory, found)
+
+    def insert(self, tables: Int32s, ids: Int64s, numbers: Int32s) -> None:
+        """Map each (table, id), distinct and not there, to a row number.
+
+        Raises:
+            ResourcesError: there is no room for more.
+        """
+        tables, ids = read_only(tables, np.int32), read_only(ids, np.int64)
+        numbers = read_only(numbers, np.int32)
+        at, spread = _insert(tables, ids, numbers, 0, self._memory)
+        while at < len(ids):
+            self._grow(int(tables[at]), spread)
+            at, spread = _insert(tables, ids, numbers, at, self._memory)
+
+    def remove(self, tables: Int32s, ids: Int64s) -> None:
+        """Take out each (table, id), distinct and there."""
+        _remove(read_only(tables, np.int32), read_only(ids, np.int64), self._memory)
+
+    def entries(self) -> tuple[Int32s, Int64s, Int32s]:
+        """Return the tables, ids and row numbers of all entries, in no particular order."""
+        table_of = np.zeros(self._used, np.int32)
+        for table, (place, depth) in enumerate(self._memory.heads):
+            table_of[self._memory.directory[place : place + (1 << int(depth))]] = table
+        used = self._used * BUCKETS
+        numbers = self._memory.rows[:used, _ROWS : _ROWS + ENTRIES]
+        bucket, entry = np.nonzero(numbers)
+        ids: Int64s = self._memory.keys[bucket, entry]
+        return table_of[bucket // BUCKETS], ids, numbers[bucket, entry] - 1
+
+    def _grow(self, table: int, spread: int) -> None:
+        """Split the segment to which a spread hash leads; double its table's directory if needed."""
+        if self._used == len(self._depths):
+            raise ResourcesError(
+                f"no room for more ids: {self._used * BUCKETS * 64:,} bytes of address space are "
+                "used up. Set a table's capacity, or use more servers"
+            )
+        place, depth = (int(value) for value in self._memory.heads[table])
+        segment = int(self._memory.directory[place + (spread >> (_BITS - depth))])
+        local = int(self._depths[segment])
+        if local == _BITS:
+            raise ResourcesError(f"no room for more ids in table {table}: use more servers")
+        if local == depth:
+            self._double(table)
+            place, depth = (int(value) for value in self._memory.heads[table])
+        fresh = self._used
+        self._used += 1
+        _split(segment, fresh, np.uint64(1 << (_BITS - local - 1)), self._memory)
+        self._depths[segment] = self._depths[fresh] = local + 1
+        span = 1 << (depth - local)  # entries of the directory that led to the segment
+        first = place + ((spread >> (_BITS - local)) << (depth - local))
+        self._memory.directory[first + span // 2 : first + span] = fresh
+
+    def _double(self, table: int) -> None:
+        """Write a table's directory anew, at the end, with an entry more for each."""
+        place, depth = (int(value) for value in self._memory.heads[table])
+        directory = self._memory.directory
+        old = directory[place : place + (1 << depth)]
+        self._memory.heads[table] = len(directory), depth + 1
+        grown = np.concatenate([directory, np.repeat(old, 2)])
+        self._memory = self._memory._replace(directory=grown)

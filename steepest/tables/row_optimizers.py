@@ -1,0 +1,365 @@
+"""Optimizers of rows: each updates the rows of one push, and no others.
+
+A row's slots lie beside its values. What torch does to a whole parameter in each step, momentum's decay or
+weight decay, is done to a row when it is pushed. Learning rates may be given anew with each push.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from steepest.errors import ConfigurationError
+from steepest.tables.checks import require_number, require_positive
+from steepest.tables.kernels import Floats, Int32s, inlined, kernel
+
+
+@inlined
+def _prepare(row: Floats, gradient: Floats, common: Floats, out: Floats) -> None:
+    """Write a row's clipped gradient, with weight decay, to `out`."""
+    decay, most = common[1], common[2]
+    for column in range(len(out)):
+        out[column] = gradient[column]
+    if most > 0:
+        total = most - most  # a zero of the rows' dtype
+        for column in range(len(out)):
+            total += out[column] * out[column]
+        norm = np.sqrt(total)
+        if norm > most:
+            scale = most / norm
+            for column in range(len(out)):
+                out[column] *= scale
+    if decay != 0:
+        for column in range(len(out)):
+            out[column] += decay * row[column]
+
+
+@kernel
+def _sgd(rows: Floats, numbers: Int32s, gradients: Floats, common: Floats, own: Floats) -> None:
+    dim = gradients.shape[1]
+    rate = common[0]
+    change = np.empty(dim, rows.dtype)
+    for at in range(len(numbers)):
+        if numbers[at] >= 0:
+            row = rows[numbers[at]]
+            _prepare(row, gradients[at], common, change)
+            for column in range(dim):
+                row[column] -= rate * change[column]
+
+
+@kernel
+def _momentum(
+    rows: Floats, numbers: Int32s, gradients: Floats, common: Floats, own: Floats
+) -> None:
+    dim = gradients.shape[1]
+    rate, momentum, nesterov = common[0], own[0], own[1] != 0
+    change = np.empty(dim, rows.dtype)
+    for at in range(len(numbers)):
+        if numbers[at] >= 0:
+            row = rows[numbers[at]]
+            _prepare(row, gradients[at], common, change)
+            for column in range(dim):
+                buffer = momentum * row[dim + column] + change[column]
+                row[dim + column] = buffer
+                step = change[column] + momentum * buffer if nesterov else buffer
+                row[column] -= rate * step
+
+
+@kernel
+def _adagrad(rows: Floats, numbers: Int32s, gradients: Floats, common: Floats, own: Floats) -> None:
+    dim = gradients.shape[1]
+    rate, eps = common[0], own[0]
+    change = np.empty(dim, rows.dtype)
+    for at in range(len(numbers)):
+        if numbers[at] >= 0:
+            row = rows[numbers[at]]
+            _prepare(row, gradients[at], common, change)
+            for column in range(dim):
+                total = row[dim + column] + change[column] * change[column]
+                row[dim + column] = total
+                row[column] -= rate * (change[column] / (np.sqrt(total) + eps))
+
+
+@kernel
+def _row_wise_adagrad(
+    rows: Floats, numbers: Int32s, gradients: Floats, common: Floats, own: Floats
+) -> None:
+    dim = gradients.shape[1]
+    rate, eps, share = common[0], own[0], own[1]
+    change = np.empty(dim, rows.dtype)
+    for at in range(len(numbers)):
+        if numbers[at] >= 0:
+            row = rows[numbers[at]]
+            _prepare(row, gradients[at], common, change)
+            total = rate - rate
+            for column in range(dim):
+                total += change[column] * change[column]
+            row[dim] += total * share
+            step = rate / (np.sqrt(row[dim]) + eps)
+            for column in range(dim):
+                row[column] -= step * change[column]
+
+
+@kernel
+def _adam(rows: Floats, numbers: Int32s, gradients: Floats, common: Floats, own: Floats) -> None:
+    dim = gradients.shape[1]
+    rate, first, second, eps = common[0], own[0], own[1], own[2]
+    change = np.empty(dim, rows.dtype)
+    for at in range(len(numbers)):
+        if numbers[at] >= 0:
+            row = rows[numbers[at]]
+            _prepare(row, gradients[at], common, change)
+            for column in range(dim):
+                gradient = change[column]
+                mean = row[dim + column] + (gradient - row[dim + column]) * first
+                square = row[2 * dim + column]
+                square += (gradient * gradient - square) * second
+                row[dim + column], row[2 * dim + column] = mean, square
+                row[column] -= rate * (mean / (np.sqrt(square) + eps))
+
+
+@kernel
+def _ftrl(rows: Floats, numbers: Int32s, gradients: Floats, common: Floats, own: Floats) -> None:
+    dim = gradients.shape[1]
+    rate, beta, l1, l2 = common[0], own[0], own[1], own[2]
+    zero = rate - rate
+    change = np.empty(dim, rows.dtype)
+    for at in range(len(numbers)):
+        if numbers[at] >= 0:
+            row = rows[numbers[at]]
+            _prepare(row, gradients[at], common, change)
+            for column in range(dim):
+                gradient = change[column]
+                square = row[dim + column]
+                total = square + gradient * gradient
+                pull = row[2 * dim + column]
+                pull += gradient - (np.sqrt(total) - np.sqrt(square)) / rate * row[column]
+                row[dim + column], row[2 * dim + column] = total, pull
+                over = max(abs(pull) - l1, zero)
+                over = -over if pull > 0 else over
+                row[column] = over / ((beta + np.sqrt(total)) / rate + l2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptimizer:
+    """How a push changes rows; one of the classes below.
+
+    Attributes:
+        lr: the learning rate of pushes that come without one.
+        weight_decay: times the row is added to its gradient when it is pushed (L2).
+        clip_norm: gradients of rows with a greater Euclidean norm are scaled down to it, before weight decay.
+    """
+
+    lr: float = 1e-2
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        self._require("lr", "weight_decay")
+        if self.clip_norm is not None:
+            require_positive(f"{type(self).__name__}(clip_norm)", self.clip_norm)
+
+    def _require(self, *names: str) -> None:
+        for name in names:
+            require_number(f"{type(self).__name__}({name})", getattr(self, name))
+
+    def slots(self, dim: int) -> int:
+        """Return how many numbers a row of so many values has beside them."""
+        raise NotImplementedError
+
+    def first_slots(self, dim: int) -> list[float]:
+        """Return the slots of a new row."""
+        return [0.0] * self.slots(dim)
+
+    def update(
+        self,
+        rows: Floats,
+        numbers: Int32s,
+        gradients: Floats,
+        version: int,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Update rows in place.
+
+        Args:
+            rows: (capacity, dim + slots).
+            numbers: (n,), of the rows to update, distinct; those below 0 are left out.
+            gradients: (n, dim), of the rows' dtype, read-only.
+            version: the number of the update, from 1 on.
+            learning_rate: instead of `lr`.
+        """
+        rate = self.lr if learning_rate is None else learning_rate
+        rate, own = self._terms(rate, version, gradients.shape[1])
+        common = np.array([rate, self.weight_decay, self.clip_norm or 0.0], rows.dtype)
+        self._kernel()(rows, numbers, gradients, common, np.array(own, rows.dtype))
+
+    def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
+        """Return the rate, and the numbers of the optimizer's own, for its kernel."""
+        return rate, [0.0]
+
+    def _kernel(self) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(RowOptimizer):
+    """`torch.optim.SGD`; with momentum, a slot for each value, which decays when its row is pushed."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_number("SGD(momentum)", self.momentum, 0.0, 1.0)
+        if self.nesterov and not self.momentum:
+            raise ConfigurationError("SGD(nesterov=True) without momentum: give a momentum above 0")
+
+    def slots(self, dim: int) -> int:
+        """Return none without momentum, else one for each value."""
+        return dim if self.momentum else 0
+
+    def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
+        return rate, [self.momentum, float(self.nesterov)]
+
+    def _kernel(self) -> Any:
+        return _momentum if self.momentum else _sgd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad(RowOptimizer):
+    """`torch.optim.Adagrad`: a slot for each value, the sum of its squared gradients."""
+
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("initial_accumulator_value", "eps")
+
+    def slots(self, dim: int) -> int:
+        """Return one for each value."""
+        return dim
+
+    def first_slots(self, dim: int) -> list[float]:
+        """Return the initial sums."""
+        return [self.initial_accumulator_value] * self.slots(dim)
+
+    def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
+        return rate, [self.eps]
+
+    def _kernel(self) -> Any:
+        return _adagrad
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWiseAdagrad(Adagrad):
+    """FBGEMM's exact row-wise Adagrad: one slot, the sum of the mean squared gradients of the row."""
+
+    eps: float = 1e-8
+
+    def slots(self, dim: int) -> int:
+        """Return one."""
+        return 1
+
+    def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
+        return rate, [self.eps, 1.0 / dim]
+
+    def _kernel(self) -> Any:
+        return _row_wise_adagrad
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(RowOptimizer):
+    """`torch.optim.SparseAdam` (lazy Adam): two slots for each value.
+
+    As there, the correction of the bias counts all updates, not those of a row.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("eps")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigurationError(
+                f"Adam(betas={self.betas!r}): give two numbers from 0 to below 1"
+            )
+
+    def slots(self, dim: int) -> int:
+        """Return two for each value."""
+        return 2 * dim
+
+    def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
+        first, second = self.betas
+        corrected = rate * math.sqrt(1.0 - second**version) / (1.0 - first**version)
+        return corrected, [1.0 - first, 1.0 - second, self.eps]
+
+    def _kernel(self) -> Any:
+        return _adam
+
+
+@dataclass(frozen=True, kw_only=True)
+class FTRL(RowOptimizer):
+    """FTRL-proximal (McMahan et al., "Ad click prediction", 2013): two slots for each value.
+
+    A value is what its slots say from its first update on, whatever it began with: let tables begin
+    with `Zeros()`, as the paper does.
+
+    Attributes:
+        lr: the paper's alpha.
+        beta, l1, l2: as in the paper; with `l1`, values whose gradients cancel out are exactly 0.
+        initial_accumulator_value: of the sums of squared gradients.
+    """
+
+    lr: float = 0.1
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+    initial_accumulator_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("beta", "l1", "l2", "initial_accumulator_value")
+        require_positive("FTRL(lr)", self.lr)
+
+    def slots(self, dim: int) -> int:
+        """Return two for each value."""
+        return 2 * dim
+
+    def first_slots(self, dim: int) -> list[float]:
+        """Return the initial sums, and zeros."""
+        return [self.initial_accumulator_value] * dim + [0.0] * dim
+
+    def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
+        return rate, [self.beta, self.l1, self.l2]
+
+    def _kernel(self) -> Any:
+        return _ftrl
+
+
+def require_optimizer(name: str, optimizer: object) -> RowOptimizer:
+    """Return an optimizer of rows.
+
+    Raises:
+        ConfigurationError: it is none; one of torch's is named with its counterpart here.
+    """
+    if isinstance(optimizer, RowOptimizer):
+        return optimizer
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    ours = {"SparseAdam": "Adam", "AdamW": "Adam"}.get(kind.__name__, kind.__name__)
+    known = ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "FTRL")
+    advice = (
+        f"give {ours}(...) of steepest.tables.row_optimizers"
+        if ours in known
+        else (f"give one of {', '.join(known)} of steepest.tables.row_optimizers")
+    )
+    raise ConfigurationError(
+        f"optimizer={kind.__module__}.{kind.__name__} for table {name!r}: a table's rows are updated "
+        f"row by row, where they lie; {advice}"
+    )

@@ -1,0 +1,501 @@
+"""What one server holds of a group of tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from steepest.errors import ConfigurationError
+from steepest.tables.admission import Admission
+from steepest.tables.blocks import Blocks
+from steepest.tables.checks import (
+    require_count,
+    require_gradients,
+    require_ids,
+    require_keys,
+    require_number,
+)
+from steepest.tables.eviction import LRU, Use, worn
+from steepest.tables.hashing import Distinct, salt_of, shard_of
+from steepest.tables.index import Index
+from steepest.tables.initial import Beginning
+from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
+from steepest.tables.state import TableState, joined
+from steepest.tables.table import Table, groups, require_group
+
+_COUNTS = ("admitted", "refused", "ignored", "evicted_full", "evicted_age", "evicted_norm")
+
+
+@kernel
+def _mark(numbers: Int32s, sightings: Int32s, version: int, written: Int64s, seen: Int32s) -> int:
+    """Note a push in its rows; where one is in it twice, note nothing and return the place, else -1."""
+    before = np.empty(len(numbers), np.int64)
+    for at in range(len(numbers)):
+        number = numbers[at]
+        if number >= 0:
+            if written[number] == version:
+                for earlier in range(at):
+                    if numbers[earlier] >= 0:
+                        written[numbers[earlier]] = before[earlier]
+                return at
+            before[at] = written[number]
+            written[number] = version
+    for at in range(len(numbers)):
+        if numbers[at] >= 0:
+            total = np.int64(seen[numbers[at]]) + sightings[at]
+            seen[numbers[at]] = min(total, 2**31 - 1)
+    return -1
+
+
+class TableShard:
+    """The rows of some tables of one dimension, dtype and optimizer, or a server's share of them.
+
+    A pull changes nothing: an id without a row has its first values, which are the same each time and on
+    every server. A push makes rows, updates, counts and evicts, so that a replay of the pushes
+    makes the same state, to the bit.
+
+    Attributes:
+        version: of the last push.
+        counts: by name, an int64 for each table: the ids that were "admitted"; gradients that were "refused"
+            because their ids were not, and "ignored" because the table is frozen; rows that were evicted
+            because the table was full ("evicted_full"), by `GlobalStepEvict` ("evicted_age"), and by
+            `L2WeightEvict` ("evicted_norm").
+    """
+
+    def __init__(
+        self, tables: Iterable[Table], *, shard: int = 0, num_shards: int = 1, seed: int = 0
+    ) -> None:
+        """Begin without rows.
+
+        Args:
+            tables: the group; a table's number is its place here.
+            shard, num_shards: which of how many shards this is: it holds the ids whose `shard_of` it is.
+            seed: of first values and of admissions by chance.
+        """
+        self._tables = require_group(tables)
+        self._shard, self._num_shards = shard, require_count("num_shards", num_shards)
+        if not 0 <= require_count("shard", shard, 0) < num_shards:
+            raise ConfigurationError(f"shard={shard}: give a number from 0 to {num_shards - 1}")
+        one = self._tables[0]
+        self._seed = seed
+        self.dim, self.dtype, self._optimizer = one.dim, one.dtype, one.optimizer
+        self._names = [table.name for table in self._tables]
+        self._frozen: set[int] = set()
+        salts = [salt_of(name, seed) for name in self._names]
+        self._beginning = Beginning([table.initial for table in self._tables], salts)
+        self._admission = Admission([table.admission for table in self._tables], salts)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Have no rows."""
+        shares = [
+            None if table.capacity is None else -(-table.capacity // self._num_shards)
+            for table in self._tables
+        ]
+        most = None if None in shares else sum(share for share in shares if share is not None)
+        self._capacities = np.array([-1 if share is None else share for share in shares], np.int64)
+        slots = self._optimizer.slots(self.dim)
+        self._blocks = Blocks(self.dim, slots, self.dtype, most)
+        self._index = Index(len(self._tables), most)
+        self._uses = {
+            number: Use(table.eviction, share)
+            for number, (table, share) in enumerate(zip(self._tables, shares, strict=True))
+            if table.eviction is not None and share is not None
+        }
+        self._alive = np.zeros(len(self._tables), np.int64)
+        self._removed: list[tuple[int, Int32s, Int64s]] | None = None  # version, tables, ids
+        self.counts = {name: np.zeros(len(self._tables), np.int64) for name in _COUNTS}
+        self.version = 0
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._blocks)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The group, in order of table numbers."""
+        return self._tables
+
+    def rows_of(self) -> Int64s:
+        """Return the number of rows of each table."""
+        return np.array(self._alive)
+
+    def pull(self, tables: npt.ArrayLike, ids: npt.ArrayLike) -> Floats:
+        """Return the values of rows, or the first values of ids that have none.
+
+        Args:
+            tables, ids: (n,), table numbers and ids, which may repeat.
+
+        Returns:
+            (n, dim).
+
+        Raises:
+            ConfigurationError: an id is negative or no integer, or a table is not of the group.
+        """
+        numbers_of, checked = require_keys(tables, ids, self._names)
+        found, missing = self._index.find(numbers_of, checked)
+        values = np.empty((len(checked), self.dim), self.dtype)
+        self._blocks.gather(found, values)
+        if missing:
+            self._beginning.fill(numbers_of, checked, np.flatnonzero(found < 0), values)
+        return values
+
+    def push(
+        self,
+        tables: npt.ArrayLike,
+        ids: npt.ArrayLike,
+        gradients: npt.ArrayLike,
+        version: int,
+        learning_rate: float | None = None,
+        sightings: npt.ArrayLike | None = None,
+    ) -> None:
+        """Update rows with their gradients; make the rows of ids that are admitted now.
+
+        Args:
+            tables, ids: (n,), distinct.
+            gradients: (n, dim), of the tables' dtype.
+            version: the number of this update, above that of the last push.
+            learning_rate: instead of the optimizer's.
+            sightings: (n,), how often each id was in the batch; once, if it is not given.
+
+        Raises:
+            ConfigurationError: an argument is wrong, or a table would have more rows than its capacity
+                and evicts none; no row has changed.
+        """
+        numbers_of, checked = require_keys(tables, ids, self._names)
+        changes = require_gradients(gradients, len(checked), self.dim, self.dtype)
+        if require_count("version", version) <= self.version:
+            raise ConfigurationError(
+                f"version={version} after {self.version}: each push has a greater version than the last"
+            )
+        if learning_rate is not None:
+            require_number("learning_rate", learning_rate)
+        seen = _require_sightings(sightings, len(checked))
+        rows, _ = self._index.find(numbers_of, checked)
+        if self._frozen:
+            rows = self._leave_frozen(numbers_of, rows)
+        at = np.flatnonzero(rows == -1)
+        admitted, wanted, excess = self._plan(numbers_of, checked, seen, rows, at, version)
+        twice = _mark(rows, seen, version, self._blocks.written, self._blocks.sightings)
+        if twice >= 0:
+            raise _repeated(checked[twice], self._names[numbers_of[twice]])
+        self.version = version
+        if len(at):
+            self._count(numbers_of[at], checked[at], seen[at], admitted, wanted)
+            self._make_room(excess, version)
+            at = at[admitted]
+            rows[at] = self._make(numbers_of[at], checked[at], seen[at], version)
+        self._optimizer.update(self._blocks.rows, rows, changes, version, learning_rate)
+
+    def _leave_frozen(self, tables: Int32s, rows: Int32s) -> Int32s:
+        """Return row numbers, but -2 for ids of frozen tables."""
+        frozen = np.isin(tables, list(self._frozen))
+        self.counts["ignored"] += np.bincount(tables[frozen], minlength=len(self._tables))
+        return np.where(frozen, -2, rows).astype(np.int32)
+
+    def _plan(
+        self,
+        tables: Int32s,
+        ids: Int64s,
+        sightings: Int32s,
+        rows: Int32s,
+        at: Int64s,
+        version: int,
+    ) -> tuple[npt.NDArray[np.bool_], Int64s, Int64s]:
+        """Decide what a push does to ids without rows; change nothing.
+
+        Args:
+            tables, ids, sightings, rows: of the push.
+            at: which of them are not frozen and have no row.
+            version: of the push.
+
+        Returns:
+            Which of `at` are admitted; rows to make, and rows to evict, by table.
+
+        Raises:
+            ConfigurationError: an id is there twice, or a table would be over its capacity.
+        """
+        nothing = np.zeros(len(self._tables), np.int64)
+        if not len(at):
+            return np.zeros(0, np.bool_), nothing, nothing
+        of, fresh = tables[at], ids[at]
+        distinct = Distinct(of, fresh)
+        if len(distinct.ids) < len(at):
+            twice = int(np.argmax(distinct.counts > 1))
+            raise _repeated(distinct.ids[twice], self._names[distinct.tables[twice]])
+        admitted = self._admission.admits(of, fresh, sightings[at], version)
+        wanted = np.bincount(of[admitted], minlength=len(self._tables))
+        excess = self._excess(tables[rows >= 0], wanted)
+        self._blocks.require(int((wanted - excess).sum()))
+        return admitted, wanted, excess
+
+    def _excess(self, known: Int32s, wanted: Int64s) -> Int64s:
+        """Return how many rows each table must evict to have room.
+
+        Args:
+            known: the table numbers of the rows that the push updates.
+            wanted: rows that it adds, by table.
+        """
+        limited = self._capacities >= 0
+        excess = np.where(limited, self._alive + wanted - self._capacities, 0).clip(0)
+        touched = np.bincount(known, minlength=len(self._tables)) + wanted
+        for table in np.flatnonzero(excess):
+            name, capacity = self._names[table], self._capacities[table]
+            if table not in self._uses:
+                raise ConfigurationError(
+                    f"table {name!r} has {self._alive[table]} rows here and a push adds {wanted[table]}: "
+                    f"its capacity is {capacity}; raise it, or give eviction=LRU() or LFU()"
+                )
+            if touched[table] > capacity:
+                raise ConfigurationError(
+                    f"a push has {touched[table]} ids of table {name!r}: its capacity here is {capacity} "
+                    "rows; raise it, or make batches smaller"
+                )
+        return excess
+
+    def _count(
+        self,
+        tables: Int32s,
+        ids: Int64s,
+        sightings: Int32s,
+        admitted: npt.NDArray[np.bool_],
+        wanted: Int64s,
+    ) -> None:
+        """Count the sightings of ids without rows."""
+        self.counts["admitted"] += wanted
+        if self._admission.filters:
+            self._admission.count(tables, ids, sightings, admitted)
+            self.counts["refused"] += np.bincount(tables[~admitted], minlength=len(self._tables))
+
+    def _make_room(self, excess: Int64s, version: int) -> None:
+        """Evict the least used rows that are not in this push."""
+        for table in map(int, np.flatnonzero(excess)):
+            victims = self._uses[table].take(int(excess[table]), version, self._blocks)
+            self._remove(victims, version)
+            self.counts["evicted_full"][table] += excess[table]
+
+    def _make(self, tables: Int32s, ids: Int64s, sightings: Int32s, version: int) -> Int32s:
+        """Return the numbers of new rows for ids, with their first values and slots."""
+        values = np.empty((len(ids), self.dim), self.dtype)
+        self._beginning.fill(tables, ids, np.arange(len(ids)), values)
+        first = np.array(self._optimizer.first_slots(self.dim), self.dtype)
+        slots = np.broadcast_to(first, (len(ids), len(first)))
+        return self._enter(tables, ids, values, slots, np.int64(version), sightings)
+
+    def _enter(
+        self,
+        tables: Int32s,
+        ids: Int64s,
+        values: Floats,
+        slots: Floats,
+        written: Int64s | np.int64,
+        sightings: Int32s,
+    ) -> Int32s:
+        """Return the numbers of new rows for ids, written as they are given."""
+        blocks = self._blocks
+        numbers = blocks.allocate(tables, ids)
+        blocks.written[numbers], blocks.sightings[numbers] = written, sightings
+        blocks.scatter(numbers, values)
+        if slots.shape[1]:
+            blocks.scatter(numbers, slots, self.dim)
+        self._index.insert(tables, ids, numbers)
+        self._alive += np.bincount(tables, minlength=len(self._tables))
+        for table, use in self._uses.items():
+            use.enter(numbers[tables == table], blocks)
+        return numbers
+
+    def _remove(self, numbers: Int32s, version: int) -> None:
+        """Take rows out; whoever uses their memory next sets values and slots anew."""
+        blocks = self._blocks
+        tables, ids = blocks.tables[numbers].astype(np.int32), blocks.ids[numbers]
+        self._index.remove(tables, ids)
+        blocks.release(numbers)
+        self._alive -= np.bincount(tables, minlength=len(self._tables))
+        if self._removed is not None:
+            self._removed.append((version, tables, ids))
+
+    def freeze(self, table: int, frozen: bool = True) -> None:
+        """Let pushes to a table change nothing from now on, or something again.
+
+        Raises:
+            ConfigurationError: there is no such table.
+        """
+        if require_count("table", table, 0) >= len(self._tables):
+            raise ConfigurationError(f"table={table}: give a number below {len(self._tables)}")
+        (self._frozen.add if frozen else self._frozen.discard)(table)
+
+    def evict(self, version: int) -> int:
+        """Remove the rows that tables' `evict` names; frozen tables keep theirs.
+
+        It looks at every row: call it now and then, ordered among the pushes.
+
+        Args:
+            version: of now, at least that of the last push.
+
+        Returns:
+            How many rows were removed.
+        """
+        ways = [
+            () if number in self._frozen else table.evict
+            for number, table in enumerate(self._tables)
+        ]
+        if not any(ways):
+            return 0
+        why = worn(ways, require_count("version", version, self.version), self._blocks)
+        for reason, name in ((1, "evicted_age"), (2, "evicted_norm")):
+            numbers = np.flatnonzero(why == reason).astype(np.int32)
+            of = self._blocks.tables[numbers]
+            self.counts[name] += np.bincount(of, minlength=len(self._tables))
+            self._remove(numbers, version)
+        for use in self._uses.values():
+            use.forget_free(self._blocks)
+        return int((why != 0).sum())
+
+    def export(self, since: int | None = None) -> TableState:
+        """Return copies of all rows, or of what has changed.
+
+        Args:
+            since: a version: only the rows that were written after it, and the ids whose rows were
+                removed after it. Removals are remembered from the first call on; those up to
+                `since` are forgotten, since they are in an earlier increment.
+        """
+        blocks = self._blocks
+        numbers = blocks.in_use()
+        if since is not None:
+            numbers = numbers[blocks.written[numbers] > since]
+        if self._removed is None and since is not None:
+            raise ConfigurationError(
+                f"export(since={since}) without a base: call export() first, and keep what it returns"
+            )
+        kept = self._removed or []
+        self._removed = [] if since is None else [item for item in kept if item[0] > since]
+        rows = blocks.rows[numbers]
+        counted = self._admission.exact()
+        return TableState(
+            tables=blocks.tables[numbers].astype(np.int32),
+            ids=blocks.ids[numbers],
+            values=rows[:, : self.dim],
+            slots=rows[:, self.dim :],
+            written=blocks.written[numbers],
+            sightings=blocks.sightings[numbers],
+            counted_tables=counted[0],
+            counted_ids=counted[1],
+            counted=counted[2],
+            removed_tables=_concatenated((item[1] for item in self._removed), np.int32),
+            removed_ids=_concatenated((item[2] for item in self._removed), np.int64),
+            counters={table: counter.copy() for table, counter in self._admission.counters.items()},
+            frozen=tuple(sorted(self._frozen)),
+        ).sorted()
+
+    def load(self, states: Iterable[TableState], version: int) -> None:
+        """Replace everything by this shard's part of a state; counters of events begin at 0.
+
+        A table over its capacity keeps its most used rows, if it evicts by use.
+
+        Args:
+            states: what `export` returned, of all shards of the same tables, however many.
+            version: of that state.
+
+        Raises:
+            ConfigurationError: the state is of other tables, or a table has more rows than its capacity
+                and evicts none; nothing has changed.
+        """
+        state = joined(states)
+        slots = self._optimizer.slots(self.dim)
+        shapes = state.values.shape[1:], state.slots.shape[1:]
+        if shapes != ((self.dim,), (slots,)) or state.values.dtype != self.dtype:
+            raise ConfigurationError(
+                f"a state of {state.values.dtype} rows of {shapes[0][0]} values and {shapes[1][0]} slots: "
+                f"these tables are of {self.dtype}, dimension {self.dim} and {slots} slots; load it into "
+                "tables of the same dtype, dimension and optimizer"
+            )
+        require_keys(state.tables, state.ids, self._names)
+        mine = self._mine(state.tables, state.ids)
+        state = state.only(mine, self._mine(state.counted_tables, state.counted_ids))
+        keep = self._most_used(state)
+        self._clear()
+        self.version, self._frozen = version, set(state.frozen)
+        self._admission.load(state)
+        self._enter(
+            state.tables[keep],
+            state.ids[keep],
+            state.values[keep],
+            state.slots[keep],
+            state.written[keep],
+            state.sightings[keep],
+        )
+        for table in self._uses:
+            dropped = int((state.tables == table).sum() - self._alive[table])
+            self.counts["evicted_full"][table] = dropped
+
+    def _mine(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:
+        return np.equal(shard_of(tables, ids, self._num_shards), self._shard)
+
+    def _most_used(self, state: TableState) -> npt.NDArray[np.intp]:
+        """Return which rows of a state stay when tables are filled up to their capacities."""
+        keep = np.ones(len(state.ids), np.bool_)
+        for table in np.flatnonzero(self._capacities >= 0):
+            of = np.flatnonzero(state.tables == table)
+            excess = len(of) - int(self._capacities[table])
+            if excess > 0 and table not in self._uses:
+                raise ConfigurationError(
+                    f"table {self._names[table]!r} has {len(of)} rows here, its capacity is "
+                    f"{self._capacities[table]}: raise it, or give eviction=LRU() or LFU()"
+                )
+            if excess > 0:
+                by_age = isinstance(self._tables[table].eviction, LRU)
+                uses = state.written if by_age else state.sightings
+                keep[of[np.lexsort((state.ids[of], uses[of]))[:excess]]] = False
+        return np.flatnonzero(keep)
+
+
+def _concatenated(parts: Iterable[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
+
+
+def _require_sightings(sightings: npt.ArrayLike | None, count: int) -> Int32s:
+    if sightings is None:
+        return read_only(np.ones(count, np.int32), np.int32)
+    found = require_ids("sightings", sightings)
+    if found.shape != (count,) or (count and not 1 <= found.min() <= found.max() < 2**31):
+        raise ConfigurationError(
+            f"sightings of shape {found.shape} for {count} ids: give an integer from 1 to 2^31 - 1 for each"
+        )
+    return read_only(found, np.int32)
+
+
+def _repeated(key: np.int64, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"id {key} of table {name!r} is in a push twice: add up the gradients of an id"
+    )
+
+
+def compile_kernels(tables: Iterable[Table]) -> None:
+    """Compile all that shards of some tables will run, so that no step waits for it.
+
+    A process calls it before it joins a job. The machine code is kept on disk where it can be.
+    """
+    for group in groups(tables):
+        shard = TableShard(group, num_shards=2)
+        numbers = np.arange(len(group), dtype=np.int32)
+        for version in (1, 2):
+            gradients = np.ones((len(group), shard.dim), shard.dtype)
+            shard.push(numbers, np.full(len(group), version), gradients, version)
+            shard.pull(numbers, numbers)
+        shard.evict(2)
+        shard.load([shard.export()], 2)
+        for table in group:
+            _compile_eviction(table)
+
+
+def _compile_eviction(table: Table) -> None:
+    """Let a full table evict a row."""
+    if table.eviction is not None:
+        shard = TableShard([replace(table, capacity=1, admission=None)])
+        for version in (1, 2):
+            gradient = np.ones((1, table.dim), table.dtype)
+            shard.push([0], [version], gradient, version)

@@ -1,0 +1,129 @@
+"""A table as a user describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+
+from steepest.errors import ConfigurationError
+from steepest.tables.admission import CBFFilter, CounterFilter, Filter, ProbabilityFilter
+from steepest.tables.checks import require_count
+from steepest.tables.eviction import LFU, LRU, Evict, GlobalStepEvict, L2WeightEvict, Policy
+from steepest.tables.initial import Initial, Normal
+from steepest.tables.row_optimizers import Adagrad, RowOptimizer, require_optimizer
+
+_MOST_TABLES = 2**15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of rows by id.
+
+    Attributes:
+        name: of the table; what a row begins with depends on it.
+        dim: values in a row.
+        optimizer: how pushes change rows.
+        initial: how rows begin.
+        dtype: "float32" or "float64".
+        capacity: rows that there are at most, over all shards; without it, as many as ids.
+        eviction: which row goes when the table is full; without it, a push to a full table is refused.
+        admission: which ids get a row; without it, all.
+        evict: the rows that `TableShard.evict` removes.
+    """
+
+    name: str
+    dim: int
+    optimizer: RowOptimizer = field(default_factory=Adagrad)
+    initial: Initial = field(default_factory=Normal)
+    dtype: str = "float32"
+    capacity: int | None = None
+    eviction: Policy | None = None
+    admission: Filter | None = None
+    evict: tuple[Evict, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigurationError(f"name={self.name!r}: give a table a name")
+        require_count(f"dim of table {self.name!r}", self.dim)
+        require_optimizer(self.name, self.optimizer)
+        self._require("initial", Initial, "one of steepest.tables.initial")
+        self._require("eviction", (LRU, LFU, type(None)), "LRU(), LFU() or None")
+        filters = (CounterFilter, CBFFilter, ProbabilityFilter, type(None))
+        self._require("admission", filters, "one of steepest.tables.admission, or None")
+        if self.dtype not in ("float32", "float64"):
+            raise ConfigurationError(
+                f"dtype={self.dtype!r} of table {self.name!r}: give 'float32' or 'float64'"
+            )
+        if self.capacity is not None:
+            require_count(f"capacity of table {self.name!r}", self.capacity)
+        elif self.eviction is not None:
+            raise ConfigurationError(
+                f"eviction={self.eviction} of table {self.name!r} without capacity: give the rows that "
+                "it may have"
+            )
+        kinds: list[type] = [object]
+        if isinstance(self.evict, tuple):
+            kinds = [type(way) for way in self.evict]
+        known: set[type] = {GlobalStepEvict, L2WeightEvict}
+        if not set(kinds) <= known or len(set(kinds)) < len(kinds):
+            raise ConfigurationError(
+                f"evict={self.evict!r:.80} of table {self.name!r}: give a tuple of at most one "
+                "GlobalStepEvict and one L2WeightEvict"
+            )
+
+    def _require(self, name: str, kinds: type | tuple[type, ...], wanted: str) -> None:
+        if not isinstance(getattr(self, name), kinds):
+            raise ConfigurationError(
+                f"{name}={getattr(self, name)!r:.80} of table {self.name!r}: give {wanted}"
+            )
+
+
+def require_group(tables: Iterable[Table]) -> tuple[Table, ...]:
+    """Return tables that a shard can hold together.
+
+    Raises:
+        ConfigurationError: there is none, two have one name, or they differ in dimension, dtype or optimizer.
+    """
+    group = tuple(tables)
+    if not 0 < len(group) <= _MOST_TABLES:
+        raise ConfigurationError(f"{len(group)} tables: give 1 to {_MOST_TABLES}")
+    if len({table.name for table in group}) < len(group):
+        raise ConfigurationError(
+            f"two tables of one name among {', '.join(table.name for table in group)}: name each otherwise"
+        )
+    if len({(table.dim, table.dtype, table.optimizer) for table in group}) > 1:
+        raise ConfigurationError(
+            "tables of one group have one dimension, dtype and optimizer: split them by `groups`"
+        )
+    return group
+
+
+def merged(tables: Iterable[Table]) -> tuple[Table, ...]:
+    """Return each table once, in order of first sight; several modules may use one.
+
+    Raises:
+        ConfigurationError: two of one name differ.
+    """
+    found: dict[str, Table] = {}
+    for table in tables:
+        other = found.setdefault(table.name, table)
+        for difference in (known.name for known in fields(table)):
+            ours, theirs = getattr(other, difference), getattr(table, difference)
+            if ours != theirs:
+                raise ConfigurationError(
+                    f"table {table.name!r} has {difference}={ours!r} and {difference}={theirs!r}: "
+                    "describe it once, or name the other table otherwise"
+                )
+    return tuple(found.values())
+
+
+def groups(tables: Iterable[Table]) -> list[tuple[Table, ...]]:
+    """Return tables in groups of the same dimension, dtype and optimizer, in order of first sight.
+
+    Raises:
+        ConfigurationError: two of one name differ.
+    """
+    found: dict[tuple[int, str, RowOptimizer], list[Table]] = {}
+    for table in merged(tables):
+        found.setdefault((table.dim, table.dtype, table.optimizer), []).append(table)
+    return [tuple(group) for group in found.values()]
