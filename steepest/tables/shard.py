@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -360,8 +359,8 @@ class TableShard:
 
         Args:
             since: a version: only the rows that were written after it, and the ids whose rows were
-                removed after it. Removals are remembered from the first call on; those up to
-                `since` are forgotten, since they are in an earlier increment.
+                removed after it or at it. Removals are remembered from the first call on; those
+                before `since` are forgotten, since they are in an earlier increment.
         """
         blocks = self._blocks
         numbers = blocks.in_use()
@@ -371,8 +370,7 @@ class TableShard:
             raise ConfigurationError(
                 f"export(since={since}) without a base: call export() first, and keep what it returns"
             )
-        kept = self._removed or []
-        self._removed = [] if since is None else [item for item in kept if item[0] > since]
+        removed = self._gone_since(since)
         rows = blocks.rows[numbers]
         counted = self._admission.exact()
         return TableState(
@@ -385,11 +383,21 @@ class TableShard:
             counted_tables=counted[0],
             counted_ids=counted[1],
             counted=counted[2],
-            removed_tables=_concatenated((item[1] for item in self._removed), np.int32),
-            removed_ids=_concatenated((item[2] for item in self._removed), np.int64),
+            removed_tables=removed[0],
+            removed_ids=removed[1],
             counters={table: counter.copy() for table, counter in self._admission.counters.items()},
             frozen=tuple(sorted(self._frozen)),
         ).sorted()
+
+    def _gone_since(self, since: int | None) -> tuple[Int32s, Int64s]:
+        """Return the ids without rows whose rows were removed at a version or later; remember those alone."""
+        kept = self._removed or []
+        self._removed = [] if since is None else [item for item in kept if item[0] >= since]
+        tables = np.concatenate([np.empty(0, np.int32), *(item[1] for item in self._removed)])
+        ids = np.concatenate([np.empty(0, np.int64), *(item[2] for item in self._removed)])
+        distinct = Distinct(tables, ids)
+        found, _ = self._index.find(distinct.tables, distinct.ids)
+        return distinct.tables[found < 0], distinct.ids[found < 0]
 
     def load(self, states: Iterable[TableState], version: int) -> None:
         """Replace everything by this shard's part of a state; counters of events begin at 0.
@@ -451,10 +459,6 @@ class TableShard:
                 uses = state.written if by_age else state.sightings
                 keep[of[np.lexsort((state.ids[of], uses[of]))[:excess]]] = False
         return np.flatnonzero(keep)
-
-
-def _concatenated(parts: Iterable[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
 
 
 def _require_sightings(sightings: npt.ArrayLike | None, count: int) -> Int32s:
