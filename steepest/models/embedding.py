@@ -1,0 +1,348 @@
+"""Modules whose weights are rows of tables: a forward pass pulls only the rows of its batch.
+
+They are used as torch's of the same names. Rows are no parameters of the module: an optimizer of the
+table's updates them with what a backward pass pushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steepest.errors import ConfigurationError
+from steepest.tables.checks import require_ids
+from steepest.tables.hashing import Distinct
+from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.table import Table, merged
+
+#: Ids of a feature: a tensor (B,) or (B, N), a jagged tensor (B, *), or B lists.
+Ids = Tensor | Sequence[Sequence[int]]
+
+
+class RowSource(Protocol):
+    """Where modules get rows, and send gradients; `steepest.tables.local.LocalRows` is one."""
+
+    def place(self, table: Table) -> tuple[int, int]:
+        """Return the number of a table's group, whose rows travel together, and its number there."""
+
+    def pull(self, group: int, tables: Int32s, ids: Int64s) -> Floats:
+        """Return the values of rows, (n, dim)."""
+
+    def push(
+        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+    ) -> None:
+        """Take the summed gradients of distinct ids, (n, dim), and how often each was in the batch."""
+
+
+class _Rows(torch.autograd.Function):
+    """Rows whose gradient is pushed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, values: Tensor, source: RowSource, group: int, keys: Distinct
+    ) -> Tensor:
+        ctx.source, ctx.group, ctx.keys = source, group, keys
+        return values.view_as(values)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        keys = ctx.keys
+        gradients = np.ascontiguousarray(gradient.detach().cpu().numpy())
+        ctx.source.push(ctx.group, keys.tables, keys.ids, gradients, keys.counts)
+        return None, None, None, None, None
+
+
+class TableModule(nn.Module):
+    """A module that needs rows; `connect` gives it their source."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        """Take the tables that it uses.
+
+        Raises:
+            ConfigurationError: two of one name differ, or one is no `Table`.
+        """
+        super().__init__()
+        for table in tables:
+            if not isinstance(table, Table):
+                raise ConfigurationError(f"table={table!r:.80}: give a steepest.tables.table.Table")
+        self.tables = merged(tables)
+        self._source: RowSource | None = None
+        self._places: dict[str, tuple[int, int]] = {}
+
+    def connect(self, source: RowSource) -> None:
+        """Use rows of a source from now on.
+
+        Raises:
+            ConfigurationError: it has not these tables.
+        """
+        self._places = {table.name: source.place(table) for table in self.tables}
+        self._source = source
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles have: not the source, which a copy is given anew."""
+        return self.__dict__ | {"_source": None}
+
+    def extra_repr(self) -> str:
+        """Return the tables' names and dimensions."""
+        return ", ".join(f"{table.name}: {table.dim}" for table in self.tables)
+
+    def _look_up(self, wanted: Sequence[tuple[Table, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return, of each table and ids (n,), rows (m, dim) and the place of each id among them.
+
+        Tables of one group are looked up together, and their rows are one tensor.
+        """
+        if self._source is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}({self.extra_repr()}) has no rows: call connect(module, source) "
+                "before the first forward pass"
+            )
+        found: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(wanted)
+        places = [self._places[table.name] for table, _ in wanted]
+        for group in dict.fromkeys(group for group, _ in places):
+            of = [at for at, (other, _) in enumerate(places) if other == group]
+            ids = [
+                require_ids(f"ids of table {wanted[at][0].name!r}", wanted[at][1].detach().cpu())
+                for at in of
+            ]
+            sizes = [len(part) for part in ids]
+            numbers = np.repeat(np.array([places[at][1] for at in of], np.int32), sizes)
+            keys = Distinct(numbers, ids[0] if len(of) == 1 else np.concatenate(ids))
+            values = torch.from_numpy(self._source.pull(group, keys.tables, keys.ids))
+            values = values.to(wanted[of[0]][1].device)
+            if torch.is_grad_enabled():
+                anchor = torch.empty(0, requires_grad=True)
+                values = cast(
+                    Tensor,
+                    _Rows.apply(anchor, values, self._source, group, keys),  # type: ignore[no-untyped-call]
+                )
+            inverse = torch.from_numpy(keys.inverse).to(values.device)
+            for at, part in zip(of, torch.split(inverse, sizes), strict=True):
+                found[at] = values, part
+        return found
+
+
+def tables_of(module: nn.Module) -> tuple[Table, ...]:
+    """Return the tables of a module's submodules, each once.
+
+    Raises:
+        ConfigurationError: two of one name differ.
+    """
+    return merged(table for part in _parts(module) for table in part.tables)
+
+
+def connect(module: nn.Module, source: RowSource) -> None:
+    """Let all submodules use rows of a source.
+
+    Raises:
+        ConfigurationError: it has not their tables.
+    """
+    for part in _parts(module):
+        part.connect(source)
+
+
+def _parts(module: nn.Module) -> Iterator[TableModule]:
+    return (part for part in module.modules() if isinstance(part, TableModule))
+
+
+class Embedding(TableModule):
+    """`torch.nn.Embedding` with rows of a table, of ids of any size.
+
+    Args:
+        table: its rows.
+        padding_idx: an id whose embedding is zero and is never trained.
+    """
+
+    def __init__(self, table: Table, *, padding_idx: int | None = None) -> None:
+        super().__init__([table])
+        self.padding_idx = padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of ids of any shape: their shape, and the table's dimension."""
+        (table,) = self.tables
+        flat = ids.reshape(-1)
+        kept = None if self.padding_idx is None else flat != self.padding_idx
+        ((rows, inverse),) = self._look_up([(table, flat if kept is None else flat[kept])])
+        values = F.embedding(inverse, rows)
+        if kept is not None:
+            values = values.new_zeros(len(flat), table.dim).index_put((kept,), values)
+        return values.view(*ids.shape, table.dim)
+
+
+class EmbeddingBag(TableModule):
+    """`torch.nn.EmbeddingBag` with rows of a table, of ids of any size.
+
+    Args:
+        table: its rows.
+        mode: "mean", "sum" or "max" of a bag's embeddings; an empty bag's are zeros.
+        padding_idx: an id that is left out of bags.
+        include_last_offset: the last of `offsets` is the number of ids.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        mode: str = "mean",
+        padding_idx: int | None = None,
+        include_last_offset: bool = False,
+    ) -> None:
+        super().__init__([table])
+        self.mode = _require_mode(mode, "sum", "mean", "max")
+        self.padding_idx, self.include_last_offset = padding_idx, include_last_offset
+
+    def forward(
+        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Return the embeddings of bags, (B, dim).
+
+        Args:
+            ids: (B, N), bags of one size; or (n,) with offsets.
+            offsets: (B,), where each bag begins; or (B + 1,) with `include_last_offset`.
+            per_sample_weights: of the shape of ids, with mode "sum".
+
+        Raises:
+            ConfigurationError: shapes do not fit.
+        """
+        (table,) = self.tables
+        flat, bounds = _bags(ids, offsets, self.include_last_offset)
+        weights = per_sample_weights
+        if weights is not None:
+            if self.mode != "sum" or weights.shape != ids.shape:
+                raise ConfigurationError(
+                    f"per_sample_weights of shape {tuple(weights.shape)} for ids of shape "
+                    f"{tuple(ids.shape)} in mode {self.mode!r}: give one for each id, in mode 'sum'"
+                )
+            weights = weights.reshape(-1)
+        if self.padding_idx is not None:
+            kept = flat != self.padding_idx
+            before = F.pad(kept.cumsum(0), (1, 0))
+            flat, bounds = flat[kept], before[bounds]
+            weights = None if weights is None else weights[kept]
+        ((rows, inverse),) = self._look_up([(table, flat)])
+        return _pooled(rows, inverse, bounds, self.mode, weights)
+
+
+class EmbeddingCollection(TableModule):
+    """Embeddings of many features, whose rows are pulled and pushed together.
+
+    Args:
+        tables: by feature; features may share one.
+        mode: "sum", "mean" or "max" of a sample's embeddings; None leaves them apart.
+    """
+
+    def __init__(self, tables: Mapping[str, Table], *, mode: str | None = "sum") -> None:
+        super().__init__(list(tables.values()))
+        self.mode = None if mode is None else _require_mode(mode, "sum", "mean", "max")
+        self._features = dict(tables)
+
+    def forward(self, ids: Mapping[str, Ids]) -> dict[str, Tensor]:
+        """Return embeddings by feature.
+
+        Args:
+            ids: by feature, of each of B samples: a tensor (B,) or (B, N), a jagged tensor
+                (`torch.nested`, layout `torch.jagged`), or B lists.
+
+        Returns:
+            (B, dim) of each feature. Without a mode of a tensor its shape and the table's dimension,
+            else a jagged tensor (B, *, dim).
+
+        Raises:
+            ConfigurationError: a feature is not known, or its ids are not so.
+        """
+        unknown = [name for name in ids if name not in self._features]
+        if unknown:
+            raise ConfigurationError(
+                f"features {unknown}: give some of {', '.join(map(repr, self._features))}"
+            )
+        parts = {name: _bags_of(name, given) for name, given in ids.items()}
+        found = self._look_up([(self._features[name], flat) for name, (flat, _) in parts.items()])
+        embedded = {}
+        for (name, (_, bounds)), (rows, inverse) in zip(parts.items(), found, strict=True):
+            given, dim = ids[name], self._features[name].dim
+            if self.mode is not None:
+                embedded[name] = _pooled(rows, inverse, bounds, self.mode, None)
+            elif isinstance(given, Tensor) and not given.is_nested:
+                embedded[name] = F.embedding(inverse, rows).view(*given.shape, dim)
+            else:
+                embedded[name] = torch.nested.nested_tensor_from_jagged(
+                    F.embedding(inverse, rows), bounds
+                )
+        return embedded
+
+
+def _require_mode(mode: str, *allowed: str) -> str:
+    if mode not in allowed:
+        raise ConfigurationError(f"mode={mode!r}: give one of {', '.join(map(repr, allowed))}")
+    return mode
+
+
+def _pooled(
+    rows: Tensor, inverse: Tensor, bounds: Tensor, mode: str, weights: Tensor | None
+) -> Tensor:
+    """Return the embeddings of bags, (B, dim).
+
+    Args:
+        rows: (m, dim).
+        inverse: (n,), of each id its row.
+        bounds: (B + 1,), where each bag begins, and the end.
+        mode: "sum", "mean" or "max".
+        weights: (n,), or None.
+    """
+    return F.embedding_bag(
+        inverse,
+        rows,
+        bounds.to(inverse.dtype),
+        mode=mode,
+        per_sample_weights=weights,
+        include_last_offset=True,
+    )
+
+
+def _bags(ids: Tensor, offsets: Tensor | None, includes_last: bool) -> tuple[Tensor, Tensor]:
+    """Return ids (n,), and where each bag begins, with the end, (B + 1,)."""
+    if ids.dim() == 2 and offsets is None:
+        count, size = ids.shape
+        return ids.reshape(-1), torch.arange(count + 1, device=ids.device) * size
+    if ids.dim() != 1 or offsets is None or offsets.dim() != 1:
+        given = "none" if offsets is None else f"of shape {tuple(offsets.shape)}"
+        raise ConfigurationError(
+            f"ids of shape {tuple(ids.shape)}, offsets {given}: give ids (B, N), or ids (n,) and the "
+            "offsets (B,) at which bags begin"
+        )
+    bounds = offsets if includes_last else F.pad(offsets, (0, 1), value=len(ids))
+    ends = bounds.detach().cpu().tolist() if len(bounds) else [-1]
+    if ends[0] != 0 or ends[-1] != len(ids) or bool((bounds[1:] < bounds[:-1]).any()):
+        wanted = f"from 0 on, ascending, at most {len(ids)}"
+        raise ConfigurationError(
+            f"offsets={offsets.tolist()[:8]!r:.80} of {len(ids)} ids: give numbers {wanted}"
+            + (", the last of them that" if includes_last else "")
+        )
+    return ids, bounds
+
+
+def _bags_of(name: str, ids: Ids) -> tuple[Tensor, Tensor]:
+    """Return a feature's ids (n,), and where each sample's begin, with the end, (B + 1,)."""
+    if isinstance(ids, Tensor) and ids.is_nested:
+        if ids.layout != torch.jagged or ids.dim() != 2:
+            raise ConfigurationError(
+                f"a nested tensor of layout {ids.layout} and {ids.dim()} dimensions for feature "
+                f"{name!r}: give one of layout torch.jagged, of a row of ids for each sample"
+            )
+        jagged: Any = ids
+        return jagged.values(), jagged.offsets()
+    if isinstance(ids, Tensor):
+        if ids.dim() not in (1, 2):
+            raise ConfigurationError(
+                f"ids of shape {tuple(ids.shape)} for feature {name!r}: give (B,) or (B, N)"
+            )
+        return _bags(ids if ids.dim() == 2 else ids[:, None], None, False)
+    sizes = [len(part) for part in ids]
+    flat = np.concatenate([np.empty(0, np.int64), *(require_ids(name, part) for part in ids)])
+    bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    return torch.from_numpy(flat), torch.from_numpy(bounds)

@@ -1,0 +1,135 @@
+"""All tables of one process, in shards of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from steepest.errors import ConfigurationError
+from steepest.tables.checks import require_count
+from steepest.tables.hashing import Distinct, add_up, shard_of
+from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.shard import TableShard
+from steepest.tables.table import Table, groups
+
+
+@dataclass
+class _Staged:
+    """What was pushed to one group since the last step."""
+
+    tables: list[Int32s] = field(default_factory=list)
+    ids: list[Int64s] = field(default_factory=list)
+    gradients: list[Floats] = field(default_factory=list)
+    sightings: list[Int32s] = field(default_factory=list)
+
+
+class LocalRows:
+    """Tables of any shapes in one process: a `RowSource` whose pushes take effect at `step`."""
+
+    def __init__(self, tables: Iterable[Table], *, num_shards: int = 1, seed: int = 0) -> None:
+        """Begin without rows.
+
+        Args:
+            tables: of any shapes; a name may be given twice, with the same description.
+            num_shards: of each group of tables.
+            seed: of first values and of admissions by chance.
+
+        Raises:
+            ConfigurationError: two tables of one name differ.
+        """
+        grouped = groups(tables)
+        count = require_count("num_shards", num_shards)
+        self.shards = [
+            [TableShard(group, shard=at, num_shards=count, seed=seed) for at in range(count)]
+            for group in grouped
+        ]
+        self._places = {
+            table.name: (number, at)
+            for number, group in enumerate(grouped)
+            for at, table in enumerate(group)
+        }
+        self._staged = [_Staged() for _ in grouped]
+        self.version = 0
+
+    def place(self, table: Table) -> tuple[int, int]:
+        """Return the number of a table's group, and the table's number in it.
+
+        Raises:
+            ConfigurationError: there is no such table.
+        """
+        group, number = self._places.get(table.name, (-1, -1))
+        if group < 0 or self.shards[group][0].tables[number] != table:
+            raise ConfigurationError(
+                f"table {table.name!r} is not among those that there are rows of, "
+                f"{', '.join(map(repr, self._places)) or 'none'}: give it to LocalRows"
+            )
+        return group, number
+
+    def pull(self, group: int, tables: Int32s, ids: Int64s) -> Floats:
+        """Return the values of rows, (n, dim).
+
+        Args:
+            group: its number.
+            tables, ids: (n,), table numbers in the group, and ids.
+        """
+        shards = self.shards[group]
+        if len(shards) == 1:
+            return shards[0].pull(tables, ids)
+        values = np.empty((len(ids), shards[0].dim), shards[0].dtype)
+        of = shard_of(tables, ids, len(shards))
+        for at, shard in enumerate(shards):
+            values[of == at] = shard.pull(tables[of == at], ids[of == at])
+        return values
+
+    def push(
+        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+    ) -> None:
+        """Keep gradients until `step`.
+
+        Args:
+            group: its number.
+            tables, ids: (n,), distinct.
+            gradients: (n, dim).
+            sightings: (n,), how often each id was in the batch.
+        """
+        staged = self._staged[group]
+        staged.tables.append(tables)
+        staged.ids.append(ids)
+        staged.gradients.append(gradients)
+        staged.sightings.append(sightings)
+
+    def step(self, learning_rate: float | None = None) -> int:
+        """Update rows with the sums of the gradients that were pushed since the last step.
+
+        Args:
+            learning_rate: instead of the optimizers'.
+
+        Returns:
+            The version that the rows have now.
+        """
+        self.version += 1
+        for group, staged in enumerate(self._staged):
+            if staged.ids:
+                self._staged[group] = _Staged()
+                self._update(self.shards[group], staged, learning_rate)
+        return self.version
+
+    def _update(
+        self, shards: Sequence[TableShard], staged: _Staged, learning_rate: float | None
+    ) -> None:
+        if len(staged.ids) == 1:
+            tables, ids, gradients = staged.tables[0], staged.ids[0], staged.gradients[0]
+            seen = staged.sightings[0]
+        else:
+            distinct = Distinct(np.concatenate(staged.tables), np.concatenate(staged.ids))
+            tables, ids, count = distinct.tables, distinct.ids, len(distinct.ids)
+            gradients = add_up(np.concatenate(staged.gradients), distinct.inverse, count)
+            counted = np.concatenate(staged.sightings).astype(np.float64)[:, None]
+            seen = add_up(counted, distinct.inverse, count)[:, 0].astype(np.int32)
+        of = shard_of(tables, ids, len(shards)) if len(shards) > 1 else np.zeros(len(ids), np.int32)
+        for at, shard in enumerate(shards):
+            mine = of == at if len(shards) > 1 else slice(None)
+            parts = tables[mine], ids[mine], gradients[mine]
+            shard.push(*parts, self.version, learning_rate, seen[mine])
