@@ -14,10 +14,11 @@ from table_tools import ids_of, push, same, table
 
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import CBFFilter, CounterFilter, ProbabilityFilter
+from steepest.tables.compilation import compile_kernels
 from steepest.tables.eviction import LFU, LRU, GlobalStepEvict, L2WeightEvict
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import Adagrad
-from steepest.tables.shard import TableShard, compile_kernels
+from steepest.tables.shard import TableShard
 from steepest.tables.state import increased, joined
 from steepest.tables.table import Table
 

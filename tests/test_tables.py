@@ -14,10 +14,13 @@ import torch
 from table_tools import ids_of, push, same, table
 
 from steepest.errors import ConfigurationError
+from steepest.models.embedding import EmbeddingBag, connect
+from steepest.tables.compilation import compile_kernels
 from steepest.tables.hashing import shard_of
 from steepest.tables.initial import Constant, Initial, Normal, TruncatedNormal, Uniform, Zeros
+from steepest.tables.local import LocalRows
 from steepest.tables.row_optimizers import FTRL, SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad
-from steepest.tables.shard import TableShard, compile_kernels
+from steepest.tables.shard import TableShard
 from steepest.tables.table import groups
 
 # -- how rows begin ------------------------------------------------------------------------------
@@ -327,11 +330,12 @@ def test_increments_hold_what_was_changed() -> None:
 
 
 def test_all_kernels_are_compiled_before_they_are_used() -> None:
-    from steepest.tables import blocks, index, initial, shard
+    from steepest.tables import blocks, hashing, index, initial, pooling, shard
 
     group = [table(optimizer=Adam(), dtype="float64"), table("u", optimizer=Adagrad())]
     compile_kernels(group)
     watched = [blocks._gather, blocks._scatter, index._find, initial._fill, shard._mark]
+    watched += [hashing._distinct, hashing._add_up, pooling._pool, pooling._spread]
     before = [len(kernel.signatures) for kernel in watched]  # type: ignore[attr-defined]
     for of in groups(group):
         made = TableShard(of)
@@ -339,6 +343,9 @@ def test_all_kernels_are_compiled_before_they_are_used() -> None:
         frozen = np.zeros(2, np.int32)
         frozen.flags.writeable = False
         made.pull(frozen, np.arange(4)[::2])
+        module = EmbeddingBag(of[0], mode="mean")
+        connect(module, LocalRows(of, num_shards=2))
+        module(torch.tensor([[1, 2], [2, 3]])).sum().backward()
     assert [len(kernel.signatures) for kernel in watched] == before  # type: ignore[attr-defined]
 
 

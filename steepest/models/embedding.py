@@ -7,7 +7,7 @@ table's updates them with what a backward pass pushes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_ids
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.pooling import Bags
 from steepest.tables.table import Table, merged
 
 #: Ids of a feature: a tensor (B,) or (B, N), a jagged tensor (B, *), or B lists.
@@ -58,6 +59,27 @@ class _Rows(torch.autograd.Function):
         return None, None, None, None, None
 
 
+class _Pool(torch.autograd.Function):
+    """Sums or means of bags on the CPU; unlike torch's, its backward pass sorts no ids."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, bags: Bags) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.bags = bags
+        return torch.from_numpy(bags.pool(rows.detach().numpy()))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (rows,) = ctx.saved_tensors
+        given = np.ascontiguousarray(gradient.detach().numpy())
+        of_rows = torch.from_numpy(ctx.bags.row_gradients(given, len(rows)))
+        if not ctx.needs_input_grad[1]:
+            return of_rows, None, None
+        of_weights = ctx.bags.weight_gradients(given, rows.detach().numpy())
+        return of_rows, torch.from_numpy(of_weights), None
+
+
 class TableModule(nn.Module):
     """A module that needs rows; `connect` gives it their source."""
 
@@ -92,18 +114,19 @@ class TableModule(nn.Module):
         """Return the tables' names and dimensions."""
         return ", ".join(f"{table.name}: {table.dim}" for table in self.tables)
 
-    def _look_up(self, wanted: Sequence[tuple[Table, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Return, of each table and ids (n,), rows (m, dim) and the place of each id among them.
+    def _look_up(self, wanted: Sequence[tuple[Table, Tensor]]) -> list[_Found]:
+        """Return rows by group of tables, which are pulled, and whose gradients are pushed, together.
 
-        Tables of one group are looked up together, and their rows are one tensor.
+        Args:
+            wanted: tables, and ids (n,) of each.
         """
         if self._source is None:
             raise ConfigurationError(
                 f"{type(self).__name__}({self.extra_repr()}) has no rows: call connect(module, source) "
                 "before the first forward pass"
             )
-        found: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(wanted)
         places = [self._places[table.name] for table, _ in wanted]
+        found = []
         for group in dict.fromkeys(group for group, _ in places):
             of = [at for at, (other, _) in enumerate(places) if other == group]
             ids = [
@@ -121,10 +144,22 @@ class TableModule(nn.Module):
                     Tensor,
                     _Rows.apply(anchor, values, self._source, group, keys),  # type: ignore[no-untyped-call]
                 )
-            inverse = torch.from_numpy(keys.inverse).to(values.device)
-            for at, part in zip(of, torch.split(inverse, sizes), strict=True):
-                found[at] = values, part
+            found.append(_Found(of, values, torch.from_numpy(keys.inverse).to(values.device)))
         return found
+
+
+class _Found(NamedTuple):
+    """What a look-up found in one group of tables.
+
+    Attributes:
+        of: which of the wanted (table, ids) are of the group.
+        rows: (m, dim), distinct.
+        inverse: of each id of these, one after the other, its row.
+    """
+
+    of: list[int]
+    rows: Tensor
+    inverse: Tensor
 
 
 def tables_of(module: nn.Module) -> tuple[Table, ...]:
@@ -167,8 +202,8 @@ class Embedding(TableModule):
         (table,) = self.tables
         flat = ids.reshape(-1)
         kept = None if self.padding_idx is None else flat != self.padding_idx
-        ((rows, inverse),) = self._look_up([(table, flat if kept is None else flat[kept])])
-        values = F.embedding(inverse, rows)
+        ((_, rows, inverse),) = self._look_up([(table, flat if kept is None else flat[kept])])
+        values = _apart(rows, inverse)
         if kept is not None:
             values = values.new_zeros(len(flat), table.dim).index_put((kept,), values)
         return values.view(*ids.shape, table.dim)
@@ -224,7 +259,7 @@ class EmbeddingBag(TableModule):
             before = F.pad(kept.cumsum(0), (1, 0))
             flat, bounds = flat[kept], before[bounds]
             weights = None if weights is None else weights[kept]
-        ((rows, inverse),) = self._look_up([(table, flat)])
+        ((_, rows, inverse),) = self._look_up([(table, flat)])
         return _pooled(rows, inverse, bounds, self.mode, weights)
 
 
@@ -260,26 +295,55 @@ class EmbeddingCollection(TableModule):
             raise ConfigurationError(
                 f"features {unknown}: give some of {', '.join(map(repr, self._features))}"
             )
-        parts = {name: _bags_of(name, given) for name, given in ids.items()}
-        found = self._look_up([(self._features[name], flat) for name, (flat, _) in parts.items()])
-        embedded = {}
-        for (name, (_, bounds)), (rows, inverse) in zip(parts.items(), found, strict=True):
-            given, dim = ids[name], self._features[name].dim
-            if self.mode is not None:
-                embedded[name] = _pooled(rows, inverse, bounds, self.mode, None)
-            elif isinstance(given, Tensor) and not given.is_nested:
-                embedded[name] = F.embedding(inverse, rows).view(*given.shape, dim)
+        names = list(ids)
+        parts = [_bags_of(name, ids[name]) for name in names]
+        tables = [self._features[name] for name in names]
+        embedded: dict[str, Tensor] = {}
+        for of, rows, inverse in self._look_up(
+            [(table, flat) for table, (flat, _) in zip(tables, parts, strict=True)]
+        ):
+            bounds = [parts[at][1] for at in of]
+            if self.mode is None:
+                sizes = [len(parts[at][0]) for at in of]
+                pooled = _apart(rows, inverse)
             else:
-                embedded[name] = torch.nested.nested_tensor_from_jagged(
-                    F.embedding(inverse, rows), bounds
-                )
-        return embedded
+                sizes = [len(part) - 1 for part in bounds]
+                pooled = _pooled(rows, inverse, _one_after_another(bounds), self.mode, None)
+            # one backward pass for all: each would have rows of zeros for the others' ids
+            for at, part in zip(of, torch.split(pooled, sizes), strict=True):
+                embedded[names[at]] = self._shaped(part, ids[names[at]], parts[at][1])
+        return {name: embedded[name] for name in names}
+
+    def _shaped(self, values: Tensor, ids: Ids, bounds: Tensor) -> Tensor:
+        """Return a feature's embeddings in the shape of its ids, if they are apart."""
+        if self.mode is not None:
+            return values
+        if isinstance(ids, Tensor) and not ids.is_nested:
+            return values.view(*ids.shape, -1)
+        return torch.nested.nested_tensor_from_jagged(values, bounds)
+
+
+def _one_after_another(bounds: Sequence[Tensor]) -> Tensor:
+    """Return where bags begin when features' ids stand one after another, and the end."""
+    if len(bounds) == 1:
+        return bounds[0]
+    begin, moved = 0, []
+    for part in bounds:
+        moved.append(part[:-1] + begin)
+        begin += int(part[-1])
+    return torch.cat([*moved, bounds[-1].new_tensor([begin])])
 
 
 def _require_mode(mode: str, *allowed: str) -> str:
     if mode not in allowed:
         raise ConfigurationError(f"mode={mode!r}: give one of {', '.join(map(repr, allowed))}")
     return mode
+
+
+def _apart(rows: Tensor, inverse: Tensor) -> Tensor:
+    """Return the embedding of each id, (n, dim): bags of one."""
+    bounds = torch.arange(len(inverse) + 1, device=rows.device)
+    return _pooled(rows, inverse, bounds, "sum", None)
 
 
 def _pooled(
@@ -294,6 +358,16 @@ def _pooled(
         mode: "sum", "mean" or "max".
         weights: (n,), or None.
     """
+    if mode != "max" and rows.device.type == "cpu":
+        scale = rows.new_empty(0) if weights is None else weights
+        if scale.dtype != rows.dtype:
+            raise ConfigurationError(
+                f"per_sample_weights of {scale.dtype}: the table is of {rows.dtype}, as they must be"
+            )
+        bags = Bags(
+            inverse.numpy(), bounds.detach().numpy(), scale.detach().numpy(), mode == "mean"
+        )
+        return cast(Tensor, _Pool.apply(rows, scale, bags))  # type: ignore[no-untyped-call]
     return F.embedding_bag(
         inverse,
         rows,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,7 @@ from steepest.tables.index import Index
 from steepest.tables.initial import Beginning
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
 from steepest.tables.state import TableState, joined
-from steepest.tables.table import Table, groups, require_group
+from steepest.tables.table import Table, require_group
 
 _COUNTS = ("admitted", "refused", "ignored", "evicted_full", "evicted_age", "evicted_norm")
 
@@ -476,30 +475,3 @@ def _repeated(key: np.int64, name: str) -> ConfigurationError:
     return ConfigurationError(
         f"id {key} of table {name!r} is in a push twice: add up the gradients of an id"
     )
-
-
-def compile_kernels(tables: Iterable[Table]) -> None:
-    """Compile all that shards of some tables will run, so that no step waits for it.
-
-    A process calls it before it joins a job. The machine code is kept on disk where it can be.
-    """
-    for group in groups(tables):
-        shard = TableShard(group, num_shards=2)
-        numbers = np.arange(len(group), dtype=np.int32)
-        for version in (1, 2):
-            gradients = np.ones((len(group), shard.dim), shard.dtype)
-            shard.push(numbers, np.full(len(group), version), gradients, version)
-            shard.pull(numbers, numbers)
-        shard.evict(2)
-        shard.load([shard.export()], 2)
-        for table in group:
-            _compile_eviction(table)
-
-
-def _compile_eviction(table: Table) -> None:
-    """Let a full table evict a row."""
-    if table.eviction is not None:
-        shard = TableShard([replace(table, capacity=1, admission=None)])
-        for version in (1, 2):
-            gradient = np.ones((1, table.dim), table.dtype)
-            shard.push([0], [version], gradient, version)

@@ -1,0 +1,55 @@
+"""Compiling all kernels before they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from steepest.tables.hashing import Distinct, add_up, shard_of
+from steepest.tables.pooling import Bags
+from steepest.tables.shard import TableShard
+from steepest.tables.table import Table, groups
+
+
+def compile_kernels(tables: Iterable[Table]) -> None:
+    """Compile all that some tables' shards and modules will run, so that no step waits for it.
+
+    A process calls it before it joins a job. The machine code is kept on disk where it can be.
+    """
+    for group in groups(tables):
+        shard = TableShard(group, num_shards=2)
+        numbers = np.arange(len(group), dtype=np.int32)
+        for version in (1, 2):
+            gradients = np.ones((len(group), shard.dim), shard.dtype)
+            shard.push(numbers, np.full(len(group), version), gradients, version)
+            shard.pull(numbers, numbers)
+        shard.evict(2)
+        shard.load([shard.export()], 2)
+        for table in group:
+            _compile_eviction(table)
+        _compile_modules(shard.dtype)
+
+
+def _compile_eviction(table: Table) -> None:
+    """Let a full table evict a row."""
+    if table.eviction is not None:
+        shard = TableShard([replace(table, capacity=1, admission=None)])
+        for version in (1, 2):
+            gradient = np.ones((1, table.dim), table.dtype)
+            shard.push([0], [version], gradient, version)
+
+
+def _compile_modules(dtype: str) -> None:
+    """Do what a worker does with the ids of a batch, and with rows."""
+    one = np.zeros(1, np.int32)
+    rows = np.ones((1, 1), dtype)
+    keys = Distinct(one, one)
+    shard_of(keys.tables, keys.ids, 2)
+    add_up(rows, keys.inverse, 1)
+    add_up(rows.astype(np.float64), keys.inverse, 1)
+    bags = Bags(keys.inverse, np.array([0, 1]), np.ones(1, dtype), False)
+    bags.pool(rows)
+    bags.row_gradients(rows, 1)
+    bags.weight_gradients(rows, rows)
