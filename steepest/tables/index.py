@@ -75,7 +75,7 @@ def _segment(hashed: np.uint64, table: np.int32, index: Segments) -> np.int64:
 @inlined
 def _row_in(bucket: np.int64, key: np.int64, index: Segments) -> np.int32:
     """Return the row number plus one of an id in a bucket, or 0; without a branch to predict."""
-    row = np.int32(0)
+    row: np.int32 = np.int32(0)
     for entry in range(ENTRIES):
         row |= index.rows[bucket, _ROWS + entry] * np.int32(index.keys[bucket, entry] == key)
     return row
@@ -84,7 +84,7 @@ def _row_in(bucket: np.int64, key: np.int64, index: Segments) -> np.int32:
 @inlined
 def _row_beyond(bucket: np.int64, key: np.int64, index: Segments) -> np.int32:
     """Return the row number plus one of an id that is not in its first bucket, or 0."""
-    row = np.int32(0)
+    row: np.int32 = np.int32(0)
     while row == 0 and index.rows[bucket, _PASSED] != 0:
         bucket = (bucket & ~(BUCKETS - 1)) + ((bucket + 1) & (BUCKETS - 1))
         row = _row_in(bucket, key, index)
