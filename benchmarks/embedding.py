@@ -59,9 +59,9 @@ SPREAD = 2_654_435_761  # ids that are no small numbers; odd, so that they stay 
 MASK = (1 << 62) - 1
 
 
-def clicks(random: np.random.Generator, rows: int = ROWS) -> np.ndarray:
-    """Ids by a power law: the n-th most frequent of `rows` in proportion to n^-1.2; (features, batch)."""
-    return (random.zipf(1.2, (FEATURES, BATCH)) - 1) % rows
+def clicks(random: np.random.Generator) -> np.ndarray:
+    """Ids by a power law: the n-th most frequent in proportion to n^-1.2; (features, batch)."""
+    return (random.zipf(1.2, (FEATURES, BATCH)) - 1) % ROWS
 
 
 # -- step ----------------------------------------------------------------------------------------

@@ -1,0 +1,16 @@
+"""The benchmark of tables trains the same rows as its rivals."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import embedding
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_the_contenders_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FEATURES": 3, "BATCH": 40, "ROWS": 100, "LOOK_UPS": 120}.items():
+        monkeypatch.setattr(embedding, name, value)
+    rows = embedding.run_step(2)  # raises if values differ
+    assert [row["name"] for row in rows] == ["steepest", "torch, 26 bags", "torch, one bag"]
+    assert all(row["over"]["min"] > 0 for row in rows)
