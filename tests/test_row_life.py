@@ -156,6 +156,20 @@ def test_rows_come_and_go_as_a_model_in_plain_python_says(described: Table, turn
         check(shard, model)
 
 
+@pytest.mark.parametrize("policy", [LRU(), LFU()])
+def test_the_least_used_rows_go_in_a_long_run_too(policy: Any) -> None:
+    described = table(dim=DIM, initial=Zeros(), capacity=12, eviction=policy)
+    shard, model = TableShard([described]), Model(described)
+    random = np.random.default_rng(0)
+    for version in range(1, 300):
+        drawn, seen = np.unique(np.minimum(random.zipf(1.5, 9), 14), return_counts=True)
+        ids = dict(zip(drawn.tolist(), seen.tolist(), strict=True))
+        assert model.push(ids, version)
+        push(shard, drawn, version, sightings=seen)
+        check(shard, model)
+    assert model.full > 20
+
+
 @given(TABLES, st.lists(PUSHES, max_size=20), st.integers(0, 19))
 def test_a_state_and_its_increments_are_the_whole(
     described: Table, pushes: list[dict[int, int]], cut: int
@@ -391,6 +405,12 @@ def test_a_state_of_other_tables_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="tables hold 1 to 1"):
         shard.load([two.export()], 1)
     assert same(shard.export(), state)
+    with pytest.raises(ConfigurationError, match="no states of tables"):
+        shard.load([], 1)
+    with pytest.raises(ConfigurationError, match="version=-1"):
+        shard.load([state], -1)
+    with pytest.raises(ConfigurationError, match="version=0.5: give an integer of at least 0"):
+        TableShard([table(evict=(GlobalStepEvict(steps_to_live=1),))]).evict(0.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"export\(since=3\) without a base"):
         TableShard([table()]).export(since=3)
 

@@ -43,7 +43,7 @@ class CBFFilter:
 
     Attributes:
         filter_freq: sightings until an id is admitted.
-        max_element_size: ids that are to be counted.
+        max_element_size: ids that are to be counted, over all shards, each of which has so many counters.
         false_positive_probability: of an id that is counted too high, when there are so many.
         counter_type: of a counter: "uint8", "uint16" or "uint32".
     """

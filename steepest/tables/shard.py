@@ -54,7 +54,7 @@ class TableShard:
 
     A pull changes nothing: an id without a row has its first values, which are the same each time and on
     every server. A push makes rows, updates, counts and evicts, so that a replay of the pushes
-    makes the same state, to the bit.
+    makes the same state, to the bit. One thread at a time may use it.
 
     Attributes:
         version: of the last push.
@@ -182,6 +182,9 @@ class TableShard:
         if twice >= 0:
             raise _repeated(checked[twice], self._names[numbers_of[twice]])
         self.version = version
+        if self._frozen:
+            of = numbers_of[rows == -2]
+            self.counts["ignored"] += np.bincount(of, minlength=len(self._tables))
         if len(at):
             self._count(numbers_of[at], checked[at], seen[at], admitted, wanted)
             self._make_room(excess, version)
@@ -192,7 +195,6 @@ class TableShard:
     def _leave_frozen(self, tables: Int32s, rows: Int32s) -> Int32s:
         """Return row numbers, but -2 for ids of frozen tables."""
         frozen = np.isin(tables, list(self._frozen))
-        self.counts["ignored"] += np.bincount(tables[frozen], minlength=len(self._tables))
         return np.where(frozen, -2, rows).astype(np.int32)
 
     def _plan(
@@ -411,6 +413,7 @@ class TableShard:
             ConfigurationError: the state is of other tables, or a table has more rows than its capacity
                 and evicts none; nothing has changed.
         """
+        require_count("version", version, 0)
         state = joined(states)
         slots = self._optimizer.slots(self.dim)
         shapes = state.values.shape[1:], state.slots.shape[1:]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from steepest.errors import ConfigurationError
 from steepest.tables.kernels import Floats, Int32s, Int64s
 
 
@@ -69,8 +70,13 @@ def joined(states: Iterable[TableState]) -> TableState:
     """Return the state of several shards of the same tables as one, in order of table and id.
 
     Counters of Bloom filters are added up, so that no id is counted too low.
+
+    Raises:
+        ConfigurationError: there is none.
     """
     states = list(states)
+    if not states:
+        raise ConfigurationError("no states of tables: give what `export` of each shard returned")
     changes: dict[str, Any] = {}
     for known in fields(TableState):
         parts = [getattr(state, known.name) for state in states]
