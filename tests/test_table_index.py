@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from steepest.errors import ResourcesError
 from steepest.tables.hashing import Distinct, add_up, shard_of
 from steepest.tables.index import BUCKETS, Index
+from steepest.tables.kernels import kernel
 from steepest.tables.memory import Reserved
 
 GREATEST = 2**63 - 1
@@ -127,6 +130,7 @@ LIMITED = """
 import resource
 import numpy as np
 from steepest.errors import ResourcesError
+from steepest.tables.kernels import kernel
 from steepest.tables.memory import Reserved
 before = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (before + (1 << 30), -1))
@@ -145,3 +149,21 @@ def test_where_the_system_promises_less_memory_there_is_less_room() -> None:
         [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=120, check=False
     )
     assert "allow more (sysctl vm.overcommit_memory, ulimit -v)" in done.stdout, done.stderr
+
+
+def test_where_no_machine_code_can_be_kept_a_process_compiles_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_one = numba.njit
+
+    def without_directory(function: Any, cache: bool = False, **settings: Any) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile_one(function, **settings)
+
+    monkeypatch.setattr(numba, "njit", without_directory)
+
+    def twice(value: int) -> int:
+        return 2 * value
+
+    assert kernel(twice)(21) == 42
