@@ -102,7 +102,7 @@ def test_what_was_said_leaves_before_a_connection_is_waited_for(
     """Whom this member connects to may wait for others, and these for it."""
     seen: list[int] = []
 
-    def connect(other: int) -> Any:
+    def connect(other: int, seconds: float) -> Any:
         seen.append(len(transport.waiting))
         return Gathering(member_peer(other))
 
@@ -116,7 +116,7 @@ def test_what_was_said_leaves_before_a_connection_is_waited_for(
 def test_an_announcement_leaves_although_nothing_is_waited_for_yet(
     router: Router, transport: Gathering
 ) -> None:
-    member = MemberCollective(1, 2, router, 10.0, lambda other: transport)  # type: ignore[arg-type,return-value]
+    member = MemberCollective(1, 2, router, 10.0, lambda other, seconds: transport)  # type: ignore[arg-type,return-value]
     member.irecv(torch.ones(1), 0)
     assert [message.kind for message in transport.left] == [Kind.CONNECTED], (
         "who has something for it now sends it"
