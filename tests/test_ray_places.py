@@ -365,7 +365,10 @@ def test_the_doctor(place: Place) -> None:
     assert lines[-2:] == ["ending", "what was tried works: all is well"]
 
 
-@pytest.mark.parametrize("seconds", [0.1, 3, 5, 7])
+@pytest.mark.parametrize(
+    "seconds",
+    [0.1, 5, pytest.param(3, marks=pytest.mark.full), pytest.param(7, marks=pytest.mark.full)],
+)
 def test_the_doctor_ends_when_its_time_is_over(place: Place, seconds: float) -> None:
     output = doctor(place, seconds)
     lines = [re.sub(r"^ *[0-9.]+ s  ", "", line) for line in output.splitlines()]
