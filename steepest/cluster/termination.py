@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 
 from steepest.cluster.ray_private import is_drivers_sigterm_handler
 
 #: The exit status of a program that SIGTERM has ended, as shells and schedulers know it.
 EXIT_STATUS = 128 + signal.SIGTERM
+#: For so long a repeated signal does not cut short what the first one began.
+_ENDING_SECONDS = 30.0
+
+_began = -math.inf  # when the process last began to end, of `time.monotonic`
 
 
 def end_on_sigterm() -> None:
@@ -28,6 +34,11 @@ def end_on_sigterm() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """End the process; once, so that a second signal does not cut short what the first one began."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(EXIT_STATUS)
+    """End the process, unless it began to end a moment ago.
+
+    A notebook catches `SystemExit` and goes on: a later signal ends it like the first one.
+    """
+    global _began
+    if (now := time.monotonic()) - _began >= _ENDING_SECONDS:
+        _began = now
+        sys.exit(EXIT_STATUS)
