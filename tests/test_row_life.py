@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,10 +41,11 @@ class Model:
     rows: dict[int, Row] = field(default_factory=dict)
     counted: dict[int, int] = field(default_factory=dict)
     refused: int = 0
+    refused_full: int = 0
     full: int = 0
     removed: set[int] = field(default_factory=set)
 
-    def push(self, ids: dict[int, int], version: int) -> bool:
+    def push(self, ids: dict[int, int], version: int, strict: bool = True) -> bool:
         """Whether it is taken; ids have their sightings."""
         frequency = self.table.admission.filter_freq if self.table.admission else 0
         fresh = [key for key in ids if key not in self.rows]
@@ -52,12 +54,20 @@ class Model:
         excess = max(0, len(self.rows) + len(admitted) - capacity)
         touched = len(admitted) + len(ids) - len(fresh)
         if excess and (self.table.eviction is None or touched > capacity):
-            return False
+            if strict:
+                return False
+            taken = len(self.rows) if self.table.eviction is None else len(ids) - len(fresh)
+            late = admitted[int(capacity) - taken :]
+            admitted = admitted[: int(capacity) - taken]
+            self.refused_full += len(late)
+            self.refused -= len(late)
+            excess = max(0, len(self.rows) + len(admitted) - capacity)
         for key in fresh:
             if key in admitted:
                 self.counted.pop(key, None)
             else:
-                self.counted[key] = self.counted.get(key, 0) + ids[key]
+                if self.table.admission is not None:
+                    self.counted[key] = self.counted.get(key, 0) + ids[key]
                 self.refused += 1
         use = {LRU: "written", LFU: "sightings"}.get(type(self.table.eviction), "written")
         others = [key for key in self.rows if key not in ids]
@@ -105,6 +115,7 @@ def check(shard: TableShard, model: Model) -> None:
     counted = zip(state.counted_ids.tolist(), state.counted.tolist(), strict=True)
     assert dict(counted) == model.counted
     assert shard.counts["refused"][0] == model.refused
+    assert shard.counts["refused_full"][0] == model.refused_full
     assert shard.counts["evicted_full"][0] == model.full
     pulled = shard.pull(np.zeros(15, np.int32), np.arange(15))[:, 0]
     assert pulled.tolist() == [
@@ -131,8 +142,19 @@ PUSHES = st.dictionaries(st.integers(0, 12), st.integers(1, 3), max_size=6)
 TURNS = st.lists(st.one_of(PUSHES, PUSHES, PUSHES, st.sampled_from(["evict", "load"])), max_size=30)
 
 
-@given(TABLES, TURNS)
-def test_rows_come_and_go_as_a_model_in_plain_python_says(described: Table, turns: Any) -> None:
+def has_room(shard: TableShard, ids: list[int]) -> bool:
+    """Whether `require_room` takes ids of the first table."""
+    try:
+        shard.require_room(np.zeros(len(ids), np.int32), ids)
+    except ConfigurationError:
+        return False
+    return True
+
+
+@given(TABLES, TURNS, st.booleans())
+def test_rows_come_and_go_as_a_model_in_plain_python_says(
+    described: Table, turns: Any, strict: bool
+) -> None:
     shard, model = TableShard([described]), Model(described)
     version = 0
     for turn in turns:
@@ -145,9 +167,12 @@ def test_rows_come_and_go_as_a_model_in_plain_python_says(described: Table, turn
             shard = loaded
         else:
             ids, seen = list(turn), list(turn.values())
-            if model.push(turn, version + 1):
+            told = has_room(shard, [*ids, *ids])
+            taken = copy.deepcopy(model).push(turn, version + 1)
+            assert told == (described.admission is not None or taken)
+            if model.push(turn, version + 1, strict):
                 version += 1
-                push(shard, ids, version, sightings=seen)
+                push(shard, ids, version, sightings=seen, strict=strict)
             else:
                 before = shard.export()
                 with pytest.raises(ConfigurationError, match="capacity"):
@@ -249,6 +274,49 @@ def test_a_full_table_without_eviction_refuses_a_push_and_loses_nothing() -> Non
         push(shard, [1, 2, 3, 4], 2, tables=[1, 1, 1, 1])
     push(shard, [3, 8], 2, tables=[0, 1])
     assert shard.rows_of().tolist() == [3, 1]
+
+
+def test_a_push_that_is_committed_takes_what_fits() -> None:
+    group = [
+        table("a", initial=Zeros(), capacity=3),
+        table("b", initial=Zeros(), capacity=3, eviction=LRU()),
+        table("c", initial=Zeros(), capacity=1, admission=CounterFilter(filter_freq=2)),
+        table("d", initial=Zeros()),
+    ]
+    shard = TableShard(group)
+    push(shard, [1, 2, 1, 2, 3], 1, tables=[0, 0, 1, 1, 1])
+    tables = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3]
+    push(shard, [9, 8, 1, 9, 8, 7, 3, 5, 4, 0], 2, tables=tables, sightings=[2] * 10, strict=False)
+    state = shard.export()
+    rows = zip(state.tables.tolist(), state.ids.tolist(), state.values[:, 0].tolist(), strict=True)
+    kept = [(0, 1, -2), (0, 2, -1), (0, 9, -1), (1, 3, -2), (1, 8, -1), (1, 9, -1), (2, 5, -1)]
+    assert list(rows) == [*kept, (3, 0, -1)]
+    assert shard.counts["refused_full"].tolist() == [1, 1, 1, 0]
+    assert shard.counts["evicted_full"].tolist() == [0, 2, 0, 0]
+    assert shard.counts["refused"].tolist() == [0] * 4
+    assert shard.counts["admitted"].tolist() == [3, 5, 1, 1]
+    assert (state.counted_tables.tolist(), state.counted_ids.tolist()) == ([2], [4])
+    push(shard, [4], 3, tables=[2], sightings=[2**31 - 1], strict=False)
+    assert shard.export().counted.tolist() == [2**31 - 1]
+    with pytest.raises(ConfigurationError, match="is in a push twice"):
+        push(shard, [4, 4], 4, tables=[0, 0], strict=False)
+
+
+def test_a_pull_in_training_says_that_there_will_be_no_room() -> None:
+    shard = TableShard([table(capacity=3), table("u", capacity=3, eviction=LRU()), table("w")])
+    push(shard, [1, 2], 1)
+    push(shard, [1, 2, 3], 2, tables=[1] * 3)
+    before = shard.export()
+    shard.require_room([0, 0, 0, 1, 1, 1, 2, 2, 2, 2], [3, 3, 1, 5, 6, 7, 1, 2, 3, 4])
+    with pytest.raises(
+        ConfigurationError, match="'t' has 2 rows here and a push adds 2: its capac"
+    ):
+        shard.require_room([0, 0, 0, 2], [3, 1, 4, 3])
+    with pytest.raises(ConfigurationError, match="a push has 4 ids of table 'u': its capacity"):
+        shard.require_room([1, 1, 1, 1, 1], [1, 5, 6, 5, 7])
+    assert same(shard.export(), before)
+    shard.freeze(0)
+    shard.require_room([0, 0], [3, 4])
 
 
 def test_a_frozen_table_stays_as_it_is() -> None:

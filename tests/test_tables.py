@@ -290,6 +290,23 @@ def test_a_pull_changes_nothing() -> None:
     assert shard.pull([], []).shape == (0, 4)
 
 
+def test_a_pull_writes_where_it_is_told() -> None:
+    shard = TableShard([table()])
+    push(shard, [1, 2], 1)
+    out = np.full((3, 2, 4), 7, np.float32)
+    keys = [0, 0], [2, 9]
+    assert np.shares_memory(shard.pull(*keys, out[1]), out)
+    assert np.array_equal(out[1], shard.pull(*keys))
+    assert (out[[0, 2]] == 7).all()
+    frozen = out[1].view()
+    frozen.flags.writeable = False
+    for wrong in (out[1, :1], out[1].astype(float), np.asfortranarray(out[1]), frozen):
+        with pytest.raises(
+            ConfigurationError, match="give a contiguous, writable array of float32"
+        ):
+            shard.pull(*keys, wrong)
+
+
 @pytest.mark.parametrize("optimizer", [SGD(), SGD(momentum=0.9), Adagrad(), RowWiseAdagrad()])
 def test_rows_are_the_same_at_any_number_of_shards(optimizer: RowOptimizer) -> None:
     random = np.random.default_rng(0)

@@ -22,6 +22,7 @@ from steepest.tables.kernels import Int32s, Int64s, kernel, read_only
 from steepest.tables.state import TableState
 
 Bools = npt.NDArray[np.bool_]
+_MOST_COUNTED = 2**31 - 2  # what an index can map an id to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +204,9 @@ class Admission:
         before, _ = self.counted.find(tables, ids)
         known = before >= 0
         self.counted.remove(tables[known], ids[known])
-        after = before + sightings
-        self.counted.insert(tables[~admitted], ids[~admitted], after[~admitted])
+        after = np.minimum(before.astype(np.int64) + sightings, _MOST_COUNTED)
+        rest = ~admitted
+        self.counted.insert(tables[rest], ids[rest], after[rest].astype(np.int32))
 
     def exact(self) -> tuple[Int32s, Int64s, Int32s]:
         """Return tables, ids and sightings of the ids that are counted exactly."""

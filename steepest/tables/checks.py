@@ -119,3 +119,17 @@ def require_gradients(gradients: npt.ArrayLike, count: int, dim: int, dtype: str
     if found.dtype != dtype:
         raise ConfigurationError(f"gradients are of {found.dtype}: the tables are of {dtype}")
     return read_only(found, dtype)
+
+
+def require_out(out: Floats, shape: tuple[int, int], dtype: str) -> Floats:
+    """Return an array to which kernels can write rows.
+
+    Raises:
+        ConfigurationError: it is of another shape or dtype, or is not contiguous and writable.
+    """
+    if out.shape != shape or out.dtype != dtype or not out.flags.carray:
+        raise ConfigurationError(
+            f"out is of {out.dtype} and shape {out.shape}: give a contiguous, writable array of "
+            f"{dtype} and shape {shape}"
+        )
+    return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from steepest.tables.checks import (
     require_ids,
     require_keys,
     require_number,
+    require_out,
 )
 from steepest.tables.eviction import LRU, Use, worn
 from steepest.tables.hashing import Distinct, salt_of, shard_of
@@ -25,7 +27,9 @@ from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
 from steepest.tables.state import TableState, joined
 from steepest.tables.table import Table, require_group
 
-_COUNTS = ("admitted", "refused", "ignored", "evicted_full", "evicted_age", "evicted_norm")
+_EVICTED = ("evicted_full", "evicted_age", "evicted_norm")
+_COUNTS = ("admitted", "refused", "refused_full", "ignored", *_EVICTED)
+_BOUNDLESS = np.int64(2**62)  # more rows than there can be
 
 
 @kernel
@@ -49,6 +53,22 @@ def _mark(numbers: Int32s, sightings: Int32s, version: int, written: Int64s, see
     return -1
 
 
+class _Plan(NamedTuple):
+    """What a push does to ids that have no rows.
+
+    Attributes:
+        admitted: which of these ids get a row.
+        wanted: rows to make, by table.
+        refused: ids for whose rows there is no room, by table.
+        excess: rows to evict, by table.
+    """
+
+    admitted: npt.NDArray[np.bool_]
+    wanted: Int64s
+    refused: Int64s
+    excess: Int64s
+
+
 class TableShard:
     """The rows of some tables of one dimension, dtype and optimizer, or a server's share of them.
 
@@ -59,9 +79,9 @@ class TableShard:
     Attributes:
         version: of the last push.
         counts: by name, an int64 for each table: the ids that were "admitted"; gradients that were "refused"
-            because their ids were not, and "ignored" because the table is frozen; rows that were evicted
-            because the table was full ("evicted_full"), by `GlobalStepEvict` ("evicted_age"), and by
-            `L2WeightEvict` ("evicted_norm").
+            because their ids were not, "refused_full" because there was no room for a row, and "ignored"
+            because the table is frozen; rows that were evicted because the table was full
+            ("evicted_full"), by `GlobalStepEvict` ("evicted_age"), and by `L2WeightEvict` ("evicted_norm").
     """
 
     def __init__(
@@ -96,6 +116,8 @@ class TableShard:
         ]
         most = None if None in shares else sum(share for share in shares if share is not None)
         self._capacities = np.array([-1 if share is None else share for share in shares], np.int64)
+        filtered = np.array([table.admission is not None for table in self._tables])
+        self._checked = (self._capacities >= 0) & ~filtered  # by `require_room`
         slots = self._optimizer.slots(self.dim)
         self._blocks = Blocks(self.dim, slots, self.dtype, most)
         self._index = Index(len(self._tables), most)
@@ -122,21 +144,25 @@ class TableShard:
         """Return the number of rows of each table."""
         return np.array(self._alive)
 
-    def pull(self, tables: npt.ArrayLike, ids: npt.ArrayLike) -> Floats:
+    def pull(self, tables: npt.ArrayLike, ids: npt.ArrayLike, out: Floats | None = None) -> Floats:
         """Return the values of rows, or the first values of ids that have none.
 
         Args:
             tables, ids: (n,), table numbers and ids, which may repeat.
+            out: (n, dim), contiguous and of the tables' dtype: where to write the values; without it,
+                to a new array.
 
         Returns:
-            (n, dim).
+            (n, dim): `out`, if it is given.
 
         Raises:
-            ConfigurationError: an id is negative or no integer, or a table is not of the group.
+            ConfigurationError: an id is negative or no integer, a table is not of the group, or `out` is
+                of another shape or dtype.
         """
         numbers_of, checked = require_keys(tables, ids, self._names)
+        shape = len(checked), self.dim
+        values = np.empty(shape, self.dtype) if out is None else require_out(out, shape, self.dtype)
         found, missing = self._index.find(numbers_of, checked)
-        values = np.empty((len(checked), self.dim), self.dtype)
         self._blocks.gather(found, values)
         if missing:
             self._beginning.fill(numbers_of, checked, np.flatnonzero(found < 0), values)
@@ -150,6 +176,8 @@ class TableShard:
         version: int,
         learning_rate: float | None = None,
         sightings: npt.ArrayLike | None = None,
+        *,
+        strict: bool = True,
     ) -> None:
         """Update rows with their gradients; make the rows of ids that are admitted now.
 
@@ -159,10 +187,15 @@ class TableShard:
             version: the number of this update, above that of the last push.
             learning_rate: instead of the optimizer's.
             sightings: (n,), how often each id was in the batch; once, if it is not given.
+            strict: whether a push for which a table has no room is an error. If not, the first ids in
+                the order of the push that fit get rows; the gradients of the others are dropped and
+                counted as "refused_full". A table without eviction has room up to its capacity; one
+                with eviction, for as many ids of one push as its capacity.
 
         Raises:
-            ConfigurationError: an argument is wrong, or a table would have more rows than its capacity
-                and evicts none; no row has changed.
+            ConfigurationError: an argument is wrong, or `strict` and a table has no room; nothing has
+                changed.
+            ResourcesError: the machine has no memory for more rows; nothing has changed.
         """
         numbers_of, checked = require_keys(tables, ids, self._names)
         changes = require_gradients(gradients, len(checked), self.dim, self.dtype)
@@ -177,7 +210,7 @@ class TableShard:
         if self._frozen:
             rows = self._leave_frozen(numbers_of, rows)
         at = np.flatnonzero(rows == -1)
-        admitted, wanted, excess = self._plan(numbers_of, checked, seen, rows, at, version)
+        plan = self._plan(numbers_of, checked, seen, rows, at, version, strict)
         twice = _mark(rows, seen, version, self._blocks.written, self._blocks.sightings)
         if twice >= 0:
             raise _repeated(checked[twice], self._names[numbers_of[twice]])
@@ -186,9 +219,9 @@ class TableShard:
             of = numbers_of[rows == -2]
             self.counts["ignored"] += np.bincount(of, minlength=len(self._tables))
         if len(at):
-            self._count(numbers_of[at], checked[at], seen[at], admitted, wanted)
-            self._make_room(excess, version)
-            at = at[admitted]
+            self._count(numbers_of[at], checked[at], seen[at], plan)
+            self._make_room(plan.excess, version)
+            at = at[plan.admitted]
             rows[at] = self._make(numbers_of[at], checked[at], seen[at], version)
         self._optimizer.update(self._blocks.rows, rows, changes, version, learning_rate)
 
@@ -205,71 +238,121 @@ class TableShard:
         rows: Int32s,
         at: Int64s,
         version: int,
-    ) -> tuple[npt.NDArray[np.bool_], Int64s, Int64s]:
+        strict: bool,
+    ) -> _Plan:
         """Decide what a push does to ids without rows; change nothing.
 
         Args:
             tables, ids, sightings, rows: of the push.
             at: which of them are not frozen and have no row.
             version: of the push.
-
-        Returns:
-            Which of `at` are admitted; rows to make, and rows to evict, by table.
+            strict: whether it is an error if there is no room for them.
 
         Raises:
-            ConfigurationError: an id is there twice, or a table would be over its capacity.
+            ConfigurationError: an id is there twice, or `strict` and a table has no room.
         """
         nothing = np.zeros(len(self._tables), np.int64)
         if not len(at):
-            return np.zeros(0, np.bool_), nothing, nothing
+            return _Plan(np.zeros(0, np.bool_), nothing, nothing, nothing)
         of, fresh = tables[at], ids[at]
         distinct = Distinct(of, fresh)
         if len(distinct.ids) < len(at):
             twice = int(np.argmax(distinct.counts > 1))
             raise _repeated(distinct.ids[twice], self._names[distinct.tables[twice]])
         admitted = self._admission.admits(of, fresh, sightings[at], version)
-        wanted = np.bincount(of[admitted], minlength=len(self._tables))
-        excess = self._excess(tables[rows >= 0], wanted)
-        self._blocks.require(int((wanted - excess).sum()))
-        return admitted, wanted, excess
+        known = np.bincount(tables[rows >= 0], minlength=len(self._tables))
+        plan = self._fit(of, admitted, known, strict)
+        self._blocks.require(int((plan.wanted - plan.excess).sum()))
+        return plan
 
-    def _excess(self, known: Int32s, wanted: Int64s) -> Int64s:
-        """Return how many rows each table must evict to have room.
+    def _fit(
+        self, tables: Int32s, admitted: npt.NDArray[np.bool_], known: Int64s, strict: bool
+    ) -> _Plan:
+        """Return which ids of those admitted get rows.
 
         Args:
-            known: the table numbers of the rows that the push updates.
-            wanted: rows that it adds, by table.
+            tables: of the ids without rows.
+            admitted: which of them are admitted.
+            known: rows that the push updates, by table.
+            strict: whether it is an error if they do not all fit.
         """
+        wanted = np.bincount(tables[admitted], minlength=len(self._tables))
+        if strict:
+            self._require_room(known, wanted)
+        made = np.minimum(wanted, self._room(known))
+        for table in np.flatnonzero(made < wanted):
+            admitted[np.flatnonzero(admitted & (tables == table))[made[table] :]] = False
         limited = self._capacities >= 0
-        excess = np.where(limited, self._alive + wanted - self._capacities, 0).clip(0)
-        touched = np.bincount(known, minlength=len(self._tables)) + wanted
-        for table in np.flatnonzero(excess):
+        excess = np.where(limited, self._alive + made - self._capacities, 0).clip(0)
+        return _Plan(admitted, made, wanted - made, excess)
+
+    def _room(self, known: Int64s) -> Int64s:
+        """Return how many rows each table can get by a push that updates so many `known` ones.
+
+        A table that evicts can lose all rows that the push does not update.
+        """
+        evicts = np.isin(np.arange(len(self._tables)), list(self._uses))
+        room = self._capacities - np.where(evicts, known, self._alive)
+        return np.where(self._capacities < 0, _BOUNDLESS, room)
+
+    def _require_room(self, known: Int64s, wanted: Int64s) -> None:
+        """Check that each table has room for the rows that a push adds.
+
+        Args:
+            known: rows that the push updates, by table.
+            wanted: rows that it adds, by table.
+
+        Raises:
+            ConfigurationError: one has not.
+        """
+        for table in np.flatnonzero(wanted > self._room(known)):
             name, capacity = self._names[table], self._capacities[table]
             if table not in self._uses:
                 raise ConfigurationError(
                     f"table {name!r} has {self._alive[table]} rows here and a push adds {wanted[table]}: "
                     f"its capacity is {capacity}; raise it, or give eviction=LRU() or LFU()"
                 )
-            if touched[table] > capacity:
-                raise ConfigurationError(
-                    f"a push has {touched[table]} ids of table {name!r}: its capacity here is {capacity} "
-                    "rows; raise it, or make batches smaller"
-                )
-        return excess
+            raise ConfigurationError(
+                f"a push has {known[table] + wanted[table]} ids of table {name!r}: its capacity here is "
+                f"{capacity} rows; raise it, or make batches smaller"
+            )
 
-    def _count(
-        self,
-        tables: Int32s,
-        ids: Int64s,
-        sightings: Int32s,
-        admitted: npt.NDArray[np.bool_],
-        wanted: Int64s,
-    ) -> None:
+    def require_room(self, tables: npt.ArrayLike, ids: npt.ArrayLike) -> None:
+        """Check that a push of ids now would have room; change nothing.
+
+        Tables with an admission filter are left out, since it depends on the push which of its ids they
+        admit, and so are frozen ones.
+
+        Args:
+            tables, ids: (n,), table numbers and ids, which may repeat.
+
+        Raises:
+            ConfigurationError: what `push` with `strict` would raise for want of room, or for such ids.
+        """
+        if not self._checked.any():
+            return
+        numbers_of, checked = require_keys(tables, ids, self._names)
+        asked = np.bincount(numbers_of, minlength=len(self._tables))
+        nothing = np.zeros_like(asked)
+        tight = self._checked & (asked > self._room(nothing))
+        tight[list(self._frozen)] = False
+        mine = tight[numbers_of]
+        if not mine.any():
+            return
+        distinct = Distinct(numbers_of[mine], checked[mine])
+        rows, _ = self._index.find(distinct.tables, distinct.ids)
+        known = np.bincount(distinct.tables[rows >= 0], minlength=len(self._tables))
+        wanted = np.bincount(distinct.tables[rows < 0], minlength=len(self._tables))
+        self._require_room(known, wanted)
+
+    def _count(self, tables: Int32s, ids: Int64s, sightings: Int32s, plan: _Plan) -> None:
         """Count the sightings of ids without rows."""
-        self.counts["admitted"] += wanted
+        self.counts["admitted"] += plan.wanted
+        self.counts["refused_full"] += plan.refused
         if self._admission.filters:
-            self._admission.count(tables, ids, sightings, admitted)
-            self.counts["refused"] += np.bincount(tables[~admitted], minlength=len(self._tables))
+            self._admission.count(tables, ids, sightings, plan.admitted)
+            others = np.bincount(tables[~plan.admitted], minlength=len(self._tables))
+            self.counts["refused"] += others - plan.refused
 
     def _make_room(self, excess: Int64s, version: int) -> None:
         """Evict the least used rows that are not in this push."""
