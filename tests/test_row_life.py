@@ -20,7 +20,7 @@ from steepest.tables.eviction import LFU, LRU, GlobalStepEvict, L2WeightEvict
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import Adagrad
 from steepest.tables.shard import TableShard
-from steepest.tables.state import increased, joined
+from steepest.tables.state import increased
 from steepest.tables.table import Table
 
 DIM = 4
@@ -416,71 +416,7 @@ def test_ids_are_admitted_by_chance(probability: float) -> None:
     assert probability in (0.0, 1.0) or ids_of(other) != ids_of(shard)
 
 
-# -- states ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [LRU(), LFU()])
-def test_a_state_is_loaded_into_less_capacity(policy: Any) -> None:
-    shard = TableShard([table(initial=Zeros())])
-    push(shard, range(20), 1, sightings=np.arange(20) % 5 + 1)
-    push(shard, [3, 4, 5], 2)
-    state = shard.export()
-    small = TableShard([table(initial=Zeros(), capacity=6, eviction=policy)])
-    small.load([state], 2)
-    assert small.counts["evicted_full"].tolist() == [14]
-    uses = state.written if isinstance(policy, LRU) else state.sightings
-    expected = sorted(range(20), key=lambda key: (uses[key], key))[-6:]
-    assert ids_of(small) == sorted(expected)
-    push(small, [50], 3)  # and goes on
-    assert ids_of(small) == sorted([*expected[1:], 50])
-    none = TableShard([table(initial=Zeros(), capacity=6)])
-    push(none, [99], 1)
-    with pytest.raises(ConfigurationError, match="20 rows here, its capacity is 6: raise it"):
-        none.load([state], 2)
-    assert ids_of(none) == [99]
-
-
-def test_what_is_known_of_ids_without_rows_moves_to_other_shards() -> None:
-    bloom = CBFFilter(filter_freq=3, max_element_size=500, false_positive_probability=1e-6)
-    group = [table("a", admission=CounterFilter(filter_freq=3)), table("b", admission=bloom)]
-    ids, tables = np.arange(100).repeat(2), np.array([0, 1] * 100)
-    parts = [TableShard(group, shard=at, num_shards=2) for at in range(2)]
-    from steepest.tables.hashing import shard_of
-
-    of = shard_of(tables, ids, 2)
-    for at, part in enumerate(parts):
-        push(part, ids[of == at], 1, tables=tables[of == at], sightings=ids[of == at] % 2 + 1)
-    whole = TableShard(group)
-    whole.load([part.export() for part in parts], 1)
-    push(whole, ids, 2, tables=tables)
-    assert ids_of(whole) == list(range(1, 100, 2)) * 2
-    assert joined([whole.export()]).ids.tolist() == ids_of(whole)
-
-
-def test_a_state_of_other_tables_is_refused() -> None:
-    shard = TableShard([table()])
-    push(shard, [1], 1)
-    state = shard.export()
-    for other, said in [
-        (table(dim=5), r"rows of 4 values and 0 slots: .* dimension 5 and 0 slots"),
-        (table(optimizer=Adagrad()), r"dimension 4 and 4 slots; load it into tables of the same"),
-        (table(dtype="float64"), "a state of float32 rows .*: these tables are of float64"),
-    ]:
-        with pytest.raises(ConfigurationError, match=said):
-            TableShard([other]).load([state], 1)
-    two = TableShard([table(), table("u")])
-    push(two, [1], 1, tables=[1])
-    with pytest.raises(ConfigurationError, match="tables hold 1 to 1"):
-        shard.load([two.export()], 1)
-    assert same(shard.export(), state)
-    with pytest.raises(ConfigurationError, match="no states of tables"):
-        shard.load([], 1)
-    with pytest.raises(ConfigurationError, match="version=-1"):
-        shard.load([state], -1)
-    with pytest.raises(ConfigurationError, match="version=0.5: give an integer of at least 0"):
-        TableShard([table(evict=(GlobalStepEvict(steps_to_live=1),))]).evict(0.5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"export\(since=3\) without a base"):
-        TableShard([table()]).export(since=3)
+# -- bad settings --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,6 +11,23 @@ import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
 from steepest.tables.kernels import Floats, Int32s, Int64s
+
+#: The dtypes of each array of a state.
+_DTYPES: dict[str, tuple[str, ...]] = {
+    "tables": ("int32",),
+    "ids": ("int64",),
+    "values": ("float32", "float64"),
+    "slots": ("float32", "float64"),
+    "written": ("int64",),
+    "sightings": ("int32",),
+    "counted_tables": ("int32",),
+    "counted_ids": ("int64",),
+    "counted": ("int32",),
+    "removed_tables": ("int32",),
+    "removed_ids": ("int64",),
+    "frozen": ("int32",),
+}
+_COUNTERS = ("uint8", "uint16", "uint32")
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,41 @@ class TableState:
     removed_ids: Int64s
     counters: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
     frozen: tuple[int, ...] = ()
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the state as contiguous arrays, of dtypes that torch and safetensors have too.
+
+        Keys are the names of attributes. A counter of table 3 is "counter.3.uint16", after its dtype; the
+        array is its bytes, as uint8. `frozen` is of int32.
+        """
+        found: dict[str, npt.NDArray[Any]] = {
+            name: np.ascontiguousarray(getattr(self, name)) for name in _DTYPES if name != "frozen"
+        }
+        found["frozen"] = np.array(self.frozen, np.int32)
+        for table, counter in sorted(self.counters.items()):
+            found[f"counter.{table}.{counter.dtype.name}"] = counter.view(np.uint8)
+        return found
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> TableState:
+        """Return the state that `arrays` returned as these arrays, which are not copied.
+
+        Raises:
+            ConfigurationError: an array is missing, of a wrong dtype or shape, or not of a state.
+        """
+        if missing := [name for name in _DTYPES if name not in arrays]:
+            raise ConfigurationError(f"a state of tables without the arrays {', '.join(missing)}")
+        for name in _DTYPES:
+            _require_array(name, arrays)
+        if arrays["values"].dtype != arrays["slots"].dtype:
+            raise _wrong("slots", arrays, f"{arrays['values'].dtype}, as values")
+        counters = {}
+        for name in arrays:
+            if name not in _DTYPES:
+                table, counter = _counter(name, arrays)
+                counters[table] = counter
+        others = {name: arrays[name] for name in _DTYPES if name != "frozen"}
+        return cls(**others, counters=counters, frozen=tuple(arrays["frozen"].tolist()))
 
     def sorted(self) -> TableState:
         """Return the same in order of table and id, which no memory layout and no history changes."""
@@ -118,3 +170,39 @@ def _keys(tables: Int32s, ids: Int64s) -> npt.NDArray[Any]:
     pairs = np.empty(len(ids), [("table", np.int32), ("id", np.int64)])
     pairs["table"], pairs["id"] = tables, ids
     return pairs
+
+
+def _require_array(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Check that an array of a state is of its dtype and has an item for each id that it is of."""
+    array = arrays[name]
+    if array.dtype not in [np.dtype(known) for known in _DTYPES[name]]:
+        raise _wrong(name, arrays, " or ".join(_DTYPES[name]))
+    wide = name in ("values", "slots")
+    of = {"counted": "counted_ids", "removed": "removed_ids", "frozen": "frozen"}
+    ids = arrays[of.get(name.partition("_")[0], "ids")]
+    if array.ndim != 1 + wide or ids.ndim != 1 or len(array) != len(ids):
+        raise _wrong(
+            name, arrays, f"shape ({ids.size}, columns)" if wide else f"shape ({ids.size},)"
+        )
+
+
+def _counter(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[int, npt.NDArray[Any]]:
+    """Return the table and the counter of which an array has the bytes."""
+    begin, _, rest = name.partition(".")
+    table, _, dtype = rest.partition(".")
+    if begin != "counter" or not table.isdecimal() or dtype not in _COUNTERS:
+        raise ConfigurationError(
+            f"a state of tables with an array {name!r}: known are {', '.join(_DTYPES)}, and "
+            f"counter.TABLE.DTYPE with {', '.join(_COUNTERS)}"
+        )
+    found, size = arrays[name], np.dtype(dtype).itemsize
+    if found.dtype != np.uint8 or found.ndim != 1 or len(found) % size:
+        raise _wrong(name, arrays, f"uint8 and shape (a multiple of {size},)")
+    return int(table), np.ascontiguousarray(found).view(dtype)
+
+
+def _wrong(name: str, arrays: Mapping[str, npt.NDArray[Any]], wanted: str) -> ConfigurationError:
+    array = arrays[name]
+    return ConfigurationError(
+        f"array {name!r} of a state of tables is of {array.dtype} and shape {array.shape}: give {wanted}"
+    )
