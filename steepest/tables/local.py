@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_count
-from steepest.tables.hashing import Distinct, add_up, shard_of
+from steepest.tables.gradients import RowGradients, added
+from steepest.tables.hashing import shard_of
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.shard import TableShard
 from steepest.tables.table import Table, groups
-
-
-@dataclass
-class _Staged:
-    """What was pushed to one group since the last step."""
-
-    tables: list[Int32s] = field(default_factory=list)
-    ids: list[Int64s] = field(default_factory=list)
-    gradients: list[Floats] = field(default_factory=list)
-    sightings: list[Int32s] = field(default_factory=list)
 
 
 class LocalRows:
@@ -50,7 +40,7 @@ class LocalRows:
             for number, group in enumerate(grouped)
             for at, table in enumerate(group)
         }
-        self._staged = [_Staged() for _ in grouped]
+        self._staged: list[list[RowGradients]] = [[] for _ in grouped]
         self.version = 0
 
     def place(self, table: Table) -> tuple[int, int]:
@@ -67,20 +57,26 @@ class LocalRows:
             )
         return group, number
 
-    def pull(self, group: int, tables: Int32s, ids: Int64s) -> Floats:
+    def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = False) -> Floats:
         """Return the values of rows, (n, dim).
 
         Args:
             group: its number.
             tables, ids: (n,), table numbers in the group, and ids.
+            training: whether gradients of these rows will be pushed.
+
+        Raises:
+            ConfigurationError: with `training`, a table has no room for a row of each id.
         """
         shards = self.shards[group]
-        if len(shards) == 1:
-            return shards[0].pull(tables, ids)
         values = np.empty((len(ids), shards[0].dim), shards[0].dtype)
-        of = shard_of(tables, ids, len(shards))
+        of = shard_of(tables, ids, len(shards)) if len(shards) > 1 else None
         for at, shard in enumerate(shards):
-            values[of == at] = shard.pull(tables[of == at], ids[of == at])
+            mine = slice(None) if of is None else np.flatnonzero(of == at)
+            keys = tables[mine], ids[mine]
+            if training:
+                shard.require_room(*keys)
+            values[mine] = shard.pull(*keys)
         return values
 
     def push(
@@ -94,11 +90,7 @@ class LocalRows:
             gradients: (n, dim).
             sightings: (n,), how often each id was in the batch.
         """
-        staged = self._staged[group]
-        staged.tables.append(tables)
-        staged.ids.append(ids)
-        staged.gradients.append(gradients)
-        staged.sightings.append(sightings)
+        self._staged[group].append(RowGradients(tables, ids, gradients, sightings))
 
     def step(self, learning_rate: float | None = None) -> int:
         """Update rows with the sums of the gradients that were pushed since the last step.
@@ -111,25 +103,20 @@ class LocalRows:
         """
         self.version += 1
         for group, staged in enumerate(self._staged):
-            if staged.ids:
-                self._staged[group] = _Staged()
+            if staged:
+                self._staged[group] = []
                 self._update(self.shards[group], staged, learning_rate)
         return self.version
 
     def _update(
-        self, shards: Sequence[TableShard], staged: _Staged, learning_rate: float | None
+        self,
+        shards: Sequence[TableShard],
+        staged: Sequence[RowGradients],
+        learning_rate: float | None,
     ) -> None:
-        if len(staged.ids) == 1:
-            tables, ids, gradients = staged.tables[0], staged.ids[0], staged.gradients[0]
-            seen = staged.sightings[0]
-        else:
-            distinct = Distinct(np.concatenate(staged.tables), np.concatenate(staged.ids))
-            tables, ids, count = distinct.tables, distinct.ids, len(distinct.ids)
-            gradients = add_up(np.concatenate(staged.gradients), distinct.inverse, count)
-            counted = np.concatenate(staged.sightings).astype(np.float64)[:, None]
-            seen = add_up(counted, distinct.inverse, count)[:, 0].astype(np.int32)
-        of = shard_of(tables, ids, len(shards)) if len(shards) > 1 else np.zeros(len(ids), np.int32)
+        total = added(staged)
+        of = shard_of(total.tables, total.ids, len(shards)) if len(shards) > 1 else None
         for at, shard in enumerate(shards):
-            mine = of == at if len(shards) > 1 else slice(None)
-            parts = tables[mine], ids[mine], gradients[mine]
-            shard.push(*parts, self.version, learning_rate, seen[mine])
+            mine = total if of is None else total.taken(of == at)
+            keys = mine.tables, mine.ids, mine.gradients
+            shard.push(*keys, self.version, learning_rate, mine.sightings)

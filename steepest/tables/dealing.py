@@ -1,0 +1,108 @@
+"""How tables are dealt into shards, each of which is a chunk of a job's layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from steepest.errors import ConfigurationError
+from steepest.tables.hashing import shard_of
+from steepest.tables.kernels import Int32s, Int64s
+from steepest.tables.shard import TableShard
+from steepest.tables.table import Table, groups
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Tables in groups, and the chunks that are the groups' shards.
+
+    The number of shards does not depend on the number of servers, so that which rows a capacity
+    keeps does not, either.
+
+    Attributes:
+        tables: of a job.
+        num_shards: of each group.
+        seed: of first values and of admissions by chance.
+        first: the chunk that is shard 0 of group 0; the others follow, group by group.
+    """
+
+    tables: tuple[Table, ...]
+    num_shards: int
+    seed: int
+    first: int
+
+    @cached_property
+    def groups(self) -> list[tuple[Table, ...]]:
+        """Tables of the same dimension, dtype and optimizer, whose rows travel together."""
+        return groups(self.tables)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        return {
+            table.name: (number, at)
+            for number, group in enumerate(self.groups)
+            for at, table in enumerate(group)
+        }
+
+    def place(self, table: Table) -> tuple[int, int]:
+        """Return the number of a table's group, and the table's number in it.
+
+        Raises:
+            ConfigurationError: there is no such table.
+        """
+        group, number = self._places.get(table.name, (-1, -1))
+        if group < 0 or self.groups[group][number] != table:
+            known = ", ".join(map(repr, self._places)) or "none"
+            raise ConfigurationError(
+                f"table {table.name!r} is not among those that there are rows of, {known}: modules "
+                "with tables must be part of the module when the job begins"
+            )
+        return group, number
+
+    def chunk(self, group: int, shard: int) -> int:
+        """Return the index of the chunk that is a shard of a group."""
+        return self.first + group * self.num_shards + shard
+
+    def group_of(self, chunk: int) -> int:
+        """Return the group of which a chunk is a shard."""
+        return (chunk - self.first) // self.num_shards
+
+    def description(self) -> list[list[str | int]]:
+        """Return what a state of these tables must have in common with them, for checkpoints.
+
+        That is, of each table, its name, dimension, dtype, optimizer and number of shards.
+        """
+        return [
+            [table.name, table.dim, table.dtype, type(table.optimizer).__name__, self.num_shards]
+            for group in self.groups
+            for table in group
+        ]
+
+    def name(self, chunk: int) -> str:
+        """Return the name of the shard that is a chunk, see `ParameterLayout.shard_name`."""
+        return f"tables/{chunk - self.first}"
+
+    def make(self, chunk: int) -> TableShard:
+        """Return the shard, without rows, that is a chunk."""
+        group, shard = divmod(chunk - self.first, self.num_shards)
+        return TableShard(
+            self.groups[group], shard=shard, num_shards=self.num_shards, seed=self.seed
+        )
+
+    def deal(self, tables: Int32s, ids: Int64s) -> tuple[Int64s, Int64s]:
+        """Return an order of keys in which those of a shard stand together, and where each begins.
+
+        Args:
+            tables, ids: (n,), of one group.
+
+        Returns:
+            (n,), places in `tables` and `ids`, ascending within a shard; (num_shards + 1,), the
+            place in it at which each shard begins, and n.
+        """
+        shards = shard_of(tables, ids, self.num_shards)
+        order = np.argsort(shards, kind="stable")
+        begins = np.zeros(self.num_shards + 1, np.int64)
+        np.cumsum(np.bincount(shards, minlength=self.num_shards), out=begins[1:])
+        return order, begins

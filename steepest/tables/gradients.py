@@ -1,0 +1,121 @@
+"""Gradients of rows, and the keys of rows, as they travel: arrays one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from steepest.errors import ConfigurationError
+from steepest.tables.hashing import Distinct, add_up
+from steepest.tables.kernels import Floats, Int32s, Int64s
+
+Bytes = npt.NDArray[np.uint8]
+_KEY_BYTES = 12  # an id, and a table number
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Gradients of distinct rows.
+
+    Attributes:
+        tables, ids: (n,), int32 and int64: table numbers in their group, and ids.
+        gradients: (n, dim), of the tables' dtype.
+        sightings: (n,) int32, how often each id was in the batch.
+    """
+
+    tables: Int32s
+    ids: Int64s
+    gradients: Floats
+    sightings: Int32s
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.ids)
+
+    def pack(self) -> Bytes:
+        """Return all of it as bytes: ids, gradients, table numbers, sightings."""
+        parts = (self.ids, self.gradients, self.tables, self.sightings)
+        return np.concatenate([_as_bytes(part) for part in parts])
+
+    @classmethod
+    def unpack(cls, packed: Bytes, dim: int, dtype: str) -> RowGradients:
+        """Return what `pack` packed, as views.
+
+        Raises:
+            ConfigurationError: it is of another size.
+        """
+        width = np.dtype(dtype).itemsize * dim
+        count = require_rows(len(packed), 16 + width)
+        ends = np.cumsum([8 * count, width * count, 4 * count, 4 * count])
+        ids, gradients, tables, sightings = np.split(packed, ends[:-1])
+        return cls(
+            tables.view(np.int32),
+            ids.view(np.int64),
+            gradients.view(dtype).reshape(count, dim),
+            sightings.view(np.int32),
+        )
+
+    def taken(self, which: Any) -> RowGradients:
+        """Return some of the rows, by an index of NumPy's."""
+        parts = (self.tables, self.ids, self.gradients, self.sightings)
+        return RowGradients(*(part[which] for part in parts))
+
+    def times(self, factor: float) -> RowGradients:
+        """Return the gradients times a factor."""
+        if factor == 1.0:
+            return self
+        return replace(self, gradients=self.gradients * self.gradients.dtype.type(factor))
+
+
+def added(parts: Sequence[RowGradients]) -> RowGradients:
+    """Return the sum of several gradients of rows, each row once, in order of first sight.
+
+    What is added to a row is added in the order of the parts, so that the same parts make the same
+    bits.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    keys = Distinct(
+        np.concatenate([part.tables for part in parts]),
+        np.concatenate([part.ids for part in parts]),
+    )
+    count = len(keys.ids)
+    gradients = add_up(np.concatenate([p.gradients for p in parts]), keys.inverse, count)
+    sightings = np.concatenate([p.sightings for p in parts]).astype(np.float64)[:, None]
+    seen = add_up(sightings, keys.inverse, count)[:, 0].clip(max=2**31 - 1).astype(np.int32)
+    return RowGradients(keys.tables, keys.ids, gradients, seen)
+
+
+def pack_keys(tables: Int32s, ids: Int64s) -> Bytes:
+    """Return the keys of rows as bytes: ids, then table numbers."""
+    return np.concatenate([_as_bytes(ids), _as_bytes(tables)])
+
+
+def unpack_keys(packed: Bytes) -> tuple[Int32s, Int64s]:
+    """Return (table numbers, ids) that `pack_keys` packed, as views.
+
+    Raises:
+        ConfigurationError: they are of another size.
+    """
+    count = require_rows(len(packed), _KEY_BYTES)
+    return packed[8 * count :].view(np.int32), packed[: 8 * count].view(np.int64)
+
+
+def require_rows(size: int, width: int) -> int:
+    """Return how many rows of `width` bytes there are in `size` bytes.
+
+    Raises:
+        ConfigurationError: not a whole number of them.
+    """
+    count, rest = divmod(size, width)
+    if rest:
+        raise ConfigurationError(f"{size} bytes for rows of {width} bytes each")
+    return count
+
+
+def _as_bytes(array: npt.NDArray[Any]) -> Bytes:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
