@@ -187,9 +187,9 @@ class Counted(LocalRows):
         self.pulled: list[list[int]] = []
         self.pushed: list[list[int]] = []
 
-    def pull(self, group: int, tables: Any, ids: Any) -> Any:
+    def pull(self, group: int, tables: Any, ids: Any, training: bool = False) -> Any:
         self.pulled.append(ids.tolist())
-        return super().pull(group, tables, ids)
+        return super().pull(group, tables, ids, training)
 
     def push(self, group: int, tables: Any, ids: Any, gradients: Any, sightings: Any) -> None:
         self.pushed.append(ids.tolist())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from steepest.config.strategies import ParameterServerStrategy, SimpleStrategy
-from steepest.engine.replicas import mean_states
+from steepest.engine.replica_states import mean_states
 from steepest.testing import InProcessCluster
 from tests.drawn import seeds
 from tests.pairs import grid

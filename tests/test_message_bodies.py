@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from steepest.errors import ProtocolError
-from steepest.messages import collective, driver, gradients, membership, snapshots, users
+from steepest.messages import collective, driver, gradients, membership, rows, snapshots, users
 from steepest.messages.message import Kind, Peer, PushId
 from steepest.messages.permissions import OPEN, TRAINING, Admission
 from steepest.messages.schema import Body
@@ -90,6 +90,8 @@ SAID: list[Body] = [
     users.PushCommitted(3, 5),
     users.PushRefused(3, CULPRITS),
     users.UserLeft(100),
+    rows.PullRows(1, 7, 4, 2, training=True),
+    rows.Rows(1, 7, 4, "a table is full"),
     collective.Data(1, 3, 2, 0),
     collective.Connected(),
     collective.Abort(1, 2, "a member died"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy
-from steepest.engine.replicas import mean_states
+from steepest.engine.replica_states import mean_states
 from steepest.testing import InProcessCluster
 from tests.modes import check, trained
 from tests.reference import Task, Weights, difference, perceptron, same_bits, samples, sgd, snapshot

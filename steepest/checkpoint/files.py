@@ -5,7 +5,8 @@ its own; it is written last and replaced in one step, so that a directory always
 checkpoint.
 
     weights-*.safetensors    parameters and buffers by the user's own names, for the plain module
-    optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however split
+    optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however split; the
+                             rows of embedding tables as "tables/shard/key"
     replicas-*.safetensors   each replica's own buffers as "replica/buffer"
 """
 
@@ -32,6 +33,7 @@ from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
 
+_TABLES = "tables/"  # with which names of tables' shards begin, and no parameter's name
 #: One tensor of optimizer state of one slice: the chunk's index, its description, its values.
 Record = tuple[int, dict[str, Any], torch.Tensor]
 
@@ -92,7 +94,8 @@ class Checkpoint:
             of each weight by the model's optimizer, which its schedule counts), schedule (see
             `Schedule.state`; or None), ends (the first steps after epoch 0, 1, ...), unfrozen (see
             `Job.unfrozen`), rates (that were set instead of the schedule's, by parameter group; or
-            None) and evaluations.
+            None), tables (the name, dimension, dtype and optimizer of each embedding table, and
+            into how many shards it is dealt) and evaluations.
     """
 
     weights: dict[str, torch.Tensor]
@@ -111,6 +114,7 @@ class JobSignature:
         flags: the optimizer's switches, see `OptimizerSpec.state_flags`.
         samples: of its data set.
         buffers: by name.
+        tables: of embedding tables, what a checkpoint's must be like, see `Checkpoint.about`.
     """
 
     layout: ParameterLayout
@@ -118,6 +122,7 @@ class JobSignature:
     flags: Mapping[str, bool]
     samples: int | None
     buffers: Mapping[str, torch.Tensor]
+    tables: Sequence[Sequence[Any]] = ()
 
     def check(self, saved: Checkpoint) -> None:
         """Check that a checkpoint fits to this job; nothing is changed.
@@ -132,6 +137,13 @@ class JobSignature:
         ):
             if saved.about[what] != mine:
                 raise CheckpointError(f"it has {what} {saved.about[what]}, this job has {mine}")
+        theirs_of_rows = [list(each) for each in saved.about.get("tables", ())]
+        if theirs_of_rows != [list(each) for each in self.tables]:
+            raise CheckpointError(
+                f"it has the embedding tables {theirs_of_rows}, this job has {self.tables}: tables "
+                "must have the same names, dimensions, dtypes, optimizers and table_shards; their "
+                "capacities may differ"
+            )
         wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
         wanted |= {
             name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers.items()
@@ -175,6 +187,7 @@ def gather(
         "optimizer": owner.optimizer,
         "flags": dict(owner.flags),
         "plain": plain,
+        "tables": [list(each) for each in owner.tables],
         "aliases": {
             entry.name: list(entry.aliases) for entry in owner.layout.entries if entry.aliases
         },
@@ -209,6 +222,9 @@ def assemble(
             plain.add(name)
     whole: dict[str, torch.Tensor] = {}
     for name, parts in pieces.items():
+        if name.startswith(_TABLES):
+            whole[name] = parts[0][2]
+            continue
         entry = layout.entries[layout.index[name.rpartition("/")[0]]]
         parts.sort(key=lambda part: part[0])
         if name not in plain and all(
@@ -233,18 +249,21 @@ def disassemble(
         plain: names of entries that are plain numbers.
 
     Raises:
-        CheckpointError: state of an unknown or frozen parameter.
+        CheckpointError: state of an unknown or frozen parameter, or of an unknown shard of tables.
     """
     by_parameter: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    records: list[Record] = []
     for name, value in state.items():
         parameter, _, key = name.rpartition("/")
+        if name.startswith(_TABLES):
+            records.append(_record_of_rows(layout, parameter, key, value))
+            continue
         if parameter not in layout.index or not layout.entries[layout.index[parameter]].trainable:
             raise CheckpointError(
                 f"the checkpoint has optimizer state for {parameter!r}, which is not trained here"
             )
         by_parameter.setdefault(parameter, []).append((key, value))
     numbers = set(plain)
-    records: list[Record] = []
     for chunk in layout.chunks:
         for piece in chunk.slices:
             entry = layout.entries[piece.entry]
@@ -262,6 +281,19 @@ def disassemble(
                     value = value.reshape(-1)[piece.start : piece.stop]
                 records.append((chunk.index, about, value.clone()))
     return records
+
+
+def _record_of_rows(layout: ParameterLayout, shard: str, key: str, value: torch.Tensor) -> Record:
+    """Return a part of the state of a shard of tables.
+
+    Raises:
+        CheckpointError: there is no such shard.
+    """
+    number = int(shard.removeprefix(_TABLES)) if shard.removeprefix(_TABLES).isdigit() else -1
+    if not 0 <= number < len(layout.table_shards):
+        raise CheckpointError(f"the checkpoint has rows of {shard!r}, which is not there")
+    about = {"name": shard, "key": key, "start": 0, "stop": len(value), "plain": False}
+    return layout.table_shards[number], about, value.clone()
 
 
 def _elementwise(value: torch.Tensor, start: int, stop: int, shape: tuple[int, ...]) -> bool:

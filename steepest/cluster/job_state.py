@@ -21,7 +21,7 @@ from steepest.config.strategies import LocalStrategy, StrategyConfig
 from steepest.data.sampler import Remaining, epoch_ends
 from steepest.engine.client import Snapshot, read_log
 from steepest.engine.commit_log import Commit, CommitLog
-from steepest.engine.replicas import all_states, mean_states
+from steepest.engine.replica_states import all_states, mean_states
 from steepest.engine.strategy import make_strategy
 from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState
@@ -552,11 +552,11 @@ class JobState:
         )
 
     def _owner(self, buffers: Mapping[str, torch.Tensor]) -> files.JobSignature:
-        described = self._cluster.job.description
+        described, tables = self._cluster.job.description, self._cluster.job.tables
         spec = described.optimizer_spec
-        return files.JobSignature(
-            described.layout, spec.name, spec.state_flags(), described.samples, buffers
-        )
+        own = spec.name, spec.state_flags(), described.samples, buffers
+        about = () if tables is None else tables.description()
+        return files.JobSignature(described.layout, *own, about)
 
 
 def _newest(commits: Sequence[Commit], start: int, last: int) -> tuple[Commit, ...]:

@@ -14,7 +14,7 @@ from steepest.cluster.observation import Observation
 from steepest.cluster.starting import Start
 from steepest.elastic.decision import Transition
 from steepest.engine.job import check_agreement
-from steepest.engine.replicas import all_states, mean_states
+from steepest.engine.replica_states import all_states, mean_states
 from steepest.errors import DeadlineError, PeerLostError
 from steepest.messages.message import Peer, worker_peer
 from steepest.tensors.dtypes import Tensors

@@ -16,7 +16,7 @@ from steepest.config.strategies import LocalStrategy
 from steepest.engine.client import Snapshot
 from steepest.engine.job import Job
 from steepest.engine.local_sgd import InnerOptimizerState
-from steepest.engine.replicas import mean_states
+from steepest.engine.replica_states import mean_states
 from steepest.engine.survivors import RecoveredState
 from steepest.optim.spec import ScheduleState
 

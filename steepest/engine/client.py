@@ -249,11 +249,10 @@ class Client:
         """Return the parts of a state: the server of each, and the message by its number."""
         request = self._requests
         parts: list[tuple[int, Callable[[int], Put | PutState | ReplaceState]]] = []
-        for chunk, holders in enumerate(self._holders):
-            view = self._layout.chunk_view(weights, chunk).clone()
-            parts += [
-                (server, partial(Put, request, chunk=chunk, payload=view)) for server in holders
-            ]
+        for index in (chunk.index for chunk in self._layout.chunks if not chunk.has_rows):
+            view = self._layout.chunk_view(weights, index).clone()
+            put = partial(Put, request, chunk=index, payload=view)
+            parts += [(server, put) for server in self._holders[index]]
         if records is not None:
             parts += [(server, partial(ReplaceState, request)) for server in range(self._servers)]
             for chunk, about, value in records:

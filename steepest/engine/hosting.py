@@ -202,6 +202,7 @@ def host_worker(
     own = index if job.strategy.in_workers else None
     exchange = PushPull(index, job.topology, replicas.weights, send, adopt, own)
     replicas.use_compressor(exchange.compressor)
+    replicas.use_rows(exchange.rows)
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
     # Where every worker contributes to each version, no weights come before it has computed its
     # gradient, so that it may receive other workers' pushes meanwhile.
@@ -217,7 +218,7 @@ def host_worker(
         send,
         members=job.num_workers,
         incarnation=incarnation,
-        between=BetweenTurns(pump=pump, flush=router.pump, wait=early),
+        between=BetweenTurns(pump=pump, flush=router.pump, wait=early, receive=wait or router.wait),
     )
     replicas.use_plan(job.plan(), job.seed)
     _host(router, job, peer, worker)

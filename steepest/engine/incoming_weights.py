@@ -51,8 +51,9 @@ class ArrivingWeights:
         self._layout = layout
         self._wire_dtype = wire_dtype
         self._newest: list[Key] = [(-1, -1)] * len(layout.chunks)
-        self._all = frozenset(range(len(layout.chunks)))
-        self._trainable = frozenset(chunk.index for chunk in layout.chunks if chunk.trainable)
+        dense = [chunk for chunk in layout.chunks if not chunk.has_rows]
+        self._all = frozenset(chunk.index for chunk in dense)
+        self._trainable = frozenset(chunk.index for chunk in dense if chunk.trainable)
         self._awaited: dict[Key, set[int]] = {}  # chunks still to come
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,13 @@ from steepest.optim.spec import OptimizerSpec
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
 from steepest.transport.router import Role, Router
 
+if TYPE_CHECKING:
+    from steepest.tables.dealing import Dealing
+    from steepest.tables.table import Table
+
+#: The most servers that hold a shard of tables, where a strategy has a copy of all else everywhere.
+_COPIES_OF_ROWS = 2
+
 ModelCreator = Callable[[int, int], Model]
 
 
@@ -40,6 +47,7 @@ class Description:
         blocks: of the data, see `steepest.data.sources.Blocks`; None without.
         drop_last: of the data, see `SamplePlan`.
         notices: what users should know of the model and its data.
+        tables: the embedding tables of which the models use rows.
         threads: torch's in the process that described the models.
         changing: whether replicas have values of their own beside trained parameters: buffers, or
             frozen parameters, which a model may change itself.
@@ -57,6 +65,7 @@ class Description:
     attend: Callable[[Router, Peer, Role], None] | None = None
     drop_last: bool = False
     notices: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,8 @@ class Job:
         unfrozen: names of parameters that are trained although models are made with them frozen.
 
     Raises:
-        ConfigurationError: `global_batch_size` with data that choose their own batches.
+        ConfigurationError: `global_batch_size` with data that choose their own batches; tables
+            under a strategy that has none.
     """
 
     description: Description
@@ -103,6 +113,11 @@ class Job:
                 f"global_batch_size={self.global_batch_size} with data that choose their own "
                 "batches: their samples cannot be divided; give arrays, a map-style dataset or an "
                 "IndexedStream, or leave global_batch_size out"
+            )
+        if self.description.tables and (self.strategy.outer or self.strategy.in_driver):
+            raise ConfigurationError(
+                f"embedding tables under the strategy {self.strategy.kind!r}: their rows are pulled "
+                "from servers in each step; give strategy='ps', 'allreduce', 'async' or 'ssp'"
             )
 
     @cached_property
@@ -140,7 +155,11 @@ class Job:
             (owner, *(other for other in order if other != owner))
             for owner, order in enumerate(nearest)
         ]
-        return tuple(found[owner][: self.replication] for owner in self.owners)
+        rows = min(self.replication, _COPIES_OF_ROWS)
+        return tuple(
+            found[owner][: rows if chunk.has_rows else self.replication]
+            for chunk, owner in zip(self.description.layout.chunks, self.owners, strict=True)
+        )
 
     @property
     def replication(self) -> int:
@@ -161,7 +180,20 @@ class Job:
     @cached_property
     def topology(self) -> Topology:
         """The spread of the model over the job's processes."""
-        return Topology(self.description.layout, self.holders, self.places, self.wire_formats)
+        return Topology(
+            self.description.layout, self.holders, self.places, self.wire_formats, self.tables
+        )
+
+    @cached_property
+    def tables(self) -> Dealing | None:
+        """How embedding tables are dealt into chunks; None without tables."""
+        if not self.description.tables:
+            return None
+        from steepest.tables.dealing import Dealing
+
+        shards = self.description.layout.table_shards
+        dealing = Dealing(self.description.tables, 1, self.seed, shards[0])
+        return replace(dealing, num_shards=len(shards) // len(dealing.groups))
 
     @property
     def limits(self) -> Limits:
@@ -324,6 +356,7 @@ def build_models(
             attend,
             bool(getattr(m.data, "drop_last", False)),
             tuple(n for n in (getattr(m, "notice", ""), getattr(m.data, "notice", "")) if n),
+            tuple(getattr(m, "tables", ())),
         )
         for m in models
     ]
@@ -361,6 +394,7 @@ def check_agreement(
         ("number of samples", first.samples, other.samples),
         ("blocks of samples", first.blocks, other.blocks),
         ("drop_last", first.drop_last, other.drop_last),
+        ("embedding tables", first.tables, other.tables),
         ("optimizer", first.optimizer_spec.name, other.optimizer_spec.name),
         ("parameter groups", first.optimizer_spec.groups, other.optimizer_spec.groups),
     ):

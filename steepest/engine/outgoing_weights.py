@@ -8,7 +8,7 @@ import torch
 
 from steepest.engine.incoming_weights import Key
 from steepest.engine.optimizer_records import state_fields
-from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.staged_chunk import StagedChunk
 from steepest.engine.topology import Topology
 from steepest.engine.weight_buffers import WeightBuffers
 from steepest.messages.gradients import Weights
@@ -41,7 +41,7 @@ class OutgoingWeights:
         self,
         index: int,
         topology: Topology,
-        chunks: Mapping[int, ServerChunk],
+        chunks: Mapping[int, StagedChunk],
         vector: torch.Tensor,
         send: Send,
         *,
@@ -77,9 +77,11 @@ class OutgoingWeights:
     # -- sending -------------------------------------------------------------------------------
 
     def send(
-        self, reader: Peer, held: ServerChunk, at: Key, sequence: int = 0, *, reload: bool = False
+        self, reader: Peer, held: StagedChunk, at: Key, sequence: int = 0, *, reload: bool = False
     ) -> None:
         """Send a reader one chunk, if it is this server from which the reader gets that chunk.
+
+        Shards of embedding tables are not sent.
 
         Args:
             reader: a worker, an aggregator or a client.
@@ -88,6 +90,8 @@ class OutgoingWeights:
             sequence: number of the request that this answers; 0 for none.
             reload: whether the reader is sent all chunks of this version, frozen ones included.
         """
+        if held.chunk.has_rows:
+            return  # workers pull the rows that they need
         holders = self._holders[held.chunk.index]
         own = self._in_workers and reader.role == "worker" and reader.index in holders
         if self._index != (reader.index if own else holders[0]):
@@ -97,7 +101,7 @@ class OutgoingWeights:
         weights = Weights(generation, sequence, version, held.chunk.index, reload, payload)
         self._send(reader, weights.pack())
 
-    def _as_sent(self, held: ServerChunk, reader: Peer, at: Key) -> torch.Tensor:
+    def _as_sent(self, held: StagedChunk, reader: Peer, at: Key) -> torch.Tensor:
         """Return a chunk's weights in the form that a reader receives.
 
         They are rounded where a wire dtype was chosen, once for all workers of other hosts.
@@ -145,13 +149,15 @@ class OutgoingWeights:
 
     # -- memory --------------------------------------------------------------------------------
 
-    def make_way(self, held: ServerChunk) -> torch.Tensor | None:
+    def make_way(self, held: StagedChunk) -> torch.Tensor | None:
         """Return where a chunk's new weights are to be written, before they change.
 
         Returns:
             Memory of the chunk's size that nobody reads; None to write them in place of the old
             ones.
         """
+        if held.chunk.has_rows:
+            return None
         if self._own_pending is not None:
             self._own_pending(held.weights)
             return None
@@ -166,16 +172,15 @@ class OutgoingWeights:
 
     def _free_unneeded(self) -> None:
         """Move the chunks out of vectors that were not needed of late, and free those vectors."""
-        for held in self._chunks.values():
+        dense = [held for held in self._chunks.values() if not held.chunk.has_rows]
+        for held in dense:
             chunk = held.chunk
             buffer = self._buffers.moved(held.weights, chunk.start, chunk.stop)
             if buffer is not None:
                 buffer.copy_(held.weights)
                 held.move(buffer)
-        chunks = [held.chunk for held in self._chunks.values()]
-        self._buffers.shrink(
-            [held.weights for held in self._chunks.values()], [(c.start, c.stop) for c in chunks]
-        )
+        chunks = [held.chunk for held in dense]
+        self._buffers.shrink([held.weights for held in dense], [(c.start, c.stop) for c in chunks])
         self._narrowed.clear()
         sizes = [(c, narrow_size(c.dtype, c.nbytes, self._wire_dtype)) for c in chunks]
         self._narrow_buffers.shrink(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from steepest.engine.topology import Topology
 from steepest.messages.gradients import Push, Weights, WeightsShared
 from steepest.messages.message import Kind, Message, Peer, Send, aggregator_peer, server_peer
 from steepest.tensors.memory import as_tensor
+
+if TYPE_CHECKING:
+    from steepest.engine.row_exchange import RowExchange
 
 
 class PushPull:
@@ -38,6 +42,7 @@ class PushPull:
         bytes_pushed: to other processes in this step.
         bytes_pulled: of weights from other processes, so far.
         sequence: number of the last push, from 1.
+        rows: of embedding tables; None without tables.
     """
 
     def __init__(
@@ -75,6 +80,14 @@ class PushPull:
             )
             for targets, servers in zip(self._targets, holders, strict=True)
         ]
+        for chunk in layout.table_shards:  # no aggregator adds up rows, no codec packs them
+            packed[chunk] = False
+            self._targets[chunk] = [server_peer(server) for server in holders[chunk]]
+        self.rows: RowExchange | None = None
+        if topology.tables is not None:
+            from steepest.engine.row_exchange import RowExchange
+
+            self.rows = RowExchange(worker, topology.tables, holders, send)
         self.compressor = None if codec is None else GradientCompressor(layout, codec, packed)
         self.sequence = 0
         self._generation = self._incarnation = 0
@@ -93,6 +106,8 @@ class PushPull:
         self._generation, self._version = generation, version
         self.sequence += 1
         self.bytes_pushed = 0
+        if self.rows is not None:
+            self.rows.clear()
         if self.compressor is not None:
             self.compressor.begin()
 
@@ -104,11 +119,12 @@ class PushPull:
         Args:
             chunk: its index.
             payload: flat bytes; must not change before the weights that come of the push are here.
+                Empty for a shard of tables of which no row has a gradient.
             unit: weight of one unit of the payload; 0 to push none.
             total: summed weight of the worker's samples.
             absent: entries that have no gradient.
         """
-        pushed = payload if unit else None
+        pushed = payload if unit and payload.numel() else None
         if pushed is not None and self.compressor is not None:
             pushed = self.compressor.pack(chunk, pushed, unit, total, absent)
         step = (self._generation, self._incarnation, self.sequence, self._version)
@@ -150,6 +166,8 @@ class PushPull:
         Raises:
             ProtocolError: a worker takes no such payload.
         """
+        if message.kind is Kind.ROWS and self.rows is not None:
+            return self.rows.destination(message, size)
         if message.kind is Kind.WEIGHTS_SHARED and size == self._layout.nbytes:
             return None if message.payload is None else as_tensor(message.payload)
         return self._weights.destination(message, size)
@@ -161,8 +179,11 @@ class PushPull:
             Generation and version, if all weights of that version are here now; otherwise None.
 
         Raises:
-            ProtocolError: the message is neither WEIGHTS nor WEIGHTS_SHARED.
+            ProtocolError: the message is neither WEIGHTS, WEIGHTS_SHARED nor ROWS.
         """
+        if message.kind is Kind.ROWS and self.rows is not None:
+            self.rows.receive(source, message)
+            return None
         if message.kind is Kind.WEIGHTS_SHARED:
             vector = WeightsShared.unpack(message).payload
             if vector is not None and self._adopt(vector):

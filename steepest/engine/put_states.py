@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from steepest.engine.optimizer_records import state_tensor
-from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.staged_chunk import StagedChunk
 from steepest.errors import ProtocolError
 from steepest.messages.message import Kind, Message, Peer, Send
 from steepest.messages.snapshots import Put, PutReceived, PutState, ReplaceState
@@ -44,9 +44,9 @@ class PutStates:
     def __init__(
         self,
         server: int,
-        chunks: Mapping[int, ServerChunk],
+        chunks: Mapping[int, StagedChunk],
         send: Send,
-        make_way: Callable[[ServerChunk], torch.Tensor | None],
+        make_way: Callable[[StagedChunk], torch.Tensor | None],
         *,
         checked: bool,
     ) -> None:

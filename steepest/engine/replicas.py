@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,9 +17,12 @@ from steepest.errors import ModelError
 from steepest.messages.fields import RateChanges
 from steepest.models.protocol import Arrive, Computed, Model, validate_computed
 from steepest.models.write_check import refusal
-from steepest.tensors.dtypes import Tensors, merge_replicas
+from steepest.tensors.dtypes import Tensors
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
+
+if TYPE_CHECKING:
+    from steepest.engine.row_collector import RowCollector
 
 #: Called with a complete chunk of the worker's gradient: chunk index, its bytes, unit weight,
 #: summed weight of the worker's samples, and the entries for which no replica had a gradient.
@@ -111,6 +114,7 @@ class Replicas:
         compressor: of this worker's gradients, with what it has left out so far; None until a
             process hosts the worker, and without compression.
         rates: learning rates that a user has set, for replicas that have an optimizer.
+        rows: of embedding tables, which the models use; None without tables.
     """
 
     def __init__(
@@ -151,6 +155,7 @@ class Replicas:
         self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
         self.compressor: GradientCompressor | None = None
         self.rates: RateChanges = ()
+        self.rows: RowCollector | None = None
         self._plan: SamplePlan | None = None
         self._sizes = [sum(s.stop - s.start for s in chunk.slices) for chunk in self.layout.chunks]
         self._trainable = [chunk.index for chunk in self.layout.chunks if chunk.trainable]
@@ -170,6 +175,13 @@ class Replicas:
     def use_compressor(self, compressor: GradientCompressor | None) -> None:
         """Set `compressor`; None where gradients travel as they are."""
         self.compressor = compressor
+
+    def use_rows(self, rows: RowCollector | None) -> None:
+        """Have the models use rows of embedding tables; None without tables."""
+        self.rows = rows
+        if rows is not None:
+            for model in self.models:
+                model.use_rows(rows)  # type: ignore[attr-defined]
 
     def take_over(self, other: Replicas) -> None:
         """Continue where earlier replicas of the same models were in the data."""
@@ -392,24 +404,32 @@ class Replicas:
             if self._devices[replica].type != "cpu":
                 arrive(None)  # the model computes with copies on its device
             collector.begin(self._own[replica][1])
-            results.append(
-                validate_computed(
-                    self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)
-                )
+            result = validate_computed(
+                self.models[replica].compute_gradients(batch, collector.ready, metrics, arrive)
             )
+            results.append(result)
             arrive(None)
-            collector.end()
+            collector.end(result.weight)
             loading += loaded - began
             computing += time.perf_counter() - loaded
         return results, loading, computing
 
     def warmup(self) -> None:
-        """Compute one gradient on every replica and drop it; models keep their state."""
+        """Compute one gradient on every replica and drop it; models keep their state.
+
+        Rows of embedding tables are those of the beginning.
+        """
         for replica, model in enumerate(self.models):
             shares = [np.arange(min(model.batch_size, model.data.size or 1))]
             batch = next(iter(model.data.open(shares)))
             before = model.state()  # such as running means, which a forward pass changes
+            if tables := getattr(model, "tables", ()):
+                from steepest.tables.local import LocalRows
+
+                model.use_rows(LocalRows(tables))  # type: ignore[attr-defined]
             model.compute_gradients(batch, lambda *_: None, False)
+            if self.rows is not None:
+                model.use_rows(self.rows)  # type: ignore[attr-defined]
             model.load_state(before)
             self._batches[replica] = None
 
@@ -473,8 +493,11 @@ class _Collector:
         self._gradients = gradients
         self._missing = list(self._replicas._sizes)
 
-    def end(self) -> None:
-        """End a batch.
+    def end(self, weight: float) -> None:
+        """End a batch; after the last one, pass on the gradients of rows.
+
+        Args:
+            weight: of the batch.
 
         Raises:
             ModelError: `ready` was not called for every trainable parameter.
@@ -490,8 +513,13 @@ class _Collector:
                     f"{names:.500}: call it once for "
                     "every trainable parameter"
                 )
-        self._unit = self._unit or self._weight
-        self._total += self._weight
+        self._unit = self._unit or weight
+        self._total += weight
+        if (rows := self._replicas.rows) is not None:
+            rows.end_batch(weight)
+            for index in self._layout.table_shards if self._batches_left == 0 else ():
+                packed = rows.packed(index)
+                self._chunk_ready(index, packed, self._unit, self._total, frozenset())
 
     def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
         """Take an entry's gradient, or its part in a chunk, see `steepest.models.protocol.Ready`.
@@ -554,31 +582,3 @@ def seed_everything(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
-
-
-def all_states(call: Callable[..., list[list[Tensors]]]) -> list[Tensors]:
-    """Return each replica's state, all with the same names.
-
-    Args:
-        call: calls a function of `Replicas` on all workers, with arguments for it, and returns the
-            results by worker.
-    """
-    states = [state for part in call(Replicas.states) for state in part]
-    names = sorted(set().union(*states))
-    if all(len(state) == len(names) for state in states):
-        return states
-    # Not all replicas have changed the same frozen parameters.
-    states = [state for part in call(Replicas.states, names) for state in part]
-    return [Tensors((name, state[name]) for name in names) for state in states]
-
-
-def mean_states(states: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> Tensors:
-    """Return one state merged from several replicas' (`steepest.tensors.dtypes.merge_replicas`).
-
-    Args:
-        states: by replica, all with the same names.
-        weights: of the replicas.
-    """
-    return Tensors(
-        (name, merge_replicas([state[name] for state in states], weights)) for name in states[0]
-    )

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from steepest.engine.early_pushes import EarlyPushes
-from steepest.engine.incoming_weights import Key
+from steepest.engine.incoming_weights import Key, where_lent
 from steepest.engine.optimizer_records import checked_state_size
 from steepest.engine.outgoing_weights import OutgoingWeights
 from steepest.engine.put_states import PutStates
-from steepest.engine.server_chunk import ServerChunk, StagedPush
+from steepest.engine.row_pulls import RowPulls
+from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.engine.staging_progress import StagingProgress
 from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
@@ -31,11 +33,13 @@ from steepest.messages.gradients import (
 )
 from steepest.messages.membership import Members, WorkerEnded, WorkerJoined
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, PushId, Send, worker_peer
+from steepest.messages.rows import PullRows
 from steepest.messages.snapshots import InstallPut, Snapshot
 from steepest.messages.users import UserLeft
 from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.decision_log import DecisionLog
 from steepest.protocol.push_tracking import MOST_PUSHES, ClosedPushes
+from steepest.tensors.layout import Chunk
 from steepest.tensors.memory import as_tensor
 
 log = logging.getLogger(__name__)
@@ -115,15 +119,8 @@ class Server:
         self._together = mode.together
         self._open_to_all = mode.open_to_all
         self._layout = layout
-        self.chunks = {
-            chunk.index: ServerChunk(
-                chunk,
-                layout,
-                spec,
-                layout.chunk_view(weights, chunk.index),
-                mode.checked,
-                keeps_mean=len(holders[chunk.index]) > 1,
-            )
+        self.chunks: dict[int, StagedChunk] = {
+            chunk.index: self._made(chunk, topology, spec, weights, mode.checked)
             for chunk in layout.chunks
             if index in holders[chunk.index]
         }
@@ -149,6 +146,24 @@ class Server:
         make_way = self._weights.make_way
         self._puts = PutStates(index, self.chunks, send, make_way, checked=mode.open_to_all)
         self._ended: dict[int, int] = {}  # by worker, the incarnation of its last life that is over
+        self._pulls = RowPulls(index, topology.tables, self.chunks, send)
+
+    @staticmethod
+    def _made(
+        chunk: Chunk,
+        topology: Topology,
+        spec: OptimizerSpec | None,
+        weights: torch.Tensor,
+        checked: bool,
+    ) -> StagedChunk:
+        """Return a chunk of weights with their optimizer, or a shard of tables."""
+        if chunk.has_rows and topology.tables is not None:
+            from steepest.engine.table_chunk import TableChunk
+
+            return TableChunk(chunk, topology.tables, checked)
+        layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
+        view = layout.chunk_view(weights, chunk.index)
+        return ServerChunk(chunk, layout, spec, view, checked, keeps_mean=copies)
 
     @property
     def vector(self) -> torch.Tensor:
@@ -182,12 +197,16 @@ class Server:
         """
         if message.kind is Kind.PUT_STATE:
             return torch.empty(checked_state_size(message, size), dtype=torch.uint8)
+        if message.kind is Kind.PULL_ROWS:
+            return where_lent(message, size)
         held = self.chunks.get(message.chunk)
-        sizes = [held.chunk.nbytes] if held is not None else []
         is_push = message.kind in (Kind.PUSH, Kind.HOST_PUSH)
-        if held is not None and is_push:
-            sizes.append((self._codec and self._codec.size(self._layout, held.chunk)) or sizes[0])
-        if not (is_push or message.kind is Kind.PUT) or held is None or size not in sizes:
+        takes = held is not None and (
+            held.fits(size, self._codec)
+            if is_push
+            else message.kind is Kind.PUT and size == held.chunk.nbytes
+        )
+        if held is None or not takes:
             raise ProtocolError(
                 f"{message.kind.name} of {size} bytes for chunk {message.chunk}, server "
                 f"{self._index} expects {held.chunk.nbytes if held else 'none of it'}"
@@ -214,6 +233,8 @@ class Server:
                 self._stage(source, HostPush.unpack(message))
             case Kind.SNAPSHOT:
                 self._weights.answer(Snapshot.unpack(message), self._position)
+            case Kind.PULL_ROWS:
+                self._pulls.receive(source, PullRows.unpack(message), self._position)
             case Kind.PUT | Kind.PUT_STATE | Kind.REPLACE_STATE:
                 self._puts.receive(source, message)
             case kind if (decision := _DECISIONS.get(kind)) is not None:
@@ -253,6 +274,7 @@ class Server:
         of its pushes that had arrived whole.
         """
         self._puts.lost(peer)
+        self._pulls.lost(peer)
         if self._open_to_all and peer.role == "worker":
             for push in self._progress.pushes:
                 if push.worker == peer.index:
@@ -283,11 +305,8 @@ class Server:
         pushes = self._pushes_of(source, pushed)
         if self._refuses(pushes, pushed, held):
             return
-        payload, codec = pushed.payload, None
-        if payload is not None and payload.numel() != held.chunk.nbytes:
-            codec = self._codec
-        if codec is not None and payload is not None:
-            codec.check(self._layout, held.chunk, payload)
+        payload = pushed.payload
+        codec = held.codec_of(payload, self._codec)
         if payload is not None and not self._together and pushed.chunk not in self._answers_for:
             # Its worker overwrites it as soon as another server has sent the weights.
             payload = held.own(payload)
@@ -337,7 +356,7 @@ class Server:
             )
         return pushes
 
-    def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: ServerChunk) -> bool:
+    def _refuses(self, pushes: list[PushId], pushed: Push | HostPush, held: StagedChunk) -> bool:
         """Return whether a chunk of some pushes is late; if so, it is counted and dropped.
 
         Raises:
@@ -356,7 +375,7 @@ class Server:
         return True
 
     def _reason_to_refuse(
-        self, push: PushId, pushed: Push | HostPush, held: ServerChunk
+        self, push: PushId, pushed: Push | HostPush, held: StagedChunk
     ) -> str | None:
         """Return why a push is refused: empty where it is late or a copy; None to take it."""
         is_over = push.incarnation <= self._ended.get(push.worker, -1)
@@ -375,7 +394,7 @@ class Server:
         return None
 
     @staticmethod
-    def _reason_against_another(push: PushId, held: ServerChunk) -> str | None:
+    def _reason_against_another(push: PushId, held: StagedChunk) -> str | None:
         """Return why a worker may not stage one more push: its pushes would fill the memory."""
         if len(held.staged) < MOST_PUSHES:
             return None
@@ -384,14 +403,14 @@ class Server:
             return None
         return f"worker {push.worker} has {own} pushes that are not committed"
 
-    def _reduce(self, held: ServerChunk) -> None:
+    def _reduce(self, held: StagedChunk) -> None:
         """Reduce a chunk that all members have pushed; after the last, send VERSION_STAGED."""
         found = self._progress.reduce(held)
         if found is not None:
             staged = VersionStaged(self.generation, self.version, *found)
             self._send(COORDINATOR, staged.pack())
 
-    def _count(self, push: PushId, held: ServerChunk, pulled: int) -> None:
+    def _count(self, push: PushId, held: StagedChunk, pulled: int) -> None:
         """Count a staged chunk of a push; after the last, send PUSH_STAGED."""
         found = self._progress.count(push, held)
         if found is not None:
@@ -440,9 +459,10 @@ class Server:
         if self._copies and self._index == 1:  # in another process than the coordinator
             self._send(COORDINATOR, Logged(self.generation, self.version).pack())
         self._weights.end_commit()
+        self._pulls.answer(self._position)
         self._stage_early()
 
-    def _apply(self, held: ServerChunk, commit: Commit, hyper: list[dict[str, Any]]) -> None:
+    def _apply(self, held: StagedChunk, commit: Commit, hyper: list[dict[str, Any]]) -> None:
         """Take the optimizer's step of a commit on one chunk."""
         if not self._together:
             aggregated = self._hosts.aggregators
@@ -537,6 +557,7 @@ class Server:
             for reader in dict.fromkeys(readers):
                 for held in self.chunks.values():
                     self._weights.send(reader, held, self._position, reload=True)
+        self._pulls.answer(self._position)
         self._stage_early()
 
     def _install_between_generations(self, order: InstallPut) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
 from steepest.compression.codecs import Codec, Half, sum_of_squares
+from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.errors import ProtocolError
 from steepest.messages.message import PushId
 from steepest.optim.spec import Hyperparameters, OptimizerSpec
@@ -21,31 +20,7 @@ from steepest.tensors.layout import Chunk, ParameterLayout
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class StagedPush:
-    """One worker's staged gradient of one chunk, or the sum of several workers'.
-
-    The gradient of the workers' batch is ``unit / total * payload``. The payload must not change
-    before it is applied.
-
-    Attributes:
-        workers: that contribute.
-        payload: flat bytes in the form of `codec`; None without any gradient.
-        unit: weight of one unit of the payload.
-        total: weight of the batch's samples.
-        absent: entries that have no gradient.
-        codec: None for the chunk's own dtype.
-    """
-
-    workers: frozenset[int]
-    payload: torch.Tensor | None
-    unit: float
-    total: float
-    absent: frozenset[int]
-    codec: Codec | None
-
-
-class ServerChunk:
+class ServerChunk(StagedChunk):
     """One chunk on its server: weights, optimizer, staged pushes and their weighted mean.
 
     Args:
@@ -58,9 +33,6 @@ class ServerChunk:
             applied.
 
     Attributes:
-        chunk: as given.
-        weights: the chunk's bytes, flat uint8.
-        staged: the pushes that are neither committed nor dropped.
         mean: flat, of the chunk's dtype; None before `reduce`, and where no push weighs anything.
         absent: entries of which no push in the mean has a gradient.
     """
@@ -74,18 +46,13 @@ class ServerChunk:
         checked: bool = True,
         keeps_mean: bool = False,
     ) -> None:
-        self.chunk = chunk
-        self.weights = weights
-        self.staged: dict[PushId, StagedPush] = {}
+        super().__init__(chunk, weights)
         self.mean: torch.Tensor | None = None
         self.absent: frozenset[int] = frozenset()
         self._layout = layout
         self._spec = spec
         self._checked = checked and chunk.dtype.is_floating_point
         self._sum: torch.Tensor | None = None  # memory for a mean of several
-        # All staging memory, by id; a connection that breaks within a payload drops its buffer.
-        self._buffers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-        self._spare: dict[int, list[torch.Tensor]] = {}  # free staging memory, by size
         self._names = [layout.entries[piece.entry].name for piece in chunk.slices]
         self._parameters = [
             torch.nn.Parameter(view, requires_grad=chunk.dtype.is_floating_point)
@@ -100,36 +67,27 @@ class ServerChunk:
         gentle = spec is None or type(self._optimizer).__module__.startswith("torch.optim")
         self._lends_mean = gentle and not keeps_mean
 
-    def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        """Return memory of `nbytes` bytes for one push; it is free again after `release`."""
-        if spare := self._spare.get(nbytes):
-            return spare.pop()
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self._buffers[id(buffer)] = buffer
-        return buffer
+    def fits(self, size: int, codec: Codec | None) -> bool:
+        """Return whether a gradient may have so many bytes, see `StagedChunk.fits`."""
+        packed = codec.size(self._layout, self.chunk) if codec is not None else None
+        return size == self.chunk.nbytes or size == packed
 
-    def release(self, payload: torch.Tensor | None) -> None:
-        """Make the memory of a payload free for another push, if it is a staging buffer."""
-        if payload is not None and self._buffers.get(id(payload)) is payload:
-            self._spare.setdefault(payload.numel(), []).append(payload)
+    def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
+        """Return the codec in whose form a gradient is, see `StagedChunk.codec_of`."""
+        if payload is None or codec is None or payload.numel() == self.chunk.nbytes:
+            return None
+        codec.check(self._layout, self.chunk, payload)
+        return codec
 
-    def own(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return a payload in a staging buffer of this server: itself, or a copy of it."""
-        if self._buffers.get(id(payload)) is payload:
-            return payload
-        buffer = self.staging_buffer(payload.numel())
-        buffer.copy_(payload)
-        return buffer
+    def drop_mean(self) -> None:
+        """Forget the mean that `reduce` formed."""
+        self.mean = None
 
     @property
     def _accumulator(self) -> torch.Tensor:
         if self._sum is None:
             self._sum = torch.empty_like(self.weights).view(self.chunk.dtype)
         return self._sum
-
-    def contributors(self) -> set[int]:
-        """Return the workers whose gradients are staged."""
-        return {worker for push in self.staged.values() for worker in push.workers}
 
     def check(self, push: PushId) -> float:
         """Return the sum of the squares of one staged gradient; not finite when an element is not.
@@ -298,17 +256,6 @@ class ServerChunk:
         take_step(optimizer)
         for group in fused:
             group["fused"] = True
-
-    def forget(self, push: PushId) -> None:
-        """Drop a staged push; its memory is free for another one."""
-        self.release(self.staged.pop(push).payload)
-
-    def discard(self) -> None:
-        """Drop all staged pushes and the mean; their memory is free for other pushes."""
-        for push in self.staged.values():
-            self.release(push.payload)
-        self.staged.clear()
-        self.mean = None
 
     def set_hyperparameters(self, hyper: Sequence[Hyperparameters]) -> None:
         """Set hyperparameters of the optimizer's groups.

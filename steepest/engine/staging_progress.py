@@ -6,7 +6,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.staged_chunk import StagedChunk
 from steepest.messages.message import PushId
 from steepest.protocol.push_tracking import MOST_CULPRITS
 
@@ -64,7 +64,7 @@ class StagingProgress:
         """Whether every chunk of the next version is reduced."""
         return self._version.missing == 0
 
-    def reduce(self, held: ServerChunk) -> Found | None:
+    def reduce(self, held: StagedChunk) -> Found | None:
         """Form the mean of a chunk of which every member's push is staged.
 
         Returns:
@@ -74,7 +74,7 @@ class StagingProgress:
         held.reduce(order)
         return self._note(self._version, held, held.squares(), order)
 
-    def count(self, push: PushId, held: ServerChunk) -> Found | None:
+    def count(self, push: PushId, held: StagedChunk) -> Found | None:
         """Note that one more chunk of a push is staged.
 
         Returns:
@@ -89,7 +89,7 @@ class StagingProgress:
         return found
 
     def _note(
-        self, progress: _Progress, held: ServerChunk, squares: float, pushes: Sequence[PushId]
+        self, progress: _Progress, held: StagedChunk, squares: float, pushes: Sequence[PushId]
     ) -> Found | None:
         """Note one more staged chunk of some pushes; return what was found, if it was the last."""
         if not math.isfinite(squares):

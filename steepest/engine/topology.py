@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from steepest.compression.codecs import Codec
 from steepest.messages.message import Peer, aggregator_peer, worker_peer
 from steepest.tensors.layout import ParameterLayout
+
+if TYPE_CHECKING:
+    from steepest.tables.dealing import Dealing
 
 
 @dataclass(frozen=True)
@@ -91,9 +95,11 @@ class Topology:
         hosts: where workers and servers run, and which workers have an aggregator.
         wire_formats: how float32 chunks are pushed to servers of other hosts, and in which dtype
             they are pulled from there; None for as they are.
+        tables: how embedding tables are dealt into shards; None without tables.
     """
 
     layout: ParameterLayout
     holders: Sequence[Sequence[int]]
     hosts: HostMap
     wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
+    tables: Dealing | None = None

@@ -29,6 +29,7 @@ from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _MOST_METRICS = 10_000  # all workers' fit into one message
+_TAKEN_WITHIN_STEPS = (Kind.WEIGHTS, Kind.WEIGHTS_SHARED, Kind.ROWS)
 
 
 class _AbandonedError(Exception):
@@ -72,11 +73,13 @@ class BetweenTurns:
         flush: called before a step, so that messages of the process' other roles leave first.
         wait: takes another turn of the router within the step, so that a step may begin before all
             its weights are here; None to begin when all are.
+        receive: takes another turn of the router within the step, for rows of embedding tables.
     """
 
     pump: Callable[[], None]
     flush: Callable[[], None]
     wait: Callable[[], None] | None
+    receive: Callable[[], None]
 
 
 class Worker:
@@ -121,6 +124,7 @@ class Worker:
         self._pump = between.pump
         self._flush = between.flush
         self._wait = between.wait
+        self._receive = between.receive
         self._stepping = self._stopped = False
         # Of the step that is being computed: its weights until all are here, the messages that came
         # meanwhile, whether a generation began meanwhile, and seconds of waiting for weights.
@@ -128,6 +132,9 @@ class Worker:
         self._deferred: list[tuple[Peer, Message]] = []
         self._superseded = False
         self._waiting = 0.0
+        self._calling = False  # whether a function between two steps runs
+        if exchange.rows is not None:
+            exchange.rows.wait_until = self._wait_until
         self._defect: BaseException | None = None  # raised by this process' own code, not a model's
         self._reported = 0  # bytes of weights in the reports so far
         self._limit = -1  # the version up to which steps are granted
@@ -227,7 +234,9 @@ class Worker:
 
     def _await(self, call: _Waiting) -> None:
         self._calls.append(call)
-        self._run_calls()
+        if self._run_calls():  # weights may have come while a function waited for rows
+            self._go_on()
+            self._take_deferred()
         if self._failure is not None and not self._stopped:
             self._fail_calls(self._failure)
 
@@ -240,12 +249,13 @@ class Worker:
     def handle(self, source: Peer, message: Message) -> None:
         """Act on one message, then take steps as long as nothing is missing for the next one.
 
-        In the middle of a step only weights are taken; other messages are deferred to its end.
+        In the middle of a step only weights and rows are taken; other messages are deferred to its
+        end.
 
         Raises:
             ProtocolError: a worker takes no such message.
         """
-        if self._stepping and message.kind not in (Kind.WEIGHTS, Kind.WEIGHTS_SHARED):
+        if self._stepping and message.kind not in _TAKEN_WITHIN_STEPS:
             self._deferred.append((source, message))
             self._superseded |= (
                 message.kind is Kind.MEMBERS and message.generation > self.generation
@@ -255,7 +265,11 @@ class Worker:
         if self._stepping:
             return
         self._go_on()
-        while self._deferred:
+        self._take_deferred()
+
+    def _take_deferred(self) -> None:
+        """Act on the messages that came in the middle of a step."""
+        while self._deferred and not self._stepping:
             self._take(*self._deferred.pop(0))
             self._go_on()
 
@@ -384,15 +398,18 @@ class Worker:
             self._replicas.weights_changed()
             self._run_calls()
 
-    def _run_calls(self, begins: int = -1) -> None:
+    def _run_calls(self, begins: int = -1) -> bool:
         """Run the calls whose version is here, unless a step is being computed.
+
+        Returns:
+            Whether there were any.
 
         Args:
             begins: the version from which a step is about to be begun, perhaps before all of its
                 weights are here.
         """
         if self._stepping:
-            return
+            return False
         ready = [
             c
             for c in self._calls
@@ -400,11 +417,23 @@ class Worker:
             and c.version <= (self.version if c.miss is None else max(self.version, begins))
         ]
         self._calls = [call for call in self._calls if call not in ready]
-        for call in ready:
-            missed = call.miss is not None and self._is_past(call.version)
-            call.miss() if call.miss is not None and missed else call.run()
-        if ready:
-            self._replicas.forget_writes()
+        if not ready:
+            return False
+        # such a function may wait for rows of embedding tables, and no step begins meanwhile
+        self._stepping = self._calling = True
+        self._superseded = self._stopped
+        if self._exchange.rows is not None:
+            self._exchange.rows.position = (self.generation, self.version)
+        try:
+            for call in ready:
+                missed = call.miss is not None and self._is_past(call.version)
+                call.miss() if call.miss is not None and missed else call.run()
+        finally:
+            self._stepping = self._calling = False
+        self._replicas.forget_writes()
+        if self._defect is not None:
+            raise self._defect
+        return True
 
     def _step(self, share: int, version: int) -> None:
         """Take one step: compute and push a share from a version, then run calls that waited."""
@@ -439,10 +468,28 @@ class Worker:
         if entry is None:
             self._arriving = None
 
+    def _wait_until(self, has_come: Callable[[], bool]) -> None:
+        """Receive messages, in a forward pass, until rows have come.
+
+        Raises:
+            _AbandonedError: a generation began, or a server is lost.
+            PeerLostError: the same, in a function between two steps.
+        """
+        began = time.perf_counter()
+        while not has_come():
+            if self._superseded or self._failure is not None:
+                why = "rows of embedding tables were not sent: the job's processes change"
+                raise PeerLostError(why) if self._calling else _AbandonedError(why)
+            with self._own_work():
+                self._receive()
+        self._waiting += time.perf_counter() - began
+
     def _compute(self, share: int, version: int) -> None:
         """Compute and push the gradient of a share, then send REPORT, or FAILED with the error."""
         self._pushed = (self.generation, version)
         self._exchange.begin(self.generation, version, self._incarnation)
+        if self._exchange.rows is not None:
+            self._exchange.rows.position = (self.generation, version)
         self._flush()
         try:
             result = self._compute_once(share, version)
@@ -461,7 +508,9 @@ class Worker:
         if self._defect is not None:
             raise self._defect
         sequence = self._exchange.end()
-        pulled = self._exchange.bytes_pulled - self._reported
+        rows = self._exchange.rows
+        received = self._exchange.bytes_pulled + (0 if rows is None else rows.bytes_pulled)
+        pulled = received - self._reported
         self._reported += pulled
         stats: dict[str, Any] = {}
         if self._stats:

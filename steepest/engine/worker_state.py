@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from steepest.engine.local_sgd import InnerOptimizerState, LocalReplicas
-from steepest.engine.replicas import Replicas, mean_states
+from steepest.engine.replica_states import mean_states
+from steepest.engine.replicas import Replicas
 from steepest.tensors.dtypes import Tensors
 
 

@@ -118,6 +118,9 @@ class Kind(enum.IntEnum):
     DATA = 48
     CONNECTED = 49
     ABORT = 50
+    # steepest.messages.rows
+    PULL_ROWS = 51
+    ROWS = 52
 
 
 @dataclass(slots=True, eq=False)

@@ -47,6 +47,7 @@ from steepest.messages.membership import (
     WorkerJoined,
 )
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer
+from steepest.messages.rows import PullRows, Rows
 from steepest.messages.schema import Body, limited
 from steepest.messages.snapshots import (
     Install,
@@ -81,7 +82,8 @@ _COMMON: Sayings = {
     ("coordinator", "client"): (Installed, Counters),
 }
 _TRAINING: Sayings = {
-    ("worker", "server"): (Push,),
+    ("worker", "server"): (Push, PullRows),
+    ("server", "worker"): (Rows,),
     ("worker", "aggregator"): (Push,),
     ("worker", "coordinator"): (Join, Report, Failed),
     ("aggregator", "server"): (HostPush,),

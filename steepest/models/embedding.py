@@ -31,8 +31,8 @@ class RowSource(Protocol):
     def place(self, table: Table) -> tuple[int, int]:
         """Return the number of a table's group, whose rows travel together, and its number there."""
 
-    def pull(self, group: int, tables: Int32s, ids: Int64s) -> Floats:
-        """Return the values of rows, (n, dim)."""
+    def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> Floats:
+        """Return the values of rows, (n, dim); `training` where gradients of them will come."""
 
     def push(
         self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
@@ -136,7 +136,7 @@ class TableModule(nn.Module):
             sizes = [len(part) for part in ids]
             numbers = np.repeat(np.array([places[at][1] for at in of], np.int32), sizes)
             keys = Distinct(numbers, ids[0] if len(of) == 1 else np.concatenate(ids))
-            values = torch.from_numpy(self._source.pull(group, keys.tables, keys.ids))
+            values = torch.from_numpy(self._pull(group, keys))
             values = values.to(wanted[of[0]][1].device)
             if torch.is_grad_enabled():
                 anchor = torch.empty(0, requires_grad=True)
@@ -146,6 +146,10 @@ class TableModule(nn.Module):
                 )
             found.append(_Found(of, values, torch.from_numpy(keys.inverse).to(values.device)))
         return found
+
+    def _pull(self, group: int, keys: Distinct) -> Floats:
+        assert self._source is not None
+        return self._source.pull(group, keys.tables, keys.ids, torch.is_grad_enabled())
 
 
 class _Found(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,10 +18,14 @@ from steepest.models.losses import Loss, call, own_loss, weigh, with_parts
 from steepest.models.names import plain, plainly
 from steepest.models.prefetch import Gates
 from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics
+from steepest.models.rows import ScaledRows, count_shards, tables_in
 from steepest.models.write_check import WriteCheck, holders_of
 from steepest.optim.spec import OptimizerSpec
 from steepest.optim.torch_without_compiler import without_compiler
 from steepest.tensors.layout import ChunkSpec, ParameterLayout
+
+if TYPE_CHECKING:
+    from steepest.models.embedding import RowSource
 
 LossFunction = Callable[..., Loss | tuple[Loss, float]]
 Metric = Callable[[Any, Any], "float | torch.Tensor"]
@@ -71,6 +75,11 @@ class TorchModel:
         loss_scale: for float16, in which small gradients vanish: the loss is multiplied by it
             before the backward pass, and gradients are divided by it as they are copied. Let the
             strategy leave overflows out (``nonfinite="skip"``).
+        table_shards: parts into which the rows of the module's embedding tables are dealt, of which
+            servers hold equally many; at least the number of servers that the job may ever have.
+
+    Attributes:
+        tables: of the module's embedding modules, see `steepest.models.embedding`.
 
     Raises:
         ModelError: a lazy parameter, a name used twice, nothing to train.
@@ -102,10 +111,13 @@ class TorchModel:
         learning_rate: Callable[[int], float] | None = None,
         autocast: torch.dtype | None = None,
         loss_scale: float = 1.0,
+        table_shards: int = 8,
     ) -> None:
         check_module(module)
         check_functions(loss, optimizer, metrics, lr_scheduler, learning_rate)
         check_precision(autocast, loss_scale)
+        self.tables = tables_in(module)
+        self._table_shards = count_shards(self.tables, table_shards)
         self._autocast = autocast
         self._loss_scale = float(loss_scale)
         self.module = module
@@ -123,8 +135,10 @@ class TorchModel:
         self._trainable = wants & updated
         self._untrained = wants - updated  # the optimizer leaves them out on purpose
         if not self._trainable:
+            beside = "beside embedding tables " if self.tables else ""
             raise ModelError(
-                "nothing to train: every parameter is frozen or unknown to the optimizer"
+                f"nothing to train {beside}(every parameter is frozen or unknown to the optimizer): "
+                "give the module a parameter, such as a bias"
             )
         self.layout = self._plan(ChunkSpec())
         self._device = torch.device("cpu")
@@ -155,6 +169,7 @@ class TorchModel:
             aliases=self._aliases,
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
             chunk_bytes=cut.chunk_bytes,
+            table_shards=self._table_shards,
         )
 
     @property
@@ -271,6 +286,12 @@ class TorchModel:
                     register = parameter.register_post_accumulate_grad_hook
                     self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
         self._writes.watch(self.layout, self._parameters, self._holders, weights)
+
+    def use_rows(self, source: RowSource) -> None:
+        """Have the module's embedding modules use the rows of a source from now on."""
+        from steepest.models.embedding import connect
+
+        connect(self.module, ScaledRows(source, self._loss_scale, self._device.type))
 
     def move(self, weights: torch.Tensor) -> None:
         """Make trained parameters views of another vector.

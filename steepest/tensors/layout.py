@@ -113,6 +113,8 @@ class Slice:
 class Chunk:
     """Bytes [start, stop) of the flat vector: the unit of transfer, optimizers and checkpoints.
 
+    A chunk without bytes stands for one shard of embedding tables, whose rows servers alone hold.
+
     Attributes:
         trainable: whether gradients flow for it; the others hold frozen parameters.
     """
@@ -134,6 +136,11 @@ class Chunk:
         """Number of bytes."""
         return self.stop - self.start
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is a shard of embedding tables."""
+        return not self.slices
+
 
 @dataclass(frozen=True)
 class ParameterLayout:
@@ -145,7 +152,8 @@ class ParameterLayout:
 
     Attributes:
         entries: the parameters, in the order of their offsets.
-        chunks: the chunks, in the same order; together they cover all entries.
+        chunks: the chunks, in the same order, which together cover all entries; those that are
+            shards of embedding tables come last.
         nbytes: size of the flat vector.
 
     Example:
@@ -170,6 +178,7 @@ class ParameterLayout:
         split_tensors: bool = True,
         chunk_bytes: int | None = None,
         integers: bool = False,
+        table_shards: int = 0,
     ) -> ParameterLayout:
         """Return the layout of a model's parameters.
 
@@ -181,6 +190,7 @@ class ParameterLayout:
             chunk_bytes: size of a chunk; by default 1/3 to 4 MB, by the size of the model.
             integers: whether trainable parameters may be integers, which can be added to but have
                 no gradient.
+            table_shards: number of shards of embedding tables.
 
         Raises:
             ModelError: a name occurs twice, or a trainable parameter's dtype is not floating-point.
@@ -222,7 +232,11 @@ class ParameterLayout:
             for start, stop in borders:
                 slices = _slices(placed, start, stop, element.itemsize)
                 chunks.append(Chunk(len(chunks), element, not frozen, start, stop, slices))
-        return cls(tuple(entries), tuple(chunks), _aligned(offset, _ALIGNMENT))
+        end = _aligned(offset, _ALIGNMENT)
+        floats = ElementType("float32", 4, True)
+        for index in range(len(chunks), len(chunks) + table_shards):
+            chunks.append(Chunk(index, floats, True, end, end, ()))
+        return cls(tuple(entries), tuple(chunks), end)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -239,9 +253,14 @@ class ParameterLayout:
         return tuple(tuple(chunks) for chunks in found)
 
     @cached_property
+    def table_shards(self) -> tuple[int, ...]:
+        """The indices of the chunks that are shards of embedding tables."""
+        return tuple(chunk.index for chunk in self.chunks if chunk.has_rows)
+
+    @cached_property
     def on_pages(self) -> bool:
         """Whether each chunk begins on a page of memory: no page has parts of two chunks."""
-        return all(chunk.start % _PAGE == 0 for chunk in self.chunks)
+        return all(chunk.start % _PAGE == 0 for chunk in self.chunks if not chunk.has_rows)
 
     def allocate(self) -> torch.Tensor:
         """Return a zeroed flat vector: uint8, `nbytes` long."""
@@ -275,13 +294,18 @@ class ParameterLayout:
         return views
 
     def assign_servers(self, num_servers: int) -> tuple[int, ...]:
-        """Return the server of each chunk, so that all servers hold about equally many bytes."""
+        """Return the server of each chunk, so that all servers hold about equally many bytes.
+
+        All servers hold about equally many shards of embedding tables, too.
+        """
         loads = [0] * num_servers
         owners = []
         for chunk in self.chunks:
             server = loads.index(min(loads))
             loads[server] += chunk.nbytes
             owners.append(server)
+        for number, index in enumerate(self.table_shards):
+            owners[index] = number % num_servers
         return tuple(owners)
 
     def named(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:

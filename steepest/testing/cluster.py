@@ -21,7 +21,7 @@ from steepest.engine.hosting import (
     host_worker,
 )
 from steepest.engine.job import Job, ModelCreator, build_models, check_agreement
-from steepest.engine.replicas import all_states, mean_states
+from steepest.engine.replica_states import all_states, mean_states
 from steepest.engine.server import Server
 from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from steepest.engine.server import Server
-from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.staged_chunk import StagedChunk
 from steepest.engine.worker import Worker
 from steepest.messages.message import Kind, Message, Peer
 from steepest.testing.faults import Clock, Moment
@@ -25,7 +25,7 @@ def watch_applying(server: Server, reached: Report) -> None:
     chunks = [held for held in server.chunks.values() if held.chunk.trainable]
     updated: dict[int, list[int]] = {}  # to the version that is being made
 
-    def watch(held: ServerChunk) -> None:
+    def watch(held: StagedChunk) -> None:
         apply = held.apply
 
         def applied(*arguments: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,8 @@ from steepest.engine.host_aggregator import HostAggregator
 from steepest.engine.hosting import build_replicas
 from steepest.engine.job import Job, ModelCreator, build_models
 from steepest.engine.push_pull import PushPull
-from steepest.engine.replicas import Replicas, all_states, mean_states
+from steepest.engine.replica_states import all_states, mean_states
+from steepest.engine.replicas import Replicas
 from steepest.engine.server import Server, ServerMode
 from steepest.engine.strategy import make_strategy
 from steepest.errors import ConfigurationError
@@ -27,6 +28,9 @@ from steepest.messages.message import Message, Peer, PushId, aggregator_peer, wo
 from steepest.models.protocol import Model
 from steepest.tensors.dtypes import Tensors, same_bits
 from steepest.tensors.half_precision import narrow_size, rounded
+
+if TYPE_CHECKING:
+    from steepest.testing.replay_rows import RowsInPlace
 
 
 def replay(
@@ -52,7 +56,9 @@ def replay(
             weights were set; or its workers have states of their own at the checkpoint, such as
             buffers that differ; or it goes on with other workers under local SGD or compression,
             whose own state it does not tell; or with a worker, added or a dead one's successor, that
-            began with the others' mean of frozen parameters that the model updates.
+            began with the others' mean of frozen parameters that the model updates; or gradients of
+            embedding tables' rows were computed from older versions than they were added to, since
+            the log does not tell of which.
 
     Example:
         >>> from steepest.testing import InProcessCluster, linear_model_creator, replay
@@ -169,6 +175,7 @@ class _Run:
             of_layout = carried.weights.keys() & self._layout.index.keys()
             self._layout.write(self._weights, {name: carried.weights[name] for name in of_layout})
         self._server = _server(self._job, self._weights, log.start)
+        self._rows = self._use_rows()
         if carried is not None:
             for chunk, about, value in disassemble(self._layout, carried.state, carried.plain):
                 self._server.chunks[chunk].load_state(about, value.clone())
@@ -186,6 +193,17 @@ class _Run:
         self._states = [self._workers[0].states()] * log.num_workers
         self._lives: dict[int, int] = {}
         self._succeeded = False  # whether a worker had a successor
+
+    def _use_rows(self) -> RowsInPlace | None:
+        """Let the workers use the server's rows of embedding tables."""
+        rows = None
+        if self._job.tables is not None:
+            from steepest.testing.replay_rows import RowsInPlace
+
+            rows = RowsInPlace(self._job.tables, self._server)
+        for replicas in self._workers:
+            replicas.use_rows(rows)
+        return rows
 
     def repeat(self, commit: Commit) -> None:
         """Compute the gradients of a commit again, and apply them."""
@@ -220,6 +238,8 @@ class _Run:
         exchange = self._senders.exchange(push.worker, push.incarnation)
         exchange.begin(0, push.pulled, push.incarnation)
         exchange.sequence = push.sequence
+        if self._rows is not None:
+            self._rows.begin(push.worker, push.pulled)
         replicas.compute(push.share, exchange.ready, False)
         self._states[push.worker] = replicas.states()
         exchange.committed(push.sequence)

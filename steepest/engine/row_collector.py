@@ -1,0 +1,87 @@
+"""The gradients of rows of one worker, collected batch by batch until they are pushed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from steepest.models.embedding import RowSource
+from steepest.tables.dealing import Dealing
+from steepest.tables.gradients import RowGradients, added
+from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.table import Table
+
+
+class RowCollector(RowSource, ABC):
+    """A source of rows, which keeps their gradients until a worker pushes them, shard by shard.
+
+    Gradients of several batches are added up as those of parameters are, in units of the first
+    batch with a weight.
+
+    Args:
+        dealing: of tables into chunks.
+    """
+
+    def __init__(self, dealing: Dealing) -> None:
+        self.dealing = dealing
+        self._batch: list[list[RowGradients]] = [[] for _ in dealing.groups]
+        self._batches: list[tuple[float, list[list[RowGradients]]]] = []  # with their weights
+        self._packed: dict[int, torch.Tensor] | None = None  # by chunk
+
+    def place(self, table: Table) -> tuple[int, int]:
+        """Return the number of a table's group, and the table's number in it."""
+        return self.dealing.place(table)
+
+    @abstractmethod
+    def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = True) -> Floats:
+        """Return the values of rows, (n, dim).
+
+        Args:
+            group: its number.
+            tables, ids: (n,), distinct.
+            training: whether their gradients will be pushed.
+        """
+
+    def push(
+        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+    ) -> None:
+        """Keep the summed gradients of distinct ids, (n, dim), as part of the present batch's."""
+        self._batch[group].append(RowGradients(tables, ids, gradients, sightings))
+
+    def clear(self) -> None:
+        """Forget all gradients: another worker's gradient begins."""
+        self._batch = [[] for _ in self.dealing.groups]
+        self._batches, self._packed = [], None
+
+    def end_batch(self, weight: float) -> None:
+        """Note that a batch is computed, and what it weighs."""
+        if weight:  # a batch without weight may hold NaN: a mean over nothing
+            self._batches.append((weight, self._batch))
+        self._batch = [[] for _ in self.dealing.groups]
+
+    def packed(self, chunk: int) -> torch.Tensor:
+        """Return the gradient of a shard, flat bytes, in units of the first batch's weight.
+
+        It is empty where no batch had a row of the shard.
+        """
+        if self._packed is None:
+            self._packed = {}
+            for group in range(len(self.dealing.groups)):
+                self._pack(group)
+        return self._packed.get(chunk, torch.empty(0, dtype=torch.uint8))
+
+    def _pack(self, group: int) -> None:
+        """Pack the gradients of a group of tables."""
+        assert self._packed is not None
+        unit = self._batches[0][0] if self._batches else 1.0
+        parts = [part.times(w / unit) for w, batch in self._batches for part in batch[group]]
+        if not parts:
+            return
+        total = added(parts)
+        order, begins = self.dealing.deal(total.tables, total.ids)
+        for shard in range(self.dealing.num_shards):
+            mine = order[begins[shard] : begins[shard + 1]]
+            if len(mine):
+                packed = total.taken(mine).pack()
+                self._packed[self.dealing.chunk(group, shard)] = torch.from_numpy(packed)

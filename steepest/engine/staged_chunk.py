@@ -1,0 +1,213 @@
+"""The pushes that are staged on one chunk, of weights or of rows, and what a server asks of both."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from steepest.compression.codecs import Codec
+from steepest.messages.message import PushId
+from steepest.optim.spec import Hyperparameters
+from steepest.tensors.layout import Chunk
+
+
+@dataclass(slots=True)
+class StagedPush:
+    """One worker's staged gradient of one chunk, or the sum of several workers'.
+
+    The gradient of the workers' batch is ``unit / total * payload``. The payload must not change
+    before it is applied.
+
+    Attributes:
+        workers: that contribute.
+        payload: flat bytes in the form of `codec`; None without any gradient.
+        unit: weight of one unit of the payload.
+        total: weight of the batch's samples.
+        absent: entries that have no gradient.
+        codec: None for the chunk's own dtype.
+    """
+
+    workers: frozenset[int]
+    payload: torch.Tensor | None
+    unit: float
+    total: float
+    absent: frozenset[int]
+    codec: Codec | None
+
+
+class StagedChunk(ABC):
+    """One chunk on its server: the state that it holds, and the pushes that are staged.
+
+    Args:
+        chunk: of the layout.
+        weights: its bytes, flat uint8; empty for a shard of tables.
+
+    Attributes:
+        chunk, weights: as given.
+        staged: the pushes that are neither committed nor dropped.
+    """
+
+    def __init__(self, chunk: Chunk, weights: torch.Tensor) -> None:
+        self.chunk = chunk
+        self.weights = weights
+        self.staged: dict[PushId, StagedPush] = {}
+        # All staging memory, by id; a connection that breaks within a payload drops its buffer.
+        self._buffers: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+        self._spare: dict[int, list[torch.Tensor]] = {}  # free staging memory, by size
+
+    def staging_buffer(self, nbytes: int) -> torch.Tensor:
+        """Return memory of `nbytes` bytes for one push; it is free again after `release`."""
+        if spare := self._spare.get(nbytes):
+            return spare.pop()
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._buffers[id(buffer)] = buffer
+        return buffer
+
+    def release(self, payload: torch.Tensor | None) -> None:
+        """Make the memory of a payload free for another push, if it is a staging buffer."""
+        if payload is not None and self._buffers.get(id(payload)) is payload:
+            self._spare.setdefault(payload.numel(), []).append(payload)
+
+    def own(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return a payload in a staging buffer of this server: itself, or a copy of it."""
+        if self._buffers.get(id(payload)) is payload:
+            return payload
+        buffer = self.staging_buffer(payload.numel())
+        buffer.copy_(payload)
+        return buffer
+
+    def contributors(self) -> set[int]:
+        """Return the workers whose gradients are staged."""
+        return {worker for push in self.staged.values() for worker in push.workers}
+
+    def forget(self, push: PushId) -> None:
+        """Drop a staged push; its memory is free for another one."""
+        self.release(self.staged.pop(push).payload)
+
+    def discard(self) -> None:
+        """Drop all staged pushes and the mean; their memory is free for other pushes."""
+        for push in self.staged.values():
+            self.release(push.payload)
+        self.staged.clear()
+        self.drop_mean()
+
+    @abstractmethod
+    def fits(self, size: int, codec: Codec | None) -> bool:
+        """Return whether a gradient may have so many bytes.
+
+        Args:
+            size: in bytes.
+            codec: of gradients of servers of other hosts; None if they travel as they are.
+        """
+
+    @abstractmethod
+    def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
+        """Return the codec in whose form a gradient is; None for the chunk's own form.
+
+        Args:
+            payload: a gradient; None for none.
+            codec: the one that it may be in.
+
+        Raises:
+            ProtocolError: the payload makes no sense in that form.
+        """
+
+    @abstractmethod
+    def drop_mean(self) -> None:
+        """Forget the mean that `reduce` formed."""
+
+    @abstractmethod
+    def check(self, push: PushId) -> float:
+        """Return the sum of the squares of one staged gradient; not finite when an element is not.
+
+        The gradient is the mean over the push's samples; the result is 0 where squares are not
+        computed.
+        """
+
+    @abstractmethod
+    def reduce(self, chosen: Iterable[PushId]) -> None:
+        """Form the weighted mean of staged pushes, added up in the given order."""
+
+    @abstractmethod
+    def squares(self) -> float:
+        """Return the sum of the squares of the mean; not finite when an element is not."""
+
+    @abstractmethod
+    def clip(self, factor: float) -> None:
+        """Multiply the mean by a factor."""
+
+    @abstractmethod
+    def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
+        """Return (worker, parameter or table) of each NaN or infinity in some staged gradients.
+
+        Args:
+            chosen: the pushes with these gradients.
+
+        Returns:
+            Each once; the worker is -1 where each gradient is finite and only their sum is not.
+        """
+
+    @abstractmethod
+    def apply(
+        self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
+    ) -> None:
+        """Take one optimizer step with the mean, and drop the mean.
+
+        Args:
+            hyper: hyperparameters that a schedule changed, by group of the recipe.
+            rate: factor of the learning rates.
+            buffer: memory of the chunk's size for the new weights, when the old ones must not
+                change; None to change them in place.
+        """
+
+    @abstractmethod
+    def move(self, buffer: torch.Tensor) -> None:
+        """Have the weights lie in other memory, which holds their values already."""
+
+    @abstractmethod
+    def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
+        """Return the state beside the weights: (description, tensor) of each part.
+
+        The description has "name" (of the parameter or shard), "key", "start", "stop" (the elements
+        of a parameter) and "plain" (whether the value is a Python number).
+        """
+
+    @abstractmethod
+    def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
+        """Set one record of the state, as `state` returned it.
+
+        Args:
+            about: its description.
+            value: its tensor, which becomes the chunk's without a copy.
+
+        Raises:
+            ProtocolError: the record is none of this chunk.
+        """
+
+    @abstractmethod
+    def check_state(self, about: dict[str, Any], value: torch.Tensor) -> Any:
+        """Check that a record of `state` belongs to this chunk.
+
+        Raises:
+            ProtocolError: it does not.
+        """
+
+    @abstractmethod
+    def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        """Check that a step can be taken from some state, on a copy of the chunk.
+
+        Args:
+            records: of this chunk, as `state` returns them.
+
+        Raises:
+            ProtocolError: it cannot.
+        """
+
+    @abstractmethod
+    def clear_state(self) -> None:
+        """Drop the state: the next step is as its first one."""

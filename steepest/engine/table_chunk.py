@@ -1,0 +1,240 @@
+"""One shard of embedding tables on its server: rows, staged pushes, and their weighted mean."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from steepest.compression.codecs import Codec, sum_of_squares
+from steepest.engine.staged_chunk import StagedChunk, StagedPush
+from steepest.errors import ConfigurationError, ProtocolError
+from steepest.messages.message import PushId
+from steepest.optim.spec import Hyperparameters
+from steepest.tables.checks import require_keys
+from steepest.tables.dealing import Dealing
+from steepest.tables.gradients import RowGradients, added, require_rows
+from steepest.tables.shard import TableShard
+from steepest.tables.state import TableState
+from steepest.tensors.layout import Chunk
+
+log = logging.getLogger(__name__)
+
+#: Commits from one search for rows that tables' `evict` names to the next: it looks at every row.
+_COMMITS_BETWEEN_EVICTIONS = 1000
+
+
+class TableChunk(StagedChunk):
+    """One shard of a group of tables on its server.
+
+    Its rows count updates by themselves: one for each commit, whether that changes rows or not.
+
+    Args:
+        chunk: of the layout.
+        dealing: of tables into chunks.
+        checked: whether to compute squares, in which NaN and infinity show.
+
+    Attributes:
+        mean: of staged pushes; None before `reduce`, and where no push has a row of this shard.
+    """
+
+    def __init__(self, chunk: Chunk, dealing: Dealing, checked: bool = True) -> None:
+        super().__init__(chunk, torch.empty(0, dtype=torch.uint8))
+        self.mean: RowGradients | None = None
+        self._dealing = dealing
+        self._name = dealing.name(chunk.index)
+        self._tables = dealing.groups[dealing.group_of(chunk.index)]
+        self._table_names = [table.name for table in self._tables]
+        self._checked = checked
+        self._rows = dealing.make(chunk.index)
+        self._loaded: dict[str, npt.NDArray[Any]] = {}  # a state of which parts have come
+        self._told: set[str] = set()  # the tables of which it is logged that they are full
+
+    @property
+    def rows(self) -> TableShard:
+        """The rows.
+
+        Raises:
+            ProtocolError: a state that was loaded is not one of this shard.
+        """
+        if self._loaded:
+            parts, self._loaded = self._loaded, {}
+            self._rows = self._made_of(parts)
+        return self._rows
+
+    def _made_of(self, parts: dict[str, npt.NDArray[Any]]) -> TableShard:
+        """Return a shard with the rows of a state."""
+        shard = self._dealing.make(self.chunk.index)
+        try:
+            version = int(parts.pop("updates"))
+            shard.load([TableState.of_arrays(parts)], version)
+        except (ConfigurationError, KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
+        return shard
+
+    # -- staged pushes -------------------------------------------------------------------------
+
+    def fits(self, size: int, codec: Codec | None) -> bool:
+        """Return whether a payload has the size of gradients of some rows."""
+        try:
+            return require_rows(size, 16 + self._rows.dim * np.dtype(self._rows.dtype).itemsize) > 0
+        except ConfigurationError:
+            return False
+
+    def codec_of(self, payload: torch.Tensor | None, codec: Codec | None) -> Codec | None:
+        """Return None: gradients of rows travel as they are.
+
+        Raises:
+            ProtocolError: a payload names rows that no table of this shard can have.
+        """
+        if payload is not None:
+            found = self._unpacked(payload)
+            try:
+                require_keys(found.tables, found.ids, self._table_names)
+            except ConfigurationError as error:
+                raise ProtocolError(f"gradients of rows of {self._name}: {error}") from error
+        return None
+
+    def _unpacked(self, payload: torch.Tensor) -> RowGradients:
+        return RowGradients.unpack(payload.numpy(), self._rows.dim, self._rows.dtype)
+
+    def drop_mean(self) -> None:
+        """Forget the mean that `reduce` formed."""
+        self.mean = None
+
+    def check(self, push: PushId) -> float:
+        """Return the sum of the squares of one staged gradient, see `StagedChunk.check`."""
+        staged = self.staged[push]
+        if staged.payload is None or not self._checked:
+            return 0.0
+        factor = staged.unit / staged.total if staged.total else 1.0
+        return self._squares_of(self._unpacked(staged.payload)) * (factor * factor)
+
+    @staticmethod
+    def _squares_of(found: RowGradients) -> float:
+        return sum_of_squares(torch.from_numpy(found.gradients.reshape(-1)))
+
+    def reduce(self, chosen: Iterable[PushId]) -> None:
+        """Form the weighted mean of staged pushes, added up in the given order."""
+        pushes = [self.staged[push] for push in chosen]
+        total = math.fsum(push.total for push in pushes)
+        parts = [
+            self._unpacked(push.payload).times(push.unit / total)
+            for push in pushes
+            if push.payload is not None and push.unit and total
+        ]
+        self.mean = added(parts) if parts else None
+
+    def squares(self) -> float:
+        """Return the sum of the squares of the mean; not finite when an element is not."""
+        return self._squares_of(self.mean) if self._checked and self.mean is not None else 0.0
+
+    def clip(self, factor: float) -> None:
+        """Multiply the mean by a factor, in memory of its own, because payloads must not change."""
+        if self.mean is not None:
+            self.mean = self.mean.times(factor)
+
+    def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
+        """Return (worker, table) of NaN and infinity, see `StagedChunk.culprits`."""
+        found = []
+        for push in chosen:
+            if self.staged[push].payload is not None:
+                found += [(push.worker, name) for name in self._not_finite(self.staged[push])]
+        return found or [(-1, self._table_names[0])]
+
+    def _not_finite(self, push: StagedPush) -> list[str]:
+        """Return the names of tables that have NaN or infinity in a push."""
+        assert push.payload is not None
+        rows = self._unpacked(push.payload)
+        bad = ~np.isfinite(rows.gradients).all(axis=1)
+        return [self._table_names[number] for number in np.unique(rows.tables[bad])]
+
+    def apply(
+        self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
+    ) -> None:
+        """Update the rows of the mean by their tables' own optimizer, and drop the mean.
+
+        Rows for which a table has no room are left out, counted, and logged once.
+
+        Args:
+            hyper: of the model's optimizer, which rows do not have.
+            rate: factor of the learning rate.
+            buffer: None.
+        """
+        rows, mean, self.mean = self.rows, self.mean, None
+        version = rows.version + 1
+        if mean is None:
+            rows.version = version
+        else:
+            lr = None if rate == 1.0 else self._tables[0].optimizer.lr * rate
+            keys = mean.tables, mean.ids, mean.gradients
+            rows.push(*keys, version, lr, mean.sightings, strict=False)
+            self._tell_of_full_tables(rows)
+        if version % _COMMITS_BETWEEN_EVICTIONS == 0:
+            rows.evict(version)
+
+    def _tell_of_full_tables(self, rows: TableShard) -> None:
+        """Log, once, that a table has no room for more rows."""
+        full = rows.counts["refused_full"]
+        for table in (self._tables[number] for number in np.flatnonzero(full)):
+            if table.name not in self._told:
+                self._told.add(table.name)
+                log.warning(
+                    "table %r is full in %s: the gradients of ids without a row are dropped; raise "
+                    "capacity=%s, or give eviction=LRU() or LFU()",
+                    table.name, self._name, table.capacity,
+                )  # fmt: skip
+
+    def move(self, buffer: torch.Tensor) -> None:
+        """Do nothing: rows lie in memory of their own."""
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
+        """Return copies of all that is known of the rows, as records, see `StagedChunk.state`."""
+        rows = self.rows
+        arrays = rows.export().arrays() | {"updates": np.array([rows.version])}
+        return [
+            (self._about(key, len(array)), torch.from_numpy(array))
+            for key, array in sorted(arrays.items())
+        ]
+
+    def _about(self, key: str, size: int) -> dict[str, Any]:
+        return {"name": self._name, "key": key, "start": 0, "stop": size, "plain": False}
+
+    def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
+        """Set one record of the state; it takes effect when all have come.
+
+        Raises:
+            ProtocolError: the record is none of this shard.
+        """
+        self.check_state(about, value)
+        self._loaded[about["key"]] = value.contiguous().numpy()
+
+    def check_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
+        """Check that a record is of this shard.
+
+        Raises:
+            ProtocolError: it is not.
+        """
+        if about.get("name") != self._name or not isinstance(about.get("key"), str):
+            raise ProtocolError(f"a state of {about.get('name')!r:.80} for {self._name}")
+
+    def try_state(self, records: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        """Check that some records are a state of this shard.
+
+        Raises:
+            ProtocolError: they are not.
+        """
+        if records:
+            self._made_of({about["key"]: value.numpy() for about, value in records})
+
+    def clear_state(self) -> None:
+        """Drop all rows."""
+        self._loaded = {}
+        self._rows = self._dealing.make(self.chunk.index)

@@ -1,0 +1,58 @@
+"""The messages by which a worker reads rows of embedding tables in the middle of its step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from steepest.messages.fields import COUNT, FLAG, TEXT
+from steepest.messages.message import Kind
+from steepest.messages.schema import Body, Generation, Payload, Sequence, Version, body
+
+
+@body(Kind.PULL_ROWS)
+@dataclass(frozen=True)
+class PullRows(Body):
+    """A request for rows of a group of tables.
+
+    A worker sends it in its forward pass to each server that answers for shards with some of the
+    rows of its batch. A server that is at an earlier version answers when it has come to it.
+
+    Attributes:
+        generation: of the worker.
+        sequence: the worker's count of its requests.
+        version: that rows must have at least.
+        group: number of the group of tables.
+        training: whether gradients of these rows will be pushed.
+        payload: the keys of distinct rows, by ascending shard, see
+            `steepest.tables.gradients.pack_keys`.
+    """
+
+    generation: Generation
+    sequence: Sequence
+    version: Version
+    group: Annotated[int, COUNT]
+    training: Annotated[bool, FLAG] = False
+    payload: Payload = field(default=None, compare=False)
+
+
+@body(Kind.ROWS)
+@dataclass(frozen=True)
+class Rows(Body):
+    """The values of rows.
+
+    A server sends it to the worker that asked.
+
+    Attributes:
+        generation: of the server.
+        sequence: of the request.
+        version: of the rows.
+        refused: why there are none, in words: a table has no room for new rows, say.
+        payload: the values, (n, dim) of the tables' dtype, in the order of the request.
+    """
+
+    generation: Generation
+    sequence: Sequence
+    version: Version
+    refused: Annotated[str, TEXT] = ""
+    payload: Payload = field(default=None, compare=False)

@@ -1,0 +1,75 @@
+"""The embedding tables of a module, as a model gives them to a job; imports no kernels."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steepest.config.validation import require_count
+
+if TYPE_CHECKING:
+    from steepest.models.embedding import RowSource
+    from steepest.tables.kernels import Floats, Int32s, Int64s
+    from steepest.tables.table import Table
+
+
+def tables_in(module: torch.nn.Module) -> tuple[Table, ...]:
+    """Return the tables of a module's submodules, each once; none where no such modules exist.
+
+    Raises:
+        ConfigurationError: two of one name differ.
+    """
+    embedding = sys.modules.get("steepest.models.embedding")
+    return () if embedding is None else embedding.tables_of(module)
+
+
+def count_shards(tables: tuple[Table, ...], each: Any) -> int:
+    """Return the number of shards of all groups of some tables.
+
+    Args:
+        tables: of a model.
+        each: shards of a group.
+
+    Raises:
+        ConfigurationError: `each` is no positive integer.
+    """
+    require_count("table_shards", each)
+    if not tables:
+        return 0
+    from steepest.tables.table import groups
+
+    return int(each) * len(groups(tables))
+
+
+class ScaledRows:
+    """Rows whose gradients are those of a scaled loss; see `steepest.models.embedding.RowSource`.
+
+    Args:
+        source: of the rows.
+        scale: by which the loss is multiplied.
+        device: of autocast, under which rows are not pulled.
+    """
+
+    def __init__(self, source: RowSource, scale: float, device: str) -> None:
+        self._source = source
+        self._scale = scale
+        self._device = device
+
+    def place(self, table: Table) -> tuple[int, int]:
+        """Return the number of a table's group, and the table's number in it."""
+        return self._source.place(table)
+
+    def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> Floats:
+        """Return the values of rows; a server of this process may update weights meanwhile."""
+        with torch.autocast(self._device, enabled=False):
+            return self._source.pull(group, tables, ids, training)
+
+    def push(
+        self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
+    ) -> None:
+        """Pass on gradients, divided by the scale."""
+        if self._scale != 1.0:
+            gradients = gradients / gradients.dtype.type(self._scale)
+        self._source.push(group, tables, ids, gradients, sightings)
