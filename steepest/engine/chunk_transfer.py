@@ -89,6 +89,7 @@ class RetainedChunks:
                 held.clear_state()
                 for about, value in records:
                     held.load_state(about, value)
+                held.end_state()
 
 
 def _tensor(about: dict[str, Any], payload: Bytes) -> torch.Tensor:

@@ -131,6 +131,7 @@ def host_server(
             must update them there.
     """
     peer = server_peer(index)
+    _prepare(job)
     server = Server(
         index,
         job.topology,
@@ -195,6 +196,7 @@ def host_worker(
         incarnation: number of this life of the worker, from 0.
     """
     peer = worker_peer(index)
+    _prepare(job)
     send = router.sender(peer)
     alone = job.num_workers == 1
     # With a server in its process it stays with the vector that this server updates.
@@ -223,6 +225,14 @@ def host_worker(
     replicas.use_plan(job.plan(), job.seed)
     _host(router, job, peer, worker)
     return worker
+
+
+def _prepare(job: Job) -> None:
+    """Compile what rows of embedding tables need, before the process joins the job."""
+    if job.tables is not None:
+        from steepest.tables.compilation import compile_kernels
+
+        compile_kernels(job.tables.tables)
 
 
 def _host(router: Router, job: Job, peer: Peer, role: Role) -> None:

@@ -158,6 +158,8 @@ class PutStates:
                 held.clear_state()
             for index, about, value in put.state:
                 self._chunks[index].load_state(about, value)
+            for held in self._chunks.values():
+                held.end_state()
         return True
 
     def _can_install(self, client: Peer, put: _Put) -> bool:

@@ -189,6 +189,13 @@ class StagedChunk(ABC):
             ProtocolError: the record is none of this chunk.
         """
 
+    def end_state(self) -> None:
+        """Take note that all records of a state have been loaded.
+
+        Raises:
+            ProtocolError: together they make no sense.
+        """
+
     @abstractmethod
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> Any:
         """Check that a record of `state` belongs to this chunk.

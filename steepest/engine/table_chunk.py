@@ -40,6 +40,7 @@ class TableChunk(StagedChunk):
         checked: whether to compute squares, in which NaN and infinity show.
 
     Attributes:
+        rows: of the shard.
         mean: of staged pushes; None before `reduce`, and where no push has a row of this shard.
     """
 
@@ -51,27 +52,15 @@ class TableChunk(StagedChunk):
         self._tables = dealing.groups[dealing.group_of(chunk.index)]
         self._table_names = [table.name for table in self._tables]
         self._checked = checked
-        self._rows = dealing.make(chunk.index)
+        self.rows = dealing.make(chunk.index)
         self._loaded: dict[str, npt.NDArray[Any]] = {}  # a state of which parts have come
         self._told: set[str] = set()  # the tables of which it is logged that they are full
-
-    @property
-    def rows(self) -> TableShard:
-        """The rows.
-
-        Raises:
-            ProtocolError: a state that was loaded is not one of this shard.
-        """
-        if self._loaded:
-            parts, self._loaded = self._loaded, {}
-            self._rows = self._made_of(parts)
-        return self._rows
 
     def _made_of(self, parts: dict[str, npt.NDArray[Any]]) -> TableShard:
         """Return a shard with the rows of a state."""
         shard = self._dealing.make(self.chunk.index)
         try:
-            version = int(parts.pop("updates"))
+            version = int(parts.pop("updates")[0])
             shard.load([TableState.of_arrays(parts)], version)
         except (ConfigurationError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
@@ -82,7 +71,7 @@ class TableChunk(StagedChunk):
     def fits(self, size: int, codec: Codec | None) -> bool:
         """Return whether a payload has the size of gradients of some rows."""
         try:
-            return require_rows(size, 16 + self._rows.dim * np.dtype(self._rows.dtype).itemsize) > 0
+            return require_rows(size, 16 + self.rows.dim * np.dtype(self.rows.dtype).itemsize) > 0
         except ConfigurationError:
             return False
 
@@ -101,7 +90,7 @@ class TableChunk(StagedChunk):
         return None
 
     def _unpacked(self, payload: torch.Tensor) -> RowGradients:
-        return RowGradients.unpack(payload.numpy(), self._rows.dim, self._rows.dtype)
+        return RowGradients.unpack(payload.numpy(), self.rows.dim, self.rows.dtype)
 
     def drop_mean(self) -> None:
         """Forget the mean that `reduce` formed."""
@@ -208,13 +197,23 @@ class TableChunk(StagedChunk):
         return {"name": self._name, "key": key, "start": 0, "stop": size, "plain": False}
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
-        """Set one record of the state; it takes effect when all have come.
+        """Keep one record of the state, which takes effect with `end_state`.
 
         Raises:
             ProtocolError: the record is none of this shard.
         """
         self.check_state(about, value)
         self._loaded[about["key"]] = value.contiguous().numpy()
+
+    def end_state(self) -> None:
+        """Make rows of the records that were loaded.
+
+        Raises:
+            ProtocolError: they are not a state of this shard.
+        """
+        if self._loaded:
+            parts, self._loaded = self._loaded, {}
+            self.rows = self._made_of(parts)
 
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
         """Check that a record is of this shard.
@@ -237,4 +236,4 @@ class TableChunk(StagedChunk):
     def clear_state(self) -> None:
         """Drop all rows."""
         self._loaded = {}
-        self._rows = self._dealing.make(self.chunk.index)
+        self.rows = self._dealing.make(self.chunk.index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,8 +17,14 @@ from steepest.tables.table import Table, groups
 def compile_kernels(tables: Iterable[Table]) -> None:
     """Compile all that some tables' shards and modules will run, so that no step waits for it.
 
-    A process calls it before it joins a job. The machine code is kept on disk where it can be.
+    A process calls it before it joins a job, and does so once. The machine code is kept on disk
+    where it can be.
     """
+    _compile(tuple(tables))
+
+
+@lru_cache(maxsize=8)
+def _compile(tables: tuple[Table, ...]) -> None:
     for group in groups(tables):
         shard = TableShard(group, num_shards=2)
         numbers = np.arange(len(group), dtype=np.int32)

@@ -179,6 +179,8 @@ class _Run:
         if carried is not None:
             for chunk, about, value in disassemble(self._layout, carried.state, carried.plain):
                 self._server.chunks[chunk].load_state(about, value.clone())
+            for held in self._server.chunks.values():
+                held.end_state()
             _refuse_if(carried.differing, log)
             trained = {entry.name for entry in self._layout.entries if entry.trainable}
             own = Tensors((n, value) for n, value in carried.own.items() if n not in trained)
