@@ -149,6 +149,7 @@ class AllreduceStrategy(_OnTheWire):
             to every other worker; what that leaves out is added to the worker's next gradient. Not
             together with `wire_dtype`.
         clip_norm: the greatest norm of a gradient, as for `ParameterServerStrategy`.
+        table_staleness: of embedding tables, as for `ParameterServerStrategy`.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -169,8 +170,11 @@ class AllreduceStrategy(_OnTheWire):
     wire_dtype: WireDtype = None
     compression: Compression | str | None = None
     clip_norm: float | None = None
+    table_staleness: int | None = None
 
     def __post_init__(self) -> None:
+        if self.table_staleness is not None:
+            require_count("table_staleness", self.table_staleness, 0)
         require_choice("sharded", self.sharded, (None, False, True))
         require_count("replication", self.replication)
         require_choice("hierarchical", self.hierarchical, (False, True))
@@ -233,6 +237,12 @@ class ParameterServerStrategy(_OnTheWire):
             1e-6))``, as `torch.nn.utils.clip_grad_norm_` does it, where `norm` is the 2-norm over
             all parameters that are trained. "async" and "ssp" clip each worker's gradient by
             itself. Not together with backup workers.
+        table_staleness: "sync" only, of embedding tables: by how many updates the rows with which a step computes
+            may be older than its weights. So many steps before they are needed, rows are asked for,
+            and come while those steps compute; 0 asks for the next step's rows when this one's
+            gradient is sent, and changes nothing else. To know which rows, the module's forward
+            pass over that batch is begun beforehand, without gradients, and ended at its last
+            look-up: what it does until there must do no harm. None asks for rows in the step.
 
     Raises:
         ConfigurationError: a value is out of range, or two do not go together.
@@ -250,9 +260,17 @@ class ParameterServerStrategy(_OnTheWire):
     wire_dtype: WireDtype = None
     compression: Compression | str | None = None
     clip_norm: float | None = None
+    table_staleness: int | None = None
 
     def __post_init__(self) -> None:
         check_copies(self.num_servers, self.replication)
+        if self.table_staleness is not None:
+            require_count("table_staleness", self.table_staleness, 0)
+            if self.mode != "sync":
+                raise ConfigurationError(
+                    f"table_staleness={self.table_staleness} with mode={self.mode!r}: it is for "
+                    "sync; with async and ssp rows are of any version since that of the weights"
+                )
         if self.staleness is not None:
             require_count("staleness", self.staleness, 0)
         require_count("backup_workers", self.backup_workers, 0)

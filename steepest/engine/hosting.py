@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from steepest.config.strategies import LocalStrategy
+from steepest.engine.between_turns import BetweenTurns
 from steepest.engine.client import Client
 from steepest.engine.coordinator_role import CoordinatorRole
 from steepest.engine.host_aggregator import HostAggregator
@@ -16,7 +17,7 @@ from steepest.engine.local_sgd import LocalReplicas
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Memory, Replicas, WorkShare
 from steepest.engine.server import Server, ServerMode
-from steepest.engine.worker import BetweenTurns, Worker
+from steepest.engine.worker import Worker
 from steepest.messages.message import COORDINATOR, Peer, aggregator_peer, server_peer, worker_peer
 from steepest.messages.permissions import TRAINING, Admission
 from steepest.models.protocol import Model
@@ -26,6 +27,10 @@ from steepest.protocol.commit_state import CommitState
 from steepest.protocol.coordinator import Coordinator
 from steepest.protocol.rates import with_rates
 from steepest.transport.router import Role, Router
+
+if TYPE_CHECKING:
+    from steepest.engine.look_ahead import LookAhead
+    from steepest.engine.row_exchange import RowExchange
 
 
 def build_replicas(
@@ -204,7 +209,7 @@ def host_worker(
     own = index if job.strategy.in_workers else None
     exchange = PushPull(index, job.topology, replicas.weights, send, adopt, own)
     replicas.use_compressor(exchange.compressor)
-    replicas.use_rows(exchange.rows)
+    replicas.use_rows(exchange.rows, _look_ahead(job, replicas, exchange.rows))
     early = (wait or router.wait) if job.strategy.rule.together and not alone else None
     # Where every worker contributes to each version, no weights come before it has computed its
     # gradient, so that it may receive other workers' pushes meanwhile.
@@ -225,6 +230,16 @@ def host_worker(
     replicas.use_plan(job.plan(), job.seed)
     _host(router, job, peer, worker)
     return worker
+
+
+def _look_ahead(job: Job, replicas: Replicas, rows: RowExchange | None) -> LookAhead | None:
+    """Return what looks at batches beforehand, where the strategy has that."""
+    shares = job.strategy.table_staleness
+    if rows is None or shares is None:
+        return None
+    from steepest.engine.look_ahead import LookAhead
+
+    return LookAhead(rows, shares, replicas.load, replicas.places, job.shares)
 
 
 def _prepare(job: Job) -> None:

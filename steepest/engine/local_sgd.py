@@ -10,9 +10,9 @@ import torch
 
 from steepest.checkpoint.files import Record, assemble, disassemble
 from steepest.compression.codecs import sum_of_squares
+from steepest.engine.gradient_sum import ChunkReady
 from steepest.engine.replicas import (
     Batches,
-    ChunkReady,
     Memory,
     Replicas,
     WorkerResult,
@@ -67,7 +67,7 @@ class LocalReplicas(Replicas):
         self._schedule = Schedule(spec)
         self._spec = spec
         self._base = self.layout.allocate()
-        chunks = [self.layout.chunks[index] for index in self._trainable]
+        chunks = [self.layout.chunks[index] for index in self.layout.trainable_chunks]
         self._held = {
             chunk.index: ServerChunk(
                 chunk, self.layout, spec, self.layout.chunk_view(self.weights, chunk.index), False
@@ -95,7 +95,6 @@ class LocalReplicas(Replicas):
         """
         arrive(None)
         self._begin(number)
-        counts = self._counts(number)
         step = number // self._shares
         first = self._updates_before(step)
         parts: list[Batches] = []
@@ -103,23 +102,10 @@ class LocalReplicas(Replicas):
         try:
             for update in range(self._updates):
                 micros = range(update * self._accumulate, (update + 1) * self._accumulate)
-                batches = [
-                    (replica, m)
-                    for replica, count in enumerate(counts)
-                    for m in micros
-                    if m < count
-                ]
-                if batches:
-                    parts.append(
-                        self._compute_each(
-                            number,
-                            batches,
-                            counts,
-                            self._hold_gradient,
-                            metrics,
-                            lambda entry: None,
-                        )
-                    )
+                places = [place for place in self.places(number) if place[2] in micros]
+                if places:
+                    hold = self._hold_gradient
+                    parts.append(self._compute_each(places, hold, metrics, lambda entry: None))
                     self._update(first + update, step)
             result = summarize_batches(parts)
             if result.weight:
@@ -179,7 +165,7 @@ class LocalReplicas(Replicas):
             weight: of the samples behind the difference.
             chunk_ready: see `Replicas.compute`.
         """
-        for index in reversed(self._trainable):
+        for index in reversed(self.layout.trainable_chunks):
             dtype = self.layout.chunks[index].dtype
             base, now, difference = (
                 self.layout.chunk_view(vector, index).view(dtype)

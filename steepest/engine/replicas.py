@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch
 
 from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.data.sampler import SamplePlan, even_share, step_seed
+from steepest.engine.gradient_sum import NOTHING, ChunkReady, GradientSum
 from steepest.errors import ModelError
 from steepest.messages.fields import RateChanges
 from steepest.models.protocol import Arrive, Computed, Model, validate_computed
@@ -22,19 +23,14 @@ from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.shared_memory import allocate, forget_writes, make_writable
 
 if TYPE_CHECKING:
-    from steepest.engine.row_collector import RowCollector
-
-#: Called with a complete chunk of the worker's gradient: chunk index, its bytes, unit weight,
-#: summed weight of the worker's samples, and the entries for which no replica had a gradient.
-ChunkReady = Callable[[int, torch.Tensor, float, float, frozenset[int]], None]
+    from steepest.engine.look_ahead import LookAhead
+    from steepest.engine.row_collector import Place, RowCollector
 
 #: The results of batches, and the seconds for loading and for computing them.
 Batches = tuple[list[Computed], float, float]
 
 #: Flat vectors for weights and for gradients, which processes of the same host may read in place.
 Memory = tuple[torch.Tensor, torch.Tensor]
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +152,9 @@ class Replicas:
         self.compressor: GradientCompressor | None = None
         self.rates: RateChanges = ()
         self.rows: RowCollector | None = None
+        self._ahead: LookAhead | None = None
         self._plan: SamplePlan | None = None
-        self._sizes = [sum(s.stop - s.start for s in chunk.slices) for chunk in self.layout.chunks]
-        self._trainable = [chunk.index for chunk in self.layout.chunks if chunk.trainable]
+        self._counted: tuple[int, list[int]] = (-1, [])  # a share, and its counts of batches
 
     def use_plan(self, plan: SamplePlan | None, seed: int) -> None:
         """Set the sample plan, and the seed of the job.
@@ -169,16 +165,26 @@ class Replicas:
         """
         if plan is not None or self._plan is not None:
             self._batches = [None] * len(self.models)
+            if self._ahead is not None:
+                self._ahead.forget()
         self._plan = plan
         self._seed = seed
+        self._counted = -1, []
 
     def use_compressor(self, compressor: GradientCompressor | None) -> None:
         """Set `compressor`; None where gradients travel as they are."""
         self.compressor = compressor
 
-    def use_rows(self, rows: RowCollector | None) -> None:
-        """Have the models use rows of embedding tables; None without tables."""
+    def use_rows(self, rows: RowCollector | None, ahead: LookAhead | None = None) -> None:
+        """Have the models use rows of embedding tables.
+
+        Args:
+            rows: None without tables.
+            ahead: looks at batches before they are computed; None to pull rows when they are
+                needed.
+        """
         self.rows = rows
+        self._ahead = ahead
         if rows is not None:
             for model in self.models:
                 model.use_rows(rows)  # type: ignore[attr-defined]
@@ -222,6 +228,7 @@ class Replicas:
         self.first_index = share.first_index
         self.worker = share.first_index // len(self.models)
         self._shares, self._micros = share.shares, share.accumulate * share.updates
+        self._counted = -1, []
         self._replicas = share.replicas
         if self.weights.data_ptr() != self._memory.data_ptr():
             self._memory.copy_(self.weights)
@@ -332,6 +339,23 @@ class Replicas:
         self._batches[replica] = (following, kept[1])
         return batch
 
+    def places(self, number: int) -> list[Place]:
+        """Return the places of a share's batches, in the order in which they are computed."""
+        counts = enumerate(self._counts(number))
+        return [(number, replica, micro) for replica, count in counts for micro in range(count)]
+
+    def load(self, place: Place) -> Any:
+        """Seed all generators as for the batch of a place, and return the batch."""
+        number, replica, micro = place
+        step = number // self._shares
+        seed_everything(step_seed(self._seed, step, self._first_part(number, replica) + micro))
+        return self._next_batch(number, replica, micro, self._counts(number)[replica])
+
+    def look_ahead(self, number: int) -> None:
+        """Look at the share after one whose gradient is pushed, if that is to be done now."""
+        if self._ahead is not None:
+            self._ahead.after(number, self.models)
+
     def _counts(self, number: int) -> list[int]:
         """Return the number of micro-batches of each replica in one share that are not empty.
 
@@ -339,12 +363,16 @@ class Replicas:
         """
         if (plan := self._plan) is None:
             return [self._micros] * len(self.models)
+        if self._counted[0] == number:
+            return self._counted[1]
         step, parts = number // self._shares, self._parts
         firsts = [self._first_part(number, replica) for replica in range(len(self.models))]
-        return [
+        counts = [
             sum(len(plan.share(step, at + m, parts)) > 0 for m in range(self._micros))
             for at in firsts
         ]
+        self._counted = number, counts
+        return counts
 
     def compute(
         self,
@@ -366,41 +394,32 @@ class Replicas:
         Raises:
             ModelError: the model breaks its protocol. Also what the model raises.
         """
-        counts = self._counts(number)
-        if not any(counts):
+        places = self.places(number)
+        if not places:
             arrive(None)
             self._nothing(chunk_ready)
-        batches = [
-            (replica, micro) for replica, count in enumerate(counts) for micro in range(count)
-        ]
-        return summarize_batches(
-            [self._compute_each(number, batches, counts, chunk_ready, metrics, arrive)]
-        )
+        return summarize_batches([self._compute_each(places, chunk_ready, metrics, arrive)])
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
         """Call `chunk_ready` for every trainable chunk of an empty share, without a gradient."""
-        for chunk in self._trainable:
-            chunk_ready(chunk, _NOTHING, 0.0, 0.0, frozenset())
+        for chunk in self.layout.trainable_chunks:
+            chunk_ready(chunk, NOTHING, 0.0, 0.0, frozenset())
 
     def _compute_each(
-        self,
-        number: int,
-        batches: Sequence[tuple[int, int]],
-        counts: Sequence[int],
-        chunk_ready: ChunkReady,
-        metrics: bool,
-        arrive: Arrive,
+        self, places: Sequence[Place], chunk_ready: ChunkReady, metrics: bool, arrive: Arrive
     ) -> Batches:
-        """Compute the gradient of some (replica, micro-batch) pairs of a share."""
-        step = number // self._shares
-        collector = _Collector(self, len(batches), chunk_ready)
+        """Compute the gradient of some batches of a share."""
+        collector = GradientSum(self.layout, self._sum, self.rows, len(places), chunk_ready)
         results: list[Computed] = []
         loading = computing = 0.0
-        for replica, micro in batches:
-            began = time.perf_counter()
-            seed_everything(step_seed(self._seed, step, self._first_part(number, replica) + micro))
-            batch = self._next_batch(number, replica, micro, counts[replica])
+        if self._ahead is not None and places:
+            self._ahead.before(places[0][0], self.models)
+        for place in places:
+            began, replica = time.perf_counter(), place[1]
+            batch = self.load(place) if self._ahead is None else self._ahead.take(place)
             loaded = time.perf_counter()
+            if self.rows is not None:
+                self.rows.begin_batch(place)
             if self._devices[replica].type != "cpu":
                 arrive(None)  # the model computes with copies on its device
             collector.begin(self._own[replica][1])
@@ -466,96 +485,6 @@ def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:
         "compute": sum(computing for *_, computing in parts),
     }
     return WorkerResult(*_mean([result for results, _, _ in parts for result in results]), timings)
-
-
-class _Collector:
-    """A sum of the gradients of replicas and micro-batches, formed chunk by chunk.
-
-    Args:
-        replicas: of one worker.
-        count: number of batches.
-        chunk_ready: called with each chunk when the last batch has completed it.
-    """
-
-    def __init__(self, replicas: Replicas, count: int, chunk_ready: ChunkReady) -> None:
-        self._replicas = replicas
-        self._layout = replicas.layout
-        self._batches_left = count
-        self._chunk_ready = chunk_ready
-        self._unit = 0.0  # weight of the first batch with a weight, of those that ended
-        self._weight = 0.0  # of the present batch
-        self._total = 0.0  # weight of the batches that ended
-        self._present: set[int] = set()
-
-    def begin(self, gradients: torch.Tensor) -> None:
-        """Begin the next batch, whose replica writes to `gradients`."""
-        self._batches_left -= 1
-        self._gradients = gradients
-        self._missing = list(self._replicas._sizes)
-
-    def end(self, weight: float) -> None:
-        """End a batch; after the last one, pass on the gradients of rows.
-
-        Args:
-            weight: of the batch.
-
-        Raises:
-            ModelError: `ready` was not called for every trainable parameter.
-        """
-        for index in self._replicas._trainable:
-            if self._missing[index] > 0:
-                names = ", ".join(
-                    repr(self._layout.entries[s.entry].name)
-                    for s in self._layout.chunks[index].slices
-                )
-                raise ModelError(
-                    "compute_gradients returned before it had called ready for each of "
-                    f"{names:.500}: call it once for "
-                    "every trainable parameter"
-                )
-        self._unit = self._unit or weight
-        self._total += weight
-        if (rows := self._replicas.rows) is not None:
-            rows.end_batch(weight)
-            for index in self._layout.table_shards if self._batches_left == 0 else ():
-                packed = rows.packed(index)
-                self._chunk_ready(index, packed, self._unit, self._total, frozenset())
-
-    def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
-        """Take an entry's gradient, or its part in a chunk, see `steepest.models.protocol.Ready`.
-
-        A chunk is added to the sum when the last of its entries is here, and passed on then if this
-        is the last batch.
-        """
-        self._weight = weight
-        if present and weight:
-            self._present.add(entry)
-        chunks = self._layout.chunks_of[entry]
-        for index in chunks if chunk is None else (chunk,):
-            if len(chunks) == 1:
-                self._missing[index] -= self._layout.entries[entry].numel
-            else:
-                slices = self._layout.chunks[index].slices
-                self._missing[index] -= sum(s.stop - s.start for s in slices if s.entry == entry)
-            if self._missing[index] == 0:
-                self._complete(index)
-
-    def _complete(self, index: int) -> None:
-        """Add the batch's gradient of a chunk to the sum, and pass that on after the last batch."""
-        chunk = self._layout.chunks[index]
-        total = self._layout.chunk_view(self._replicas._sum, index).view(chunk.dtype)
-        own = self._layout.chunk_view(self._gradients, index).view(chunk.dtype)
-        if self._unit:
-            if self._weight:  # a batch without weight may hold NaN: a mean over nothing
-                total.add_(own.to(total.device), alpha=self._weight / self._unit)
-        elif own.data_ptr() != total.data_ptr():
-            total.copy_(own)
-        if self._batches_left == 0:
-            absent = frozenset(s.entry for s in chunk.slices if s.entry not in self._present)
-            unit, weight = self._unit or self._weight, self._total + self._weight
-            self._chunk_ready(
-                index, total.view(torch.uint8) if unit else _NOTHING, unit, weight, absent
-            )
 
 
 def _mean(results: Sequence[Computed]) -> tuple[float, float, int, dict[str, float]]:

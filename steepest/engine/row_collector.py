@@ -12,6 +12,9 @@ from steepest.tables.gradients import RowGradients, added
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.table import Table
 
+#: The place of a batch: number of its share, index of its replica, number of the micro-batch.
+Place = tuple[int, int, int]
+
 
 class RowCollector(RowSource, ABC):
     """A source of rows, which keeps their gradients until a worker pushes them, shard by shard.
@@ -48,6 +51,9 @@ class RowCollector(RowSource, ABC):
     ) -> None:
         """Keep the summed gradients of distinct ids, (n, dim), as part of the present batch's."""
         self._batch[group].append(RowGradients(tables, ids, gradients, sightings))
+
+    def begin_batch(self, place: Place) -> None:
+        """Begin the forward pass over the batch of a place."""
 
     def clear(self) -> None:
         """Forget all gradients: another worker's gradient begins."""

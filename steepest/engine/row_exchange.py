@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from steepest.engine.incoming_weights import where_lent
-from steepest.engine.row_collector import RowCollector
+from steepest.engine.row_collector import Place, RowCollector
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.messages.message import Message, Peer, Send, server_peer
 from steepest.messages.rows import PullRows, Rows
@@ -18,6 +20,26 @@ from steepest.tables.kernels import Floats, Int32s, Int64s
 
 #: Receives messages until a condition holds; raises where it cannot come to hold any more.
 WaitUntil = Callable[[Callable[[], bool]], None]
+_MOST_AWAITED = 32  # requests, above which no batch is looked at beforehand
+
+
+class _Asked(NamedTuple):
+    """A look-up of rows that servers were asked for.
+
+    Attributes:
+        group: of tables.
+        tables, ids: the keys.
+        parts: number of each request, and the places of its rows among the keys.
+    """
+
+    group: int
+    tables: Int32s
+    ids: Int64s
+    parts: list[tuple[int, Int64s]]
+
+
+class _LookedError(BaseException):
+    """A forward pass has come to its last look-up; raised through the model's code."""
 
 
 class RowExchange(RowCollector):
@@ -33,6 +55,7 @@ class RowExchange(RowCollector):
         wait_until: receives messages in the middle of a forward pass; the worker sets it.
         position: generation and version of the weights with which models compute.
         bytes_pulled: so far.
+        lookups: of the last batch, each of one group of tables.
     """
 
     def __init__(
@@ -47,6 +70,11 @@ class RowExchange(RowCollector):
         self._sequence = 0
         self._awaited: dict[int, int] = {}  # by request, the server
         self._answers: dict[int, Rows] = {}
+        self.lookups = self._done = 0
+        self._looking: list[_Asked] | None = None  # the look-ups of a pass that only asks
+        self._later = 0  # versions after the present one, of which its rows are to be
+        self._looked: dict[Place, list[_Asked]] = {}
+        self._coming: list[_Asked] = []  # the look-ups of the present batch, in order
         self._servers = np.array(  # by group and shard
             [
                 [holders[dealing.chunk(group, shard)][0] for shard in range(dealing.num_shards)]
@@ -69,38 +97,99 @@ class RowExchange(RowCollector):
         if self.wait_until is None:
             raise ConfigurationError("rows of embedding tables are pulled while a job runs")
         one = self.dealing.groups[group][0]
-        values = np.empty((len(ids), one.dim), one.dtype)
-        order, begins = self.dealing.deal(tables, ids)
-        asked: list[tuple[int, Int64s]] = []
+        values = np.zeros((len(ids), one.dim), one.dtype)
+        if self._looking is not None:
+            self._looking.append(self._ask(group, tables, ids, True))
+            if len(self._looking) == self.lookups:
+                raise _LookedError
+            return values
+        self._done += 1
+        asked = self._asked_before(group, tables, ids) or self._ask(group, tables, ids, training)
         try:
-            for server in np.unique(self._servers[group]):
-                shards = np.flatnonzero(self._servers[group] == server)
-                mine = np.concatenate([order[begins[s] : begins[s + 1]] for s in shards])
-                if len(mine):
-                    asked.append((self._ask(int(server), group, tables, ids, mine, training), mine))
-            if not self._have_come(asked):
-                self.wait_until(lambda: self._have_come(asked))
-            for request, mine in asked:
+            if not self._has_come(asked):
+                self.wait_until(lambda: self._has_come(asked))
+            for request, mine in asked.parts:
                 self._take(self._answers[request], values, mine)
         finally:
-            for request, _ in asked:
-                self._awaited.pop(request, None)
-                self._answers.pop(request, None)
+            self._forget(asked)
         return values
 
-    def _ask(
-        self, server: int, group: int, tables: Int32s, ids: Int64s, mine: Int64s, training: bool
-    ) -> int:
-        """Ask a server for some of the rows; return the number of the request."""
+    def look(self, place: Place, forward: Callable[[], None], *, later: bool) -> None:
+        """Ask for the rows of a batch that is computed later, and do not wait for them.
+
+        Args:
+            place: of the batch.
+            forward: runs the forward pass; it is left at the last look-up, by an exception.
+            later: whether rows are to be of the version after that of `position`.
+        """
+        if len(self._awaited) >= _MOST_AWAITED:
+            return
+        self._looking, self._later = [], int(later)
+        self._looked[place] = self._looking
+        try:
+            with contextlib.suppress(_LookedError):
+                forward()
+        finally:
+            self._looking, self._later = None, 0
+
+    def begin_batch(self, place: Place) -> None:
+        """Begin the forward pass over a batch, whose rows may have been asked for already."""
+        self._coming = self._looked.pop(place, [])
+        self._done = 0
+
+    def end_batch(self, weight: float) -> None:
+        """Note that a batch is computed, and what it weighs."""
+        super().end_batch(weight)
+        self.lookups = self._done
+        self._forget(*self._coming)
+
+    def forget_looked_at(self) -> None:
+        """Forget the rows of batches that were asked for beforehand: they may be of old versions."""
+        self._forget(*(asked for looked in self._looked.values() for asked in looked))
+        self._looked.clear()
+        self._forget(*self._coming)
+
+    def _forget(self, *lookups: _Asked) -> None:
+        for asked in lookups:
+            for request, _ in asked.parts:
+                self._awaited.pop(request, None)
+                self._answers.pop(request, None)
+
+    def _asked_before(self, group: int, tables: Int32s, ids: Int64s) -> _Asked | None:
+        """Return the look-up that was made beforehand for the same rows, if there was one."""
+        if not self._coming:
+            return None
+        asked = self._coming.pop(0)
+        same = asked.group == group and np.array_equal(asked.ids, ids)
+        if same and np.array_equal(asked.tables, tables):
+            return asked
+        self._forget(asked)
+        return None
+
+    def _ask(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> _Asked:
+        """Ask servers for rows."""
+        order, begins = self.dealing.deal(tables, ids)
+        parts = []
+        for server in np.unique(self._servers[group]):
+            shards = np.flatnonzero(self._servers[group] == server)
+            mine = np.concatenate([order[begins[s] : begins[s + 1]] for s in shards])
+            if len(mine):
+                keys = tables[mine], ids[mine]
+                parts.append((self._ask_one(int(server), group, *keys, training), mine))
+        return _Asked(group, tables, ids, parts)
+
+    def _ask_one(self, server: int, group: int, tables: Int32s, ids: Int64s, training: bool) -> int:
+        """Ask a server for rows; return the number of the request."""
         self._sequence += 1
         self._awaited[self._sequence] = server
-        keys = torch.from_numpy(pack_keys(tables[mine], ids[mine]))
-        pull = PullRows(self.position[0], self._sequence, self.position[1], group, training, keys)
-        self._send(server_peer(server), pull.pack())
+        generation, version = self.position
+        keys = torch.from_numpy(pack_keys(tables, ids))
+        place = generation, self._sequence, version + self._later
+        self._send(server_peer(server), PullRows(*place, group, training, keys).pack())
         return self._sequence
 
-    def _have_come(self, asked: Sequence[tuple[int, Int64s]]) -> bool:
-        return all(request in self._answers for request, _ in asked)
+    def _has_come(self, asked: _Asked) -> bool:
+        return all(request in self._answers for request, _ in asked.parts)
 
     def _take(self, answer: Rows, values: Floats, mine: Int64s) -> None:
         """Write the rows of an answer to their places."""

@@ -195,6 +195,7 @@ class StagedChunk(ABC):
         Raises:
             ProtocolError: together they make no sense.
         """
+        return
 
     @abstractmethod
     def check_state(self, about: dict[str, Any], value: torch.Tensor) -> Any:

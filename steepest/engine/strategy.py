@@ -58,6 +58,8 @@ class Strategy:
         scale_rate: whether the learning rate is divided by the staleness.
         wire_formats: how float32 chunks are pushed, and in which dtype they are pulled; None for as
             they are.
+        table_staleness: how many updates older than the weights the rows of embedding tables may
+            be, which are asked for so many steps before; None to ask for them in the step.
         outer: of local SGD, which has the outer optimizer's settings.
 
     Reference: ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
@@ -77,6 +79,7 @@ class Strategy:
     clip_norm: float | None = None
     scale_rate: bool = False
     wire_formats: tuple[Codec | None, torch.dtype | None] = (None, None)
+    table_staleness: int | None = None
     outer: LocalStrategy | None = None
 
     @property
@@ -133,7 +136,11 @@ def make_strategy(config: StrategyConfig) -> Strategy:
     if isinstance(config, AllreduceStrategy):
         replication = config.replication if config.is_sharded else _ALL
         return replace(
-            base, in_workers=True, replication=replication, hierarchical=config.hierarchical
+            base,
+            in_workers=True,
+            replication=replication,
+            hierarchical=config.hierarchical,
+            table_staleness=config.table_staleness,
         )
     if isinstance(config, ParameterServerStrategy):
         return replace(
@@ -142,6 +149,7 @@ def make_strategy(config: StrategyConfig) -> Strategy:
             servers=config.num_servers,
             replication=config.replication,
             scale_rate=config.correction == "learning_rate",
+            table_staleness=config.table_staleness,
         )
     return replace(
         base,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from steepest.engine.between_turns import BetweenTurns
 from steepest.engine.incoming_weights import Key
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Replicas, WorkerResult
@@ -62,24 +63,6 @@ class _Computed:
     version: int
     result: WorkerResult
     pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
-
-
-@dataclass(frozen=True)
-class BetweenTurns:
-    """How a worker has its process' router move bytes during a step, which is one turn of it.
-
-    Attributes:
-        pump: called between pushes, so that bytes move during the backward pass.
-        flush: called before a step, so that messages of the process' other roles leave first.
-        wait: takes another turn of the router within the step, so that a step may begin before all
-            its weights are here; None to begin when all are.
-        receive: takes another turn of the router within the step, for rows of embedding tables.
-    """
-
-    pump: Callable[[], None]
-    flush: Callable[[], None]
-    wait: Callable[[], None] | None
-    receive: Callable[[], None]
 
 
 class Worker:
@@ -295,6 +278,8 @@ class Worker:
         self.generation = begun.generation
         self._limit = self._floor = begun.version
         self._lease = None
+        if self._exchange.rows is not None:
+            self._exchange.rows.forget_looked_at()
         if not begun.again:  # weights may be others, or what the models do
             self._computed = None
         if begun.reload:
@@ -507,6 +492,18 @@ class Worker:
                 return
         if self._defect is not None:
             raise self._defect
+        report = self._report(result, version)
+        try:
+            self._send(COORDINATOR, report.pack())
+        except MessageTooLargeError as error:
+            self._fail(version, error)
+            return
+        self._pushed_at = time.perf_counter()
+        self._flush()
+        self._replicas.look_ahead(share)
+
+    def _report(self, result: WorkerResult, version: int) -> Report:
+        """Return the report of a gradient that has been sent, computed from a version."""
         sequence = self._exchange.end()
         rows = self._exchange.rows
         received = self._exchange.bytes_pulled + (0 if rows is None else rows.bytes_pulled)
@@ -517,7 +514,7 @@ class Worker:
             timings = {**result.timings, "wait": self._waited + self._waiting}
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         moved = (self._exchange.bytes_pushed, pulled)
-        report = Report(
+        return Report(
             *(
                 self.generation,
                 self._incarnation,
@@ -529,12 +526,6 @@ class Worker:
             ),
             **stats,
         )
-        try:
-            self._send(COORDINATOR, report.pack())
-        except MessageTooLargeError as error:
-            self._fail(version, error)
-            return
-        self._pushed_at = time.perf_counter()
 
     def _compute_once(self, share: int, version: int) -> WorkerResult:
         """Push the gradient of a share, and return its result.

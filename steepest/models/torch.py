@@ -398,6 +398,15 @@ class TorchModel:
         return Computed(loss.item(), self._weight, samples, found)
 
     @torch.no_grad()
+    def look_ahead(self, batch: Any) -> None:
+        """Run a forward pass for its look-ups of rows alone; the source of rows ends it."""
+        try:
+            with self._mixed():
+                self.loss(self._to_device(batch))
+        finally:
+            self._output = None
+
+    @torch.no_grad()
     def evaluate(self, batch: Any) -> Computed:
         """Return loss and metrics in evaluation mode.
 

@@ -253,6 +253,16 @@ class ParameterLayout:
         return tuple(tuple(chunks) for chunks in found)
 
     @cached_property
+    def chunk_elements(self) -> tuple[int, ...]:
+        """The number of elements of each chunk."""
+        return tuple(sum(s.stop - s.start for s in chunk.slices) for chunk in self.chunks)
+
+    @cached_property
+    def trainable_chunks(self) -> tuple[int, ...]:
+        """The indices of the chunks that are trained, shards of embedding tables among them."""
+        return tuple(chunk.index for chunk in self.chunks if chunk.trainable)
+
+    @cached_property
     def table_shards(self) -> tuple[int, ...]:
         """The indices of the chunks that are shards of embedding tables."""
         return tuple(chunk.index for chunk in self.chunks if chunk.has_rows)

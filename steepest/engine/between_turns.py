@@ -1,0 +1,24 @@
+"""How a process' messages move while one of its roles computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BetweenTurns:
+    """How a worker has its process' router move bytes during a step, which is one turn of it.
+
+    Attributes:
+        pump: called between pushes, so that bytes move during the backward pass.
+        flush: called before a step, so that messages of the process' other roles leave first.
+        wait: takes another turn of the router within the step, so that a step may begin before all
+            its weights are here; None to begin when all are.
+        receive: takes another turn of the router within the step, for rows of embedding tables.
+    """
+
+    pump: Callable[[], None]
+    flush: Callable[[], None]
+    wait: Callable[[], None] | None
+    receive: Callable[[], None]

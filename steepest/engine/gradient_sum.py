@@ -1,0 +1,121 @@
+"""The sum of the gradients of one worker's batches, formed chunk by chunk as they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from steepest.errors import ModelError
+from steepest.tensors.layout import ParameterLayout
+
+if TYPE_CHECKING:
+    from steepest.engine.row_collector import RowCollector
+
+#: Called with a complete chunk of the worker's gradient: chunk index, its bytes, unit weight,
+#: summed weight of the worker's samples, and the entries for which no replica had a gradient.
+ChunkReady = Callable[[int, torch.Tensor, float, float, frozenset[int]], None]
+
+#: The bytes of a chunk of which there is no gradient.
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class GradientSum:
+    """A sum of the gradients of replicas and micro-batches, formed chunk by chunk.
+
+    Args:
+        layout: of the models.
+        total: the flat vector (uint8, of the layout's size) in which the sum is formed.
+        rows: of embedding tables, whose gradients are added up likewise; None without tables.
+        count: number of batches.
+        chunk_ready: called with each chunk when the last batch has completed it.
+    """
+
+    def __init__(
+        self,
+        layout: ParameterLayout,
+        total: torch.Tensor,
+        rows: RowCollector | None,
+        count: int,
+        chunk_ready: ChunkReady,
+    ) -> None:
+        self._layout = layout
+        self._sum = total
+        self._rows = rows
+        self._batches_left = count
+        self._chunk_ready = chunk_ready
+        self._unit = 0.0  # weight of the first batch with a weight, of those that ended
+        self._weight = 0.0  # of the present batch
+        self._total = 0.0  # weight of the batches that ended
+        self._present: set[int] = set()
+
+    def begin(self, gradients: torch.Tensor) -> None:
+        """Begin the next batch, whose replica writes to `gradients`."""
+        self._batches_left -= 1
+        self._gradients = gradients
+        self._missing = list(self._layout.chunk_elements)
+
+    def end(self, weight: float) -> None:
+        """End a batch; after the last one, pass on the gradients of rows.
+
+        Args:
+            weight: of the batch.
+
+        Raises:
+            ModelError: `ready` was not called for every trainable parameter.
+        """
+        for index in self._layout.trainable_chunks:
+            if self._missing[index] > 0:
+                names = ", ".join(
+                    repr(self._layout.entries[s.entry].name)
+                    for s in self._layout.chunks[index].slices
+                )
+                raise ModelError(
+                    "compute_gradients returned before it had called ready for each of "
+                    f"{names:.500}: call it once for "
+                    "every trainable parameter"
+                )
+        self._unit = self._unit or weight
+        self._total += weight
+        if (rows := self._rows) is not None:
+            rows.end_batch(weight)
+            for index in self._layout.table_shards if self._batches_left == 0 else ():
+                packed = rows.packed(index)
+                self._chunk_ready(index, packed, self._unit, self._total, frozenset())
+
+    def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
+        """Take an entry's gradient, or its part in a chunk, see `steepest.models.protocol.Ready`.
+
+        A chunk is added to the sum when the last of its entries is here, and passed on then if this
+        is the last batch.
+        """
+        self._weight = weight
+        if present and weight:
+            self._present.add(entry)
+        chunks = self._layout.chunks_of[entry]
+        for index in chunks if chunk is None else (chunk,):
+            if len(chunks) == 1:
+                self._missing[index] -= self._layout.entries[entry].numel
+            else:
+                slices = self._layout.chunks[index].slices
+                self._missing[index] -= sum(s.stop - s.start for s in slices if s.entry == entry)
+            if self._missing[index] == 0:
+                self._complete(index)
+
+    def _complete(self, index: int) -> None:
+        """Add the batch's gradient of a chunk to the sum, and pass that on after the last batch."""
+        chunk = self._layout.chunks[index]
+        total = self._layout.chunk_view(self._sum, index).view(chunk.dtype)
+        own = self._layout.chunk_view(self._gradients, index).view(chunk.dtype)
+        if self._unit:
+            if self._weight:  # a batch without weight may hold NaN: a mean over nothing
+                total.add_(own.to(total.device), alpha=self._weight / self._unit)
+        elif own.data_ptr() != total.data_ptr():
+            total.copy_(own)
+        if self._batches_left == 0:
+            absent = frozenset(s.entry for s in chunk.slices if s.entry not in self._present)
+            unit, weight = self._unit or self._weight, self._total + self._weight
+            self._chunk_ready(
+                index, total.view(torch.uint8) if unit else NOTHING, unit, weight, absent
+            )

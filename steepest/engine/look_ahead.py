@@ -1,0 +1,112 @@
+"""Batches that are looked at before they are computed, so that their rows are on their way by then.
+
+A model's forward pass over the next batch is run up to its last look-up of rows, which are asked
+for and not awaited. Where the pass itself then asks for the same rows, in the same order, they are
+those that have come meanwhile; otherwise they are pulled then.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from steepest.engine.row_collector import Place
+from steepest.engine.row_exchange import RowExchange
+from steepest.models.protocol import Model
+
+log = logging.getLogger(__name__)
+
+
+class _Loaded(NamedTuple):
+    """A batch, and the states of Python's, NumPy's and torch's generators after it was loaded."""
+
+    batch: Any
+    generators: tuple[Any, Any, torch.Tensor]
+
+
+class LookAhead:
+    """The batches of the next shares of one worker.
+
+    Args:
+        rows: the worker's.
+        shares: of the samples that are looked at before the present one is computed; 0 to look at
+            the next one once the present one is pushed.
+        load: seeds the generators as for a place's batch, and returns that batch; called in the
+            order of places.
+        places: returns the places of a share's batches, in order.
+        step: from one of the worker's shares to its next.
+    """
+
+    def __init__(
+        self,
+        rows: RowExchange,
+        shares: int,
+        load: Callable[[Place], Any],
+        places: Callable[[int], list[Place]],
+        step: int,
+    ) -> None:
+        self._rows = rows
+        self._shares = shares
+        self._load = load
+        self._places = places
+        self._step = step
+        self._loaded: dict[Place, _Loaded] = {}
+        self._is_told = False
+
+    def forget(self) -> None:
+        """Forget all batches: the plan of the samples is another one."""
+        self._loaded.clear()
+        self._rows.forget_looked_at()
+
+    def take(self, place: Place) -> Any:
+        """Return the batch of a place, with the generators as they are after loading it."""
+        kept = self._loaded.pop(place, None)
+        if kept is None:
+            return self._load(place)
+        python, numpy, torchs = kept.generators
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(torchs)
+        return kept.batch
+
+    def before(self, number: int, models: tuple[Model, ...]) -> None:
+        """Look at the shares after one that is about to be computed."""
+        if self._shares and self._rows.lookups:
+            numbers = [number + ahead * self._step for ahead in range(self._shares + 1)]
+            self._look(numbers, models, skip=number)
+
+    def after(self, number: int, models: tuple[Model, ...]) -> None:
+        """Look at the share after one that has been computed; its rows are of the next version."""
+        if not self._shares and self._rows.lookups:
+            self._look([number + self._step], models, skip=number)
+
+    def _look(self, numbers: list[int], models: tuple[Model, ...], skip: int) -> None:
+        """Load the batches of some shares, and ask for the rows of all but one share.
+
+        What goes wrong here goes wrong again where the batch is computed, and is told there.
+        """
+        try:
+            for place in (place for number in numbers for place in self._places(number)):
+                if place not in self._loaded:
+                    batch = self._load(place)
+                    self._loaded[place] = _Loaded(batch, _generators())
+                    if place[0] != skip:
+                        look = models[place[1]].look_ahead  # type: ignore[attr-defined]
+                        self._rows.look(place, partial(look, batch), later=not self._shares)
+        except Exception as error:  # noqa: BLE001 - of the user's data or model
+            log.log(
+                logging.DEBUG if self._is_told else logging.WARNING,
+                "the rows of a batch were not asked for beforehand: %s: %s",
+                type(error).__name__, error,
+            )  # fmt: skip
+            self._is_told = True
+
+
+def _generators() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()

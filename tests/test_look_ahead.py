@@ -1,0 +1,187 @@
+"""Rows that are asked for before their batch is computed: the same numbers, or bounded staleness."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import steepest
+from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy
+from steepest.errors import ConfigurationError
+from steepest.messages.message import Kind
+from steepest.models.embedding import EmbeddingBag
+from steepest.tables.initial import Constant
+from steepest.tables.row_optimizers import SGD
+from steepest.tables.table import Table
+from steepest.testing import InProcessCluster, replay
+from tests.fuzzing import Recorder
+from tests.reference import same_bits
+
+IDS = torch.arange(240).reshape(-1, 2) % 31
+TARGETS = torch.linspace(-1, 1, len(IDS))[:, None]
+
+
+class Net(nn.Module):
+    """A bag of rows, noise, and a layer."""
+
+    def __init__(self, noise: bool = True) -> None:
+        super().__init__()
+        self.bag = EmbeddingBag(Table(name="t", dim=3, optimizer=SGD(lr=0.1)), mode="sum")
+        self.drop = nn.Dropout(0.5 if noise else 0.0)
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns scores."""
+        return self.out(self.drop(self.bag(ids)))
+
+
+def creator(net: Any = Net) -> Any:
+    def create(worker: int, device: int) -> steepest.TorchModel:
+        return steepest.TorchModel(
+            net(),
+            loss=nn.functional.mse_loss,
+            data=(IDS, TARGETS),
+            batch_size=4,
+            optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+        )
+
+    return create
+
+
+def job(table_staleness: int | None, workers: int = 2, net: Any = Net, **options: Any) -> Any:
+    strategy = ParameterServerStrategy(num_servers=2, table_staleness=table_staleness)
+    options.setdefault("strategy", strategy)
+    return InProcessCluster(creator(net), num_workers=workers, **options)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"devices_per_worker": 2}])
+def test_without_staleness_rows_that_come_beforehand_change_no_bit(
+    workers: int, options: dict[str, Any]
+) -> None:
+    plain = job(None, workers, **options)
+    ahead = job(0, workers, **options)
+    recorder = Recorder(ahead.network)
+    assert [r.loss for r in plain.step(8)] == [r.loss for r in ahead.step(8)]
+    assert same_bits(plain.weights(), ahead.weights())
+    pulls = [message for message in recorder.seen if message.kind is Kind.PULL_ROWS]
+    asked = Counter((m.source, m.target, m.sequence) for m in pulls)
+    batches = workers * options.get("accumulate", 1) * options.get("devices_per_worker", 1)
+    # each batch of eight steps once, and those of the step that was not taken any more
+    assert len(asked) <= 2 * 9 * batches
+    assert any(m.version == 9 - 1 for m in pulls)
+
+
+def test_without_staleness_allreduce_changes_no_bit() -> None:
+    plain = job(None, strategy=AllreduceStrategy())
+    ahead = job(0, strategy=AllreduceStrategy(table_staleness=0))
+    plain.step(5)
+    ahead.step(5)
+    assert same_bits(plain.weights(), ahead.weights())
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_rows_are_as_old_as_was_allowed_and_no_older(staleness: int) -> None:
+    """One id in every sample: its row falls by the same amount with each update."""
+
+    class Falling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = Table(name="t", dim=1, optimizer=SGD(lr=1.0), initial=Constant(0.0))
+            self.bag = EmbeddingBag(table, mode="sum")
+            self.bias = nn.Parameter(torch.zeros(1))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            rows = self.bag(torch.zeros_like(ids[:, :1]))
+            seen.append(float(rows[0, 0].detach()))
+            return rows + 0 * self.bias
+
+    def create(worker: int, device: int) -> steepest.TorchModel:
+        return steepest.TorchModel(
+            Falling(),
+            loss=lambda output, target: output.mean(),
+            data=(IDS, TARGETS),
+            batch_size=4,
+            optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+        )
+
+    seen: list[float] = []
+    strategy = ParameterServerStrategy(num_servers=1, table_staleness=staleness)
+    cluster = InProcessCluster(create, num_workers=2, strategy=strategy)
+    cluster.step(7)
+    for worker in (0, 1):
+        own = seen[worker::2]  # after that many updates
+        assert own[0] == 0
+        versions = [-value for value in own]
+        assert all(step - staleness <= version <= step for step, version in enumerate(versions))
+        assert versions[-1] == 6 - staleness
+
+
+def test_a_pass_that_asks_for_other_rows_pulls_them_then() -> None:
+    """Which rows are needed depends on chance, or on rows themselves."""
+
+    class Changing(Net):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            first = self.bag(ids)
+            other = self.bag((ids + (first[:, :1] > 0).long()) % 31)
+            return self.out(self.drop(first + other))
+
+    plain, ahead = job(None, net=Changing), job(0, net=Changing)
+    plain.step(6)
+    ahead.step(6)
+    assert same_bits(plain.weights(), ahead.weights())
+
+
+def test_what_goes_wrong_beforehand_is_told_where_the_batch_is_computed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Picky(Net):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            if not torch.is_grad_enabled():
+                raise ValueError("only for training")
+            return super().forward(ids)
+
+    plain, ahead = job(None, net=Picky), job(1, net=Picky)
+    plain.step(4)
+    with caplog.at_level(logging.WARNING):
+        ahead.step(4)
+    assert same_bits(plain.weights(), ahead.weights())
+    assert caplog.text.count("only for training") == 2  # once for each worker
+
+
+def test_a_generation_forgets_what_was_asked_for() -> None:
+    plain, ahead = job(None), job(0)
+    for cluster in (plain, ahead):
+        cluster.step(3)
+        snapshot = cluster.snapshot("state")
+        cluster.step(2)
+        install = cluster.client.install(3, snapshot.weights, snapshot.records, None)
+        cluster.wait(install, "an install")
+        cluster.step(3)
+    assert same_bits(plain.weights(), ahead.weights())
+    rows = ahead.workers[0]._exchange.rows
+    assert rows is not None
+    assert len(rows._awaited) <= 2
+
+
+def test_a_job_without_staleness_is_replayed() -> None:
+    cluster = job(0, keep_log=True)
+    cluster.step(4)
+    assert same_bits(replay(cluster.log(), creator()), cluster.weights())
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True])
+def test_a_staleness_is_a_count(wrong: Any) -> None:
+    for strategy in (ParameterServerStrategy, AllreduceStrategy):
+        with pytest.raises(ConfigurationError, match="table_staleness"):
+            strategy(table_staleness=wrong)
+
+
+def test_only_synchronous_steps_have_such_a_bound() -> None:
+    with pytest.raises(ConfigurationError, match="it is for sync"):
+        ParameterServerStrategy(mode="async", table_staleness=1)
