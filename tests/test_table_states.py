@@ -40,6 +40,41 @@ def test_a_state_is_loaded_into_less_capacity(policy: Any) -> None:
     assert ids_of(none) == [99]
 
 
+@pytest.mark.parametrize("policy", [LRU(), LFU()])
+def test_states_of_several_shards_are_loaded_in_parts(
+    policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steepest.tables.shard._LOADED", 7)
+    random = np.random.default_rng(0)
+    keys = np.unique(random.integers([0, 0], [3, 90], (120, 2)), axis=0)
+    random.shuffle(keys)
+    tables, ids = keys.T
+    parts = [TableShard([table(name) for name in "abc"], shard=at, num_shards=3) for at in range(3)]
+    of = shard_of(tables, ids, 3)
+    for at, part in enumerate(parts):
+        mine = of == at
+        seen = ids[mine] % 5 + 1
+        push(part, ids[mine], 1, tables=tables[mine], sightings=seen)
+        push(part, ids[mine][:9], 2, tables=tables[mine][:9])
+    states = [part.export() for part in parts]
+    whole = joined(states)
+    order = np.lexsort((ids, tables))
+    assert (whole.tables.tolist(), whole.ids.tolist()) == (
+        tables[order].tolist(),
+        ids[order].tolist(),
+    )
+    less = TableShard([table("a"), table("b", capacity=11, eviction=policy), table("c")])
+    less.load(states, 2)
+    uses = whole.written if isinstance(policy, LRU) else whole.sightings
+    dropped = [at for at in np.lexsort((whole.ids, uses)).tolist() if whole.tables[at] == 1][
+        :-11
+    ]  # the least used of table b
+    kept = np.setdiff1d(np.arange(len(whole.ids)), dropped)
+    assert same(less.export(), whole.only(kept, slice(None)))
+    assert less.counts["evicted_full"].tolist() == [0, len(dropped), 0]
+    assert dropped
+
+
 def test_what_is_known_of_ids_without_rows_moves_to_other_shards() -> None:
     bloom = CBFFilter(filter_freq=3, max_element_size=500, false_positive_probability=1e-6)
     group = [table("a", admission=CounterFilter(filter_freq=3)), table("b", admission=bloom)]

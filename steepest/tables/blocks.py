@@ -12,26 +12,39 @@ from steepest.tables.memory import Reserved, physical_bytes
 
 FREE = -1  # the version at which a row was written that nobody has
 _MOST = 2**31 - 2
+_TURN = 256  # rows that are read at once
 
 
 @kernel
-def _gather(rows: Floats, numbers: Int32s, values: Floats) -> None:
-    for at in range(len(numbers)):
-        number = numbers[at]
-        if number >= 0:
-            row = rows[number]
-            target = values[at]
-            for column in range(len(target)):
-                target[column] = row[column]
+def _gather(rows: Floats, numbers: Int32s, begin: int, values: Floats) -> float:
+    """Copy rows from column `begin` on, where a number is not negative.
+
+    It works in turns of `_TURN` rows, of which it first reads an item each: these reads wait for memory
+    all at once. Their sum is returned, or the compiler would leave them out.
+    """
+    read, width = 0.0, values.shape[1]
+    for first in range(0, len(numbers), _TURN):
+        end = min(first + _TURN, len(numbers))
+        if width:
+            for at in range(first, end):
+                read += rows[max(numbers[at], 0), begin]
+        for at in range(first, end):
+            if numbers[at] >= 0:
+                row = rows[numbers[at], begin : begin + width]
+                target = values[at]
+                for column in range(width):
+                    target[column] = row[column]
+    return read
 
 
 @kernel
 def _scatter(rows: Floats, numbers: Int32s, begin: int, values: Floats) -> None:
+    width = values.shape[1]
     for at in range(len(numbers)):
-        row = rows[numbers[at]]
+        row = rows[numbers[at], begin : begin + width]
         source = values[at]
-        for column in range(len(source)):
-            row[begin + column] = source[column]
+        for column in range(width):
+            row[column] = source[column]
 
 
 class Blocks:
@@ -94,9 +107,9 @@ class Blocks:
         self.freed += len(numbers)
         self.written[numbers] = FREE
 
-    def gather(self, numbers: Int32s, values: Floats) -> None:
-        """Copy rows' first columns to `values` (n, columns), where a number is not negative."""
-        _gather(self.rows, read_only(numbers, np.int32), values)
+    def gather(self, numbers: Int32s, values: Floats, begin: int = 0) -> None:
+        """Copy rows from column `begin` on to `values` (n, columns), where a number is not negative."""
+        _gather(self.rows, read_only(numbers, np.int32), begin, values)
 
     def scatter(self, numbers: Int32s, values: npt.NDArray[Any], begin: int = 0) -> None:
         """Copy `values` (n, columns) to rows, from column `begin` on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +10,7 @@ import numpy.typing as npt
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import Admission
 from steepest.tables.blocks import Blocks
+from steepest.tables.capacity import Capacities, Plan
 from steepest.tables.checks import (
     require_count,
     require_gradients,
@@ -19,17 +19,17 @@ from steepest.tables.checks import (
     require_number,
     require_out,
 )
-from steepest.tables.eviction import LRU, Use, worn
+from steepest.tables.eviction import Use, worn
 from steepest.tables.hashing import Distinct, salt_of, shard_of
 from steepest.tables.index import Index
 from steepest.tables.initial import Beginning
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
-from steepest.tables.state import TableState, joined
+from steepest.tables.state import TableState, joined, order_of
 from steepest.tables.table import Table, require_group
 
 _EVICTED = ("evicted_full", "evicted_age", "evicted_norm")
 _COUNTS = ("admitted", "refused", "refused_full", "ignored", *_EVICTED)
-_BOUNDLESS = np.int64(2**62)  # more rows than there can be
+_LOADED = 1 << 16  # rows of a state that are copied at once
 
 
 @kernel
@@ -51,22 +51,6 @@ def _mark(numbers: Int32s, sightings: Int32s, version: int, written: Int64s, see
             total = np.int64(seen[numbers[at]]) + sightings[at]
             seen[numbers[at]] = min(total, 2**31 - 1)
     return -1
-
-
-class _Plan(NamedTuple):
-    """What a push does to ids that have no rows.
-
-    Attributes:
-        admitted: which of these ids get a row.
-        wanted: rows to make, by table.
-        refused: ids for whose rows there is no room, by table.
-        excess: rows to evict, by table.
-    """
-
-    admitted: npt.NDArray[np.bool_]
-    wanted: Int64s
-    refused: Int64s
-    excess: Int64s
 
 
 class TableShard:
@@ -106,25 +90,19 @@ class TableShard:
         salts = [salt_of(name, seed) for name in self._names]
         self._beginning = Beginning([table.initial for table in self._tables], salts)
         self._admission = Admission([table.admission for table in self._tables], salts)
+        self._capacities = Capacities(self._tables, num_shards)
         self._clear()
 
     def _clear(self) -> None:
         """Have no rows."""
-        shares = [
-            None if table.capacity is None else -(-table.capacity // self._num_shards)
-            for table in self._tables
-        ]
-        most = None if None in shares else sum(share for share in shares if share is not None)
-        self._capacities = np.array([-1 if share is None else share for share in shares], np.int64)
-        filtered = np.array([table.admission is not None for table in self._tables])
-        self._checked = (self._capacities >= 0) & ~filtered  # by `require_room`
+        most = self._capacities.most
         slots = self._optimizer.slots(self.dim)
         self._blocks = Blocks(self.dim, slots, self.dtype, most)
         self._index = Index(len(self._tables), most)
         self._uses = {
-            number: Use(table.eviction, share)
-            for number, (table, share) in enumerate(zip(self._tables, shares, strict=True))
-            if table.eviction is not None and share is not None
+            number: Use(table.eviction, int(self._capacities.rows[number]))
+            for number, table in enumerate(self._tables)
+            if table.eviction is not None
         }
         self._alive = np.zeros(len(self._tables), np.int64)
         self._removed: list[tuple[int, Int32s, Int64s]] | None = None  # version, tables, ids
@@ -239,7 +217,7 @@ class TableShard:
         at: Int64s,
         version: int,
         strict: bool,
-    ) -> _Plan:
+    ) -> Plan:
         """Decide what a push does to ids without rows; change nothing.
 
         Args:
@@ -253,7 +231,7 @@ class TableShard:
         """
         nothing = np.zeros(len(self._tables), np.int64)
         if not len(at):
-            return _Plan(np.zeros(0, np.bool_), nothing, nothing, nothing)
+            return Plan(np.zeros(0, np.bool_), nothing, nothing, nothing)
         of, fresh = tables[at], ids[at]
         distinct = Distinct(of, fresh)
         if len(distinct.ids) < len(at):
@@ -261,61 +239,12 @@ class TableShard:
             raise _repeated(distinct.ids[twice], self._names[distinct.tables[twice]])
         admitted = self._admission.admits(of, fresh, sightings[at], version)
         known = np.bincount(tables[rows >= 0], minlength=len(self._tables))
-        plan = self._fit(of, admitted, known, strict)
+        if strict:
+            wanted = np.bincount(of[admitted], minlength=len(self._tables))
+            self._capacities.require(wanted, known, self._alive)
+        plan = self._capacities.fit(of, admitted, known, self._alive)
         self._blocks.require(int((plan.wanted - plan.excess).sum()))
         return plan
-
-    def _fit(
-        self, tables: Int32s, admitted: npt.NDArray[np.bool_], known: Int64s, strict: bool
-    ) -> _Plan:
-        """Return which ids of those admitted get rows.
-
-        Args:
-            tables: of the ids without rows.
-            admitted: which of them are admitted.
-            known: rows that the push updates, by table.
-            strict: whether it is an error if they do not all fit.
-        """
-        wanted = np.bincount(tables[admitted], minlength=len(self._tables))
-        if strict:
-            self._require_room(known, wanted)
-        made = np.minimum(wanted, self._room(known))
-        for table in np.flatnonzero(made < wanted):
-            admitted[np.flatnonzero(admitted & (tables == table))[made[table] :]] = False
-        limited = self._capacities >= 0
-        excess = np.where(limited, self._alive + made - self._capacities, 0).clip(0)
-        return _Plan(admitted, made, wanted - made, excess)
-
-    def _room(self, known: Int64s) -> Int64s:
-        """Return how many rows each table can get by a push that updates so many `known` ones.
-
-        A table that evicts can lose all rows that the push does not update.
-        """
-        evicts = np.isin(np.arange(len(self._tables)), list(self._uses))
-        room = self._capacities - np.where(evicts, known, self._alive)
-        return np.where(self._capacities < 0, _BOUNDLESS, room)
-
-    def _require_room(self, known: Int64s, wanted: Int64s) -> None:
-        """Check that each table has room for the rows that a push adds.
-
-        Args:
-            known: rows that the push updates, by table.
-            wanted: rows that it adds, by table.
-
-        Raises:
-            ConfigurationError: one has not.
-        """
-        for table in np.flatnonzero(wanted > self._room(known)):
-            name, capacity = self._names[table], self._capacities[table]
-            if table not in self._uses:
-                raise ConfigurationError(
-                    f"table {name!r} has {self._alive[table]} rows here and a push adds {wanted[table]}: "
-                    f"its capacity is {capacity}; raise it, or give eviction=LRU() or LFU()"
-                )
-            raise ConfigurationError(
-                f"a push has {known[table] + wanted[table]} ids of table {name!r}: its capacity here is "
-                f"{capacity} rows; raise it, or make batches smaller"
-            )
 
     def require_room(self, tables: npt.ArrayLike, ids: npt.ArrayLike) -> None:
         """Check that a push of ids now would have room; change nothing.
@@ -329,12 +258,12 @@ class TableShard:
         Raises:
             ConfigurationError: what `push` with `strict` would raise for want of room, or for such ids.
         """
-        if not self._checked.any():
+        told = self._capacities.told
+        if not told.any():
             return
         numbers_of, checked = require_keys(tables, ids, self._names)
         asked = np.bincount(numbers_of, minlength=len(self._tables))
-        nothing = np.zeros_like(asked)
-        tight = self._checked & (asked > self._room(nothing))
+        tight = told & (asked > self._capacities.room(np.zeros_like(asked), self._alive))
         tight[list(self._frozen)] = False
         mine = tight[numbers_of]
         if not mine.any():
@@ -343,9 +272,9 @@ class TableShard:
         rows, _ = self._index.find(distinct.tables, distinct.ids)
         known = np.bincount(distinct.tables[rows >= 0], minlength=len(self._tables))
         wanted = np.bincount(distinct.tables[rows < 0], minlength=len(self._tables))
-        self._require_room(known, wanted)
+        self._capacities.require(wanted, known, self._alive)
 
-    def _count(self, tables: Int32s, ids: Int64s, sightings: Int32s, plan: _Plan) -> None:
+    def _count(self, tables: Int32s, ids: Int64s, sightings: Int32s, plan: Plan) -> None:
         """Count the sightings of ids without rows."""
         self.counts["admitted"] += plan.wanted
         self.counts["refused_full"] += plan.refused
@@ -446,32 +375,37 @@ class TableShard:
                 removed after it or at it. Removals are remembered from the first call on; those
                 before `since` are forgotten, since they are in an earlier increment.
         """
-        blocks = self._blocks
-        numbers = blocks.in_use()
-        if since is not None:
-            numbers = numbers[blocks.written[numbers] > since]
         if self._removed is None and since is not None:
             raise ConfigurationError(
                 f"export(since={since}) without a base: call export() first, and keep what it returns"
             )
-        removed = self._gone_since(since)
-        rows = blocks.rows[numbers]
-        counted = self._admission.exact()
+        blocks = self._blocks
+        numbers = blocks.in_use()
+        if since is not None:
+            numbers = numbers[blocks.written[numbers] > since]
+        numbers = numbers[order_of(blocks.tables[numbers], blocks.ids[numbers])]
+        values = np.empty((len(numbers), self.dim), self.dtype)
+        slots = np.empty((len(numbers), self._optimizer.slots(self.dim)), self.dtype)
+        blocks.gather(numbers, values)
+        blocks.gather(numbers, slots, self.dim)
+        removed_tables, removed_ids = self._gone_since(since)
+        counted_tables, counted_ids, counted = self._admission.exact()
+        order = order_of(counted_tables, counted_ids)
         return TableState(
             tables=blocks.tables[numbers].astype(np.int32),
             ids=blocks.ids[numbers],
-            values=rows[:, : self.dim],
-            slots=rows[:, self.dim :],
+            values=values,
+            slots=slots,
             written=blocks.written[numbers],
             sightings=blocks.sightings[numbers],
-            counted_tables=counted[0],
-            counted_ids=counted[1],
-            counted=counted[2],
-            removed_tables=removed[0],
-            removed_ids=removed[1],
+            counted_tables=counted_tables[order],
+            counted_ids=counted_ids[order],
+            counted=counted[order],
+            removed_tables=removed_tables,
+            removed_ids=removed_ids,
             counters={table: counter.copy() for table, counter in self._admission.counters.items()},
             frozen=tuple(sorted(self._frozen)),
-        ).sorted()
+        )
 
     def _gone_since(self, since: int | None) -> tuple[Int32s, Int64s]:
         """Return the ids without rows whose rows were removed at a version or later; remember those alone."""
@@ -481,7 +415,9 @@ class TableShard:
         ids = np.concatenate([np.empty(0, np.int64), *(item[2] for item in self._removed)])
         distinct = Distinct(tables, ids)
         found, _ = self._index.find(distinct.tables, distinct.ids)
-        return distinct.tables[found < 0], distinct.ids[found < 0]
+        tables, ids = distinct.tables[found < 0], distinct.ids[found < 0]
+        order = order_of(tables, ids)
+        return tables[order], ids[order]
 
     def load(self, states: Iterable[TableState], version: int) -> None:
         """Replace everything by this shard's part of a state; counters of events begin at 0.
@@ -497,7 +433,30 @@ class TableShard:
                 and evicts none; nothing has changed.
         """
         require_count("version", version, 0)
-        state = joined(states)
+        states = list(states)
+        for state in states:
+            self._require_state(state)
+        rest = joined(
+            state.only(slice(0), self._mine(state.counted_tables, state.counted_ids))
+            for state in states
+        )
+        mine = [np.flatnonzero(self._mine(state.tables, state.ids)) for state in states]
+        kept = self._capacities.most_used(states, mine)
+        self._clear()
+        self.version, self._frozen = version, set(rest.frozen)
+        self._admission.load(rest)
+        for state, rows in zip(states, kept, strict=True):
+            for begin in range(0, len(rows), _LOADED):
+                self._enter_of(state, rows[begin : begin + _LOADED])
+        for table in self._uses:
+            held = sum(
+                int((state.tables[rows] == table).sum())
+                for state, rows in zip(states, mine, strict=True)
+            )
+            self.counts["evicted_full"][table] = held - self._alive[table]
+
+    def _require_state(self, state: TableState) -> None:
+        """Check that a state is of these tables."""
         slots = self._optimizer.slots(self.dim)
         shapes = state.values.shape[1:], state.slots.shape[1:]
         if shapes != ((self.dim,), (slots,)) or state.values.dtype != self.dtype:
@@ -507,43 +466,21 @@ class TableShard:
                 "tables of the same dtype, dimension and optimizer"
             )
         require_keys(state.tables, state.ids, self._names)
-        mine = self._mine(state.tables, state.ids)
-        state = state.only(mine, self._mine(state.counted_tables, state.counted_ids))
-        keep = self._most_used(state)
-        self._clear()
-        self.version, self._frozen = version, set(state.frozen)
-        self._admission.load(state)
+
+    def _enter_of(self, state: TableState, rows: npt.NDArray[np.intp]) -> None:
+        """Make rows as they are in a state."""
         self._enter(
-            state.tables[keep],
-            state.ids[keep],
-            state.values[keep],
-            state.slots[keep],
-            state.written[keep],
-            state.sightings[keep],
+            state.tables[rows],
+            state.ids[rows],
+            state.values[rows],
+            state.slots[rows],
+            state.written[rows],
+            state.sightings[rows],
         )
-        for table in self._uses:
-            dropped = int((state.tables == table).sum() - self._alive[table])
-            self.counts["evicted_full"][table] = dropped
 
     def _mine(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:
+        """Return which (table, id) are of this shard."""
         return np.equal(shard_of(tables, ids, self._num_shards), self._shard)
-
-    def _most_used(self, state: TableState) -> npt.NDArray[np.intp]:
-        """Return which rows of a state stay when tables are filled up to their capacities."""
-        keep = np.ones(len(state.ids), np.bool_)
-        for table in np.flatnonzero(self._capacities >= 0):
-            of = np.flatnonzero(state.tables == table)
-            excess = len(of) - int(self._capacities[table])
-            if excess > 0 and table not in self._uses:
-                raise ConfigurationError(
-                    f"table {self._names[table]!r} has {len(of)} rows here, its capacity is "
-                    f"{self._capacities[table]}: raise it, or give eviction=LRU() or LFU()"
-                )
-            if excess > 0:
-                by_age = isinstance(self._tables[table].eviction, LRU)
-                uses = state.written if by_age else state.sightings
-                keep[of[np.lexsort((state.ids[of], uses[of]))[:excess]]] = False
-        return np.flatnonzero(keep)
 
 
 def _require_sightings(sightings: npt.ArrayLike | None, count: int) -> Int32s:

@@ -97,9 +97,9 @@ class TableState:
     def sorted(self) -> TableState:
         """Return the same in order of table and id, which no memory layout and no history changes."""
         orders = {
-            "": np.lexsort((self.ids, self.tables)),
-            "counted": np.lexsort((self.counted_ids, self.counted_tables)),
-            "removed": np.lexsort((self.removed_ids, self.removed_tables)),
+            "": order_of(self.tables, self.ids),
+            "counted": order_of(self.counted_tables, self.counted_ids),
+            "removed": order_of(self.removed_tables, self.removed_ids),
         }
         return self._taken(orders)
 
@@ -113,9 +113,22 @@ class TableState:
                 changes[known.name] = of[which[part if part in which else ""]]
         return replace(self, **changes)
 
-    def only(self, mine: npt.NDArray[np.bool_], counted: npt.NDArray[np.bool_]) -> TableState:
-        """Return the rows and the counted ids that are marked, and what was removed."""
-        return self._taken({"": mine, "counted": counted, "removed": slice(None)})
+    def only(self, rows: Any, counted: Any) -> TableState:
+        """Return the rows and the counted ids of these masks or slices, and what was removed."""
+        return self._taken({"": rows, "counted": counted, "removed": slice(None)})
+
+
+def order_of(tables: npt.NDArray[np.integer], ids: Int64s) -> npt.NDArray[np.intp]:
+    """Return what sorts distinct (table, id) by table, then id; NumPy's `lexsort` takes three times as long.
+
+    Args:
+        tables, ids: (n,), table numbers below 2^15, and ids.
+    """
+    order = np.argsort(ids)
+    if len(tables) and tables.min() < tables.max():
+        of = tables[order].astype(np.int16)  # NumPy sorts these by radix
+        order = order[np.argsort(of, kind="stable")]
+    return order
 
 
 def joined(states: Iterable[TableState]) -> TableState:

@@ -1,0 +1,150 @@
+"""How many rows of each table a shard may have, and which ones when there are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from steepest.errors import ConfigurationError
+from steepest.tables.eviction import LRU
+from steepest.tables.kernels import Int32s, Int64s
+from steepest.tables.state import TableState
+from steepest.tables.table import Table
+
+Places = npt.NDArray[np.intp]
+_BOUNDLESS = 2**62  # more rows than there can be
+
+
+class Plan(NamedTuple):
+    """What a push does to ids that have no rows.
+
+    Attributes:
+        admitted: which of these ids get a row.
+        wanted: rows to make, by table.
+        refused: ids for whose rows there is no room, by table.
+        excess: rows to evict, by table.
+    """
+
+    admitted: npt.NDArray[np.bool_]
+    wanted: Int64s
+    refused: Int64s
+    excess: Int64s
+
+
+class Capacities:
+    """The capacities of a shard's tables.
+
+    Attributes:
+        rows: of each table at most, 2^62 without a capacity.
+        most: rows of all tables at most, None where a table has no capacity.
+        told: which tables have a capacity and no filter, so that a push makes rows for all its ids.
+    """
+
+    def __init__(self, tables: Sequence[Table], num_shards: int) -> None:
+        """Divide capacities among shards, rounded up."""
+        self._tables = tables
+        self.rows: Int64s = np.array(
+            [
+                _BOUNDLESS if table.capacity is None else -(-table.capacity // num_shards)
+                for table in tables
+            ],
+            np.int64,
+        )
+        limited = self.rows < _BOUNDLESS
+        self.most = int(self.rows.sum()) if limited.all() else None
+        self._evicts = np.array([table.eviction is not None for table in tables])
+        filtered = np.array([table.admission is not None for table in tables])
+        self.told = limited & ~filtered
+
+    def room(self, known: Int64s, alive: Int64s) -> Int64s:
+        """Return how many rows a push can add to each table.
+
+        A table that evicts can lose all rows that the push does not update.
+
+        Args:
+            known: rows that the push updates, by table.
+            alive: rows that there are, by table.
+        """
+        return self.rows - np.where(self._evicts, known, alive)
+
+    def require(self, wanted: Int64s, known: Int64s, alive: Int64s) -> None:
+        """Check that there is room for the rows that a push adds.
+
+        Args:
+            wanted: rows that it adds, by table.
+            known, alive: as for `room`.
+
+        Raises:
+            ConfigurationError: there is not.
+        """
+        for table in map(int, np.flatnonzero(wanted > self.room(known, alive))):
+            name = self._tables[table].name
+            if not self._evicts[table]:
+                raise ConfigurationError(
+                    f"table {name!r} has {alive[table]} rows here and a push adds {wanted[table]}: its "
+                    f"capacity is {self.rows[table]}; raise it, or give eviction=LRU() or LFU()"
+                )
+            raise ConfigurationError(
+                f"a push has {known[table] + wanted[table]} ids of table {name!r}: its capacity here is "
+                f"{self.rows[table]} rows; raise it, or make batches smaller"
+            )
+
+    def fit(
+        self, tables: Int32s, admitted: npt.NDArray[np.bool_], known: Int64s, alive: Int64s
+    ) -> Plan:
+        """Return a plan in which the first ids that fit get rows.
+
+        Args:
+            tables: of the ids without rows.
+            admitted: which of them are admitted.
+            known, alive: as for `room`.
+        """
+        admitted = admitted.copy()
+        wanted = np.bincount(tables[admitted], minlength=len(alive))
+        made = np.minimum(wanted, self.room(known, alive))
+        for table in np.flatnonzero(made < wanted):
+            admitted[np.flatnonzero(admitted & (tables == table))[made[table] :]] = False
+        excess = (alive + made - self.rows).clip(0)
+        return Plan(admitted, made, wanted - made, excess)
+
+    def most_used(self, states: Sequence[TableState], mine: Sequence[Places]) -> list[Places]:
+        """Return which rows of states stay when tables are filled up to their capacities.
+
+        Args:
+            states: of several shards.
+            mine: which rows of each are of this shard.
+
+        Raises:
+            ConfigurationError: a table that does not evict has more rows than its capacity.
+        """
+        tables = _taken("tables", states, mine)
+        held = np.bincount(tables, minlength=len(self.rows))
+        over = np.flatnonzero(held > self.rows)
+        if not len(over):
+            return list(mine)
+        keep, ids = np.ones(len(tables), np.bool_), _taken("ids", states, mine)
+        for table in map(int, over):
+            described, rows = self._tables[table], self.rows[table]
+            if not self._evicts[table]:
+                raise ConfigurationError(
+                    f"table {described.name!r} has {held[table]} rows here, its capacity is {rows}: raise "
+                    "it, or give eviction=LRU() or LFU()"
+                )
+            by_age = isinstance(described.eviction, LRU)
+            uses = _taken("written" if by_age else "sightings", states, mine)
+            of = np.flatnonzero(tables == table)
+            keep[of[np.lexsort((ids[of], uses[of]))[: held[table] - rows]]] = False
+        parts = np.split(keep, np.cumsum([len(places) for places in mine])[:-1])
+        return [places[part] for places, part in zip(mine, parts, strict=True)]
+
+
+def _taken(
+    name: str, states: Sequence[TableState], mine: Sequence[Places]
+) -> npt.NDArray[np.integer]:
+    """Return an array of states, only what is `mine` of each, as one."""
+    parts = [getattr(state, name)[places] for state, places in zip(states, mine, strict=True)]
+    found: npt.NDArray[np.integer] = np.concatenate(parts)
+    return found
