@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steepest.errors import ResourcesError
-from steepest.tables.hashing import Distinct, add_up, shard_of
+from steepest.tables.hashing import Distinct, add_up, mix, shard_of
 from steepest.tables.index import BUCKETS, Index
 from steepest.tables.kernels import kernel
 from steepest.tables.memory import Reserved
@@ -48,6 +48,38 @@ def test_an_index_is_as_a_dict(turns: list[tuple[bool, list[tuple[int, int]]]]) 
     tables, ids, rows = index.entries()
     entries = zip(tables.tolist(), ids.tolist(), rows.tolist(), strict=True)
     assert {(table, key): row for table, key, row in entries} == model
+
+
+@kernel
+def _first_bits(ids: Any, bits: Any) -> None:
+    for at in range(len(ids)):
+        bits[at] = mix(np.uint64(ids[at])) & np.uint64(BUCKETS - 1)
+
+
+def of_one_bucket(count: int) -> list[int]:
+    """0, and other ids that an index keeps in its bucket as long as there is room."""
+    ids = np.arange(count * BUCKETS)
+    bits = np.empty(len(ids), np.int64)
+    _first_bits(ids, bits)
+    found: list[int] = ids[bits == bits[0]].tolist()
+    return found
+
+
+@given(st.data())
+def test_ids_of_one_bucket_come_and_go(data: st.DataObject) -> None:
+    ids = of_one_bucket(9)
+    assert ids[0] == 0
+    assert len(ids) > 5  # entries of a bucket
+    index, model = Index(1, 10_000), dict[tuple[int, int], int]()
+    for row, key in enumerate(data.draw(st.lists(st.sampled_from(ids), max_size=30))):
+        if (0, key) in model:
+            del model[0, key]
+            index.remove(*columns([(0, key)]))
+        else:
+            model[0, key] = row
+            index.insert(*columns([(0, key)]), np.array([row], np.int32))
+        every = [(0, key) for key in ids]
+        assert index.find(*columns(every))[0].tolist() == [model.get(key, -1) for key in every]
 
 
 @pytest.mark.parametrize("kind", ["counted", "random", "multiples"])

@@ -74,11 +74,23 @@ def _segment(hashed: np.uint64, table: np.int32, index: Segments) -> np.int64:
 
 @inlined
 def _row_in(bucket: np.int64, key: np.int64, index: Segments) -> np.int32:
-    """Return the row number plus one of an id in a bucket, or 0; without a branch to predict."""
-    row: np.int32 = np.int32(0)
-    for entry in range(ENTRIES):
-        row |= index.rows[bucket, _ROWS + entry] * np.int32(index.keys[bucket, entry] == key)
-    return row
+    """Return the row number plus one of an id in a bucket, or 0; without a branch to predict.
+
+    An entry without a row may still have the id, but stands behind the entry that has both: that one
+    was the first without a row when the id was entered.
+    """
+    place = _PASSED
+    for entry in range(ENTRIES - 1, -1, -1):
+        place = _ROWS + entry if index.keys[bucket, entry] == key else place
+    row: np.int32 = index.rows[bucket, place]
+    return row if place != _PASSED else np.int32(0)
+
+
+@inlined
+def _next(bucket: np.int64) -> np.int64:
+    """Return the bucket of the same segment to which entries go that a bucket has no room for."""
+    following: np.int64 = (bucket & ~(BUCKETS - 1)) + ((bucket + 1) & (BUCKETS - 1))
+    return following
 
 
 @inlined
@@ -86,7 +98,7 @@ def _row_beyond(bucket: np.int64, key: np.int64, index: Segments) -> np.int32:
     """Return the row number plus one of an id that is not in its first bucket, or 0."""
     row: np.int32 = np.int32(0)
     while row == 0 and index.rows[bucket, _PASSED] != 0:
-        bucket = (bucket & ~(BUCKETS - 1)) + ((bucket + 1) & (BUCKETS - 1))
+        bucket = _next(bucket)
         row = _row_in(bucket, key, index)
     return row
 
@@ -115,6 +127,8 @@ def _find(tables: Int32s, ids: Int64s, index: Segments, found: Int32s) -> tuple[
             found[begin + at] = row - 1
             rest[left] = at
             left += np.int64(row == 0)
+        for turn in range(left):
+            read += index.keys[_next(buckets[rest[turn]]), 0]
         for turn in range(left):
             at = rest[turn]
             row = _row_beyond(buckets[at], ids[begin + at], index)
