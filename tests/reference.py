@@ -49,6 +49,7 @@ class Task:
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     learning_rate: Callable[[int], float] | None = None
     metrics: Mapping[str, Callable[..., Any]] | None = None
+    table_shards: int = 2
 
     def creator(self) -> ModelCreator:
         """A `model_creator`."""
@@ -63,6 +64,7 @@ class Task:
                 lr_scheduler=self.lr_scheduler,
                 learning_rate=self.learning_rate,
                 metrics=self.metrics,
+                table_shards=self.table_shards,
             )
 
         return create
