@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steepest.checkpoint.files import assemble
 from steepest.models.embedding import Embedding, EmbeddingBag
 from steepest.tables.row_optimizers import SGD
 from steepest.tables.table import Table
-from tests.reference import Task, samples, sgd
+from steepest.testing import InProcessCluster
+from tests.reference import Task, same_bits, samples, sgd
 
 ROWS, DIM = 20, 3  # ids are below ROWS
 BAG = 4  # items of a sample
@@ -59,3 +61,17 @@ def table_task(optimizer: Any = None, data: Any = None, batch_size: int = 2, **t
     optimizer = optimizer or sgd(momentum=0.9)
     data = clicks() if data is None else data
     return Task(lambda: with_tables(**tables), optimizer, data, batch_size=batch_size)
+
+
+def rows_of(cluster: InProcessCluster) -> dict[str, Tensor]:
+    """All that servers know of rows, by "shard/array": what a checkpoint has of them."""
+    layout = cluster.job.description.layout
+    records = cluster.snapshot("state").records
+    return {
+        name: value for name, value in assemble(layout, records)[0].items() if "tables/" in name
+    }
+
+
+def same_rows(rows: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Whether two jobs know the same of rows, to the bit."""
+    return len(rows) > 0 and same_bits(rows, expected)

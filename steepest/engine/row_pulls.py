@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,8 +17,27 @@ from steepest.messages.rows import PullRows, Rows
 if TYPE_CHECKING:
     from steepest.engine.table_chunk import TableChunk
     from steepest.tables.dealing import Dealing
+    from steepest.tables.kernels import Int32s, Int64s
+    from steepest.tables.table import Table
 
 _MOST_WAITING = 64  # pulls of one worker
+
+
+class _Wanted(NamedTuple):
+    """What a pull asks for.
+
+    Attributes:
+        pull: the request.
+        tables, ids: (n,), table numbers and ids.
+        parts: shards of the group with some of them, and which of them.
+        one: a table of the group.
+    """
+
+    pull: PullRows
+    tables: Int32s
+    ids: Int64s
+    parts: list[tuple[int, slice]]
+    one: Table
 
 
 class RowPulls:
@@ -42,7 +61,7 @@ class RowPulls:
         self._tables = tables
         self._chunks = chunks
         self._send = send
-        self._waiting: list[tuple[Peer, PullRows]] = []
+        self._waiting: list[tuple[Peer, _Wanted]] = []
 
     def receive(self, source: Peer, pull: PullRows, at: Key) -> None:
         """Answer a pull, or keep it until its version is here; one of an old generation is dropped.
@@ -56,60 +75,84 @@ class RowPulls:
             ProtocolError: it asks for rows that this server does not hold, or the worker has asked
                 too often.
         """
-        if (pull.generation, pull.version) > at:
-            if sum(peer == source for peer, _ in self._waiting) >= _MOST_WAITING:
-                raise ProtocolError(f"{source} has {_MOST_WAITING} pulls of rows that wait")
-            self._waiting.append((source, pull))
-        elif pull.generation == at[0]:
-            self._answer(source, pull, at)
+        if pull.generation >= at[0]:
+            self._answer_in_time(source, self._checked(pull), at)
 
     def answer(self, at: Key) -> None:
         """Answer the pulls whose version is here now."""
         waiting, self._waiting = self._waiting, []
-        for source, pull in waiting:
-            self.receive(source, pull, at)
+        for source, wanted in waiting:
+            if wanted.pull.generation >= at[0]:
+                self._answer_in_time(source, wanted, at)
 
     def lost(self, peer: Peer) -> None:
         """Forget the pulls of a peer that is lost."""
-        self._waiting = [(source, pull) for source, pull in self._waiting if source != peer]
+        self._waiting = [(source, wanted) for source, wanted in self._waiting if source != peer]
 
-    def _answer(self, source: Peer, pull: PullRows, at: Key) -> None:
+    def _answer_in_time(self, source: Peer, wanted: _Wanted, at: Key) -> None:
+        """Answer a pull, or keep it."""
+        pull = wanted.pull
+        if (pull.generation, pull.version) <= at:
+            self._answer(source, wanted, at)
+            return
+        if sum(peer == source for peer, _ in self._waiting) >= _MOST_WAITING:
+            raise ProtocolError(f"{source} has {_MOST_WAITING} pulls of rows that wait")
+        self._waiting.append((source, wanted))
+
+    def _answer(self, source: Peer, wanted: _Wanted, at: Key) -> None:
         generation, version = at
         refused, values = "", None
         try:
-            values = self._values(pull)
+            values = self._values(wanted)
         except ConfigurationError as error:
             refused = str(error)
-        answer = Rows(generation, pull.sequence, version, refused, values)
+        answer = Rows(generation, wanted.pull.sequence, version, refused, values)
         self._send(source, answer.pack())
 
-    def _values(self, pull: PullRows) -> torch.Tensor | None:
-        """Return the values of the rows of a pull, flat bytes; None of no rows.
+    def _checked(self, pull: PullRows) -> _Wanted:
+        """Return what a pull asks for.
 
         Raises:
-            ConfigurationError: a table has no room for them.
-            ProtocolError: this server does not hold them.
+            ProtocolError: this server does not hold that.
         """
+        from steepest.tables.checks import require_keys
         from steepest.tables.gradients import unpack_keys
 
         dealing = self._tables
         if dealing is None or pull.group >= len(dealing.groups):
             raise ProtocolError(f"a pull from group {pull.group} of tables, which is not there")
-        if pull.payload is None:
-            return None
-        tables, ids = unpack_keys(pull.payload.numpy())
+        group = dealing.groups[pull.group]
+        packed = np.empty(0, np.uint8) if pull.payload is None else pull.payload.numpy()
+        try:
+            keys = unpack_keys(packed)
+            tables, ids = require_keys(*keys, [table.name for table in group])
+        except ConfigurationError as error:
+            raise ProtocolError(f"a pull of rows: {error}") from error
         order, begins = dealing.deal(tables, ids)
         if not np.array_equal(order, np.arange(len(order))):
             raise ProtocolError("a pull of rows that are not in the order of their shards")
-        one = dealing.groups[pull.group][0]
-        values = np.empty((len(ids), one.dim), one.dtype)
-        for shard in np.flatnonzero(np.diff(begins)):
-            held = self._chunks.get(dealing.chunk(pull.group, int(shard)))
-            if held is None:
+        shards = np.flatnonzero(np.diff(begins))
+        for shard in map(int, shards):
+            if dealing.chunk(pull.group, shard) not in self._chunks:
                 raise ProtocolError(f"server {self._server} does not hold shard {shard} of tables")
+        parts = [(int(shard), slice(begins[shard], begins[shard + 1])) for shard in shards]
+        return _Wanted(pull, tables, ids, parts, group[0])
+
+    def _values(self, wanted: _Wanted) -> torch.Tensor | None:
+        """Return the values of the rows of a pull, flat bytes; None of no rows.
+
+        Raises:
+            ConfigurationError: a table has no room for them.
+        """
+        assert self._tables is not None
+        if not wanted.parts:
+            return None
+        values = np.empty((len(wanted.ids), wanted.one.dim), wanted.one.dtype)
+        for shard, part in wanted.parts:
+            held = self._chunks[self._tables.chunk(wanted.pull.group, shard)]
             rows = cast("TableChunk", held).rows
-            part = slice(begins[shard], begins[shard + 1])
-            if pull.training:
-                rows.require_room(tables[part], ids[part])
-            rows.pull(tables[part], ids[part], out=values[part])
+            keys = wanted.tables[part], wanted.ids[part]
+            if wanted.pull.training:
+                rows.require_room(*keys)
+            rows.pull(*keys, out=values[part])
         return torch.from_numpy(values.reshape(-1).view(np.uint8))

@@ -16,7 +16,6 @@ from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.messages.message import PushId
 from steepest.optim.spec import Hyperparameters
-from steepest.tables.checks import require_keys
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added, require_rows
 from steepest.tables.shard import TableShard
@@ -79,12 +78,13 @@ class TableChunk(StagedChunk):
         """Return None: gradients of rows travel as they are.
 
         Raises:
-            ProtocolError: a payload names rows that no table of this shard can have.
+            ProtocolError: a payload names rows that this shard cannot have, or one of them twice.
         """
         if payload is not None:
-            found = self._unpacked(payload)
+            shards = self._dealing.num_shards
             try:
-                require_keys(found.tables, found.ids, self._table_names)
+                found = self._unpacked(payload)
+                found.require(self._table_names, self._dealing.shard_of(self.chunk.index), shards)
             except ConfigurationError as error:
                 raise ProtocolError(f"gradients of rows of {self._name}: {error}") from error
         return None

@@ -69,6 +69,10 @@ class Dealing:
         """Return the group of which a chunk is a shard."""
         return (chunk - self.first) // self.num_shards
 
+    def shard_of(self, chunk: int) -> int:
+        """Return which shard of its group a chunk is."""
+        return (chunk - self.first) % self.num_shards
+
     def description(self) -> list[list[str | int]]:
         """Return what a state of these tables must have in common with them, for checkpoints.
 

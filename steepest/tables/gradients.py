@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
-from steepest.tables.hashing import Distinct, add_up
+from steepest.tables.checks import require_keys
+from steepest.tables.hashing import Distinct, add_up, shard_of
 from steepest.tables.kernels import Floats, Int32s, Int64s
 
 Bytes = npt.NDArray[np.uint8]
@@ -59,6 +60,28 @@ class RowGradients:
             sightings.view(np.int32),
         )
 
+    def require(self, names: Sequence[str], shard: int, num_shards: int) -> None:
+        """Check that the rows are distinct, and such as one shard of some tables can have.
+
+        Args:
+            names: of the tables.
+            shard, num_shards: which of how many shards it is.
+
+        Raises:
+            ConfigurationError: they are not.
+        """
+        require_keys(self.tables, self.ids, names)
+        if len(self) and self.sightings.min() < 1:
+            raise ConfigurationError(f"sightings hold {self.sightings.min()}: give at least 1")
+        others = np.flatnonzero(shard_of(self.tables, self.ids, num_shards) != shard)
+        if len(others):
+            raise ConfigurationError(
+                f"id {self.ids[others[0]]} is of another one of {num_shards} shards than {shard}"
+            )
+        counts = Distinct(self.tables, self.ids).counts
+        if len(counts) < len(self):
+            raise ConfigurationError(f"of {len(self)} ids only {len(counts)} are distinct")
+
     def taken(self, which: Any) -> RowGradients:
         """Return some of the rows, by an index of NumPy's."""
         parts = (self.tables, self.ids, self.gradients, self.sightings)
@@ -68,7 +91,8 @@ class RowGradients:
         """Return the gradients times a factor."""
         if factor == 1.0:
             return self
-        return replace(self, gradients=self.gradients * self.gradients.dtype.type(factor))
+        with np.errstate(over="ignore", invalid="ignore"):  # a check for infinity follows
+            return replace(self, gradients=self.gradients * self.gradients.dtype.type(factor))
 
 
 def added(parts: Sequence[RowGradients]) -> RowGradients:

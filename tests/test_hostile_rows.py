@@ -1,0 +1,186 @@
+"""Messages about rows that no worker and no client would send: each is refused, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from steepest.messages.message import Kind, Message
+from steepest.tables.gradients import RowGradients, pack_keys, unpack_keys
+from steepest.tables.hashing import shard_of
+from steepest.tensors.memory import as_tensor, clone
+from steepest.testing import InProcessCluster
+from tests.fuzzing import copied, processes
+from tests.modes import make, trained
+from tests.table_tasks import DIM, rows_of, same_rows, table_task
+
+STEPS = 3
+USERS = (2, 3)  # the chunks that are shards of the table of users
+Change = Callable[[RowGradients], RowGradients]
+
+
+def changed(rows: RowGradients, **arrays: Any) -> RowGradients:
+    """The same with one item of some arrays set."""
+    return replace(
+        rows, **{name: np.concatenate([[v], getattr(rows, name)[1:]]) for name, v in arrays.items()}
+    )
+
+
+def twice(rows: RowGradients) -> RowGradients:
+    return rows.taken(np.arange(len(rows) + 1) % len(rows))
+
+
+def of_another_shard(rows: RowGradients) -> RowGradients:
+    (own,) = set(shard_of(rows.tables, rows.ids, 2).tolist())
+    ids = np.arange(100, 200)
+    other = ids[shard_of(np.zeros(100, np.int32), ids, 2) != own][0]
+    return changed(rows, ids=other)
+
+
+PUSHES: dict[str, Change] = {
+    "an id twice": twice,
+    "an id of another shard": of_another_shard,
+    "a negative id": lambda rows: changed(rows, ids=-1),
+    "a table too many": lambda rows: changed(rows, tables=np.int32(1)),
+    "a negative table": lambda rows: changed(rows, tables=np.int32(-1)),
+    "no sightings": lambda rows: changed(rows, sightings=np.int32(0)),
+    "negative sightings": lambda rows: changed(rows, sightings=np.int32(-(2**31))),
+}
+
+
+def job(name: str, servers: int = 2) -> InProcessCluster:
+    return make(name, table_task(), workers=2, servers=servers)
+
+
+def refused(cluster: InProcessCluster) -> int:
+    """The messages that all processes have refused."""
+    return sum(process.refused() for process in processes(cluster.network))
+
+
+class Beside:
+    """Sends one wrong message in front of the first right one that it can be made of."""
+
+    def __init__(self, cluster: InProcessCluster, wrong: Callable[[Message], Message | None]):
+        self.done = False
+        self._wrong = wrong
+        cluster.network.filter = self
+
+    def __call__(self, message: Message) -> Sequence[Message]:
+        found = None if self.done else self._wrong(message)
+        self.done |= found is not None
+        return [message] if found is None else [found, message]
+
+
+def pushed(change: Change) -> Callable[[Message], Message | None]:
+    """Makes a wrong push of one with rows of the first group of tables."""
+
+    def wrong(message: Message) -> Message | None:
+        if message.kind is not Kind.PUSH or message.payload is None or message.chunk not in USERS:
+            return None
+        found = copied(message)
+        rows = RowGradients.unpack(as_tensor(clone(message.payload)).numpy(), DIM, "float64")
+        found.payload = torch.from_numpy(change(rows).pack())
+        return found
+
+    return wrong
+
+
+def unharmed(
+    name: str,
+    wrong: Callable[[Message], Message | None],
+    caplog: pytest.LogCaptureFixture,
+    servers: int = 2,
+) -> None:
+    """A wrong message is refused, and the job trains as without it."""
+    expected = job(name, servers)
+    trained(expected, STEPS)
+    cluster = job(name, servers)
+    beside = Beside(cluster, wrong)
+    trained(cluster, STEPS)
+    assert beside.done
+    assert refused(cluster) == 1
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
+    assert same_rows(rows_of(cluster), rows_of(expected))
+
+
+Keys = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+MANY = np.zeros(20, np.int32), np.arange(20)
+BY_SHARD = np.argsort(shard_of(*MANY, 2), kind="stable")
+
+PULLS: dict[str, Callable[[Keys], Keys]] = {
+    "keys in another order than their shards": lambda keys: (MANY[0], MANY[1][BY_SHARD[::-1]]),
+    "a negative id": lambda keys: (keys[0], np.concatenate([[-1], keys[1][1:]])),
+    "a table too many": lambda keys: (keys[0] + np.int32(1), keys[1]),
+    "a negative table": lambda keys: (keys[0] - np.int32(1), keys[1]),
+}
+
+
+def pulled(
+    change: Callable[[Keys], Keys] = lambda keys: keys, **header: Any
+) -> Callable[[Message], Message | None]:
+    """Makes a wrong pull of one of the first group of tables."""
+
+    def wrong(message: Message) -> Message | None:
+        if message.kind is not Kind.PULL_ROWS or message.values()["group"] != 0:
+            return None
+        found = copied(message)
+        found.sequence += 1000
+        tables, ids = change(unpack_keys(as_tensor(clone(message.payload)).numpy()))
+        found.payload = torch.from_numpy(pack_keys(np.sort(tables), ids))
+        for name, value in header.items():
+            setattr(found, name, value)
+        return found
+
+    return wrong
+
+
+def without_a_byte(message: Message) -> Message | None:
+    found = pulled()(message)
+    if found is not None:
+        found.payload = found.payload[1:]
+    return found
+
+
+def of_group(group: int) -> Callable[[Message], Message | None]:
+    return pulled(meta={"group": group, "training": True})
+
+
+@pytest.mark.parametrize("what", PULLS)
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_wrong_pull_is_refused_when_it_comes(
+    what: str, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    unharmed("sync", pulled(PULLS[what], version=version), caplog, servers=1)
+
+
+@pytest.mark.parametrize("wrong", [without_a_byte, of_group(2), of_group(2**31)])
+def test_a_pull_of_what_is_not_there_is_refused(
+    wrong: Callable[[Message], Message | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    unharmed("sync", wrong, caplog)
+
+
+def test_a_pull_of_another_servers_rows_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    for version in (0, 2):
+        wrong = pulled(lambda keys: (MANY[0], MANY[1][BY_SHARD]), version=version)
+        unharmed("sync", wrong, caplog)
+
+
+@pytest.mark.parametrize("what", PUSHES)
+def test_a_wrong_push_is_refused(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("sync", "copies", "allreduce"):
+        unharmed(name, pushed(PUSHES[what]), caplog)
+
+
+def test_gradients_that_overflow_are_infinite() -> None:
+    """A weight that is no float32, say, warns nobody: the check for infinity finds it."""
+    ids = np.arange(2)
+    ones = np.ones((2, 3), np.float32)
+    rows = RowGradients(np.zeros(2, np.int32), ids, ones, np.ones(2, np.int32))
+    for factor in (1e30, 1e100):
+        assert np.isinf(rows.times(1e30).times(factor).gradients).all()
