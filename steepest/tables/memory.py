@@ -15,6 +15,7 @@ from steepest.errors import ResourcesError
 
 #: Python 3.10 to 3.12 do not name it.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_SMALL = 1 << 22  # bytes in pages of the usual size, since a few rows would take whole huge pages
 _LEAST = 1 << 26  # bytes; a system that refuses even these has no memory left
 
 
@@ -70,5 +71,5 @@ def _reserve(size: int) -> mmap.mmap:
             continue
         if hasattr(mmap, "MADV_HUGEPAGE"):  # random rows: fewer misses of the address cache
             with contextlib.suppress(OSError):  # a kernel without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
+                memory.madvise(mmap.MADV_HUGEPAGE, _SMALL, size - _SMALL)
         return memory
