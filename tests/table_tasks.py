@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from steepest.checkpoint.files import assemble
-from steepest.models.embedding import Embedding, EmbeddingBag
-from steepest.tables.row_optimizers import SGD
-from steepest.tables.table import Table
+from steepest.data.sampler import SamplePlan
+from steepest.models.embedding import Embedding, EmbeddingBag, tables_of
+from steepest.tables.local import LocalRows
+from steepest.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
+from steepest.tables.table import Table, groups
 from steepest.testing import InProcessCluster
-from tests.reference import Task, same_bits, samples, sgd
+from tests.reference import Task, Weights, same_bits, samples, sgd
 
 ROWS, DIM = 20, 3  # ids are below ROWS
 BAG = 4  # items of a sample
@@ -59,8 +64,100 @@ def with_tables(**settings: Any) -> nn.Module:
 def table_task(optimizer: Any = None, data: Any = None, batch_size: int = 2, **tables: Any) -> Task:
     """The task of that model; keywords of both tables."""
     optimizer = optimizer or sgd(momentum=0.9)
+    if "row_optimizer" in tables:
+        tables["optimizer"] = tables.pop("row_optimizer")
     data = clicks() if data is None else data
     return Task(lambda: with_tables(**tables), optimizer, data, batch_size=batch_size)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An optimizer of rows, and torch's for the same as sparse parameters."""
+
+    ours: RowOptimizer
+    theirs: Callable[[Any], torch.optim.Optimizer]
+
+
+OPTIMIZERS = {
+    "SGD": Rows(SGD(lr=0.3), lambda p: torch.optim.SGD(p, lr=0.3)),
+    "momentum": Rows(
+        SGD(lr=0.2, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, nesterov=True),
+    ),
+    "Adagrad": Rows(Adagrad(lr=0.3), lambda p: torch.optim.Adagrad(p, lr=0.3)),
+    "Adam": Rows(Adam(lr=0.1), lambda p: torch.optim.SparseAdam(p, lr=0.1)),
+}
+
+
+def first_rows(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """The rows of ids 0 to ROWS - 1 of each table before any step, (ROWS, dim)."""
+    return values_of(module, LocalRows(tables_of(module), seed=seed))
+
+
+def values_of(module: nn.Module, source: LocalRows) -> dict[str, Tensor]:
+    """The rows of ids 0 to ROWS - 1 of each table that a source has, (ROWS, dim)."""
+    found = {}
+    for table in tables_of(module):
+        group, number = source.place(table)
+        pulled = source.pull(group, np.full(ROWS, number, np.int32), np.arange(ROWS))
+        found[f"{table.name}.weight"] = torch.tensor(pulled)
+    return found
+
+
+def torchs(sparse: bool = True) -> nn.Module:
+    """The same model with torch's own modules; its first rows are to be set."""
+    options: dict[str, Any] = {"sparse": sparse, "dtype": torch.float64}
+    return Clicks(
+        nn.Embedding(ROWS, DIM, **options), nn.EmbeddingBag(ROWS, 2, mode="mean", **options)
+    )
+
+
+def in_one_process(
+    task: Task, rows: Rows, size: int, steps: int, clip: float | None = None
+) -> Weights:
+    """The weights of torch's model, after so many steps of so many samples with a dense and a sparse optimizer."""
+    torch.manual_seed(0)
+    ours = task.module()
+    first = first_rows(ours)
+    theirs = torchs(sparse=clip is None)
+    theirs.load_state_dict({**first, **ours.state_dict()})
+    dense, sparse = (
+        task.optimizer(theirs.head),
+        rows.theirs([theirs.users.weight, theirs.items.weight]),
+    )
+    plan = SamplePlan(len(task.data[0]), size, 0)
+    for step in range(steps):
+        users, items, target = (
+            column[torch.from_numpy(plan.share(step, 0, 1))] for column in task.data
+        )
+        dense.zero_grad()
+        sparse.zero_grad()
+        task.loss(theirs(users, items), target).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(theirs.parameters(), clip)
+        dense.step()
+        with torch.sparse.check_sparse_tensor_invariants():
+            sparse.step()
+    return {name: value.detach() for name, value in theirs.state_dict().items()}
+
+
+def all_weights(cluster: InProcessCluster, task: Task) -> Weights:
+    """Dense weights by name, and rows 0 to ROWS - 1 of tables as torch's modules name them."""
+    return cluster.weights() | table_values(task, rows_of(cluster))
+
+
+def table_values(task: Task, rows: dict[str, Tensor]) -> Weights:
+    """Rows 0 to ROWS - 1 of each table, of what servers know of rows."""
+    module = task.module()
+    found = first_rows(module)
+    tables = groups(tables_of(module))
+    for shard in range(task.table_shards * len(tables)):
+        group = tables[shard // task.table_shards]
+        part = {name: rows[f"tables/{shard}/{name}"] for name in ("tables", "ids", "values")}
+        for number, table in enumerate(group):
+            mine = part["tables"] == number
+            found[f"{table.name}.weight"][part["ids"][mine]] = part["values"][mine]
+    return found
 
 
 def rows_of(cluster: InProcessCluster) -> dict[str, Tensor]:

@@ -1,0 +1,68 @@
+"""Jobs whose rows lie on servers, against one process with torch's sparse embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from steepest.engine.topology import HostMap
+from tests.modes import TOGETHER, make, trained
+from tests.reference import difference, same_bits
+from tests.table_tasks import (
+    OPTIMIZERS,
+    all_weights,
+    clicks,
+    in_one_process,
+    rows_of,
+    same_rows,
+    table_task,
+)
+
+STEPS = 6
+HOSTS = HostMap((0, 0, 1), (0, 1), gathers=True)
+#: mode, optimizer of rows, workers, devices, servers, and what else is not as usual
+JOBS: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
+    ("sync", "SGD", 1, 1, 1, {}),
+    ("sync", "Adagrad", 1, 2, 2, {"accumulate": 2}),
+    ("sync", "Adam", 2, 2, 3, {}),
+    ("sync", "Adagrad", 3, 1, 1, {"accumulate": 2}),
+    ("sync", "momentum", 2, 1, 2, {}),
+    ("sync", "SGD", 3, 1, 2, {"hosts": HOSTS}),
+    ("sync", "Adam", 3, 2, 2, {"hosts": HOSTS, "accumulate": 2}),
+    ("copies", "Adam", 2, 1, 3, {"global_batch_size": 5}),
+    ("copies", "SGD", 3, 2, 2, {}),
+    ("allreduce", "Adagrad", 2, 1, 2, {"global_batch_size": 7}),
+    ("allreduce", "Adam", 3, 2, 3, {}),
+    ("allreduce", "SGD", 1, 2, 1, {}),
+    ("replicated", "Adagrad", 3, 1, 3, {"accumulate": 2}),
+    ("replicated", "momentum", 2, 2, 2, {}),
+]
+
+
+@pytest.mark.parametrize(("mode", "optimizer", "workers", "devices", "servers", "others"), JOBS)
+def test_a_job_trains_as_torch_does_in_one_process(
+    mode: str, optimizer: str, workers: int, devices: int, servers: int, others: dict[str, Any]
+) -> None:
+    # torch's momentum moves rows that are not in a batch, too: there is but one
+    data = clicks(rows=1) if optimizer == "momentum" else clicks()
+    task = table_task(optimizer=None, data=data, row_optimizer=OPTIMIZERS[optimizer].ours)
+    cluster = make(mode, task, workers, devices, servers, **others)
+    trained(cluster, STEPS)
+    size = others.get("global_batch_size", 2 * workers * devices * others.get("accumulate", 1))
+    expected = in_one_process(task, OPTIMIZERS[optimizer], size, STEPS)
+    assert difference(all_weights(cluster, task), expected) < 1e-12
+    untrained = in_one_process(task, OPTIMIZERS[optimizer], size, 0)
+    assert difference(expected, untrained) > 0.05
+
+
+@pytest.mark.parametrize("mode", TOGETHER)
+def test_rows_are_the_same_bits_at_any_number_of_servers(mode: str) -> None:
+    task = table_task(row_optimizer=OPTIMIZERS["Adam"].ours)
+    expected = make("sync", task, 3, servers=1)
+    trained(expected, STEPS)
+    for servers in (2, 3) if mode == "sync" else (2,):
+        cluster = make(mode, task, 3, servers=servers, shuffle=servers)
+        trained(cluster, STEPS)
+        assert same_bits(cluster.weights(), expected.weights())
+        assert same_rows(rows_of(cluster), rows_of(expected))
