@@ -28,6 +28,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.engine.commit_log import Commit as Commit
     from steepest.engine.commit_log import CommitLog as CommitLog
     from steepest.engine.commit_log import LoggedPush as LoggedPush
+    from steepest.models.embedding import Embedding as Embedding
+    from steepest.models.embedding import EmbeddingBag as EmbeddingBag
+    from steepest.models.embedding import EmbeddingCollection as EmbeddingCollection
+    from steepest.models.embedding import connect as connect
     from steepest.models.numpy import NumpyLogisticRegression as NumpyLogisticRegression
     from steepest.models.protocol import Computed as Computed
     from steepest.models.protocol import Model as Model
@@ -48,6 +52,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.observe.results import StepResult as StepResult
     from steepest.optim.spec import OptimizerSpec as OptimizerSpec
     from steepest.parameter_server.api import ParameterServer as ParameterServer
+    from steepest.tables.table import Table as Table
     from steepest.tensors.layout import ParameterLayout as ParameterLayout
     from steepest.trainer import DistributedSGD as DistributedSGD
 
@@ -64,6 +69,9 @@ _MODULES = {
     "DistributedSGD": "trainer",
     "EarlyStopping": "observe.evaluations",
     "EvaluationResult": "observe.results",
+    "Embedding": "models.embedding",
+    "EmbeddingBag": "models.embedding",
+    "EmbeddingCollection": "models.embedding",
     "Event": "observe.results",
     "FailureConfig": "config.run",
     "History": "observe.history",
@@ -88,15 +96,19 @@ _MODULES = {
     "Staleness": "observe.results",
     "Stats": "observe.results",
     "StepResult": "observe.results",
+    "Table": "tables.table",
     "TensorBoard": "observe.loggers",
     "TopK": "config.compression",
     "TorchModel": "models.torch",
     "Trackio": "observe.loggers",
     "WandB": "observe.loggers",
     "accuracy": "models.torch",
+    "connect": "models.embedding",
     "ring_allreduce": "collectives.ring",
 }
-__all__ = sorted(_MODULES)
+_NEED_NUMBA = {"Embedding", "EmbeddingBag", "EmbeddingCollection", "Table", "connect"}
+# what `from steepest import *` takes can be had without an extra
+__all__ = sorted(_MODULES if find_spec("numba") else _MODULES.keys() - _NEED_NUMBA)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ import pytest
 import ray
 
 import steepest
+import steepest.tables
 from steepest.testing import InProcessCluster, linear_model_creator
 
 ROOT = Path(__file__).parent.parent
@@ -120,10 +121,10 @@ def test_the_example_of_scripted_faults_runs_as_it_stands(
 def test_every_public_name_is_exported_documented_and_in_the_readme_or_architecture() -> None:
     text = (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text()
     text += (ROOT / "docs" / "api.md").read_text()
-    for name in steepest.__all__:
-        public = getattr(steepest, name)
-        assert public.__doc__, f"{name} has no docstring"
-        assert f"`{name}" in text, f"{name} is not documented"
+    for package in (steepest, steepest.tables):
+        for name in package.__all__:
+            assert getattr(package, name).__doc__, f"{name} has no docstring"
+            assert f"`{name}" in text, f"{name} is not documented"
     assert {name for name in dir(steepest) if not name.startswith("_")} == set(steepest.__all__)
 
 

@@ -278,8 +278,11 @@ def test_rows_are_no_parameters() -> None:
 @pytest.mark.parametrize(
     ("use", "said"),
     [
-        (lambda: Embedding(described())(torch.tensor([1])), "has no rows: call connect"),
-        (lambda: Embedding("t"), "table='t': give a steepest.tables.table.Table"),
+        (
+            lambda: Embedding(described())(torch.tensor([1])),
+            "no rows: a trainer .* call steepest.connect",
+        ),
+        (lambda: Embedding("t"), "table='t': give a Table, such as Table\\('users', 16\\)"),
         (lambda: EmbeddingBag(described(), mode="min"), "mode='min': give one of 'sum', 'mean'"),
         (
             lambda: EmbeddingCollection({"a": described("t", 3), "b": described("t", 4)}),
@@ -291,6 +294,14 @@ def test_rows_are_no_parameters() -> None:
             "table 't' is not among",
         ),
         (lambda: LocalRows([], num_shards=0), "num_shards=0"),
+        (lambda: connect(nn.Linear(1, 1)), "module=Linear has no embedding of steepest"),
+        (lambda: Embedding(described(), padding_idx=0.5), "padding_idx=0.5 of table 't': give an"),
+        (lambda: EmbeddingBag(described(), padding_idx=True), "padding_idx=True of table 't'"),
+        (lambda: EmbeddingCollection([described()]), "give a dict of features and Tables"),
+        (
+            lambda: Table("t", 4, optimizer=torch.optim.Adam),
+            r"give Adam\(...\) of steepest.tables$",
+        ),
     ],
 )
 def test_modules_that_cannot_work_are_refused(use: Callable[[], Any], said: str) -> None:
@@ -316,9 +327,28 @@ def test_modules_that_cannot_work_are_refused(use: Callable[[], Any], said: str)
 )
 def test_ids_and_offsets_that_do_not_fit_are_refused(arguments: Any, said: str) -> None:
     ours = EmbeddingBag(described(), mode="sum")
-    connected(ours)
+    connect(ours)
     with pytest.raises(ConfigurationError, match=said):
         ours(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([1, 2], "ids of table 't' are a list: give a tensor of integers"),
+        (torch.tensor([[True]]), "ids of table 't' are of bool: give integers"),
+        (torch.tensor([[2**63]], dtype=torch.uint64), "hold 9223372036854775808: give integers"),
+        (
+            torch.nested.nested_tensor([torch.tensor([1])], layout=torch.jagged),
+            "are a nested tensor: give it to an EmbeddingCollection",
+        ),
+    ],
+)
+def test_what_is_no_tensor_of_ids_is_refused(ids: Any, said: str) -> None:
+    for ours in Embedding(described()), EmbeddingBag(described()):
+        connect(ours)
+        with pytest.raises(ConfigurationError, match=said):
+            ours(ids)
 
 
 def test_bad_features_are_refused() -> None:
@@ -329,6 +359,7 @@ def test_bad_features_are_refused() -> None:
         ({"a": torch.tensor(1)}, r"ids of shape \(\) for feature 'a': give \(B,\)"),
         ({"a": [["x"]]}, "a are of <U1: give integers"),
         ({"a": [[-3]]}, "a hold -3"),
+        (torch.tensor([1]), "ids are a Tensor: give a dict of features"),
     ]:
         with pytest.raises(ConfigurationError, match=said):
             ours(ids)

@@ -8,12 +8,14 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import steepest
+import steepest.tables
 
 TOKEN = bytes(16)
 
@@ -33,19 +35,23 @@ def test_the_package_alone_imports_neither_torch_nor_ray_nor_numpy() -> None:
 
 def test_numba_is_imported_where_tables_are_used_alone() -> None:
     program = (
-        "import sys, steepest, steepest.trainer; assert 'numba' not in sys.modules\n"
-        "import steepest.tables.shard; print('numba' in sys.modules)"
+        "import sys, steepest, steepest.trainer; assert 'steepest.tables' not in sys.modules\n"
+        "import steepest.tables; assert 'numba' not in sys.modules\n"
+        "steepest.tables.LRU; print('numba' in sys.modules)"
     )
     assert run(program) == "True\n"
 
 
 def test_tables_without_numba_say_what_to_install() -> None:
     program = (
-        "import sys\nsys.modules['numba'] = None\n"
-        "try:\n    import steepest.tables.shard\n"
-        "except ValueError as error:\n    print(error)"
+        "import sys\nsys.modules['numba'] = None\nimport steepest, steepest.tables\n"
+        "for name in 'tables.Adam', 'Embedding', 'Table':\n"
+        "    try:\n        eval('steepest.' + name)\n"
+        "    except ValueError as error:\n        print(error)\n"
+        "from steepest import *\nAllreduceStrategy"
     )
-    assert "need numba, which is not installed: pip install 'steepest[embedding]'" in run(program)
+    said = "embedding tables need numba, which is not installed: pip install 'steepest[embedding]'"
+    assert run(program).splitlines() == [said] * 3
 
 
 def test_tables_need_neither_torch_nor_ray() -> None:
@@ -70,15 +76,18 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         _ = steepest.Trainer
     with pytest.raises(ImportError):
         from steepest import Trainer  # noqa: F401
+    with pytest.raises(AttributeError, match="module 'steepest.tables' has no attribute 'AdamW'"):
+        _ = steepest.tables.AdamW
 
 
-def test_type_checkers_see_the_names_that_python_sees() -> None:
-    tree = ast.parse(Path(steepest.__file__).read_text())
+@pytest.mark.parametrize("package", [steepest, steepest.tables])
+def test_type_checkers_see_the_names_that_python_sees(package: ModuleType) -> None:
+    tree = ast.parse(Path(str(package.__file__)).read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     seen = {(alias.asname, node.module) for node in imports for alias in node.names if alias.asname}
-    assert {name for name, _ in seen} == set(steepest.__all__)
+    assert {name for name, _ in seen} == set(package.__all__) < set(dir(package))
     for name, module in seen:
-        assert getattr(steepest, name) is getattr(sys.modules[str(module)], name)
+        assert getattr(package, name) is getattr(sys.modules[str(module)], name)
 
 
 # -- users of a parameter server ---------------------------------------------------------------------

@@ -440,7 +440,7 @@ def test_ids_are_admitted_by_chance(probability: float) -> None:
         (lambda: table(capacity=3, eviction="lru"), r"eviction='lru' .* give LRU\(\), LFU\(\)"),
         (
             lambda: table(admission=3),
-            "admission=3 of table 't': give one of steepest.tables.admission",
+            "admission=3 of table 't': give CounterFilter",
         ),
         (lambda: table(evict=LRU()), "give a tuple of at most one GlobalStepEvict"),
         (

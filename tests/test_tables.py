@@ -422,7 +422,7 @@ def test_bad_pushes_are_refused_and_change_nothing() -> None:
         ({"name": ""}, "name='': give a table a name"),
         ({"dim": 0}, "dim of table 't'=0: give an integer of at least 1"),
         ({"dtype": "float16"}, "dtype='float16' of table 't': give 'float32' or 'float64'"),
-        ({"initial": 0.1}, "initial=0.1 of table 't': give one of steepest.tables.initial"),
+        ({"initial": 0.1}, "initial=0.1 of table 't': give Normal"),
         ({"optimizer": torch.optim.Adagrad}, r"torch.optim.adagrad.Adagrad for .* give Adagrad\("),
         ({"optimizer": torch.optim.SparseAdam}, r"row by row, where they lie; give Adam\("),
         ({"optimizer": torch.optim.LBFGS}, "give one of SGD, Adagrad, RowWiseAdagrad, Adam, FTRL"),

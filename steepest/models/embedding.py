@@ -7,7 +7,8 @@ table's updates them with what a backward pass pushes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from numbers import Integral
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_ids
 from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
+from steepest.tables.local import LocalRows
 from steepest.tables.pooling import Bags
 from steepest.tables.table import Table, merged
 
@@ -38,6 +40,9 @@ class RowSource(Protocol):
         self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
     ) -> None:
         """Take the summed gradients of distinct ids, (n, dim), and how often each was in the batch."""
+
+
+Source = TypeVar("Source", bound=RowSource)
 
 
 class _Rows(torch.autograd.Function):
@@ -92,7 +97,9 @@ class TableModule(nn.Module):
         super().__init__()
         for table in tables:
             if not isinstance(table, Table):
-                raise ConfigurationError(f"table={table!r:.80}: give a steepest.tables.table.Table")
+                raise ConfigurationError(
+                    f"table={table!r:.80}: give a Table, such as Table('users', 16)"
+                )
         self.tables = merged(tables)
         self._source: RowSource | None = None
         self._places: dict[str, tuple[int, int]] = {}
@@ -122,8 +129,8 @@ class TableModule(nn.Module):
         """
         if self._source is None:
             raise ConfigurationError(
-                f"{type(self).__name__}({self.extra_repr()}) has no rows: call connect(module, source) "
-                "before the first forward pass"
+                f"{type(self).__name__}({self.extra_repr()}) has no rows: a trainer gives it some "
+                "when the job begins; for a loop of your own call steepest.connect(module) before"
             )
         places = [self._places[table.name] for table, _ in wanted]
         found = []
@@ -175,14 +182,47 @@ def tables_of(module: nn.Module) -> tuple[Table, ...]:
     return merged(table for part in _parts(module) for table in part.tables)
 
 
-def connect(module: nn.Module, source: RowSource) -> None:
-    """Let all submodules use rows of a source.
+@overload
+def connect(module: nn.Module) -> LocalRows: ...
+
+
+@overload
+def connect(module: nn.Module, source: Source) -> Source: ...
+
+
+def connect(module: nn.Module, source: Any = None) -> Any:
+    """Let the embeddings of a module use rows, for a loop of one's own in one process.
+
+    `TorchModel` does so by itself.
+
+    Args:
+        module: with embeddings among its submodules.
+        source: of rows; by default new ones of all the module's tables, in this process.
+
+    Returns:
+        The source. Call `step()` of `steepest.tables.LocalRows` where an optimizer's is called.
 
     Raises:
-        ConfigurationError: it has not their tables.
+        ConfigurationError: the source has not the module's tables, or the module has none.
+
+    Example:
+        >>> import torch
+        >>> from steepest import Embedding, Table, connect
+        >>> users = Embedding(Table("users", 4))
+        >>> rows = connect(users)
+        >>> users(torch.tensor([7, 2**40])).sum().backward()
+        >>> rows.step()
+        1
     """
+    if not isinstance(module, nn.Module) or next(_parts(module), None) is None:
+        raise ConfigurationError(
+            f"module={type(module).__name__} has no embedding of steepest among its submodules: "
+            "give a torch.nn.Module that has"
+        )
+    found = LocalRows(tables_of(module)) if source is None else source
     for part in _parts(module):
-        part.connect(source)
+        part.connect(found)
+    return found
 
 
 def _parts(module: nn.Module) -> Iterator[TableModule]:
@@ -199,12 +239,12 @@ class Embedding(TableModule):
 
     def __init__(self, table: Table, *, padding_idx: int | None = None) -> None:
         super().__init__([table])
-        self.padding_idx = padding_idx
+        self.padding_idx = _require_padding(table, padding_idx)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings of ids of any shape: their shape, and the table's dimension."""
         (table,) = self.tables
-        flat = ids.reshape(-1)
+        flat = _require_tensor(table, ids).reshape(-1)
         kept = None if self.padding_idx is None else flat != self.padding_idx
         ((_, rows, inverse),) = self._look_up([(table, flat if kept is None else flat[kept])])
         values = _apart(rows, inverse)
@@ -233,7 +273,8 @@ class EmbeddingBag(TableModule):
     ) -> None:
         super().__init__([table])
         self.mode = _require_mode(mode, "sum", "mean", "max")
-        self.padding_idx, self.include_last_offset = padding_idx, include_last_offset
+        self.padding_idx = _require_padding(table, padding_idx)
+        self.include_last_offset = include_last_offset
 
     def forward(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -249,7 +290,7 @@ class EmbeddingBag(TableModule):
             ConfigurationError: shapes do not fit.
         """
         (table,) = self.tables
-        flat, bounds = _bags(ids, offsets, self.include_last_offset)
+        flat, bounds = _bags(_require_tensor(table, ids), offsets, self.include_last_offset)
         weights = per_sample_weights
         if weights is not None:
             if self.mode != "sum" or weights.shape != ids.shape:
@@ -276,6 +317,8 @@ class EmbeddingCollection(TableModule):
     """
 
     def __init__(self, tables: Mapping[str, Table], *, mode: str | None = "sum") -> None:
+        if not isinstance(tables, Mapping):
+            raise ConfigurationError(f"tables={tables!r:.80}: give a dict of features and Tables")
         super().__init__(list(tables.values()))
         self.mode = None if mode is None else _require_mode(mode, "sum", "mean", "max")
         self._features = dict(tables)
@@ -294,6 +337,10 @@ class EmbeddingCollection(TableModule):
         Raises:
             ConfigurationError: a feature is not known, or its ids are not so.
         """
+        if not isinstance(ids, Mapping):
+            raise ConfigurationError(
+                f"ids are a {type(ids).__name__}: give a dict of features and their ids"
+            )
         unknown = [name for name in ids if name not in self._features]
         if unknown:
             raise ConfigurationError(
@@ -342,6 +389,33 @@ def _require_mode(mode: str, *allowed: str) -> str:
     if mode not in allowed:
         raise ConfigurationError(f"mode={mode!r}: give one of {', '.join(map(repr, allowed))}")
     return mode
+
+
+def _require_padding(table: Table, padding_idx: Any) -> int | None:
+    known = padding_idx is None or isinstance(padding_idx, Integral)
+    if not known or isinstance(padding_idx, bool):
+        raise ConfigurationError(
+            f"padding_idx={padding_idx!r:.80} of table {table.name!r}: give an integer or None"
+        )
+    return cast("int | None", padding_idx)
+
+
+def _require_tensor(table: Table, ids: Any) -> Tensor:
+    """Return ids that are one tensor.
+
+    Raises:
+        ConfigurationError: they are not, or it is a nested one.
+    """
+    if not isinstance(ids, Tensor):
+        raise ConfigurationError(
+            f"ids of table {table.name!r} are a {type(ids).__name__}: give a tensor of integers"
+        )
+    if ids.is_nested:
+        raise ConfigurationError(
+            f"ids of table {table.name!r} are a nested tensor: give it to an EmbeddingCollection, "
+            "or its values() with offsets() to an EmbeddingBag"
+        )
+    return ids
 
 
 def _apart(rows: Tensor, inverse: Tensor) -> Tensor:

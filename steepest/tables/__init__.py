@@ -1,5 +1,67 @@
 """Embedding tables: rows that are made when ids are first trained, and updated row by row.
 
-`TableShard` is what one server holds. It needs no Ray, no torch, no sockets; numba, from
-``pip install 'steepest[embedding]'``.
+The names below say what a `Table` is like: how pushes change its rows, how rows begin, which ids
+get one, and which rows go. They are loaded when they are first used.
+
+It needs no Ray, no torch, no sockets; numba, from ``pip install 'steepest[embedding]'``.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
+    from steepest.tables.admission import CBFFilter as CBFFilter
+    from steepest.tables.admission import CounterFilter as CounterFilter
+    from steepest.tables.admission import ProbabilityFilter as ProbabilityFilter
+    from steepest.tables.eviction import LFU as LFU
+    from steepest.tables.eviction import LRU as LRU
+    from steepest.tables.eviction import GlobalStepEvict as GlobalStepEvict
+    from steepest.tables.eviction import L2WeightEvict as L2WeightEvict
+    from steepest.tables.initial import Constant as Constant
+    from steepest.tables.initial import Normal as Normal
+    from steepest.tables.initial import TruncatedNormal as TruncatedNormal
+    from steepest.tables.initial import Uniform as Uniform
+    from steepest.tables.initial import Zeros as Zeros
+    from steepest.tables.local import LocalRows as LocalRows
+    from steepest.tables.row_optimizers import FTRL as FTRL
+    from steepest.tables.row_optimizers import SGD as SGD
+    from steepest.tables.row_optimizers import Adagrad as Adagrad
+    from steepest.tables.row_optimizers import Adam as Adam
+    from steepest.tables.row_optimizers import RowWiseAdagrad as RowWiseAdagrad
+    from steepest.tables.table import Table as Table
+
+_MODULES = {
+    "Adagrad": "row_optimizers",
+    "Adam": "row_optimizers",
+    "CBFFilter": "admission",
+    "Constant": "initial",
+    "CounterFilter": "admission",
+    "FTRL": "row_optimizers",
+    "GlobalStepEvict": "eviction",
+    "L2WeightEvict": "eviction",
+    "LFU": "eviction",
+    "LRU": "eviction",
+    "LocalRows": "local",
+    "Normal": "initial",
+    "ProbabilityFilter": "admission",
+    "RowWiseAdagrad": "row_optimizers",
+    "SGD": "row_optimizers",
+    "Table": "table",
+    "TruncatedNormal": "initial",
+    "Uniform": "initial",
+    "Zeros": "initial",
+}
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found  # found without this function from now on
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -355,9 +355,9 @@ def require_optimizer(name: str, optimizer: object) -> RowOptimizer:
     ours = {"SparseAdam": "Adam", "AdamW": "Adam"}.get(kind.__name__, kind.__name__)
     known = ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "FTRL")
     advice = (
-        f"give {ours}(...) of steepest.tables.row_optimizers"
+        f"give {ours}(...) of steepest.tables"
         if ours in known
-        else (f"give one of {', '.join(known)} of steepest.tables.row_optimizers")
+        else (f"give one of {', '.join(known)} of steepest.tables")
     )
     raise ConfigurationError(
         f"optimizer={kind.__module__}.{kind.__name__} for table {name!r}: a table's rows are updated "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import CBFFilter, CounterFilter, Filter, ProbabilityFilter
@@ -15,9 +15,9 @@ from steepest.tables.row_optimizers import Adagrad, RowOptimizer, require_optimi
 _MOST_TABLES = 2**15
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Table:
-    """A table of rows by id.
+    """A table of rows by id; modules with the same description share its rows.
 
     Attributes:
         name: of the table; what a row begins with depends on it.
@@ -29,10 +29,15 @@ class Table:
         eviction: which row goes when the table is full; without it, a push to a full table is refused.
         admission: which ids get a row; without it, all.
         evict: the rows that `TableShard.evict` removes.
+
+    Example:
+        >>> from steepest.tables import Adagrad, Table, Uniform
+        >>> users = Table("users", 16, optimizer=Adagrad(lr=0.05), initial=Uniform(-0.1, 0.1))
     """
 
     name: str
     dim: int
+    _: KW_ONLY
     optimizer: RowOptimizer = field(default_factory=Adagrad)
     initial: Initial = field(default_factory=Normal)
     dtype: str = "float32"
@@ -46,10 +51,10 @@ class Table:
             raise ConfigurationError(f"name={self.name!r}: give a table a name")
         require_count(f"dim of table {self.name!r}", self.dim)
         require_optimizer(self.name, self.optimizer)
-        self._require("initial", Initial, "one of steepest.tables.initial")
+        self._require("initial", Initial, "Normal(), Uniform() or another of steepest.tables")
         self._require("eviction", (LRU, LFU, type(None)), "LRU(), LFU() or None")
         filters = (CounterFilter, CBFFilter, ProbabilityFilter, type(None))
-        self._require("admission", filters, "one of steepest.tables.admission, or None")
+        self._require("admission", filters, "CounterFilter(), another of steepest.tables, or None")
         if self.dtype not in ("float32", "float64"):
             raise ConfigurationError(
                 f"dtype={self.dtype!r} of table {self.name!r}: give 'float32' or 'float64'"
