@@ -1,47 +1,64 @@
-"""A sparse embedding is told of: its gradient is sent dense."""
+"""torch's embeddings with sparse gradients are refused, before anything travels."""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from test_models import Bound
+from torch import Tensor, nn
 
-from steepest import DistributedSGD, TorchModel
-from steepest.testing.simulation import Simulation, run_config
+from steepest import TorchModel
+from steepest.errors import ModelError
 from tests.reference import sgd
 
 WORDS, SIZE = 1000, 8
+SAID = (
+    f"a sparse gradient, but parameters are sent whole: {WORDS * SIZE * 4:,} bytes from each worker "
+    "in each step, whatever the batch; use steepest.Embedding or steepest.EmbeddingBag, .* or "
+    "sparse=False"
+)
 
 
-def creator(worker: int, device: int, sparse: bool = True, trains: bool = True) -> TorchModel:
-    table = nn.Embedding(WORDS, SIZE, sparse=sparse)
-    table.weight.requires_grad_(trains)
+class Functional(nn.Module):
+    """A sparse look-up that no module of torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WORDS, SIZE))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight, sparse=True)
+
+
+def model(table: nn.Module, trained: str = "") -> TorchModel:
+    net = nn.Sequential(table, nn.Linear(SIZE, 1))
     return TorchModel(
-        nn.Sequential(table, nn.Linear(SIZE, 1)),
+        net,
         loss=lambda output, target: (output - target).square().mean(),
-        data=(torch.arange(12), torch.ones(12, 1)),
+        data=(torch.arange(12)[:, None], torch.ones(12, 1)),
         batch_size=2,
-        optimizer=sgd(),
+        optimizer=lambda m: sgd()(m if not trained else m.get_submodule(trained)),
     )
 
 
-def test_the_driver_tells_once_what_a_step_sends(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.WARNING, "steepest"),
-        Simulation().running(),
-        DistributedSGD(creator, 3, run_config=run_config()) as trainer,
-    ):
-        before = trainer.stats().bytes_pushed
-        trainer.step()
-        pushed = trainer.stats().bytes_pushed - before
-    (said,) = [r.getMessage() for r in caplog.records if "sparse" in r.getMessage()]
-    assert "sparse=True of '0' saves nothing here" in said
-    assert f"each worker sends {WORDS * SIZE * 4:,} bytes" in said
-    assert pushed == 3 * (WORDS * SIZE + SIZE + 1) * 4
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_sparse_embedding_is_refused(kind: type[nn.Module]) -> None:
+    with pytest.raises(ModelError, match=rf"^'0', {kind.__name__}\(sparse=True\), has {SAID}"):
+        model(kind(WORDS, SIZE, sparse=True))
 
 
-@pytest.mark.parametrize(("sparse", "trains"), [(False, True), (True, False)])
-def test_others_are_not_told_of(sparse: bool, trains: bool) -> None:
-    assert creator(0, 0, sparse, trains).notice == ""
+def test_one_of_a_compiled_module_is_named_plainly() -> None:
+    with pytest.raises(ModelError, match="^'0', Embedding"):
+        model(torch.compile(nn.Embedding(WORDS, SIZE, sparse=True), backend="eager"))
+
+
+def test_dense_gradients_and_untrained_weights_are_taken() -> None:
+    model(nn.Embedding(WORDS, SIZE))
+    model(nn.Embedding(WORDS, SIZE, sparse=True).requires_grad_(False))
+    model(nn.Embedding(WORDS, SIZE, sparse=True), trained="1")
+
+
+def test_a_sparse_gradient_of_anything_else_ends_the_first_step() -> None:
+    with pytest.raises(ModelError, match=f"^'0.weight' has {SAID}"):
+        Bound(model(Functional())).compute()

@@ -90,18 +90,6 @@ def test_frozen_parameters_and_those_unknown_to_the_optimizer_are_laid_out_but_n
     assert torch.equal(bound.weight("2.bias"), module[2].bias)
 
 
-def test_sparse_gradients_become_dense() -> None:
-    def embedding(sparse: bool) -> Bound:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Embedding(9, 2, sparse=sparse), nn.Flatten(), nn.Linear(4, 2))
-        tokens = torch.tensor([[1, 1], [2, 8], [1, 0]])
-        bound = Bound(torch_model(module, data=(tokens, torch.tensor([0, 1, 1])), batch_size=3))
-        bound.compute(bound.batch(0, 1, 2))
-        return bound
-
-    assert torch.equal(embedding(True).gradient("0.weight"), embedding(False).gradient("0.weight"))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     class Saving(nn.Module):

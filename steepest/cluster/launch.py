@@ -145,8 +145,8 @@ class Cluster(JobContext):
         )
         for i, other in enumerate(described):
             check_agreement(described[0], other, "worker 0", f"worker {i}")
-        for notice in described[0].notices:
-            log.warning("%s", notice)
+        if described[0].notice:
+            log.warning("%s", described[0].notice)
         self._take_up(config, described[0], None, fresh=True)
 
     def check_ways(self, config: StrategyConfig, seats: Sequence[int] | None = None) -> None:

@@ -46,7 +46,7 @@ class Description:
         batch_size: samples of one batch.
         blocks: of the data, see `steepest.data.sources.Blocks`; None without.
         drop_last: of the data, see `SamplePlan`.
-        notices: what users should know of the model and its data.
+        notice: what users should know of the data, which the driver logs.
         tables: the embedding tables of which the models use rows.
         threads: torch's in the process that described the models.
         changing: whether replicas have values of their own beside trained parameters: buffers, or
@@ -64,7 +64,7 @@ class Description:
     changing: bool = False
     attend: Callable[[Router, Peer, Role], None] | None = None
     drop_last: bool = False
-    notices: tuple[str, ...] = ()
+    notice: str = ""
     tables: tuple[Table, ...] = ()
 
 
@@ -355,7 +355,7 @@ def build_models(
             bool(m.state()) or not all(entry.trainable for entry in m.layout.entries),
             attend,
             bool(getattr(m.data, "drop_last", False)),
-            tuple(n for n in (getattr(m, "notice", ""), getattr(m.data, "notice", "")) if n),
+            getattr(m.data, "notice", ""),
             tuple(getattr(m, "tables", ())),
         )
         for m in models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from steepest.errors import ConfigurationError, ModelError
+from steepest.models.names import plain
 
 
 def check_module(module: Any) -> None:
@@ -38,6 +39,37 @@ def check_module(module: Any) -> None:
         raise ModelError(
             f"parameter {lazy[0]!r} is lazy: run the module once before handing it over"
         )
+
+
+def check_not_sparse(module: torch.nn.Module, trained: Container[int]) -> None:
+    """Check that no embedding has sparse gradients, of which all rows would travel.
+
+    Args:
+        module: the network.
+        trained: the ids of its trained parameters.
+
+    Raises:
+        ModelError: one has.
+    """
+    for name, child in module.named_modules():
+        has_rows = isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        if has_rows and child.sparse and id(child.weight) in trained:
+            where = f"{plain(name) or 'the module'!r}, {type(child).__name__}(sparse=True),"
+            raise ModelError(sparse_gradient(where, child.weight))
+
+
+def sparse_gradient(where: str, parameter: torch.Tensor) -> str:
+    """Return why a parameter's sparse gradient is refused, and what to do.
+
+    Args:
+        where: the parameter's or module's name.
+        parameter: (rows, dim).
+    """
+    return (
+        f"{where} has a sparse gradient, but parameters are sent whole: {parameter.nbytes:,} bytes "
+        "from each worker in each step, whatever the batch; use steepest.Embedding or "
+        "steepest.EmbeddingBag, of which only a batch's rows travel, or sparse=False"
+    )
 
 
 def check_functions(

@@ -126,7 +126,9 @@ class Model(Protocol):
     A model whose frozen parameters may be unfrozen between steps has a method `unfrozen()`, which
     returns a frozenset of the names of those that now are, but are not trained in `layout` yet.
 
-    One of which users should know something has it as `notice`, which the driver logs once.
+    One with embedding tables has them as `tables`, a tuple of `Table`, with shards for them in its
+    layout (``ParameterLayout.plan(table_shards=...)``), and a method `use_rows(source)`, after which
+    its modules pull rows from a `steepest.models.embedding.RowSource` and push gradients to it.
 
     A model is made by the user's `model_creator(worker_index, device_index)`; the library then
     binds it to flat vectors and calls it from one thread.

@@ -13,7 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from steepest.data.sources import Source, as_source
 from steepest.errors import ModelError
-from steepest.models.arguments import check_functions, check_module, check_precision
+from steepest.models.arguments import (
+    check_functions,
+    check_module,
+    check_not_sparse,
+    check_precision,
+    sparse_gradient,
+)
 from steepest.models.losses import Loss, call, own_loss, weigh, with_parts
 from steepest.models.names import plain, plainly
 from steepest.models.prefetch import Gates
@@ -82,7 +88,8 @@ class TorchModel:
         tables: of the module's embedding modules, see `steepest.models.embedding`.
 
     Raises:
-        ModelError: a lazy parameter, a name used twice, nothing to train.
+        ModelError: a lazy parameter, a name used twice, nothing to train, a trained embedding with
+            sparse=True.
         ConfigurationError: bad data, batch size, loss, optimizer, metrics, schedule, autocast or
             loss scale.
 
@@ -140,6 +147,7 @@ class TorchModel:
                 f"nothing to train {beside}(every parameter is frozen or unknown to the optimizer): "
                 "give the module a parameter, such as a bias"
             )
+        check_not_sparse(module, {id(self._parameters[name]) for name in self._trainable})
         self.layout = self._plan(ChunkSpec())
         self._device = torch.device("cpu")
         self._vector: torch.Tensor | None = None  # the flat weights, after `bind`
@@ -170,23 +178,6 @@ class TorchModel:
             split_tensors=self.optimizer_spec.elementwise and not cut.whole,
             chunk_bytes=cut.chunk_bytes,
             table_shards=self._table_shards,
-        )
-
-    @property
-    def notice(self) -> str:
-        """What users should know: that gradients of sparse embeddings are sent dense; or ""."""
-        sparse = [
-            (plain(name), child.weight)
-            for name, child in self.module.named_modules()
-            if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and child.sparse
-        ]
-        sent = [(name, w.nbytes) for name, w in sparse if w.requires_grad]
-        if not sent:
-            return ""
-        names, total = ", ".join(repr(name) for name, _ in sent), sum(size for _, size in sent)
-        return (
-            f"sparse=True of {names} saves nothing here: its gradient is made dense, and each "
-            f"worker sends {total:,} bytes of it in each step, whatever the batch"
         )
 
     # -- for subclasses ------------------------------------------------------------------------
@@ -330,10 +321,11 @@ class TorchModel:
             )
         gradient = parameter.grad
         assert gradient is not None
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        if gradient.is_sparse:
+            raise ModelError(sparse_gradient(repr(self.layout.entries[index].name), parameter))
         chunks = self.layout.chunks_of[index]
-        if len(chunks) == 1 or not dense.is_contiguous():
-            self._take(dense, view)
+        if len(chunks) == 1 or not gradient.is_contiguous():
+            self._take(gradient, view)
             ready(index, self._weight, True)
         else:  # the first part leaves while the next one is copied
             for chunk in chunks:
@@ -342,7 +334,7 @@ class TorchModel:
                     for p in self.layout.chunks[chunk].slices
                     if p.entry == index
                 )
-                self._take(dense.view(-1)[where], view.view(-1)[where])
+                self._take(gradient.view(-1)[where], view.view(-1)[where])
                 ready(index, self._weight, True, chunk)
         parameter.grad = None
 
