@@ -32,6 +32,11 @@ class RowCollector(RowSource, ABC):
         self._batches: list[tuple[float, list[list[RowGradients]]]] = []  # with their weights
         self._packed: dict[int, torch.Tensor] | None = None  # by chunk
 
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of each group of tables."""
+        return self.dealing.num_shards
+
     def place(self, table: Table) -> tuple[int, int]:
         """Return the number of a table's group, and the table's number in it."""
         return self.dealing.place(table)
@@ -87,7 +92,7 @@ class RowCollector(RowSource, ABC):
         total = added(parts)
         order, begins = self.dealing.deal(total.tables, total.ids)
         for shard in range(self.dealing.num_shards):
-            mine = order[begins[shard] : begins[shard + 1]]
-            if len(mine):
-                packed = total.taken(mine).pack()
+            part = slice(begins[shard], begins[shard + 1])
+            if part.start < part.stop:
+                packed = total.taken(part if order is None else order[part]).pack()
                 self._packed[self.dealing.chunk(group, shard)] = torch.from_numpy(packed)

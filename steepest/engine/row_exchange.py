@@ -23,19 +23,23 @@ WaitUntil = Callable[[Callable[[], bool]], None]
 _MOST_AWAITED = 32  # requests, above which no batch is looked at beforehand
 
 
+#: Places of rows among the keys of a look-up.
+_Where = slice | Int64s
+
+
 class _Asked(NamedTuple):
     """A look-up of rows that servers were asked for.
 
     Attributes:
         group: of tables.
         tables, ids: the keys.
-        parts: number of each request, and the places of its rows among the keys.
+        parts: number of each request, and the places of its rows among the keys, shard by shard.
     """
 
     group: int
     tables: Int32s
     ids: Int64s
-    parts: list[tuple[int, Int64s]]
+    parts: list[tuple[int, list[_Where]]]
 
 
 class _LookedError(BaseException):
@@ -96,22 +100,41 @@ class RowExchange(RowCollector):
         """
         if self.wait_until is None:
             raise ConfigurationError("rows of embedding tables are pulled while a job runs")
-        one = self.dealing.groups[group][0]
-        values = np.zeros((len(ids), one.dim), one.dtype)
         if self._looking is not None:
             self._looking.append(self._ask(group, tables, ids, True))
             if len(self._looking) == self.lookups:
                 raise _LookedError
-            return values
+            return np.zeros_like(self._empty(group, len(ids)))
         self._done += 1
         asked = self._asked_before(group, tables, ids) or self._ask(group, tables, ids, training)
         try:
             if not self._has_come(asked):
                 self.wait_until(lambda: self._has_come(asked))
-            for request, mine in asked.parts:
-                self._take(self._answers[request], values, mine)
+            return self._values(asked)
         finally:
             self._forget(asked)
+
+    def _empty(self, group: int, count: int) -> Floats:
+        one = self.dealing.groups[group][0]
+        return np.empty((count, one.dim), one.dtype)
+
+    def _values(self, asked: _Asked) -> Floats:
+        """Return the rows of a look-up, of which all answers are here."""
+        values = self._empty(asked.group, len(asked.ids))
+        for request, where in asked.parts:
+            answer = self._answers[request]
+            if answer.refused:
+                raise ConfigurationError(answer.refused)
+            assert answer.payload is not None
+            self.bytes_pulled += answer.payload.numel()
+            rows = answer.payload.numpy().view(values.dtype).reshape(-1, values.shape[1])
+            if len(rows) == len(values) and all(isinstance(part, slice) for part in where):
+                return rows
+            begin = 0
+            for part in where:
+                count = len(asked.ids[part])
+                values[part] = rows[begin : begin + count]
+                begin += count
         return values
 
     def look(self, place: Place, forward: Callable[[], None], *, later: bool) -> None:
@@ -169,13 +192,16 @@ class RowExchange(RowCollector):
     def _ask(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> _Asked:
         """Ask servers for rows."""
         order, begins = self.dealing.deal(tables, ids)
+        where: dict[int, list[_Where]] = {}  # by server
+        for shard in np.flatnonzero(np.diff(begins)):
+            part = slice(begins[shard], begins[shard + 1])
+            mine = where.setdefault(int(self._servers[group, shard]), [])
+            mine.append(part if order is None else order[part])
         parts = []
-        for server in np.unique(self._servers[group]):
-            shards = np.flatnonzero(self._servers[group] == server)
-            mine = np.concatenate([order[begins[s] : begins[s + 1]] for s in shards])
-            if len(mine):
-                keys = tables[mine], ids[mine]
-                parts.append((self._ask_one(int(server), group, *keys, training), mine))
+        for server, mine in sorted(where.items()):
+            of = np.concatenate([tables[part] for part in mine])
+            keys = np.concatenate([ids[part] for part in mine])
+            parts.append((self._ask_one(server, group, of, keys, training), mine))
         return _Asked(group, tables, ids, parts)
 
     def _ask_one(self, server: int, group: int, tables: Int32s, ids: Int64s, training: bool) -> int:
@@ -190,14 +216,6 @@ class RowExchange(RowCollector):
 
     def _has_come(self, asked: _Asked) -> bool:
         return all(request in self._answers for request, _ in asked.parts)
-
-    def _take(self, answer: Rows, values: Floats, mine: Int64s) -> None:
-        """Write the rows of an answer to their places."""
-        if answer.refused:
-            raise ConfigurationError(answer.refused)
-        assert answer.payload is not None
-        self.bytes_pulled += answer.payload.numel()
-        values[mine] = answer.payload.numpy().view(values.dtype).reshape(len(mine), -1)
 
     def destination(self, message: Message, size: int) -> torch.Tensor | None:
         """Return the memory for rows that arrive; None to drop those that nobody awaits."""

@@ -129,7 +129,7 @@ class RowPulls:
         except ConfigurationError as error:
             raise ProtocolError(f"a pull of rows: {error}") from error
         order, begins = dealing.deal(tables, ids)
-        if not np.array_equal(order, np.arange(len(order))):
+        if order is not None:
             raise ProtocolError("a pull of rows that are not in the order of their shards")
         shards = np.flatnonzero(np.diff(begins))
         for shard in map(int, shards):

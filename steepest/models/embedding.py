@@ -30,6 +30,10 @@ Ids = Tensor | Sequence[Sequence[int]]
 class RowSource(Protocol):
     """Where modules get rows, and send gradients; `steepest.tables.local.LocalRows` is one."""
 
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of each group; keys in the order of their shards are handled fastest."""
+
     def place(self, table: Table) -> tuple[int, int]:
         """Return the number of a table's group, whose rows travel together, and its number there."""
 
@@ -133,6 +137,7 @@ class TableModule(nn.Module):
                 "when the job begins; for a loop of your own call steepest.connect(module) before"
             )
         places = [self._places[table.name] for table, _ in wanted]
+        shards = self._source.num_shards
         found = []
         for group in dict.fromkeys(group for group, _ in places):
             of = [at for at, (other, _) in enumerate(places) if other == group]
@@ -142,7 +147,7 @@ class TableModule(nn.Module):
             ]
             sizes = [len(part) for part in ids]
             numbers = np.repeat(np.array([places[at][1] for at in of], np.int32), sizes)
-            keys = Distinct(numbers, ids[0] if len(of) == 1 else np.concatenate(ids))
+            keys = Distinct(numbers, ids[0] if len(of) == 1 else np.concatenate(ids), shards)
             values = torch.from_numpy(self._pull(group, keys))
             values = values.to(wanted[of[0]][1].device)
             if torch.is_grad_enabled():

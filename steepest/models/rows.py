@@ -57,6 +57,11 @@ class ScaledRows:
         self._scale = scale
         self._device = device
 
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of each group of tables."""
+        return self._source.num_shards
+
     def place(self, table: Table) -> tuple[int, int]:
         """Return the number of a table's group, and the table's number in it."""
         return self._source.place(table)

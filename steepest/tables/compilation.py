@@ -52,7 +52,7 @@ def _compile_modules(dtype: str) -> None:
     """Do what a worker does with the ids of a batch, and with rows."""
     one = np.zeros(1, np.int32)
     rows = np.ones((1, 1), dtype)
-    keys = Distinct(one, one)
+    keys = Distinct(one, one, 2)
     shard_of(keys.tables, keys.ids, 2)
     add_up(rows, keys.inverse, 1)
     add_up(rows.astype(np.float64), keys.inverse, 1)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from steepest.errors import ConfigurationError
-from steepest.tables.hashing import shard_of
+from steepest.tables.hashing import deal
 from steepest.tables.kernels import Int32s, Int64s
 from steepest.tables.shard import TableShard
 from steepest.tables.table import Table, groups
@@ -95,18 +93,6 @@ class Dealing:
             self.groups[group], shard=shard, num_shards=self.num_shards, seed=self.seed
         )
 
-    def deal(self, tables: Int32s, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Return an order of keys in which those of a shard stand together, and where each begins.
-
-        Args:
-            tables, ids: (n,), of one group.
-
-        Returns:
-            (n,), places in `tables` and `ids`, ascending within a shard; (num_shards + 1,), the
-            place in it at which each shard begins, and n.
-        """
-        shards = shard_of(tables, ids, self.num_shards)
-        order = np.argsort(shards, kind="stable")
-        begins = np.zeros(self.num_shards + 1, np.int64)
-        np.cumsum(np.bincount(shards, minlength=self.num_shards), out=begins[1:])
-        return order, begins
+    def deal(self, tables: Int32s, ids: Int64s) -> tuple[Int64s | None, Int64s]:
+        """Return `steepest.tables.hashing.deal` of the keys of one group."""
+        return deal(tables, ids, self.num_shards)

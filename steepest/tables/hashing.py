@@ -55,6 +55,40 @@ def shard_of(tables: Int32s, ids: Int64s, count: int) -> Int32s:
 
 
 @kernel
+def _deal(shards: Int32s, begins: Int64s, order: Int64s) -> bool:
+    """Count the keys of each shard, and sort them; return whether they were in order already."""
+    ascending = True
+    for at in range(len(shards)):
+        begins[shards[at] + 1] += 1
+        if at and shards[at] < shards[at - 1]:
+            ascending = False
+    for shard in range(1, len(begins)):
+        begins[shard] += begins[shard - 1]
+    if not ascending:
+        places = begins.copy()
+        for at in range(len(shards)):
+            order[places[shards[at]]] = at
+            places[shards[at]] += 1
+    return ascending
+
+
+def deal(tables: Int32s, ids: Int64s, count: int) -> tuple[Int64s | None, Int64s]:
+    """Return an order of keys in which those of a shard stand together, and where each begins.
+
+    Args:
+        tables, ids: (n,), table numbers, and non-negative ids.
+        count: of shards.
+
+    Returns:
+        (n,), places in `tables` and `ids`, ascending within a shard, or None where they are in
+        such an order; (count + 1,), the place in it at which each shard begins, and n.
+    """
+    shards = shard_of(tables, ids, count)
+    begins, order = np.zeros(count + 1, np.int64), np.empty(len(ids), np.int64)
+    return (None if _deal(shards, begins, order) else order), begins
+
+
+@kernel
 def _distinct(
     tables: Int32s,
     ids: Int64s,
@@ -86,7 +120,7 @@ def _distinct(
 
 
 class Distinct:
-    """The distinct (table, id) of a batch, in order of first sight.
+    """The distinct (table, id) of a batch, by ascending shard, in order of first sight within one.
 
     Attributes:
         tables, ids: (m,), int32 and int64.
@@ -94,7 +128,18 @@ class Distinct:
         inverse: (n,) int32, of each (table, id) of the batch its place in `tables` and `ids`.
     """
 
-    def __init__(self, tables: npt.NDArray[np.integer], ids: npt.NDArray[np.integer]) -> None:
+    def __init__(
+        self,
+        tables: npt.NDArray[np.integer],
+        ids: npt.NDArray[np.integer],
+        num_shards: int = 1,
+    ) -> None:
+        """Find them.
+
+        Args:
+            tables, ids: (n,), of the batch.
+            num_shards: over which `shard_of` spreads them.
+        """
         of, keys = read_only(tables, np.int32), read_only(ids, np.int64)
         size = len(keys)
         slots = np.empty(1 << max(3, (2 * size - 1).bit_length()), np.int32)
@@ -104,6 +149,17 @@ class Distinct:
         self.tables: Int32s = of[first[:found]]
         self.ids: Int64s = keys[first[:found]]
         self.counts = counts[:found]
+        if num_shards > 1:
+            order, _ = deal(self.tables, self.ids, num_shards)
+            if order is not None:
+                self._reorder(order)
+
+    def _reorder(self, order: Int64s) -> None:
+        places = np.empty(len(order), np.int32)
+        places[order] = np.arange(len(order), dtype=np.int32)
+        self.inverse = places[self.inverse]
+        self.tables, self.ids = self.tables[order], self.ids[order]
+        self.counts = self.counts[order]
 
 
 @kernel

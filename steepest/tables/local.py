@@ -9,7 +9,7 @@ import numpy as np
 from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_count
 from steepest.tables.gradients import RowGradients, added
-from steepest.tables.hashing import shard_of
+from steepest.tables.hashing import deal
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.shard import TableShard
 from steepest.tables.table import Table, groups
@@ -41,6 +41,7 @@ class LocalRows:
             for at, table in enumerate(group)
         }
         self._staged: list[list[RowGradients]] = [[] for _ in grouped]
+        self.num_shards = count
         self.version = 0
 
     def place(self, table: Table) -> tuple[int, int]:
@@ -70,9 +71,10 @@ class LocalRows:
         """
         shards = self.shards[group]
         values = np.empty((len(ids), shards[0].dim), shards[0].dtype)
-        of = shard_of(tables, ids, len(shards)) if len(shards) > 1 else None
+        order, begins = deal(tables, ids, len(shards))
         for at, shard in enumerate(shards):
-            mine = slice(None) if of is None else np.flatnonzero(of == at)
+            part = slice(begins[at], begins[at + 1])
+            mine = part if order is None else order[part]
             keys = tables[mine], ids[mine]
             if training:
                 shard.require_room(*keys)
@@ -115,8 +117,9 @@ class LocalRows:
         learning_rate: float | None,
     ) -> None:
         total = added(staged)
-        of = shard_of(total.tables, total.ids, len(shards)) if len(shards) > 1 else None
+        order, begins = deal(total.tables, total.ids, len(shards))
         for at, shard in enumerate(shards):
-            mine = total if of is None else total.taken(of == at)
+            part = slice(begins[at], begins[at + 1])
+            mine = total.taken(part if order is None else order[part])
             keys = mine.tables, mine.ids, mine.gradients
             shard.push(*keys, self.version, learning_rate, mine.sightings)

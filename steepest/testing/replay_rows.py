@@ -50,7 +50,8 @@ class RowsInPlace(RowCollector):
         one = self.dealing.groups[group][0]
         values = np.empty((len(ids), one.dim), one.dtype)
         for shard in range(self.dealing.num_shards):
-            mine = order[begins[shard] : begins[shard + 1]]
+            part = slice(begins[shard], begins[shard + 1])
+            mine = part if order is None else order[part]
             held = self._server.chunks[self.dealing.chunk(group, shard)]
             values[mine] = cast(TableChunk, held).rows.pull(tables[mine], ids[mine])
         return values
