@@ -12,13 +12,15 @@ from torch import nn
 
 import steepest
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy
+from steepest.engine.table_chunk import TableChunk
 from steepest.errors import ConfigurationError
+from steepest.messages.driver import Failure
 from steepest.messages.message import Kind
 from steepest.models.embedding import EmbeddingBag
 from steepest.tables.initial import Constant
 from steepest.tables.row_optimizers import SGD
 from steepest.tables.table import Table
-from steepest.testing import InProcessCluster, replay
+from steepest.testing import Fault, InProcessCluster, replay
 from tests.fuzzing import Recorder
 from tests.reference import same_bits
 
@@ -59,6 +61,11 @@ def job(table_staleness: int | None, workers: int = 2, net: Any = Net, **options
     return InProcessCluster(creator(net), num_workers=workers, **options)
 
 
+def shards(cluster: InProcessCluster) -> list[TableChunk]:
+    chunks = (held for server in cluster.servers for held in server.chunks.values())
+    return [held for held in chunks if isinstance(held, TableChunk)]
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"devices_per_worker": 2}])
 def test_without_staleness_rows_that_come_beforehand_change_no_bit(
@@ -85,41 +92,76 @@ def test_without_staleness_allreduce_changes_no_bit() -> None:
     assert same_bits(plain.weights(), ahead.weights())
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_rows_are_as_old_as_was_allowed_and_no_older(staleness: int) -> None:
-    """One id in every sample: its row falls by the same amount with each update."""
+class Falling(nn.Module):
+    """One id in every sample, whose row falls by one with each update."""
 
-    class Falling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            table = Table(name="t", dim=1, optimizer=SGD(lr=1.0), initial=Constant(0.0))
-            self.bag = EmbeddingBag(table, mode="sum")
-            self.bias = nn.Parameter(torch.zeros(1))
+    def __init__(self) -> None:
+        super().__init__()
+        table = Table(name="t", dim=1, optimizer=SGD(lr=1.0), initial=Constant(0.0))
+        self.bag = EmbeddingBag(table, mode="sum")
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.seen: list[float] = []
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            rows = self.bag(torch.zeros_like(ids[:, :1]))
-            seen.append(float(rows[0, 0].detach()))
-            return rows + 0 * self.bias
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the row."""
+        rows = self.bag(torch.zeros_like(ids[:, :1]))
+        self.seen.append(float(rows[0, 0].detach()))
+        return rows + 0 * self.bias
+
+
+def falling(staleness: int, **options: Any) -> tuple[InProcessCluster, list[Falling]]:
+    """A job of two workers, and their modules."""
+    modules = []
 
     def create(worker: int, device: int) -> steepest.TorchModel:
+        modules.append(Falling())
         return steepest.TorchModel(
-            Falling(),
+            modules[-1],
             loss=lambda output, target: output.mean(),
             data=(IDS, TARGETS),
             batch_size=4,
             optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
         )
 
-    seen: list[float] = []
-    strategy = ParameterServerStrategy(num_servers=1, table_staleness=staleness)
-    cluster = InProcessCluster(create, num_workers=2, strategy=strategy)
+    strategy = ParameterServerStrategy(num_servers=2, table_staleness=staleness)
+    return InProcessCluster(create, num_workers=2, strategy=strategy, **options), modules
+
+
+def row_of(cluster: InProcessCluster) -> float:
+    (held,) = (held for held in shards(cluster) if len(held.rows))
+    return float(held.rows.pull([0], [0])[0, 0])
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_rows_are_as_old_as_was_allowed_and_no_older(staleness: int) -> None:
+    cluster, modules = falling(staleness)
     cluster.step(7)
-    for worker in (0, 1):
-        own = seen[worker::2]  # after that many updates
-        assert own[0] == 0
-        versions = [-value for value in own]
+    for module in modules:
+        versions = [-value for value in module.seen]
         assert all(step - staleness <= version <= step for step, version in enumerate(versions))
-        assert versions[-1] == 6 - staleness
+        assert versions[5] == 5 - staleness
+    assert row_of(cluster) == -7  # the last of the steps pushed its own gradient as well
+    cluster.step(3)
+    assert row_of(cluster) == -10
+
+
+@pytest.mark.parametrize("staleness", [2, 3])
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_step_that_failed_loses_no_delayed_gradient(staleness: int, worker: int) -> None:
+    """Neither that of the worker that failed nor that of the other one, which pushes it again."""
+    cluster, _ = falling(staleness, faults=[Fault.raises("worker", worker, step=3)])
+    outcomes = cluster.step(6)
+    assert isinstance(outcomes[-1], Failure)
+    cluster.step(6 - (len(outcomes) - 1))
+    assert row_of(cluster) == -6
+
+
+def test_single_steps_push_their_own_gradients() -> None:
+    """A user who asks for one step at a time finds all of it in the rows after each."""
+    cluster, _ = falling(2)
+    for step in range(1, 5):
+        cluster.step()
+        assert row_of(cluster) == -step
 
 
 def test_a_pass_that_asks_for_other_rows_pulls_them_then() -> None:

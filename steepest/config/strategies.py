@@ -237,12 +237,16 @@ class ParameterServerStrategy(_OnTheWire):
             1e-6))``, as `torch.nn.utils.clip_grad_norm_` does it, where `norm` is the 2-norm over
             all parameters that are trained. "async" and "ssp" clip each worker's gradient by
             itself. Not together with backup workers.
-        table_staleness: "sync" only, of embedding tables: by how many updates the rows with which a step computes
-            may be older than its weights. So many steps before they are needed, rows are asked for,
-            and come while those steps compute; 0 asks for the next step's rows when this one's
-            gradient is sent, and changes nothing else. To know which rows, the module's forward
-            pass over that batch is begun beforehand, without gradients, and ended at its last
-            look-up: what it does until there must do no harm. None asks for rows in the step.
+        table_staleness: "sync" only, of embedding tables: how many of the last updates the rows
+            with which a step computes may lack. With 1 they are asked for a step before they are
+            needed, and come while that step computes. From 2 on they are asked for
+            ``table_staleness - 1`` steps before, and their gradients travel while the next step
+            computes, and are part of that one's update; what is under way in this manner when a
+            worker dies, or processes get other roles, is lost. With 0 the next step's rows are
+            asked for when this one's gradient is sent, which changes no number. To know which rows,
+            the module's forward pass over that batch is begun beforehand, without gradients, and
+            ended at its last look-up: what it does until there must do no harm. None asks for rows
+            in the step.
 
     Raises:
         ConfigurationError: a value is out of range, or two do not go together.

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.errors import ModelError
 from steepest.tensors.layout import ParameterLayout
 
 if TYPE_CHECKING:
     from steepest.engine.row_collector import RowCollector
-
-#: Called with a complete chunk of the worker's gradient: chunk index, its bytes, unit weight,
-#: summed weight of the worker's samples, and the entries for which no replica had a gradient.
-ChunkReady = Callable[[int, torch.Tensor, float, float, frozenset[int]], None]
-
-#: The bytes of a chunk of which there is no gradient.
-NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class GradientSum:
@@ -49,6 +42,8 @@ class GradientSum:
         self._weight = 0.0  # of the present batch
         self._total = 0.0  # weight of the batches that ended
         self._present: set[int] = set()
+        if rows is not None and count:
+            rows.begin_share(chunk_ready)
 
     def begin(self, gradients: torch.Tensor) -> None:
         """Begin the next batch, whose replica writes to `gradients`."""
@@ -80,9 +75,8 @@ class GradientSum:
         self._total += weight
         if (rows := self._rows) is not None:
             rows.end_batch(weight)
-            for index in self._layout.table_shards if self._batches_left == 0 else ():
-                packed = rows.packed(index)
-                self._chunk_ready(index, packed, self._unit, self._total, frozenset())
+            if self._batches_left == 0:
+                rows.end_share(self._chunk_ready, self._unit, self._total)
 
     def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
         """Take an entry's gradient, or its part in a chunk, see `steepest.models.protocol.Ready`.

@@ -10,7 +10,7 @@ import torch
 
 from steepest.checkpoint.files import Record, assemble, disassemble
 from steepest.compression.codecs import sum_of_squares
-from steepest.engine.gradient_sum import ChunkReady
+from steepest.engine.chunk_ready import ChunkReady
 from steepest.engine.replicas import (
     Batches,
     Memory,

@@ -107,7 +107,7 @@ class PushPull:
         self.sequence += 1
         self.bytes_pushed = 0
         if self.rows is not None:
-            self.rows.clear()
+            self.rows.begin(generation, version)
         if self.compressor is not None:
             self.compressor.begin()
 

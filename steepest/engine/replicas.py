@@ -13,7 +13,8 @@ import torch
 
 from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.data.sampler import SamplePlan, even_share, step_seed
-from steepest.engine.gradient_sum import NOTHING, ChunkReady, GradientSum
+from steepest.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.engine.gradient_sum import GradientSum
 from steepest.errors import ModelError
 from steepest.messages.fields import RateChanges
 from steepest.models.protocol import Arrive, Computed, Model, validate_computed

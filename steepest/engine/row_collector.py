@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
+from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.models.embedding import RowSource
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added
@@ -30,7 +32,6 @@ class RowCollector(RowSource, ABC):
         self.dealing = dealing
         self._batch: list[list[RowGradients]] = [[] for _ in dealing.groups]
         self._batches: list[tuple[float, list[list[RowGradients]]]] = []  # with their weights
-        self._packed: dict[int, torch.Tensor] | None = None  # by chunk
 
     @property
     def num_shards(self) -> int:
@@ -63,7 +64,7 @@ class RowCollector(RowSource, ABC):
     def clear(self) -> None:
         """Forget all gradients: another worker's gradient begins."""
         self._batch = [[] for _ in self.dealing.groups]
-        self._batches, self._packed = [], None
+        self._batches = []
 
     def end_batch(self, weight: float) -> None:
         """Note that a batch is computed, and what it weighs."""
@@ -71,28 +72,48 @@ class RowCollector(RowSource, ABC):
             self._batches.append((weight, self._batch))
         self._batch = [[] for _ in self.dealing.groups]
 
-    def packed(self, chunk: int) -> torch.Tensor:
-        """Return the gradient of a shard, flat bytes, in units of the first batch's weight.
+    def begin_share(self, ready: ChunkReady) -> None:
+        """Begin a worker's gradient.
 
-        It is empty where no batch had a row of the shard.
+        Args:
+            ready: called with the gradient of each shard that can be pushed already.
         """
-        if self._packed is None:
-            self._packed = {}
-            for group in range(len(self.dealing.groups)):
-                self._pack(group)
-        return self._packed.get(chunk, torch.empty(0, dtype=torch.uint8))
 
-    def _pack(self, group: int) -> None:
-        """Pack the gradients of a group of tables."""
-        assert self._packed is not None
+    def end_share(self, ready: ChunkReady, unit: float, total: float) -> None:
+        """End a worker's gradient, of which all batches are computed.
+
+        Args:
+            ready: called with the gradient of each shard that has not been pushed.
+            unit: weight of one unit of it: of the first batch with a weight.
+            total: weight of the worker's samples.
+        """
+        packed = self.packed(self.gradients())
+        for chunk in self.dealing.chunks:
+            ready(chunk, packed.get(chunk, NOTHING), unit, total, frozenset())
+
+    def gradients(self) -> list[RowGradients | None]:
+        """Return the sum over batches, by group, in units of the first batch's weight."""
         unit = self._batches[0][0] if self._batches else 1.0
-        parts = [part.times(w / unit) for w, batch in self._batches for part in batch[group]]
-        if not parts:
-            return
-        total = added(parts)
-        order, begins = self.dealing.deal(total.tables, total.ids)
-        for shard in range(self.dealing.num_shards):
-            part = slice(begins[shard], begins[shard + 1])
-            if part.start < part.stop:
-                packed = total.taken(part if order is None else order[part]).pack()
-                self._packed[self.dealing.chunk(group, shard)] = torch.from_numpy(packed)
+        found = []
+        for group in range(len(self.dealing.groups)):
+            parts = [part.times(w / unit) for w, batch in self._batches for part in batch[group]]
+            found.append(added(parts) if parts else None)
+        return found
+
+    def packed(self, gradients: Sequence[RowGradients | None]) -> dict[int, torch.Tensor]:
+        """Return gradients as flat bytes, by chunk; shards without any are left out.
+
+        Args:
+            gradients: by group.
+        """
+        packed = {}
+        for group, total in enumerate(gradients):
+            if total is None:
+                continue
+            order, begins = self.dealing.deal(total.tables, total.ids)
+            for shard in range(self.dealing.num_shards):
+                part = slice(begins[shard], begins[shard + 1])
+                if part.start < part.stop:
+                    mine = total.taken(part if order is None else order[part])
+                    packed[self.dealing.chunk(group, shard)] = torch.from_numpy(mine.pack())
+        return packed

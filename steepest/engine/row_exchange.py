@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from steepest.engine.chunk_ready import ChunkReady
+from steepest.engine.delayed_rows import DelayedRows
 from steepest.engine.incoming_weights import where_lent
 from steepest.engine.row_collector import Place, RowCollector
 from steepest.errors import ConfigurationError, ProtocolError
@@ -60,6 +62,7 @@ class RowExchange(RowCollector):
         position: generation and version of the weights with which models compute.
         bytes_pulled: so far.
         lookups: of the last batch, each of one group of tables.
+        delayed: the gradients that are pushed a step late; None where each step pushes its own.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class RowExchange(RowCollector):
         self._awaited: dict[int, int] = {}  # by request, the server
         self._answers: dict[int, Rows] = {}
         self.lookups = self._done = 0
+        self.delayed: DelayedRows | None = None
         self._looking: list[_Asked] | None = None  # the look-ups of a pass that only asks
         self._later = 0  # versions after the present one, of which its rows are to be
         self._looked: dict[Place, list[_Asked]] = {}
@@ -127,7 +131,7 @@ class RowExchange(RowCollector):
                 raise ConfigurationError(answer.refused)
             assert answer.payload is not None
             self.bytes_pulled += answer.payload.numel()
-            rows = answer.payload.numpy().view(values.dtype).reshape(-1, values.shape[1])
+            rows: Floats = answer.payload.numpy().view(values.dtype).reshape(-1, values.shape[1])
             if len(rows) == len(values) and all(isinstance(part, slice) for part in where):
                 return rows
             begin = 0
@@ -136,6 +140,25 @@ class RowExchange(RowCollector):
                 values[part] = rows[begin : begin + count]
                 begin += count
         return values
+
+    def begin(self, generation: int, version: int) -> None:
+        """Begin a gradient, computed from the weights of a generation and version."""
+        self.clear()
+        self.position = (generation, version)
+        if self.delayed is not None:
+            self.delayed.begin(version)
+
+    def begin_share(self, ready: ChunkReady) -> None:
+        """Push the gradients of the step before, where they are delayed."""
+        if self.delayed is not None:
+            self.delayed.begin_share(ready)
+
+    def end_share(self, ready: ChunkReady, unit: float, total: float) -> None:
+        """Push the gradients of all batches, or keep them for the next step."""
+        if self.delayed is None:
+            super().end_share(ready, unit, total)
+        else:
+            self.delayed.end_share(self.gradients(), unit, total, ready)
 
     def look(self, place: Place, forward: Callable[[], None], *, later: bool) -> None:
         """Ask for the rows of a batch that is computed later, and do not wait for them.

@@ -63,6 +63,11 @@ class Dealing:
         """Return the index of the chunk that is a shard of a group."""
         return self.first + group * self.num_shards + shard
 
+    @property
+    def chunks(self) -> range:
+        """The indices of all chunks that are shards."""
+        return range(self.first, self.first + len(self.groups) * self.num_shards)
+
     def group_of(self, chunk: int) -> int:
         """Return the group of which a chunk is a shard."""
         return (chunk - self.first) // self.num_shards

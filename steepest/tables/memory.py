@@ -69,9 +69,7 @@ def _reserve(size: int) -> mmap.mmap:
                 raise ResourcesError(f"no address space for an embedding table: {error}") from error
             size = max(size // 2, _LEAST)
             continue
-        if (
-            hasattr(mmap, "MADV_HUGEPAGE") and size > _SMALL
-        ):  # random rows: fewer misses of the address cache
+        if hasattr(mmap, "MADV_HUGEPAGE") and size > _SMALL:
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE, _SMALL, size - _SMALL)
         return memory

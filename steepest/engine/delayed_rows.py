@@ -1,0 +1,104 @@
+"""Gradients of rows that are pushed while the next step computes, one step after their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from steepest.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.engine.row_collector import RowCollector
+from steepest.tables.gradients import RowGradients, added
+
+#: The gradient of each group of tables, in units of some weight; None where there is none.
+Gradients = Sequence[RowGradients | None]
+
+
+class _Kept(NamedTuple):
+    """A gradient of rows that has not been pushed.
+
+    Attributes:
+        gradients: by group of tables.
+        unit: weight of one unit of it.
+        total: weight of the worker's samples.
+    """
+
+    gradients: Gradients
+    unit: float
+    total: float
+
+
+class DelayedRows:
+    """The gradients of rows of one worker, each of which is pushed with the next step's.
+
+    It is pushed as that step begins, so that its bytes travel while the step computes. The last
+    step that is granted pushes its own as well, so that nothing is kept between calls of a user.
+    What is kept when its worker dies, or gets another role, is lost.
+
+    Args:
+        rows: packs what is pushed.
+
+    Attributes:
+        is_last: whether no step is granted after the present one.
+    """
+
+    def __init__(self, rows: RowCollector) -> None:
+        self.is_last = True
+        self._rows = rows
+        self._kept: _Kept | None = None  # of the step before the present one
+        self._next: _Kept | None = None  # of the present one
+        self._version = -1  # of the present step
+        self._sent = False  # whether `_kept` is part of its push
+
+    def begin(self, version: int) -> None:
+        """Begin a step from a version; where it is the same again, its own gradient is forgotten."""
+        if version != self._version:
+            if self._sent:
+                self._kept = self._next
+            self._version, self._sent = version, False
+        self._next = None
+
+    def forget(self) -> None:
+        """Forget what has not been pushed: the state that it belongs to is given up."""
+        self._kept = self._next = None
+        self._sent = False
+
+    def begin_share(self, ready: ChunkReady) -> None:
+        """Push the gradient of the step before, unless this step pushes its own too."""
+        if not self.is_last:
+            self._push(self._kept, ready)
+
+    def end_share(self, gradients: Gradients, unit: float, total: float, ready: ChunkReady) -> None:
+        """Keep the gradient of the present step; or push it, with that of the step before.
+
+        Args:
+            gradients: by group of tables, in units of `unit`.
+            unit: weight of one unit of it.
+            total: weight of the worker's samples.
+            ready: see `ChunkReady`.
+        """
+        own = _Kept(gradients, unit, total)
+        if self.is_last:
+            self._push(self._with_kept(own), ready)
+        else:
+            self._next = own
+
+    def _with_kept(self, own: _Kept) -> _Kept:
+        """Return a gradient together with the one before, each as the mean that it is."""
+        before = self._kept
+        if before is None or not own.unit:
+            return own
+        same = (before.unit, before.total) == (own.unit, own.total)
+        factor = 1.0 if same else before.unit / before.total * (own.total / own.unit)
+        together = []
+        for old, new in zip(before.gradients, own.gradients, strict=True):
+            parts = [old.times(factor)] if old is not None else []
+            parts += [new] if new is not None else []
+            together.append(added(parts) if parts else None)
+        return own._replace(gradients=together)
+
+    def _push(self, kept: _Kept | None, ready: ChunkReady) -> None:
+        packed = {} if kept is None else self._rows.packed(kept.gradients)
+        unit, total = (0.0, 0.0) if kept is None else (kept.unit, kept.total)
+        for chunk in self._rows.dealing.chunks:
+            ready(chunk, packed.get(chunk, NOTHING), unit, total, frozenset())
+        self._sent = True
