@@ -34,12 +34,6 @@ from steepest.cluster.unfreezing import train_unfrozen
 from steepest.config.job import JobConfig
 from steepest.config.run import RunConfig
 from steepest.config.strategies import StrategyConfig
-from steepest.config.validation import (
-    require_count,
-    require_instance,
-    require_model_creator,
-    require_range,
-)
 from steepest.data.sampler import SamplePlan
 from steepest.engine.commit_log import CommitLog
 from steepest.engine.job import Job, ModelCreator
@@ -48,6 +42,12 @@ from steepest.errors import ConfigurationError, ShutdownError
 from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, Stats, StepResult
+from steepest.validation import (
+    require_count,
+    require_instance,
+    require_model_creator,
+    require_range,
+)
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from steepest.config.strategies import (
     SimpleStrategy,
     as_strategy,
 )
-from steepest.config.validation import require_count
 from steepest.errors import ConfigurationError, SteepestError
+from steepest.validation import require_count
 
 CARRIERS = {"RemoteTraceback"}  # of text, attached as a cause; not raised on purpose
 

@@ -445,6 +445,7 @@ def test_bad_tables_are_refused(settings: dict[str, Any], said: str) -> None:
         (lambda: SGD(lr=-1), r"SGD\(lr\)=-1: give a finite number of at least 0"),
         (lambda: SGD(nesterov=True), "without momentum: give a momentum above 0"),
         (lambda: Adam(betas=(0.9, 1.0)), r"Adam\(betas=\(0.9, 1.0\)\): give two numbers"),
+        (lambda: SGD(lr=10**400), r"SGD\(lr\)=10+: give a finite number of at least 0"),
         (lambda: Adagrad(clip_norm=0.0), r"Adagrad\(clip_norm\)=0.0: give a positive number"),
         (lambda: FTRL(lr=0.0), r"FTRL\(lr\)=0.0: give a positive number"),
         (lambda: TableShard([]), "0 tables: give 1 to 32768"),

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 
 from steepest.checkpoint.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
-from steepest.config.validation import (
+from steepest.errors import CheckpointError, ConfigurationError
+from steepest.tensors.layout import ParameterLayout
+from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
+from steepest.validation import (
     require_choice,
     require_count,
     require_instance,
     require_seconds,
 )
-from steepest.errors import CheckpointError, ConfigurationError
-from steepest.tensors.layout import ParameterLayout
-from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
 
 _TABLES = "tables/"  # with which names of tables' shards begin, and no parameter's name
 #: One tensor of optimizer state of one slice: the chunk's index, its description, its values.

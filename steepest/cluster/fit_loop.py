@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from steepest.cluster.checkpoint_manager import CheckpointManager
-from steepest.config.validation import require_choice, require_count
 from steepest.errors import ConfigurationError
 from steepest.observe.display import display
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, StepResult
+from steepest.validation import require_choice, require_count
 
 _METHODS = (
     *("on_fit_begin", "on_step", "on_event", "on_length", "on_evaluation", "on_epoch_end"),

@@ -11,8 +11,8 @@ from steepest.cluster.launch import Cluster
 from steepest.cluster.supervisor import Supervisor
 from steepest.cluster.training import Training
 from steepest.config.strategies import with_servers
-from steepest.config.validation import require_count
 from steepest.observe.results import EvaluationResult
+from steepest.validation import require_count
 
 
 class Steering:

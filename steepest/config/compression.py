@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from steepest.config.validation import is_finite_number, require_count
 from steepest.errors import ConfigurationError
+from steepest.validation import is_finite_number, require_count
 
 
 @dataclass(frozen=True)

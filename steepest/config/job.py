@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass
 
 from steepest.config.strategies import ParameterServerStrategy, StrategyConfig, strategy_for
-from steepest.config.validation import require_choice, require_count
 from steepest.errors import ConfigurationError
+from steepest.validation import require_choice, require_count
 
 log = logging.getLogger(__name__)
 _LARGEST_SEED = 2**63 - 1  # that torch takes

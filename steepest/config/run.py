@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from steepest.config.validation import (
+from steepest.validation import (
     require_choice,
     require_count,
     require_instance,

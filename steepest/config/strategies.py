@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, replace
 
 from steepest.config.compression import COMPRESSION_BY_NAME, Compression
-from steepest.config.validation import is_finite_number, require_choice, require_count
 from steepest.errors import ConfigurationError
+from steepest.validation import is_finite_number, require_choice, require_count
 
 
 def check_copies(num_servers: int | None, replication: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steepest.config.validation import require_count
+from steepest.validation import require_count
 
 if TYPE_CHECKING:
     from steepest.models.embedding import RowSource

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from steepest.config.validation import require_choice, require_count
 from steepest.errors import ConfigurationError
 from steepest.observe.progress import Callback
 from steepest.observe.results import EvaluationResult
+from steepest.validation import require_choice, require_count
 
 MODES = ("min", "max")
 

@@ -11,10 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from steepest.config.validation import require_count
 from steepest.errors import ConfigurationError
 from steepest.observe.history import History
 from steepest.observe.progress import Callback
+from steepest.validation import require_count
 
 log = logging.getLogger(__name__)
 _CHUNK = 40  # points passed on at once: fewer than 1,000 numbers, which is what MLflow takes

@@ -19,7 +19,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from steepest.cluster.held_resources import Holder, hold, let_go
 from steepest.cluster.remote_error import RemoteError
 from steepest.config.strategies import TRANSPORTS
-from steepest.config.validation import require_choice, require_count, require_seconds
 from steepest.errors import (
     ConfigurationError,
     DeadlineError,
@@ -38,6 +37,7 @@ from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import segment_of
 from steepest.transport.ray_calls import threads_for
 from steepest.transport.sockets import check_ways
+from steepest.validation import require_choice, require_count, require_seconds
 
 if TYPE_CHECKING:
     from steepest.checkpoint.files import Record

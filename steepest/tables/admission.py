@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
-from steepest.tables.checks import require_count, require_number
 from steepest.tables.hashing import GAMMA, mix
 from steepest.tables.index import Index
 from steepest.tables.kernels import Int32s, Int64s, kernel, read_only
 from steepest.tables.state import TableState
+from steepest.validation import require_count, require_number
 
 Bools = npt.NDArray[np.bool_]
 _MOST_COUNTED = 2**31 - 2  # what an index can map an id to

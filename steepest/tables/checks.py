@@ -1,10 +1,8 @@
-"""Checks of what tables are asked: table numbers, ids, gradients, hyperparameters."""
+"""Checks of what tables are asked: table numbers, ids, gradients."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -12,42 +10,6 @@ import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
 from steepest.tables.kernels import Floats, Int32s, Int64s, read_only
-
-
-def require_count(name: str, value: object, least: int = 1) -> int:
-    """Return an integer of at least `least`.
-
-    Raises:
-        ConfigurationError: `value` is no such integer; the message begins with `name`.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise ConfigurationError(f"{name}={value!r}: give an integer of at least {least}")
-    return int(value)
-
-
-def require_number(name: str, value: object, low: float = 0.0, high: float = math.inf) -> float:
-    """Return a finite number from `low` to `high`.
-
-    Raises:
-        ConfigurationError: `value` is no such number; the message begins with `name`.
-    """
-    known = isinstance(value, Real) and not isinstance(value, bool)
-    if not known or not math.isfinite(float(value)) or not low <= float(value) <= high:  # type: ignore[arg-type]
-        allowed = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        allowed = "" if low == -math.inf and high == math.inf else f" {allowed}"
-        raise ConfigurationError(f"{name}={value!r:.40}: give a finite number{allowed}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def require_positive(name: str, value: object) -> float:
-    """Return a finite number above 0.
-
-    Raises:
-        ConfigurationError: `value` is no such number; the message begins with `name`.
-    """
-    if require_number(name, value) == 0:
-        raise ConfigurationError(f"{name}={value!r}: give a positive number")
-    return float(value)  # type: ignore[arg-type]
 
 
 def require_ids(name: str, ids: Any) -> Int64s:

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from steepest.tables.blocks import FREE, Blocks
-from steepest.tables.checks import require_count, require_positive
 from steepest.tables.kernels import Floats, Int32s, Int64s, inlined, kernel, read_only
 from steepest.tables.memory import Reserved
+from steepest.validation import require_count, require_positive
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import ClassVar
 import numpy as np
 
 from steepest.errors import ConfigurationError
-from steepest.tables.checks import require_number, require_positive
 from steepest.tables.hashing import GAMMA, mix
 from steepest.tables.kernels import Floats, Int32s, Int64s, inlined, kernel, read_only
+from steepest.validation import require_number, require_positive
 
 _CONSTANT, _UNIFORM, _NORMAL = 0.0, 1.0, 2.0
 _11 = np.uint64(11)

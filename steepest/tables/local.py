@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from steepest.errors import ConfigurationError
-from steepest.tables.checks import require_count
 from steepest.tables.gradients import RowGradients, added
 from steepest.tables.hashing import deal
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.shard import TableShard
 from steepest.tables.table import Table, groups
+from steepest.validation import require_count
 
 
 class LocalRows:

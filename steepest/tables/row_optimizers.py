@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from steepest.errors import ConfigurationError
-from steepest.tables.checks import require_number, require_positive
 from steepest.tables.kernels import Floats, Int32s, inlined, kernel
+from steepest.validation import require_number, require_positive
 
 
 @inlined

@@ -11,14 +11,7 @@ from steepest.errors import ConfigurationError
 from steepest.tables.admission import Admission
 from steepest.tables.blocks import Blocks
 from steepest.tables.capacity import Capacities, Plan
-from steepest.tables.checks import (
-    require_count,
-    require_gradients,
-    require_ids,
-    require_keys,
-    require_number,
-    require_out,
-)
+from steepest.tables.checks import require_gradients, require_ids, require_keys, require_out
 from steepest.tables.eviction import Use, worn
 from steepest.tables.hashing import Distinct, salt_of, shard_of
 from steepest.tables.index import Index
@@ -26,6 +19,7 @@ from steepest.tables.initial import Beginning
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
 from steepest.tables.state import TableState, joined, order_of
 from steepest.tables.table import Table, require_group
+from steepest.validation import require_count, require_number
 
 _EVICTED = ("evicted_full", "evicted_age", "evicted_norm")
 _COUNTS = ("admitted", "refused", "refused_full", "ignored", *_EVICTED)

@@ -7,10 +7,10 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 
 from steepest.errors import ConfigurationError
 from steepest.tables.admission import CBFFilter, CounterFilter, Filter, ProbabilityFilter
-from steepest.tables.checks import require_count
 from steepest.tables.eviction import LFU, LRU, Evict, GlobalStepEvict, L2WeightEvict, Policy
 from steepest.tables.initial import Initial, Normal
 from steepest.tables.row_optimizers import Adagrad, RowOptimizer, require_optimizer
+from steepest.validation import require_count
 
 _MOST_TABLES = 2**15
 

@@ -1,10 +1,11 @@
-"""Checks of arguments: counts, seconds, ranges, choices, classes."""
+"""Checks of arguments: counts, numbers, seconds, ranges, choices, classes."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import sys
-from numbers import Integral
+from numbers import Integral, Real
 
 from steepest.errors import ConfigurationError
 
@@ -20,6 +21,36 @@ def require_count(name: str, value: object, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ConfigurationError(f"{name}={value!r}: give an integer of at least {least}")
     return int(value)
+
+
+def require_number(name: str, value: object, low: float = 0.0, high: float = math.inf) -> float:
+    """Return a finite number from `low` to `high`.
+
+    Raises:
+        ConfigurationError: `value` is no such number; the message begins with `name`.
+    """
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, Real)
+        or not abs(value) <= sys.float_info.max  # type: ignore[operator]
+        or not low <= float(value) <= high
+    ):
+        allowed = f" of at least {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
+        allowed = "" if low == -math.inf and high == math.inf else allowed
+        raise ConfigurationError(f"{name}={value!r:.40}: give a finite number{allowed}")
+    return float(value)
+
+
+def require_positive(name: str, value: object) -> float:
+    """Return a finite number above 0.
+
+    Raises:
+        ConfigurationError: `value` is no such number; the message begins with `name`.
+    """
+    found = require_number(name, value)
+    if found == 0:
+        raise ConfigurationError(f"{name}={value!r}: give a positive number")
+    return found
 
 
 def require_seconds(name: str, value: object) -> float:
