@@ -167,12 +167,12 @@ class RowOptimizer:
             require_number(f"{type(self).__name__}({name})", getattr(self, name))
 
     def slots(self, dim: int) -> int:
-        """Return how many numbers a row of so many values has beside them."""
-        raise NotImplementedError
+        """Return how many numbers a row of `dim` values has beside them."""
+        return len(self.first_slots(dim))
 
     def first_slots(self, dim: int) -> list[float]:
-        """Return the slots of a new row."""
-        return [0.0] * self.slots(dim)
+        """Return the slots of a new row of `dim` values."""
+        return self._first_slots(dim)
 
     def update(
         self,
@@ -196,9 +196,13 @@ class RowOptimizer:
         common = np.array([rate, self.weight_decay, self.clip_norm or 0.0], rows.dtype)
         self._kernel()(rows, numbers, gradients, common, np.array(own, rows.dtype))
 
+    # what each optimizer has of its own: slots, the rate and numbers for its kernel, and the kernel
+
+    def _first_slots(self, dim: int) -> list[float]:
+        raise NotImplementedError
+
     def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
-        """Return the rate, and the numbers of the optimizer's own, for its kernel."""
-        return rate, [0.0]
+        raise NotImplementedError
 
     def _kernel(self) -> Any:
         raise NotImplementedError
@@ -218,9 +222,8 @@ class SGD(RowOptimizer):
         if self.nesterov and not self.momentum:
             raise ConfigurationError("SGD(nesterov=True) without momentum: give a momentum above 0")
 
-    def slots(self, dim: int) -> int:
-        """Return none without momentum, else one for each value."""
-        return dim if self.momentum else 0
+    def _first_slots(self, dim: int) -> list[float]:
+        return [0.0] * dim if self.momentum else []
 
     def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
         return rate, [self.momentum, float(self.nesterov)]
@@ -240,13 +243,8 @@ class Adagrad(RowOptimizer):
         super().__post_init__()
         self._require("initial_accumulator_value", "eps")
 
-    def slots(self, dim: int) -> int:
-        """Return one for each value."""
-        return dim
-
-    def first_slots(self, dim: int) -> list[float]:
-        """Return the initial sums."""
-        return [self.initial_accumulator_value] * self.slots(dim)
+    def _first_slots(self, dim: int) -> list[float]:
+        return [self.initial_accumulator_value] * dim
 
     def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
         return rate, [self.eps]
@@ -261,9 +259,8 @@ class RowWiseAdagrad(Adagrad):
 
     eps: float = 1e-8
 
-    def slots(self, dim: int) -> int:
-        """Return one."""
-        return 1
+    def _first_slots(self, dim: int) -> list[float]:
+        return [self.initial_accumulator_value]
 
     def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
         return rate, [self.eps, 1.0 / dim]
@@ -291,9 +288,8 @@ class Adam(RowOptimizer):
                 f"Adam(betas={self.betas!r}): give two numbers from 0 to below 1"
             )
 
-    def slots(self, dim: int) -> int:
-        """Return two for each value."""
-        return 2 * dim
+    def _first_slots(self, dim: int) -> list[float]:
+        return [0.0] * 2 * dim
 
     def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
         first, second = self.betas
@@ -328,12 +324,7 @@ class FTRL(RowOptimizer):
         self._require("beta", "l1", "l2", "initial_accumulator_value")
         require_positive("FTRL(lr)", self.lr)
 
-    def slots(self, dim: int) -> int:
-        """Return two for each value."""
-        return 2 * dim
-
-    def first_slots(self, dim: int) -> list[float]:
-        """Return the initial sums, and zeros."""
+    def _first_slots(self, dim: int) -> list[float]:
         return [self.initial_accumulator_value] * dim + [0.0] * dim
 
     def _terms(self, rate: float, version: int, dim: int) -> tuple[float, list[float]]:
