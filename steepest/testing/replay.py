@@ -68,6 +68,24 @@ def replay(
         >>> bool((weights["bias"] == cluster.weights()["bias"]).all())
         True
     """
+    return _replay_all(log, model_creator, checkpoint).weights
+
+
+def replay_state(
+    log: CommitLog, model_creator: ModelCreator, checkpoint: str | Path | None = None
+) -> dict[str, torch.Tensor]:
+    """Apply a log as `replay` does, and return what the run's servers knew beside the weights.
+
+    Returns:
+        The optimizer's state by "parameter/key", and that of shards of embedding tables by
+        "tables/shard/key", as checkpoints have them.
+    """
+    return _replay_all(log, model_creator, checkpoint).state
+
+
+def _replay_all(
+    log: CommitLog, model_creator: ModelCreator, checkpoint: str | Path | None
+) -> _Carried:
     carried = None if checkpoint is None else _Carried.of(files.read(Path(checkpoint)))
     before = torch.get_num_threads()
     try:
@@ -76,7 +94,7 @@ def replay(
     finally:
         torch.set_num_threads(before)
     assert carried is not None
-    return carried.weights
+    return carried
 
 
 class _Carried(NamedTuple):
