@@ -482,8 +482,8 @@ class DistributedSGD(Steering):
             strategy: as for the constructor.
 
         Raises:
-            ConfigurationError: there is no such strategy, or its processes could not talk here;
-                nothing has changed.
+            ConfigurationError: there is no such strategy, its processes could not talk here, or it
+                has no embedding tables, and the model has; nothing has changed.
         """
         with self._idle():
             config = self._live().chosen.strategy_for(strategy, self.num_workers)

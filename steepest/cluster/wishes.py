@@ -33,11 +33,13 @@ class Wishes:
             workers: exactly so many from now on; None to leave that as it is.
 
         Raises:
-            ConfigurationError: processes could not talk as the strategy has it.
+            ConfigurationError: processes could not talk as the strategy has it, or it has no
+                embedding tables, and the model has.
             ResourcesError: the cluster can never have room for these processes. Nothing has changed
                 then.
         """
         self._cluster.check_ways(config)
+        replace(self._cluster.job, config=config)  # raises where there can be no such job
         observation, before = self._observation, self._observation.wanted
         exactly = None if workers is None else Wanted.exactly(config, workers)
         observation.wanted = exactly or replace(before, config=config)

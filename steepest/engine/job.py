@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -380,6 +380,19 @@ def _count(name: str, value: Any) -> int:
     return int(value)
 
 
+def _difference_of_tables(first: Sequence[Table], other: Sequence[Table]) -> str | None:
+    """Return in words how tables differ from others, or None when they agree."""
+    ours, theirs = ([table.name for table in tables] for tables in (first, other))
+    if ours != theirs:
+        return f"the embedding tables {ours}, the other has {theirs}"
+    for a, b in zip(first, other, strict=True):
+        for name in (field.name for field in fields(a)):
+            if getattr(a, name) != getattr(b, name):
+                own, others = getattr(a, name), getattr(b, name)
+                return f"table {a.name!r} with {name}={own!r}, the other has {others!r}"
+    return None
+
+
 def check_agreement(
     first: Description, other: Description, first_name: str, other_name: str
 ) -> None:
@@ -388,13 +401,13 @@ def check_agreement(
     Raises:
         ModelError: they are not; says in what.
     """
-    difference = first.layout.difference(other.layout)
+    difference = _difference_of_tables(first.tables, other.tables)
+    difference = difference or first.layout.difference(other.layout)
     for what, a, b in (
         ("batch size", first.batch_size, other.batch_size),
         ("number of samples", first.samples, other.samples),
         ("blocks of samples", first.blocks, other.blocks),
         ("drop_last", first.drop_last, other.drop_last),
-        ("embedding tables", first.tables, other.tables),
         ("optimizer", first.optimizer_spec.name, other.optimizer_spec.name),
         ("parameter groups", first.optimizer_spec.groups, other.optimizer_spec.groups),
     ):

@@ -24,7 +24,7 @@ from steepest.models.losses import Loss, call, own_loss, weigh, with_parts
 from steepest.models.names import plain, plainly
 from steepest.models.prefetch import Gates
 from steepest.models.protocol import Arrive, Computed, Ready, checked_metrics
-from steepest.models.rows import ScaledRows, count_shards, tables_in
+from steepest.models.rows import ScaledRows, anchor, count_shards, tables_in
 from steepest.models.write_check import WriteCheck, holders_of
 from steepest.optim.spec import OptimizerSpec
 from steepest.optim.torch_without_compiler import without_compiler
@@ -61,7 +61,8 @@ class TorchModel:
     ``loss(batch)`` and, if wanted, ``metrics(batch)`` for batches of any form.
 
     Args:
-        module: the network; its parameters are moved into the library's flat vectors.
+        module: the network; its parameters are moved into the library's flat vectors. One with
+            embedding tables and no parameter to train gets a parameter "anchor", which stays 0.
         loss: returns the mean loss of a batch, or several by name, whose sum is minimised and which
             are metrics too; or (either of them, weight) where a batch weighs something other than
             its number of samples (tokens, say). None where the module's output has the loss.
@@ -124,6 +125,7 @@ class TorchModel:
         check_functions(loss, optimizer, metrics, lr_scheduler, learning_rate)
         check_precision(autocast, loss_scale)
         self.tables = tables_in(module)
+        anchor(module, self.tables)
         self._table_shards = count_shards(self.tables, table_shards)
         self._autocast = autocast
         self._loss_scale = float(loss_scale)
@@ -142,10 +144,9 @@ class TorchModel:
         self._trainable = wants & updated
         self._untrained = wants - updated  # the optimizer leaves them out on purpose
         if not self._trainable:
-            beside = "beside embedding tables " if self.tables else ""
             raise ModelError(
-                f"nothing to train {beside}(every parameter is frozen or unknown to the optimizer): "
-                "give the module a parameter, such as a bias"
+                "nothing to train (every parameter is frozen or unknown to the optimizer)"
+                + (": build the optimizer over module.parameters()" if self.tables else "")
             )
         check_not_sparse(module, {id(self._parameters[name]) for name in self._trainable})
         self.layout = self._plan(ChunkSpec())

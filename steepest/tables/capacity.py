@@ -46,6 +46,7 @@ class Capacities:
     def __init__(self, tables: Sequence[Table], num_shards: int) -> None:
         """Divide capacities among shards, rounded up."""
         self._tables = tables
+        self._of = f" in one of {num_shards} shards" if num_shards > 1 else ""
         self.rows: Int64s = np.array(
             [
                 _BOUNDLESS if table.capacity is None else -(-table.capacity // num_shards)
@@ -81,15 +82,15 @@ class Capacities:
             ConfigurationError: there is not.
         """
         for table in map(int, np.flatnonzero(wanted > self.room(known, alive))):
-            name = self._tables[table].name
+            name, rows = self._tables[table].name, f"{self.rows[table]}{self._of}"
             if not self._evicts[table]:
                 raise ConfigurationError(
                     f"table {name!r} has {alive[table]} rows here and a push adds {wanted[table]}: its "
-                    f"capacity is {self.rows[table]}; raise it, or give eviction=LRU() or LFU()"
+                    f"capacity is {rows}; raise it, or give eviction=LRU() or LFU()"
                 )
             raise ConfigurationError(
                 f"a push has {known[table] + wanted[table]} ids of table {name!r}: its capacity here is "
-                f"{self.rows[table]} rows; raise it, or make batches smaller"
+                f"{rows} rows; raise it, or make batches smaller"
             )
 
     def fit(
