@@ -1,0 +1,77 @@
+"""Embedding tables on real processes: as in one process, and through a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steepest import (
+    DistributedSGD,
+    EmbeddingBag,
+    ParameterServerStrategy,
+    Table,
+    TorchModel,
+    connect,
+)
+from steepest.tables import Adagrad
+from tests.reference import difference, same_bits
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+IDS = torch.arange(24).reshape(12, 2) % 17 * 2**50
+TARGETS = torch.linspace(0, 1, 12, dtype=torch.float64)[:, None]
+TWO_SERVERS = ParameterServerStrategy(num_servers=2)
+
+
+class Net(nn.Module):
+    """The mean of a bag of words, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = Table("words", 4, optimizer=Adagrad(lr=0.3), dtype="float64")
+        self.words, self.head = EmbeddingBag(table), nn.Linear(4, 1).double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids))
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def creator(worker: int, device: int) -> TorchModel:
+    return TorchModel(Net(), loss=F.mse_loss, data=(IDS, TARGETS), batch_size=6, optimizer=sgd)
+
+
+def test_two_workers_train_as_one_process_does() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    rows, optimizer = connect(net), sgd(net)
+    for _ in range(5):  # a step of two workers has all samples
+        optimizer.zero_grad()
+        F.mse_loss(net(IDS), TARGETS).backward()
+        optimizer.step()
+        rows.step()
+    with DistributedSGD(creator, 2, strategy=TWO_SERVERS) as trainer:
+        for _ in range(5):
+            trainer.step()
+        weights = {name: value.detach() for name, value in net.named_parameters()}
+        assert difference(trainer.weights(), weights) < 1e-12
+        expected = F.mse_loss(net(IDS), TARGETS).item()  # with the rows, too
+        assert trainer.evaluate((IDS, TARGETS)).loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_checkpoint_continues_in_a_new_trainer(tmp_path: Path) -> None:
+    with DistributedSGD(creator, 2, strategy=TWO_SERVERS) as trainer:
+        trainer.fit(epochs=3, progress=False)
+        trainer.save(tmp_path / "saved")
+        trainer.fit(epochs=2, progress=False)
+        expected, weights = trainer.evaluate((IDS, TARGETS)).loss, trainer.weights()
+    with DistributedSGD(creator, 2) as trainer:  # one server
+        trainer.restore(tmp_path / "saved")
+        trainer.fit(epochs=2, progress=False)
+        assert same_bits(trainer.weights(), weights)
+        assert trainer.evaluate((IDS, TARGETS)).loss == expected
