@@ -9,15 +9,17 @@ Tables:
 
 ``step``    4,096 x 26 ids by a power law, 26 tables of 100,000 rows of dimension 16, Adagrad: the forward pass,
             the backward pass and the update, with random numbers as the gradients of the output. Rivals:
-            torch's `EmbeddingBag(sparse=True)` with Adagrad, 26 of them, and one for all tables.
+            torch's `EmbeddingBag(sparse=True)` with Adagrad, 26 of them, and one for all tables; FBGEMM's
+            kernel for CPUs, if installed (`pip install --no-deps fbgemm-gpu-cpu==1.8.0` for torch 2.13);
+            a server as tutorials have it, a dict of rows in a Ray actor, which is in another process.
 ``index``   106,496 ids, uniform or by a power law, looked up in an index of so many million keys. Rivals: a gather
             of as many random rows of 64 bytes by `numpy.take` and by `torch.index_select`, and a dict.
 ``growth``  an index, and a shard of rows, that grow by 106,496 new ids in each call: the greatest time of a call,
             beside the median; wall clock, and of the processor. Rival: a dict.
 ``memory``  so many million rows of dimension 16 with Adagrad: the process' memory over values, slots and ids.
 
-One thread. The contenders take turns, odd rounds in reverse order, on new ids each time; a ratio is the median over
-rounds of our time over a rival's in the same round, with its range: below 1, ours is faster. ``step``
+One thread each. The contenders take turns, odd rounds in reverse order, on new ids each time; a ratio is the
+median over rounds of our time over a rival's in the same round, with its range: below 1, ours is faster. ``step``
 checks that all have trained the same rows to the same values.
 """
 
@@ -39,9 +41,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
+from benchmarks.embedding_rivals import RATE, Bags, Fbgemm, OneBag, Trained, Tutorial, make
 from benchmarks.overhead import machine, positive, progress, ratios
+from benchmarks.parameter_server_rivals import ray_started
 from steepest.models.embedding import EmbeddingCollection, connect
 from steepest.tables.compilation import compile_kernels
 from steepest.tables.index import Index
@@ -53,7 +56,6 @@ from steepest.tables.table import Table
 
 FEATURES, BATCH, DIM, ROWS = 26, 4096, 16, 100_000
 LOOK_UPS = FEATURES * BATCH
-RATE = 0.01
 Timed = dict[str, list[float]]
 SPREAD = 2_654_435_761  # ids that are no small numbers; odd, so that they stay distinct
 MASK = (1 << 62) - 1
@@ -67,7 +69,7 @@ def clicks(random: np.random.Generator) -> np.ndarray:
 # -- step ----------------------------------------------------------------------------------------
 
 
-class Ours:
+class Ours(Trained):
     """A collection of 26 tables, and their rows."""
 
     def __init__(self) -> None:
@@ -102,65 +104,26 @@ class Ours:
         return torch.from_numpy(self.source.pull(0, tables, np.tile(np.arange(ROWS), FEATURES)))
 
 
-class Bags:
-    """26 of torch's `EmbeddingBag`."""
-
-    def __init__(self, first: torch.Tensor) -> None:
-        self._bags = [
-            nn.EmbeddingBag.from_pretrained(part.clone(), freeze=False, mode="sum", sparse=True)
-            for part in first.view(FEATURES, ROWS, DIM)
-        ]
-        weights = [bag.weight for bag in self._bags]
-        self._optimizer = torch.optim.Adagrad(weights, lr=RATE)
-        self._offsets = torch.arange(BATCH)
-
-    def step(self, ids: torch.Tensor, gradients: torch.Tensor) -> None:
-        self._optimizer.zero_grad()
-        out = [bag(part, self._offsets) for bag, part in zip(self._bags, ids, strict=True)]
-        torch.autograd.backward(out, list(gradients))
-        self._optimizer.step()
-
-    def values(self) -> torch.Tensor:
-        return torch.cat([bag.weight.detach() for bag in self._bags])
-
-
-class OneBag:
-    """One of torch's `EmbeddingBag` for all features."""
-
-    def __init__(self, first: torch.Tensor) -> None:
-        self._bag = nn.EmbeddingBag.from_pretrained(
-            first.clone(), freeze=False, mode="sum", sparse=True
-        )
-        self._optimizer = torch.optim.Adagrad([self._bag.weight], lr=RATE)
-        self._offsets = torch.arange(LOOK_UPS)
-        self._begins = torch.arange(FEATURES)[:, None] * ROWS
-
-    def step(self, ids: torch.Tensor, gradients: torch.Tensor) -> None:
-        self._optimizer.zero_grad()
-        out = self._bag((ids + self._begins).view(-1), self._offsets)
-        out.backward(gradients.view(-1, DIM))
-        self._optimizer.step()
-
-    def values(self) -> torch.Tensor:
-        return self._bag.weight.detach()
+RIVALS: dict[str, Callable[[torch.Tensor], Trained]] = {
+    "torch, 26 bags": Bags,
+    "torch, one bag": OneBag,
+    "FBGEMM": Fbgemm,
+    "tutorial": Tutorial,
+}
 
 
 def run_step(rounds: int) -> list[dict[str, Any]]:
     random = np.random.default_rng(0)
     ours = Ours()
     ours.fill()
-    first = ours.values()
-    contenders: dict[str, Any] = {
-        "steepest": ours,
-        "torch, 26 bags": Bags(first),
-        "torch, one bag": OneBag(first),
-    }
+    contenders = {"steepest": ours, **make(ours.values().view(FEATURES, ROWS, DIM), RIVALS)}
     seconds: Timed = {name: [] for name in contenders}
     for number in range(rounds + 2):
         ids = torch.from_numpy(clicks(random))
         gradients = torch.from_numpy(random.normal(size=(FEATURES, BATCH, DIM)).astype(np.float32))
         for name in turns(contenders, number):
-            spent = timed(functools.partial(contenders[name].step, ids, gradients))
+            prepared = contenders[name].prepare(gradients)
+            spent = timed(functools.partial(contenders[name].step, ids, prepared))
             if number >= 2:  # the first warm up
                 seconds[name].append(spent)
     expected = ours.values()
@@ -334,7 +297,7 @@ def report(title: str, seconds: Timed, ours: str) -> list[dict[str, Any]]:
         row = {"title": title, "name": name, "ms": 1e3 * statistics.median(times), "over": over}
         row["least ms"] = 1e3 * min(times)
         found.append(row)
-        of = f"ours over it {over['median']:.2f} ({over['min']:.2f} to {over['max']:.2f})"
+        of = f"ours over it {over['median']:.3g} ({over['min']:.3g} to {over['max']:.3g})"
         print(
             f"  {name:16}{row['ms']:9.3f} ms, least {row['least ms']:.3f}  {'' if name == ours else of}"
         )
@@ -356,7 +319,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
     found: list[dict[str, Any]] = []
     if "step" in arguments.only:
-        found += run_step(arguments.rounds)
+        with ray_started(cpus=1):
+            found += run_step(arguments.rounds)
     if "index" in arguments.only:
         found += run_index(arguments.rounds, arguments.millions, arguments.with_dict)
     if "growth" in arguments.only:
