@@ -156,6 +156,18 @@ def test_a_step_that_failed_loses_no_delayed_gradient(staleness: int, worker: in
     assert row_of(cluster) == -6
 
 
+@pytest.mark.parametrize("moment", ["forward", "push", "report"])
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_worker_that_dies_takes_only_its_own_delayed_gradient_along(
+    moment: str, worker: int
+) -> None:
+    faults = [Fault.kill("worker", worker, step=3, at=moment)]
+    cluster, _ = falling(2, faults=faults, replaces=True)
+    cluster.step(6)
+    assert not cluster.unmet
+    assert row_of(cluster) == -6  # the mean over those that have one
+
+
 def test_single_steps_push_their_own_gradients() -> None:
     """A user who asks for one step at a time finds all of it in the rows after each."""
     cluster, _ = falling(2)

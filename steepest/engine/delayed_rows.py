@@ -50,12 +50,11 @@ class DelayedRows:
         self._sent = False  # whether `_kept` is part of its push
 
     def begin(self, version: int) -> None:
-        """Begin a step from a version; where it is the same again, its own gradient is forgotten."""
+        """Begin a step from a version, which may be the same again."""
         if version != self._version:
             if self._sent:
-                self._kept = self._next
+                self._kept, self._next = self._next, None
             self._version, self._sent = version, False
-        self._next = None
 
     def forget(self) -> None:
         """Forget what has not been pushed: the state that it belongs to is given up."""
@@ -63,7 +62,11 @@ class DelayedRows:
         self._sent = False
 
     def begin_share(self, ready: ChunkReady) -> None:
-        """Push the gradient of the step before, unless this step pushes its own too."""
+        """Push the gradient of the step before, unless this step pushes its own too.
+
+        Called where the step's gradient is computed, rather than pushed again as it is.
+        """
+        self._next = None
         if not self.is_last:
             self._push(self._kept, ready)
 

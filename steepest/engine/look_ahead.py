@@ -99,7 +99,7 @@ class LookAhead:
                     if place[0] != skip:
                         look = models[place[1]].look_ahead  # type: ignore[attr-defined]
                         self._rows.look(place, partial(look, batch), later=not self._shares)
-        except Exception as error:  # noqa: BLE001 - of the user's data or model
+        except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
             log.log(
                 logging.DEBUG if self._is_told else logging.WARNING,
                 "the rows of a batch were not asked for beforehand: %s: %s",
