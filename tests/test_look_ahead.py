@@ -13,6 +13,7 @@ from torch import nn
 import steepest
 from steepest.config.strategies import AllreduceStrategy, ParameterServerStrategy
 from steepest.engine.table_chunk import TableChunk
+from steepest.engine.table_counts import table_counts
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Failure
 from steepest.messages.message import Kind
@@ -239,3 +240,10 @@ def test_a_staleness_is_a_count(wrong: Any) -> None:
 def test_only_synchronous_steps_have_such_a_bound() -> None:
     with pytest.raises(ConfigurationError, match="it is for sync"):
         ParameterServerStrategy(mode="async", table_staleness=1)
+
+
+def test_rows_are_counted_once_however_many_copies_there_are() -> None:
+    cluster = job(None, strategy=ParameterServerStrategy(num_servers=3, replication=2))
+    cluster.step(15)  # an epoch
+    counts = table_counts(cluster.servers)["t"]
+    assert counts["rows"] == counts["admitted"] == 31

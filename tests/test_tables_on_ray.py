@@ -62,6 +62,8 @@ def test_two_workers_train_as_one_process_does() -> None:
         assert difference(trainer.weights(), weights) < 1e-12
         expected = F.mse_loss(net(IDS), TARGETS).item()  # with the rows, too
         assert trainer.evaluate((IDS, TARGETS)).loss == pytest.approx(expected, rel=1e-12)
+        counts = trainer.stats().tables["words"]
+        assert (counts["rows"], counts["admitted"], counts["evicted_full"]) == (17, 17, 0)
 
 
 def test_a_checkpoint_continues_in_a_new_trainer(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from steepest.cluster.launch import Cluster
 from steepest.cluster.supervisor import Supervisor
 from steepest.cluster.training import Training
+from steepest.engine.table_counts import added_counts
 from steepest.messages.driver import Counters
 from steepest.observe.results import Staleness, Stats, stragglers
 
@@ -47,4 +48,5 @@ def job_stats(cluster: Cluster, training: Training, supervisor: Supervisor) -> S
         paces=(paces := dict(counters.paces)),
         stragglers=stragglers(paces, dict(counters.slow)),
         events=tuple(cluster.events),
+        tables=added_counts(process["tables"] for process in processes.values()),
     )

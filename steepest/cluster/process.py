@@ -34,6 +34,7 @@ from steepest.engine.job import Description, Job, ModelCreator, build_models
 from steepest.engine.replicas import Memory, Replicas, memory_for
 from steepest.engine.server import Server
 from steepest.engine.survivors import ServerState, catch_up, state_of
+from steepest.engine.table_counts import table_counts
 from steepest.engine.worker import Worker
 from steepest.engine.worker_state import WorkerState, worker_state
 from steepest.errors import PeerLostError, ShutdownError, describe_error
@@ -518,13 +519,14 @@ class Process:
         if (member := self._member) is not None:
             self.router.call(functools.partial(member.abandon, number, reason))
 
-    def counters(self) -> dict[str, int]:
-        """Return frames refused, bytes sent and bytes resident; also amid a long step."""
+    def counters(self) -> dict[str, Any]:
+        """Return frames refused, bytes sent, bytes resident and rows of tables; also amid a step."""
         refused = self.router.refused + self._transport.refused
         return {
             "refused": refused,
             "bytes_sent": self._transport.bytes_sent,
             "resident": _resident_bytes(),
+            "tables": table_counts(self._servers),
         }
 
     def stop(self) -> None:

@@ -158,7 +158,7 @@ class WorkerCalls:
         ray.wait(refs, num_returns=len(refs), timeout=context.run_config.deadlines.call)
         return [ray.get(ref) for ref in refs if has_answered(ref)]
 
-    def counters(self) -> dict[Peer, dict[str, int]]:
+    def counters(self) -> dict[Peer, dict[str, Any]]:
         """Return the counters of all processes that answer in time, see `Process.counters`."""
         actors = self._context.actors
         refs = {peer: actor.counters.remote() for peer, actor in actors.items()}

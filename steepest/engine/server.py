@@ -91,6 +91,7 @@ class Server:
         generation: the last one that the coordinator began.
         refused: the number of pushes and puts that were dropped.
         chunks: that this server holds, by index.
+        answers_for: indices of those whose copies, if any, are on other servers.
         decisions: the coordinator's decisions, remembered where chunks have copies.
     """
 
@@ -124,14 +125,14 @@ class Server:
             for chunk in layout.chunks
             if index in holders[chunk.index]
         }
-        self._answers_for = {chunk for chunk in self.chunks if holders[chunk][0] == index}
+        self.answers_for = {chunk for chunk in self.chunks if holders[chunk][0] == index}
         self._trainable = [chunk for chunk in self.chunks.values() if chunk.chunk.trainable]
         self._spec = spec
         self._base = [hyper for _, hyper in spec.groups] if spec is not None else []
         self._changed = False  # whether a schedule has ever changed hyperparameters
         self._members: frozenset[int] = frozenset()
         self._done = ClosedPushes()
-        self._progress = StagingProgress(len(self._trainable), self._answers_for, mode.checked)
+        self._progress = StagingProgress(len(self._trainable), self.answers_for, mode.checked)
         self._early = EarlyPushes(len(self._trainable))
         self._weights = OutgoingWeights(
             index,
@@ -307,7 +308,7 @@ class Server:
             return
         payload = pushed.payload
         codec = held.codec_of(payload, self._codec)
-        if payload is not None and not self._together and pushed.chunk not in self._answers_for:
+        if payload is not None and not self._together and pushed.chunk not in self.answers_for:
             # Its worker overwrites it as soon as another server has sent the weights.
             payload = held.own(payload)
         push, workers = pushes[0], frozenset(push.worker for push in pushes)

@@ -182,6 +182,15 @@ class TableChunk(StagedChunk):
     def move(self, buffer: torch.Tensor) -> None:
         """Do nothing: rows lie in memory of their own."""
 
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return by table the number of rows, as "rows", and what `TableShard.counts` has."""
+        alive = self.rows.rows_of()
+        return {
+            name: {"rows": int(alive[number])}
+            | {what: int(counts[number]) for what, counts in self.rows.counts.items()}
+            for number, name in enumerate(self._table_names)
+        }
+
     # -- state ---------------------------------------------------------------------------------
 
     def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:

@@ -231,6 +231,10 @@ class Stats:
         stragglers: workers that compute over twice as long as the median of the others.
         events: deaths, departures, returns and joins of processes, and what each cost, oldest
             first.
+        tables: by embedding table, its number of "rows", and since its rows last moved to other
+            processes how many ids were "admitted"; how many gradients were "refused" because an id
+            was not, "refused_full" because a table had no room, or "ignored" because it is frozen;
+            and how many rows were evicted: "evicted_full", "evicted_age", "evicted_norm".
     """
 
     step: int
@@ -251,6 +255,7 @@ class Stats:
     paces: Mapping[int, float] = field(default_factory=dict)
     stragglers: tuple[Straggler, ...] = ()
     events: tuple[Event, ...] = ()
+    tables: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def samples_per_second(self) -> float:
