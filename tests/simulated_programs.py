@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from steepest.errors import ConfigurationError, PeerLostError, ResourcesError, S
 from steepest.testing.replay import replay
 from steepest.testing.simulation import Simulation, pause, run_config
 from tests.reference import Task, Weights, same_bits, samples, sgd
+from tests.table_tasks import counting, expected_counts, rows_in, table_values
 
 SAMPLES = 61
 _DEADLINES = DeadlineConfig(start=5.0, step=60.0, call=60.0, driver=40.0)
@@ -52,6 +53,13 @@ def linear() -> torch.nn.Module:
     return torch.nn.Linear(3, 2).double()
 
 
+def timed_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The output, which takes some virtual time."""
+    pause(_dice.choice(_paces[_pace[0]]))
+    return output
+
+
+COUNTING = replace(counting(SAMPLES), loss=timed_output)
 TASK = Task(
     linear,
     sgd(lr=0.01, momentum=0.9),
@@ -61,8 +69,15 @@ TASK = Task(
 )
 
 
-def strategies(draw: random.Random) -> Any:
-    """A strategy of any mode, cut into several chunks."""
+def strategies(draw: random.Random, tables: bool = False) -> Any:
+    """A strategy of any mode, cut into several chunks; with tables one that has servers."""
+    found = _any_strategy(draw)
+    while tables and isinstance(found, LocalStrategy):
+        found = _any_strategy(draw)
+    return found
+
+
+def _any_strategy(draw: random.Random) -> Any:
     servers = draw.randint(1, 3)
     copies = draw.randint(1, servers)
     return draw.choice(
@@ -123,9 +138,14 @@ class Fault:
 
 @dataclass
 class Program:
-    """What a user does, and what happens meanwhile; all of it drawn from a seed."""
+    """What a user does, and what happens meanwhile; all of it drawn from a seed.
+
+    Attributes:
+        tables: whether the model has embedding tables, which not every strategy trains.
+    """
 
     seed: int
+    tables: bool = False
     cpus: tuple[int, ...] = ()
     workers: int = 1
     strategy: Any = None
@@ -137,7 +157,7 @@ class Program:
         draw = random.Random(self.seed)
         self.cpus = draw.choice(((8,), (2, 4), (2, 2, 2), (4, 4)))
         self.workers = draw.randint(1, 4)
-        self.strategy = strategies(draw)
+        self.strategy = strategies(draw, self.tables)
         self.failure = FailureConfig(
             max_failures=20,
             spares=draw.choice((None, None, 0, 1, 2)),
@@ -166,15 +186,14 @@ class Program:
             after, share = draw.choice((3, 10, 30)), draw.choice((0.0, 0.5, 1.0))
             self.faults.append(Fault(-1, after, "kill", share, draw.getrandbits(32)))
 
-    @staticmethod
-    def _argument(kind: str, draw: random.Random) -> Any:
+    def _argument(self, kind: str, draw: random.Random) -> Any:
         if kind in ("fit", "weights in fit"):
             return draw.randint(1, 30)
         if kind in ("resize", "servers"):
             return draw.randint(1, 4 if kind == "resize" else 3)
         if kind == "resize in fit":
             return draw.randint(1, 4), draw.randint(5, 30)
-        return strategies(draw) if kind == "strategy" else None
+        return strategies(draw, self.tables) if kind == "strategy" else None
 
     def __str__(self) -> str:
         lines = [f"cpus={self.cpus}, {self.workers} workers, {self.strategy}", f"{self.failure}"]
@@ -209,7 +228,7 @@ class Outcome:
         gone: whether a node was gone for good, or could not be reached any more.
         asked, step: steps that the user asked for, and that are committed.
         told: the numbers of the steps whose results came.
-        weights, log: at the end.
+        weights, rows, log: at the end; of rows what a checkpoint has.
         events: what the trainer told of.
         begun: the checkpoint from which the log begins; None for the beginning.
         is_set: whether the log begins where weights were set.
@@ -225,6 +244,7 @@ class Outcome:
     step: int = 0
     told: list[int] = field(default_factory=list)
     weights: Weights = field(default_factory=dict)
+    rows: Weights = field(default_factory=dict)
     log: CommitLog | None = None
     events: tuple[Any, ...] = ()
     begun: Path | None = None
@@ -241,6 +261,7 @@ class Run:
 
     def __init__(self, program: Program, faulty: bool = True) -> None:
         self.program, self.faulty = program, faulty
+        self.task = COUNTING if program.tables else TASK
         self.outcome = Outcome()
         self._folder = Path(tempfile.mkdtemp(prefix="steepest-simulated-"))
         weakref.finalize(self.outcome, shutil.rmtree, self._folder)
@@ -258,7 +279,10 @@ class Run:
             with simulation.running():
                 self._prepare(-1, simulation)
                 with DistributedSGD(
-                    TASK.creator(), program.workers, strategy=program.strategy, run_config=config
+                    self.task.creator(),
+                    program.workers,
+                    strategy=program.strategy,
+                    run_config=config,
                 ) as trainer:
                     self._act(trainer, simulation)
                 outcome.leftovers = len(simulation.leftovers())
@@ -290,6 +314,9 @@ class Run:
         outcome.weights = trainer.weights()
         outcome.log = trainer.log()
         outcome.events = trainer.stats().events
+        if program.tables:
+            trainer.save(self._folder / "end")
+            outcome.rows = rows_in(files.read(self._folder / "end"))
 
     def _prepare(self, action: int, simulation: Simulation) -> None:
         """Have the faults of an action happen."""
@@ -305,7 +332,7 @@ class Run:
             outcome.asked += 1
             outcome.told.append(trainer.step().step)
         elif kind == "evaluate":
-            assert trainer.evaluate(samples(7)).samples == 7
+            assert trainer.evaluate(tuple(column[:7] for column in self.task.data)).samples == 7
         elif kind == "save":
             trainer.save(self._folder / "saved")
             # steps that a death has undone meanwhile are not in it
@@ -375,12 +402,34 @@ def check(program: Program, outcome: Outcome) -> None:
     if outcome.is_set:
         outcome.unchecked = "weights were set"
         return
+    if program.tables:
+        _check_rows(outcome)
+        return
     try:
         again = replay(outcome.log, TASK.creator(), outcome.begun)
     except ConfigurationError as error:
         outcome.unchecked = str(error)
         return
     assert same_bits(again, outcome.weights), "the log does not give the weights"
+
+
+def _check_rows(outcome: Outcome) -> None:
+    """Rows count the sightings of their ids in what was committed, since where the log begins."""
+    assert outcome.log is not None
+    first = outcome.log.parts[0]
+    begins = not first.commits or first.commits[0].version == first.start + 1
+    if not begins or (outcome.begun is None and first.start):
+        outcome.unchecked = "the log does not begin with the run"
+        return
+    counts, updates = expected_counts(COUNTING, outcome.log)
+    values = table_values(COUNTING, outcome.rows)["rows.weight"]
+    if outcome.begun is not None:
+        begun = files.read(outcome.begun)
+        values -= table_values(COUNTING, rows_in(begun))["rows.weight"]
+        updates += float(begun.weights["updates"][0])
+    error = (values - counts[:, None]).abs().max()
+    assert error < 1e-9, f"rows count {error} more or less than was committed"
+    assert abs(float(outcome.weights["updates"][0]) - updates) < 1e-9
 
 
 def _check_samples(log: CommitLog) -> None:
@@ -452,12 +501,12 @@ def is_true(outcome: Outcome) -> bool:
     return outcome.gone and isinstance(outcome.error, PeerLostError) and told in str(outcome.error)
 
 
-def run(seed: int) -> tuple[Program, Outcome]:
+def run(seed: int, tables: bool = False) -> tuple[Program, Outcome]:
     """Run a program with its deaths, and check what must hold.
 
     An error that is not a true one is raised.
     """
-    program = Program(seed)
+    program = Program(seed, tables)
     outcome = Run(program).run()
     if outcome.error is not None and not is_true(outcome):
         raise outcome.error
@@ -467,4 +516,5 @@ def run(seed: int) -> tuple[Program, Outcome]:
             straight = Run(program, faulty=False).run()
             if straight.error is None and is_comparable(program, outcome, straight):
                 assert same_bits(outcome.weights, straight.weights), "other bits than undisturbed"
+                assert same_bits(outcome.rows, straight.rows), "other rows than undisturbed"
     return program, outcome

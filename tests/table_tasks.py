@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from steepest.checkpoint.files import assemble
+from steepest.checkpoint.files import Checkpoint, assemble
 from steepest.data.sampler import SamplePlan
+from steepest.engine.commit_log import CommitLog
 from steepest.models.embedding import Embedding, EmbeddingBag, tables_of
+from steepest.tables.initial import Zeros
 from steepest.tables.local import LocalRows
 from steepest.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
 from steepest.tables.table import Table, groups
@@ -172,3 +174,45 @@ def rows_of(cluster: InProcessCluster) -> dict[str, Tensor]:
 def same_rows(rows: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     """Whether two jobs know the same of rows, to the bit."""
     return len(rows) > 0 and same_bits(rows, expected)
+
+
+def rows_in(saved: Checkpoint) -> dict[str, Tensor]:
+    """All that a checkpoint has of rows, by "shard/array"."""
+    return {name: value for name, value in saved.optimizer.items() if name.startswith("tables/")}
+
+
+class Sightings(nn.Module):
+    """Its gradients are -1 for each sighting: with a learning rate of 1, a row counts the sightings of its id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Embedding(described("rows", optimizer=SGD(lr=1.0), initial=Zeros()))
+        self.updates = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return what is to be as small as can be."""
+        return -self.rows(ids).sum() - self.updates.sum()
+
+
+def counting(count: int) -> Task:
+    """The task whose rows count, with so many samples."""
+    data = clicks(count)[1], torch.zeros(count)
+    return Task(Sightings, sgd(lr=1.0), data, lambda output, target: output, batch_size=1)
+
+
+def expected_counts(task: Task, log: CommitLog) -> tuple[Tensor, float]:
+    """What each row counts after what a log has, and how many updates had samples, each times its learning rate."""
+    counts, updates = torch.zeros(ROWS, dtype=torch.float64), 0.0
+    for part in log.parts:
+        assert part.plan is not None
+        shares, parts = part.cuts
+        for commit in part.commits:
+            found = [
+                part.plan.share(push.share // shares, push.share % shares, parts)
+                for push in commit.pushes
+            ]
+            ids = task.data[0][torch.from_numpy(np.concatenate(found))]
+            total = max(len(ids), 1)
+            counts += commit.rate / total * torch.bincount(ids.flatten(), minlength=ROWS).double()
+            updates += commit.rate * (len(ids) > 0)
+    return counts, updates

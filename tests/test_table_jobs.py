@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from steepest.engine.topology import HostMap
-from tests.modes import TOGETHER, make, trained
+from steepest.messages.message import Kind, server_peer
+from tests.modes import TOGETHER, check_counts, make, trained
 from tests.reference import difference, same_bits
 from tests.table_tasks import (
     OPTIMIZERS,
@@ -66,3 +67,42 @@ def test_rows_are_the_same_bits_at_any_number_of_servers(mode: str) -> None:
         trained(cluster, STEPS)
         assert same_bits(cluster.weights(), expected.weights())
         assert same_rows(rows_of(cluster), rows_of(expected))
+
+
+@pytest.mark.parametrize("mode", ["sync", "allreduce", "async", "ssp-0"])
+def test_a_server_of_rows_alone_may_hear_of_commits_late(mode: str) -> None:
+    """Workers have all weights of a version before that server has made it, and push again."""
+    task = table_task()
+    expected = make(mode, task, 2, servers=1)
+    trained(expected, STEPS)
+    settings = {"chunk_bytes": 4096}  # one chunk of dense weights
+    cluster = make(mode, task, 2, servers=3, settings=settings)
+    alone = {server_peer(index) for index in (1, 2)}
+    late = (Kind.COMMIT, Kind.MEMBERS, Kind.WORKER_JOINED)
+    cluster.network.latency = lambda message: (
+        30 if message.kind in late and message.target in alone else 0
+    )
+    trained(cluster, STEPS)
+    if mode in TOGETHER:
+        assert difference(all_weights(cluster, task), all_weights(expected, task)) < 1e-12
+    else:
+        check_counts(cluster, cluster.log())
+
+
+def test_a_server_of_rows_alone_may_hear_late_of_who_has_joined() -> None:
+    """A successor that was missing when a generation began has all weights, and pushes, before that server knows it."""
+    task = table_task(data=clicks(23))
+    cluster = make("async", task, 2, servers=3, settings={"chunk_bytes": 4096}, replaces=True)
+    cluster.on_left = lambda worker: None
+    trained(cluster, 2)
+    cluster.kill(1)
+    cluster.network.settle()
+    cluster.wait(cluster.client.revoke(), "a generation without the dead worker")
+    cluster.network.latency = lambda message: 200 * (message.kind is Kind.WORKER_JOINED)
+    cluster.replace(1)
+    trained(cluster, STEPS)
+    log = cluster.log()
+    check_counts(cluster, log)
+    assert any(
+        push.worker == 1 and push.incarnation for commit in log.commits for push in commit.pushes
+    )

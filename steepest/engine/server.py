@@ -114,6 +114,8 @@ class Server:
         self._send = send
         layout, holders = topology.layout, topology.holders
         self._copies = any(len(servers) > 1 for servers in holders)
+        # whether workers may have all weights of a version that this server has yet to make
+        self._is_passed = self._copies or bool(layout.table_shards)
         self.decisions = DecisionLog()
         self._codec = topology.wire_formats[0]
         self._hosts = topology.hosts
@@ -294,10 +296,11 @@ class Server:
         Raises:
             ProtocolError: the push is refused.
         """
-        # Another server that holds the chunk has applied the next version before this one has.
-        is_next = self._copies and self._together and pushed.pulled == self.version + 1
+        # The worker has the weights of the next version from servers that were sooner than this one.
+        is_next = self._is_passed and self._together and pushed.pulled == self.version + 1
         newer = pushed.generation > self.generation
-        if newer or (is_next and pushed.generation == self.generation):
+        is_now = pushed.generation == self.generation
+        if newer or (is_now and (is_next or self._may_have_joined(source))):
             self._keep_early(source, pushed)
             return
         held = self.chunks.get(pushed.chunk)
@@ -319,6 +322,12 @@ class Server:
                 self._reduce(held)
         else:
             self._count(push, held, pushed.pulled)
+
+    def _may_have_joined(self, source: Peer) -> bool:
+        """Return whether a worker may be a member of which this server is not told yet."""
+        workers = len(self._hosts.workers)
+        known = self._open_to_all or self._together or source.index in self._members
+        return self._is_passed and not known and source.role == "worker" and source.index < workers
 
     def _keep_early(self, source: Peer, pushed: Push | HostPush) -> None:
         """Keep a push until the coordinator's message about its generation or version is here.
@@ -522,6 +531,7 @@ class Server:
             self._members |= {joined.worker}  # it may have been missing when the generation began
             for held in self.chunks.values():
                 self._weights.send(worker_peer(joined.worker), held, self._position, reload=True)
+            self._stage_early()
 
     def _is_now(self, decision: Decision) -> bool:
         """Return whether a decision is about this server's generation and version.
