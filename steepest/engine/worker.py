@@ -420,6 +420,7 @@ class Worker:
         self._replicas.forget_writes()
         if self._defect is not None:
             raise self._defect
+        self._run_calls(begins)  # those that came while these waited for rows
         return True
 
     def _step(self, share: int, version: int) -> None:
