@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,9 +115,14 @@ def torchs(sparse: bool = True) -> nn.Module:
 
 
 def in_one_process(
-    task: Task, rows: Rows, size: int, steps: int, clip: float | None = None
+    task: Task, rows: Rows, sizes: Sequence[tuple[int, int]], clip: float | None = None
 ) -> Weights:
-    """The weights of torch's model, after so many steps of so many samples with a dense and a sparse optimizer."""
+    """The weights of torch's model, trained with a dense and a sparse optimizer.
+
+    Args:
+        sizes: samples in a step, and steps with so many, one after the other.
+        clip: the greatest norm of a gradient; torch clips none that are sparse.
+    """
     torch.manual_seed(0)
     ours = task.module()
     first = first_rows(ours)
@@ -127,19 +132,22 @@ def in_one_process(
         task.optimizer(theirs.head),
         rows.theirs([theirs.users.weight, theirs.items.weight]),
     )
-    plan = SamplePlan(len(task.data[0]), size, 0)
-    for step in range(steps):
-        users, items, target = (
-            column[torch.from_numpy(plan.share(step, 0, 1))] for column in task.data
-        )
-        dense.zero_grad()
-        sparse.zero_grad()
-        task.loss(theirs(users, items), target).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(theirs.parameters(), clip)
-        dense.step()
-        with torch.sparse.check_sparse_tensor_invariants():
-            sparse.step()
+    step = epoch = offset = 0
+    for size, count in sizes:
+        plan = SamplePlan(len(task.data[0]), size, 0, step, epoch, offset)
+        for _ in range(count):
+            index = torch.from_numpy(plan.share(step, 0, 1))
+            users, items, target = (column[index] for column in task.data)
+            dense.zero_grad()
+            sparse.zero_grad()
+            task.loss(theirs(users, items), target).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(theirs.parameters(), clip)
+            dense.step()
+            with torch.sparse.check_sparse_tensor_invariants():
+                sparse.step()
+            step += 1
+        epoch, offset = plan.position(step).epoch, plan.position(step).begin
     return {name: value.detach() for name, value in theirs.state_dict().items()}
 
 

@@ -51,9 +51,9 @@ def test_a_job_trains_as_torch_does_in_one_process(
     cluster = make(mode, task, workers, devices, servers, **others)
     trained(cluster, STEPS)
     size = others.get("global_batch_size", 2 * workers * devices * others.get("accumulate", 1))
-    expected = in_one_process(task, OPTIMIZERS[optimizer], size, STEPS)
+    expected = in_one_process(task, OPTIMIZERS[optimizer], [(size, STEPS)])
     assert difference(all_weights(cluster, task), expected) < 1e-12
-    untrained = in_one_process(task, OPTIMIZERS[optimizer], size, 0)
+    untrained = in_one_process(task, OPTIMIZERS[optimizer], [])
     assert difference(expected, untrained) > 0.05
 
 

@@ -96,7 +96,7 @@ def test_rows_are_clipped_with_the_dense_weights(name: str) -> None:
     task = table_task(sgd(), row_optimizer=rows.ours)
     cluster = make(name, task, settings={"clip_norm": clip})
     trained(cluster, STEPS)
-    expected = in_one_process(task, rows, 6, STEPS, clip=clip)
+    expected = in_one_process(task, rows, [(6, STEPS)], clip)
     assert min(commit.clip for commit in cluster.log().commits) < 1
     assert difference(all_weights(cluster, task), expected) < 1e-6
     explained(cluster, task)

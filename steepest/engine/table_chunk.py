@@ -57,9 +57,9 @@ class TableChunk(StagedChunk):
 
     def _made_of(self, parts: dict[str, npt.NDArray[Any]]) -> TableShard:
         """Return a shard with the rows of a state."""
-        shard = self._dealing.make(self.chunk.index)
         try:
             version = int(parts.pop("updates")[0])
+            shard = self._dealing.make(self.chunk.index, int(parts.pop("seed")[0]))
             shard.load([TableState.of_arrays(parts)], version)
         except (ConfigurationError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
@@ -196,7 +196,8 @@ class TableChunk(StagedChunk):
     def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Return copies of all that is known of the rows, as records, see `StagedChunk.state`."""
         rows = self.rows
-        arrays = rows.export().arrays() | {"updates": np.array([rows.version])}
+        arrays = rows.export().arrays()
+        arrays |= {"updates": np.array([rows.version]), "seed": np.array([rows.seed])}
         return [
             (self._about(key, len(array)), torch.from_numpy(array))
             for key, array in sorted(arrays.items())

@@ -91,12 +91,16 @@ class Dealing:
         """Return the name of the shard that is a chunk, see `ParameterLayout.shard_name`."""
         return f"tables/{chunk - self.first}"
 
-    def make(self, chunk: int) -> TableShard:
-        """Return the shard, without rows, that is a chunk."""
+    def make(self, chunk: int, seed: int | None = None) -> TableShard:
+        """Return the shard, without rows, that is a chunk.
+
+        Args:
+            chunk: its index.
+            seed: of the job in which its rows began; by default this one's.
+        """
         group, shard = divmod(chunk - self.first, self.num_shards)
-        return TableShard(
-            self.groups[group], shard=shard, num_shards=self.num_shards, seed=self.seed
-        )
+        seed = self.seed if seed is None else seed
+        return TableShard(self.groups[group], shard=shard, num_shards=self.num_shards, seed=seed)
 
     def deal(self, tables: Int32s, ids: Int64s) -> tuple[Int64s | None, Int64s]:
         """Return `steepest.tables.hashing.deal` of the keys of one group."""

@@ -56,6 +56,7 @@ class TableShard:
 
     Attributes:
         version: of the last push.
+        seed: of first values and of admissions by chance.
         counts: by name, an int64 for each table: the ids that were "admitted"; gradients that were "refused"
             because their ids were not, "refused_full" because there was no room for a row, and "ignored"
             because the table is frozen; rows that were evicted because the table was full
@@ -77,7 +78,7 @@ class TableShard:
         if not 0 <= require_count("shard", shard, 0) < num_shards:
             raise ConfigurationError(f"shard={shard}: give a number from 0 to {num_shards - 1}")
         one = self._tables[0]
-        self._seed = seed
+        self.seed = seed
         self.dim, self.dtype, self._optimizer = one.dim, one.dtype, one.optimizer
         self._names = [table.name for table in self._tables]
         self._frozen: set[int] = set()

@@ -1,0 +1,153 @@
+"""Rows of jobs that change while they train: in size and strategy, from checkpoints, after servers' deaths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from steepest import (
+    AllreduceStrategy,
+    DistributedSGD,
+    FailureConfig,
+    ParameterServerStrategy,
+)
+from steepest.checkpoint import files
+from steepest.testing.simulation import Simulation, run_config
+from tests.reference import Task, Weights, difference, same_bits
+from tests.simulated_programs import quiet
+from tests.table_tasks import (
+    OPTIMIZERS,
+    clicks,
+    in_one_process,
+    rows_in,
+    same_rows,
+    table_task,
+    table_values,
+)
+
+ROWS = OPTIMIZERS["Adam"]
+TASK = table_task(data=clicks(61), row_optimizer=ROWS.ours)
+PS = ParameterServerStrategy
+State = tuple[Weights, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+def state_of(trainer: DistributedSGD, path: Path) -> State:
+    """The dense weights, and all that a checkpoint has of rows."""
+    trainer.save(path)
+    return trainer.weights(), rows_in(files.read(path))
+
+
+def alike(state: State, other: State) -> bool:
+    return same_bits(state[0], other[0]) and same_rows(state[1], other[1])
+
+
+def trainer_of(workers: int, strategy: Any, task: Task = TASK, **settings: Any) -> DistributedSGD:
+    failure = FailureConfig(snapshot_every=settings.pop("snapshot_every", None), patience=math.inf)
+    config = run_config(failure=failure)
+    return DistributedSGD(task.creator(), workers, strategy=strategy, run_config=config, **settings)
+
+
+def undisturbed(steps: int, path: Path, workers: int = 2) -> State:
+    with Simulation(1).running(), trainer_of(workers, PS(num_servers=2)) as trainer:
+        trainer.fit(steps=steps, progress=False)
+        return state_of(trainer, path)
+
+
+def test_rows_move_as_workers_servers_and_strategies_come_and_go(tmp_path: Path) -> None:
+    changes: list[tuple[int, Callable[[DistributedSGD], object]]] = [
+        (2, lambda sgd: sgd.resize(num_workers=3)),
+        (3, lambda sgd: sgd.resize(num_servers=3)),
+        (3, lambda sgd: sgd.set_strategy(AllreduceStrategy())),
+        (3, lambda sgd: sgd.resize(num_workers=1)),
+        (1, lambda sgd: sgd.resize(num_workers=2)),
+        (2, lambda sgd: sgd.set_strategy(PS(num_servers=3, replication=2, chunk_bytes=64))),
+        (2, lambda sgd: sgd.resize(num_servers=2)),
+        (2, lambda sgd: sgd.set_strategy(AllreduceStrategy(sharded=False))),
+        (2, lambda sgd: None),
+    ]
+    with Simulation(1, (4, 4)).running(), trainer_of(2, PS(num_servers=2)) as trainer:
+        for _, change in changes:
+            trainer.fit(steps=3, progress=False)
+            change(trainer)
+        weights, rows = state_of(trainer, tmp_path / "end")
+    expected = in_one_process(TASK, ROWS, [(2 * workers, 3) for workers, _ in changes])
+    assert difference(weights | table_values(TASK, rows), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (PS(num_servers=2), PS(num_servers=3)),
+        (PS(num_servers=3, replication=2), AllreduceStrategy()),
+        (AllreduceStrategy(sharded=False), PS(num_servers=1)),
+    ],
+)
+def test_a_checkpoint_goes_on_at_another_number_of_servers(
+    first: Any, then: Any, tmp_path: Path
+) -> None:
+    """With another seed, too: what begins with it is part of the checkpoint."""
+    with Simulation(1).running(), trainer_of(2, first) as trainer:
+        trainer.fit(steps=3, progress=False)
+        trainer.save(tmp_path / "saved")
+    with Simulation(2).running(), trainer_of(2, then, seed=7) as trainer:
+        trainer.fit(steps=1, progress=False)
+        trainer.restore(tmp_path / "saved")
+        trainer.fit(steps=7, progress=False)
+        state = state_of(trainer, tmp_path / "end")
+    assert alike(state, undisturbed(10, tmp_path / "other"))
+
+
+def test_a_checkpoint_goes_on_with_other_workers(tmp_path: Path) -> None:
+    with Simulation(1).running(), trainer_of(2, PS(num_servers=2)) as trainer:
+        trainer.fit(steps=3, progress=False)
+        trainer.save(tmp_path / "saved")
+    with Simulation(2).running(), trainer_of(3, PS(num_servers=1)) as trainer:
+        trainer.restore(tmp_path / "saved")
+        trainer.fit(steps=4, progress=False)
+        weights, rows = state_of(trainer, tmp_path / "end")
+    expected = in_one_process(TASK, ROWS, [(4, 3), (6, 4)])
+    assert difference(weights | table_values(TASK, rows), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        PS(num_servers=2, chunk_bytes=64),
+        PS(num_servers=3, replication=2),
+        AllreduceStrategy(),
+        AllreduceStrategy(replication=2, chunk_bytes=64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("role", ["server 0", "server 1", "worker 1"])
+def test_after_a_death_rows_are_those_of_a_run_in_peace(
+    strategy: Any, role: str, tmp_path: Path
+) -> None:
+    """With copies nothing is lost; without, a job goes on from its last snapshot, to the same bits."""
+    expected = undisturbed(12, tmp_path / "other")
+    for moment in (5, 40, 150):
+        simulation = Simulation(moment)
+
+        def strike(simulation: Simulation = simulation) -> None:
+            for process in simulation.living():
+                if role in str(process):
+                    simulation.world.kill(process, "it was killed. connection error code 2.")
+                    return
+
+        with simulation.running(), trainer_of(2, strategy, snapshot_every=4) as trainer:
+            trainer.fit(steps=5, progress=False)
+            simulation.at_event(moment, strike)
+            trainer.fit(steps=7, progress=False)
+            state = state_of(trainer, tmp_path / f"{moment}")
+        assert alike(state, expected), moment
