@@ -373,3 +373,22 @@ def test_a_connected_module_is_copied_without_its_rows() -> None:
         twin(torch.tensor([4]))
     twin.connect(source)
     assert torch.equal(ours(torch.tensor([4])), twin(torch.tensor([4])))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's own
+def test_a_compiled_module_trains_as_the_plain_one() -> None:
+    found = []
+    for compiled in (False, True):
+        net = Net(lambda of, dim: Embedding(described(of, dim)))
+        rows = connected(net)
+        run = torch.compile(net, backend="eager") if compiled else net
+        for _ in range(2):
+            run(
+                torch.tensor([1, 2]), torch.tensor([[3, 4, 5], [3, 3, 9]])
+            ).square().sum().backward()
+            rows.step()
+        found.append((rows_of(rows, net.items.tables[0]), net.head.weight.grad))  # type: ignore[index,arg-type]
+    plain, compiled_too = found
+    assert all(torch.equal(a, b) for a, b in zip(plain, compiled_too, strict=True))

@@ -6,9 +6,11 @@ table's updates them with what a backward pass pushes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -46,6 +48,8 @@ class RowSource(Protocol):
         """Take the summed gradients of distinct ids, (n, dim), and how often each was in the batch."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Source = TypeVar("Source", bound=RowSource)
 
 
@@ -87,6 +91,18 @@ class _Pool(torch.autograd.Function):
             return of_rows, None, None
         of_weights = ctx.bags.weight_gradients(given, rows.detach().numpy())
         return of_rows, torch.from_numpy(of_weights), None
+
+
+def _left_to_python(function: Callable[P, R]) -> Callable[P, R]:
+    """Have `torch.compile` call a function as it is; do not import its compiler, if nobody has."""
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        compiler = sys.modules.get("torch._dynamo")
+        chosen = function if compiler is None else compiler.disable(function)
+        return chosen(*arguments, **named)
+
+    return call
 
 
 class TableModule(nn.Module):
@@ -246,6 +262,7 @@ class Embedding(TableModule):
         super().__init__([table])
         self.padding_idx = _require_padding(table, padding_idx)
 
+    @_left_to_python
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings of ids of any shape: their shape, and the table's dimension."""
         (table,) = self.tables
@@ -281,6 +298,7 @@ class EmbeddingBag(TableModule):
         self.padding_idx = _require_padding(table, padding_idx)
         self.include_last_offset = include_last_offset
 
+    @_left_to_python
     def forward(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
@@ -328,6 +346,7 @@ class EmbeddingCollection(TableModule):
         self.mode = None if mode is None else _require_mode(mode, "sum", "mean", "max")
         self._features = dict(tables)
 
+    @_left_to_python
     def forward(self, ids: Mapping[str, Ids]) -> dict[str, Tensor]:
         """Return embeddings by feature.
 
