@@ -118,6 +118,20 @@ def test_the_example_of_scripted_faults_runs_as_it_stands(
     assert capsys.readouterr().out == "10 steps, 1 worker replaced\n"
 
 
+@pytest.mark.ray
+@pytest.mark.long
+def test_the_example_of_embedding_tables_runs_as_it_stands(tmp_path: Path, address: str) -> None:
+    assert "'right': 1.0" in run_block(blocks_of("docs/embedding.md")[0], tmp_path, address)
+
+
+def test_the_example_of_tables_in_one_process_runs_as_it_stands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    block = blocks_of("docs/embedding.md")[1]
+    exec(compile(block, "docs/embedding.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == "loss: 0.000\n"
+
+
 def test_every_public_name_is_exported_documented_and_in_the_readme_or_architecture() -> None:
     text = (ROOT / "README.md").read_text() + (ROOT / "ARCHITECTURE.md").read_text()
     text += (ROOT / "docs" / "api.md").read_text()
