@@ -288,19 +288,19 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def report(title: str, seconds: Timed, ours: str) -> list[dict[str, Any]]:
+def report(title: str, seconds: Timed, ours: str, unit: str = "ms") -> list[dict[str, Any]]:
     """Print and return what each took, and our time over it."""
+    factor = {"ms": 1e3, "us": 1e6}[unit]
     print(f"\n{title}: median of {len(seconds[ours])} rounds")
     found = []
     for name, times in seconds.items():
         over = ratios(seconds[ours], times)
-        row = {"title": title, "name": name, "ms": 1e3 * statistics.median(times), "over": over}
-        row["least ms"] = 1e3 * min(times)
-        found.append(row)
-        of = f"ours over it {over['median']:.3g} ({over['min']:.3g} to {over['max']:.3g})"
-        print(
-            f"  {name:16}{row['ms']:9.3f} ms, least {row['least ms']:.3f}  {'' if name == ours else of}"
+        median, least = factor * statistics.median(times), factor * min(times)
+        found.append(
+            {"title": title, "name": name, unit: median, f"least {unit}": least, "over": over}
         )
+        of = f"{ours} over it {over['median']:.3g} ({over['min']:.3g} to {over['max']:.3g})"
+        print(f"  {name:16}{median:9.3f} {unit}, least {least:.3f}  {'' if name == ours else of}")
     return found
 
 

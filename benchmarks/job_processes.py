@@ -22,8 +22,13 @@ def processes(root: int | None = None) -> dict[str, int]:
     Returns:
         Process ids by name: "worker 0", "server 1", "spare".
     """
+    return {name: pid for pid, name in all_processes(root).items()}
+
+
+def all_processes(root: int | None = None) -> dict[int, str]:
+    """The same by process id; those of several jobs may have one name."""
     parents: dict[int, int] = {}
-    found: dict[str, tuple[int, int]] = {}  # by name: the process, and its raylet
+    found: dict[int, tuple[str, int]] = {}  # by process: its name, and its raylet
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -33,13 +38,9 @@ def processes(root: int | None = None) -> dict[str, int]:
             parents[int(entry.name)] = int(stat[1])
             if command.startswith(PREFIX) and stat[0] not in "XZ":
                 name = command[len(PREFIX) :].strip(b"\0 ").decode()
-                found[f"{name} {entry.name}"] = (int(entry.name), _raylet(entry))
+                found[int(entry.name)] = (name, _raylet(entry))
     root = os.getpid() if root is None else root
-    return {
-        name.rpartition(" ")[0]: pid
-        for name, (pid, raylet) in found.items()
-        if descends(raylet, root, parents)
-    }
+    return {pid: name for pid, (name, raylet) in found.items() if descends(raylet, root, parents)}
 
 
 def _raylet(entry: Path) -> int:

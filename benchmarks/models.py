@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from steepest.models.torch import TorchModel
 
 LEARNING_RATE = 0.01
 ADAM_LEARNING_RATE = 0.001
@@ -53,6 +58,13 @@ def adam(network: nn.Module, fused: bool | None = True) -> torch.optim.Optimizer
     return torch.optim.Adam(network.parameters(), lr=ADAM_LEARNING_RATE, fused=fused)
 
 
+class Modelled(Protocol):
+    """What a job of steepest can train."""
+
+    def model(self) -> TorchModel:
+        """Return the model of one replica."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """A network, the shape of its data, its optimizer; ``steps`` is the default number of steps in one round."""
@@ -80,6 +92,18 @@ class Workload:
     def batches(self, worker: int) -> Batches:
         """The batches of one worker, shuffled in its own order."""
         return Batches(*self.data(), self.batch_size, seed=SEED + worker)
+
+    def model(self) -> TorchModel:
+        """The network and its data as steepest trains them."""
+        from steepest.models.torch import TorchModel
+
+        return TorchModel(
+            self.build(),
+            loss=F.nll_loss,
+            data=self.data(),
+            batch_size=self.batch_size,
+            optimizer=functools.partial(self.optimizer, fused=None),
+        )
 
     def parameters(self) -> int:
         return sum(p.numel() for p in self.network().parameters())

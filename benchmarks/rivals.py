@@ -28,7 +28,6 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import Workload, compute
@@ -316,19 +315,13 @@ class Steepest(Trainer):
         self._sgd: Any = None
 
     def start(self) -> None:
-        from steepest import DistributedSGD, TorchModel
+        from steepest import DistributedSGD
 
         workload = self.workload
 
         def creator(worker_index: int, device_index: int) -> Any:
             torch.set_num_threads(1)
-            return TorchModel(
-                workload.build(),
-                loss=F.nll_loss,
-                data=workload.data(),
-                batch_size=workload.batch_size,
-                optimizer=functools.partial(workload.optimizer, fused=None),
-            )
+            return workload.model()
 
         self._sgd = DistributedSGD(creator, num_workers=self.workers, strategy=self._strategy)
 

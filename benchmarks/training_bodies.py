@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from benchmarks.models import MLP, WORKLOADS, Workload
+from benchmarks.models import MLP, WORKLOADS, Modelled, Workload
 from benchmarks.namespaces import DEADLINE, Member, Namespace, Orders, Team
 from benchmarks.parameter_server_bodies import read, write
 from benchmarks.step_clock import CLOCK
@@ -50,12 +49,22 @@ MLP10 = Workload(
 )
 ALL = {**WORKLOADS, MLP10.name: MLP10}
 STRATEGIES = ("ps", "allreduce")
+HYBRID = 2  # updates that rows may lack under "hybrid"
 CLIENT = Peer("client", 0)
+
+
+class Apart(Job):
+    """A job whose only worker, too, has its server in another process; a trainer's has it inside."""
+
+    @property
+    def servers_in_workers(self) -> bool:
+        """Whether no process is a server only."""
+        return self.strategy.in_workers
 
 
 def job_team(  # noqa: PLR0913 - each is given by name
     spaces: list[Namespace],
-    workload: str,
+    workload: str | Modelled,
     strategy: str,
     meeting: str,
     *,
@@ -68,7 +77,8 @@ def job_team(  # noqa: PLR0913 - each is given by name
     """All processes of a job, one host in each namespace.
 
     Args:
-        strategy: "ps", or "allreduce", where each worker's process has a server.
+        strategy: "ps"; "hybrid", the same with rows of tables asked for beforehand; or
+            "allreduce", where each worker's process has a server.
         meeting: an empty folder in which servers write where they listen.
         workers, servers: on each host; servers for "ps".
         profile: a folder for what `benchmarks.profile_step` finds; empty to measure nothing.
@@ -99,7 +109,7 @@ def job_team(  # noqa: PLR0913 - each is given by name
 
 
 def make_job(
-    workload: str,
+    workload: str | Modelled,
     strategy: str,
     workers: int,
     servers: int,
@@ -108,20 +118,17 @@ def make_job(
     compression: str | None = None,
 ) -> tuple[Job, list[Model]]:
     """A job whose hosts have equally many workers and servers each."""
-    chosen = ALL[workload]
+    chosen: Modelled = ALL[workload] if isinstance(workload, str) else workload
 
     def creator(worker: int, device: int) -> TorchModel:
-        return TorchModel(
-            chosen.build(),
-            loss=F.nll_loss,
-            data=chosen.data(),
-            batch_size=chosen.batch_size,
-            optimizer=functools.partial(chosen.optimizer, fused=None),
-        )
+        return chosen.model()
 
     allreduce = strategy == "allreduce"
     config: StrategyConfig = ParameterServerStrategy(
-        num_servers=servers, wire_dtype=wire_dtype, compression=compression
+        num_servers=servers,
+        wire_dtype=wire_dtype,
+        compression=compression,
+        table_staleness=HYBRID if strategy == "hybrid" else None,
     )
     if allreduce:
         config = AllreduceStrategy(wire_dtype=wire_dtype, compression=compression)
@@ -133,7 +140,7 @@ def make_job(
         allreduce and hosts == 1
     )  # there each member updates its own weights, and nothing has to cross
     places = HostMap(worker_hosts, server_hosts, gathers)
-    return Job(description, config, workers, 1, servers, 0, DEADLINE, hosts=places), models
+    return Apart(description, config, workers, 1, servers, 0, DEADLINE, hosts=places), models
 
 
 def take_part(

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
-from benchmarks import embedding
+from benchmarks import embedding, embedding_servers
+from benchmarks.embedding_bodies import RowSteps
+
+SMALL = RowSteps(features=3, batch=40, rows=100, count=2)
+
+
+@pytest.fixture
+def ray_runs(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray runs already."""
+    monkeypatch.setattr(embedding_servers, "ray_started", lambda cpus: contextlib.nullcontext())
 
 
 @pytest.mark.ray
@@ -17,3 +28,22 @@ def test_the_contenders_do_the_same_work(monkeypatch: pytest.MonkeyPatch) -> Non
     names = {row["name"] for row in rows}
     assert names - {"FBGEMM"} == {"steepest", "torch, 26 bags", "torch, one bag", "tutorial"}
     assert all(row["over"]["min"] > 0 for row in rows)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_runs")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_rows_on_servers_are_trained_as_those_of_rivals() -> None:
+    rows = embedding_servers.run_step(2, 3, SMALL)  # raises if values differ
+    names = {row["name"] for row in rows} - {"FBGEMM"}
+    assert names == {"trainer", "two processes", "torch, 26 bags", "torch, one bag", "tutorial"}
+    assert all(row["over"]["min"] > 0 for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_runs")
+def test_processor_time_is_that_of_all_processes() -> None:
+    two, one = embedding_servers.run_workers(1, 20, SMALL)
+    assert (two["name"], one["name"]) == ("two workers", "one worker")
+    assert min(two["us"], one["us"]) > 0

@@ -1,0 +1,179 @@
+"""Embedding tables on servers, beside those of one process and a tutorial's server.
+
+    python -m benchmarks.embedding_servers
+    python -m benchmarks.embedding_servers --only step --rounds 20
+
+Tables:
+
+``step``     4,096 x 26 ids by a power law, 26 tables of 100,000 rows of dimension 16, Adagrad: pull, backward
+             pass, push and update, given the gradients of the embeddings. ``trainer`` is `DistributedSGD` with
+             one worker, which has its server in its own process; ``two processes`` is a job of one worker and
+             one server that share a host. Rivals: torch's `EmbeddingBag(sparse=True)` and FBGEMM's kernel in one
+             process, and a dict of rows in a Ray actor.
+``workers``  the same steps with `strategy="async"`: processor seconds for each looked-up id, of all processes of
+             the job and of the driver, with two workers and with one.
+
+One thread each. The contenders take turns of so many steps, odd rounds in reverse order; a ratio is the median
+over rounds of our time over a rival's in the same round, with its range. ``step`` checks that the trainer and the
+rivals have trained the same rows to the same values.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited by every process
+
+import argparse
+import contextlib
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.embedding import RIVALS, report
+from benchmarks.embedding_bodies import RowSteps
+from benchmarks.embedding_rivals import Trained, make
+from benchmarks.job_processes import all_processes
+from benchmarks.namespaces import HOST, Team
+from benchmarks.overhead import alternate, machine, positive
+from benchmarks.parameter_server_rivals import ray_started
+from benchmarks.training_bodies import job_team
+from steepest import DistributedSGD
+
+Turn = Callable[[], float]
+
+
+def trainer(workload: RowSteps, workers: int, strategy: str) -> DistributedSGD:
+    def create(worker_index: int, device_index: int) -> Any:
+        torch.set_num_threads(1)
+        return workload.model()
+
+    return DistributedSGD(create, num_workers=workers, strategy=strategy)
+
+
+# -- step ----------------------------------------------------------------------------------------
+
+
+class Rival:
+    """A rival that takes the same batches in the same order."""
+
+    def __init__(self, rival: Trained, workload: RowSteps) -> None:
+        self._rival = rival
+        self._batches = [(ids, rival.prepare(given)) for ids, given in workload.batches()]
+        self._next = 0
+
+    def turn(self, steps: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self._rival.step(*self._batches[self._next % len(self._batches)])
+            self._next += 1
+        return (time.perf_counter() - begin) / steps
+
+    def values(self) -> Tensor:
+        return self._rival.values()
+
+
+def fit(sgd: DistributedSGD, steps: int) -> float:
+    begin = time.perf_counter()
+    sgd.fit(steps=steps, progress=False)
+    return (time.perf_counter() - begin) / steps
+
+
+def values_of(sgd: DistributedSGD, workload: RowSteps) -> Tensor:
+    """All rows, (features x rows, dim)."""
+
+    def look_up(model: Any) -> Tensor:
+        with torch.no_grad():
+            ids = torch.arange(workload.rows).expand(workload.features, -1)
+            return torch.cat(model.module(ids))
+
+    return sgd.for_model(look_up)
+
+
+def run_step(rounds: int, steps: int, workload: RowSteps) -> list[dict[str, Any]]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ray_started(cpus=2))
+        meeting = stack.enter_context(tempfile.TemporaryDirectory())
+        sgd = stack.enter_context(trainer(workload, 1, "ps"))
+        team: Team = stack.enter_context(job_team([HOST], workload, "ps", meeting))
+        rivals = {
+            name: Rival(rival, workload) for name, rival in make(workload.first(), RIVALS).items()
+        }
+        turns: dict[str, Turn] = {
+            "trainer": lambda: fit(sgd, steps),
+            "two processes": lambda: max(team.turn(steps)),
+        }
+        for name, rival in rivals.items():
+            turns[name] = lambda rival=rival: rival.turn(steps)  # type: ignore[misc]
+        for turn in turns.values():
+            turn()  # makes rows, and warms up
+        seconds = alternate(turns, rounds)
+        expected = values_of(sgd, workload)
+        for name, rival in rivals.items():
+            if not torch.allclose(rival.values(), expected, rtol=1e-3, atol=1e-4):
+                raise RuntimeError(f"{name} trained other rows, or otherwise")
+    title = f"a step of {workload.batch:,} x {workload.features} ids, turns of {steps} steps"
+    return [row for ours in ("trainer", "two processes") for row in report(title, seconds, ours)]
+
+
+# -- workers -------------------------------------------------------------------------------------
+
+
+def processor_seconds() -> float:
+    """Of all processes of this process' jobs, and of itself."""
+    tick = os.sysconf("SC_CLK_TCK")
+    total = time.process_time()
+    for pid in all_processes():
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        total += (int(user) + int(system)) / tick
+    return total
+
+
+def run_workers(rounds: int, steps: int, workload: RowSteps) -> list[dict[str, Any]]:
+    """Each round starts each job anew: processes of another job would be counted too."""
+
+    def turn(workers: int) -> float:
+        with trainer(workload, workers, "async") as sgd:
+            sgd.fit(steps=steps, progress=False)
+            before, version = processor_seconds(), sgd.stats().version
+            sgd.fit(steps=steps, progress=False)
+            spent, updates = processor_seconds() - before, sgd.stats().version - version
+        return spent / (updates * workload.batch * workload.features)
+
+    with ray_started(cpus=4):
+        turns = {"two workers": lambda: turn(2), "one worker": lambda: turn(1)}
+        seconds = alternate(turns, rounds)
+    return report("async, processor time for each id", seconds, "two workers", "us")
+
+
+# -- all -----------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    kinds = ("step", "workers")
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--steps", type=positive, default=20, help="of a turn")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="Sparse invariant checks")
+    found: list[dict[str, Any]] = []
+    if "step" in arguments.only:
+        found += run_step(arguments.rounds, arguments.steps, RowSteps())
+    if "workers" in arguments.only:
+        found += run_workers(arguments.rounds, 5 * arguments.steps, RowSteps())
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
