@@ -207,7 +207,7 @@ def test_a_state_and_its_increments_are_the_whole(
         if version % 3 == 0:
             shard.evict(version)
         if version % 4 == 0 or version == cut:
-            state = increased(state, shard.export(since=0 if version == 4 else version - 4))
+            state = increased(state, shard.export(since=max(0, version - 4)))
     last = increased(state, shard.export(since=max(0, len(pushes) - 4)))
     assert same(
         last,

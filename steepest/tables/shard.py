@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +16,21 @@ from steepest.tables.admission import Admission
 from steepest.tables.blocks import Blocks
 from steepest.tables.capacity import Capacities, Plan
 from steepest.tables.checks import require_gradients, require_ids, require_keys, require_out
+from steepest.tables.cut import RowCut
 from steepest.tables.eviction import Use, worn
 from steepest.tables.hashing import Distinct, salt_of, shard_of
 from steepest.tables.index import Index
 from steepest.tables.initial import Beginning
 from steepest.tables.kernels import Floats, Int32s, Int64s, kernel, read_only
-from steepest.tables.state import TableState, joined, order_of
+from steepest.tables.removals import Removals
+from steepest.tables.state import TableState, joined
 from steepest.tables.table import Table, require_group
 from steepest.validation import require_count, require_number
 
 _EVICTED = ("evicted_full", "evicted_age", "evicted_norm")
 _COUNTS = ("admitted", "refused", "refused_full", "ignored", *_EVICTED)
 _LOADED = 1 << 16  # rows of a state that are copied at once
+_BOUNDLESS = 2**62  # more versions than there can be
 
 
 @kernel
@@ -57,6 +64,7 @@ class TableShard:
     Attributes:
         version: of the last push.
         seed: of first values and of admissions by chance.
+        life: a random number, another one after each `load`: versions of one life are of one past.
         counts: by name, an int64 for each table: the ids that were "admitted"; gradients that were "refused"
             because their ids were not, "refused_full" because there was no room for a row, and "ignored"
             because the table is frozen; rows that were evicted because the table was full
@@ -100,7 +108,9 @@ class TableShard:
             if table.eviction is not None
         }
         self._alive = np.zeros(len(self._tables), np.int64)
-        self._removed: list[tuple[int, Int32s, Int64s]] | None = None  # version, tables, ids
+        self._removals = Removals()
+        self._cuts: WeakSet[RowCut] = WeakSet()
+        self.life = secrets.randbits(62)
         self.counts = {name: np.zeros(len(self._tables), np.int64) for name in _COUNTS}
         self.version = 0
 
@@ -184,9 +194,12 @@ class TableShard:
             rows = self._leave_frozen(numbers_of, rows)
         at = np.flatnonzero(rows == -1)
         plan = self._plan(numbers_of, checked, seen, rows, at, version, strict)
+        before = [(cut, cut.before(rows)) for cut in self._cuts]
         twice = _mark(rows, seen, version, self._blocks.written, self._blocks.sightings)
         if twice >= 0:
             raise _repeated(checked[twice], self._names[numbers_of[twice]])
+        for cut, kept in before:
+            cut.keep(kept)
         self.version = version
         if self._frozen:
             of = numbers_of[rows == -2]
@@ -318,12 +331,13 @@ class TableShard:
     def _remove(self, numbers: Int32s, version: int) -> None:
         """Take rows out; whoever uses their memory next sets values and slots anew."""
         blocks = self._blocks
+        for cut in self._cuts:
+            cut.keep(cut.before(numbers))
         tables, ids = blocks.tables[numbers].astype(np.int32), blocks.ids[numbers]
         self._index.remove(tables, ids)
         blocks.release(numbers)
         self._alive -= np.bincount(tables, minlength=len(self._tables))
-        if self._removed is not None:
-            self._removed.append((version, tables, ids))
+        self._removals.add(version, tables, ids, len(self))
 
     def freeze(self, table: int, frozen: bool = True) -> None:
         """Let pushes to a table change nothing from now on, or something again.
@@ -362,57 +376,59 @@ class TableShard:
             use.forget_free(self._blocks)
         return int((why != 0).sum())
 
+    def covers(self, life: int, since: int) -> bool:
+        """Return whether it is known what has changed since a version of a life."""
+        return life == self.life and self._removals.known_from <= since <= self.version
+
     def export(self, since: int | None = None) -> TableState:
-        """Return copies of all rows, or of what has changed.
+        """Return copies of all rows, or of what has changed, in order of table and id.
 
         Args:
             since: a version: only the rows that were written after it, and the ids whose rows were
-                removed after it or at it. Removals are remembered from the first call on; those
-                before `since` are forgotten, since they are in an earlier increment.
-        """
-        if self._removed is None and since is not None:
-            raise ConfigurationError(
-                f"export(since={since}) without a base: call export() first, and keep what it returns"
-            )
-        blocks = self._blocks
-        numbers = blocks.in_use()
-        if since is not None:
-            numbers = numbers[blocks.written[numbers] > since]
-        numbers = numbers[order_of(blocks.tables[numbers], blocks.ids[numbers])]
-        values = np.empty((len(numbers), self.dim), self.dtype)
-        slots = np.empty((len(numbers), self._optimizer.slots(self.dim)), self.dtype)
-        blocks.gather(numbers, values)
-        blocks.gather(numbers, slots, self.dim)
-        removed_tables, removed_ids = self._gone_since(since)
-        counted_tables, counted_ids, counted = self._admission.exact()
-        order = order_of(counted_tables, counted_ids)
-        return TableState(
-            tables=blocks.tables[numbers].astype(np.int32),
-            ids=blocks.ids[numbers],
-            values=values,
-            slots=slots,
-            written=blocks.written[numbers],
-            sightings=blocks.sightings[numbers],
-            counted_tables=counted_tables[order],
-            counted_ids=counted_ids[order],
-            counted=counted[order],
-            removed_tables=removed_tables,
-            removed_ids=removed_ids,
-            counters={table: counter.copy() for table, counter in self._admission.counters.items()},
-            frozen=tuple(sorted(self._frozen)),
-        )
+                removed after it or at it.
 
-    def _gone_since(self, since: int | None) -> tuple[Int32s, Int64s]:
-        """Return the ids without rows whose rows were removed at a version or later; remember those alone."""
-        kept = self._removed or []
-        self._removed = [] if since is None else [item for item in kept if item[0] >= since]
-        tables = np.concatenate([np.empty(0, np.int32), *(item[1] for item in self._removed)])
-        ids = np.concatenate([np.empty(0, np.int64), *(item[2] for item in self._removed)])
-        distinct = Distinct(tables, ids)
-        found, _ = self._index.find(distinct.tables, distinct.ids)
-        tables, ids = distinct.tables[found < 0], distinct.ids[found < 0]
-        order = order_of(tables, ids)
-        return tables[order], ids[order]
+        Raises:
+            ConfigurationError: it is not known any more which rows were removed since then.
+        """
+        rest, rows = self.cut(since)
+        return replace(rest, **rows.take(self._blocks.top + 1)).sorted()
+
+    def cut(self, since: int | None = None, table: int | None = None) -> tuple[TableState, RowCut]:
+        """Return what `export` returns, the rows piece by piece while pushes go on.
+
+        Args:
+            since: as for `export`.
+            table: a number: only what is known of that table.
+
+        Returns:
+            Everything but the rows, as a state; the rows of now, which are copied as they are taken,
+            or before they change. Memory is freed when the cut is dropped.
+
+        Raises:
+            ConfigurationError: as `export`.
+        """
+        if since is not None and not self.covers(self.life, since):
+            raise ConfigurationError(
+                f"export(since={since}): which rows were removed is known from version "
+                f"{self._removals.known_from} to {self.version}; export all rows"
+            )
+        rows = RowCut(self._blocks, self.version, since, table)
+        self._cuts.add(rows)
+        gone = self._removals.since(_BOUNDLESS if since is None else since)
+        lost = self._index.find(gone.tables, gone.ids)[0] < 0
+        counted = self._admission.exact()
+        removed = gone.tables[lost], gone.ids[lost]
+        known: list[Any] = [*counted, *removed]
+        if table is not None:
+            mine = [counted[0] == table] * len(counted) + [removed[0] == table] * len(removed)
+            known = [part[of] for part, of in zip(known, mine, strict=True)]
+        names = ("counted_tables", "counted_ids", "counted", "removed_tables", "removed_ids")
+        counters = {of: counter.copy() for of, counter in self._admission.counters.items()}
+        none = rows.before(np.empty(0, np.int32))
+        rest = dict(zip(names, known, strict=True))
+        return TableState(
+            **none, **rest, counters=counters, frozen=tuple(sorted(self._frozen))
+        ), rows
 
     def load(self, states: Iterable[TableState], version: int) -> None:
         """Replace everything by this shard's part of a state; counters of events begin at 0.
@@ -439,6 +455,7 @@ class TableShard:
         kept = self._capacities.most_used(states, mine)
         self._clear()
         self.version, self._frozen = version, set(rest.frozen)
+        self._removals = Removals(version)
         self._admission.load(rest)
         for state, rows in zip(states, kept, strict=True):
             for begin in range(0, len(rows), _LOADED):

@@ -1,0 +1,84 @@
+"""The rows of a shard as they are at one instant, read piece by piece while pushes change them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from steepest.tables.blocks import FREE, Blocks
+from steepest.tables.kernels import Int32s
+
+#: NumPy arrays of rows by the names that `TableState` has for them.
+RowArrays = dict[str, Any]
+_MOST_LOOKED_AT = 1 << 20  # rows in a call of `take`, few of which may be wanted: a millisecond
+
+
+class RowCut:
+    """The rows of a shard at the version at which it is made.
+
+    Rows are copied in the order of their numbers. Before the shard changes or removes rows, it has
+    those copied that have not been taken yet (`before`, `keep`). A row that was written after the
+    cut is thereby known to be copied already, or not to belong to it.
+
+    Args:
+        blocks: the rows.
+        version: of the last push.
+        since: only rows that were written after this version; None for all.
+        table: only rows of the table of this number; None for all.
+    """
+
+    def __init__(
+        self, blocks: Blocks, version: int, since: int | None = None, table: int | None = None
+    ) -> None:
+        self._blocks = blocks
+        self._version = version
+        self._after = FREE if since is None else max(since, FREE)
+        self._table = table
+        self._next, self._top = 0, blocks.top  # rows below `_next` are copied
+        self._kept: list[RowArrays] = []
+
+    def before(self, numbers: Int32s) -> RowArrays:
+        """Return copies of those of some rows that are yet to be taken; negative numbers are none."""
+        return self._copied(self._wanted(numbers[(numbers >= self._next) & (numbers < self._top)]))
+
+    def keep(self, rows: RowArrays) -> None:
+        """Keep copies that `before` returned, because the rows change now."""
+        if len(rows["ids"]):
+            self._kept.append(rows)
+
+    def take(self, most: int) -> RowArrays:
+        """Return copies of further rows, about `most` of them; of no rows when all are taken."""
+        parts: list[Int32s] = []
+        count = looked_at = 0
+        while self._next < self._top and count < most and looked_at < _MOST_LOOKED_AT:
+            end = min(self._next + most, self._top)
+            found = self._wanted(np.arange(self._next, end, dtype=np.int32))
+            parts.append(found)
+            count, looked_at = count + len(found), looked_at + end - self._next
+            self._next = end
+        if count:
+            return self._copied(np.concatenate(parts))
+        if self._next < self._top:
+            return self.take(most)
+        return self._kept.pop() if self._kept else self._copied(np.empty(0, np.int32))
+
+    def _wanted(self, numbers: Int32s) -> Int32s:
+        """Return those of some rows that belong to the cut and have not changed since."""
+        written = self._blocks.written[numbers]
+        wanted = (written > self._after) & (written <= self._version)
+        if self._table is not None:
+            wanted &= self._blocks.tables[numbers] == self._table
+        return numbers[wanted]
+
+    def _copied(self, numbers: Int32s) -> RowArrays:
+        blocks = self._blocks
+        rows = blocks.rows[numbers]
+        return {
+            "tables": blocks.tables[numbers].astype(np.int32),
+            "ids": blocks.ids[numbers],
+            "values": np.ascontiguousarray(rows[:, : blocks.dim]),
+            "slots": np.ascontiguousarray(rows[:, blocks.dim :]),
+            "written": blocks.written[numbers],
+            "sightings": blocks.sightings[numbers],
+        }
