@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the same to Python
+    from steepest.checkpoint.exported_table import ExportedTable as ExportedTable
     from steepest.checkpoint.files import Checkpoints as Checkpoints
     from steepest.cluster.prometheus import Prometheus as Prometheus
     from steepest.collectives.ring import ring_allreduce as ring_allreduce
@@ -73,6 +74,7 @@ _MODULES = {
     "EmbeddingBag": "models.embedding",
     "EmbeddingCollection": "models.embedding",
     "Event": "observe.results",
+    "ExportedTable": "checkpoint.exported_table",
     "FailureConfig": "config.run",
     "History": "observe.history",
     "IndexedStream": "data.sources",

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from steepest.checkpoint import files
+from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
 from steepest.cluster import remote_functions
 from steepest.cluster.checkpoint_manager import CheckpointManager
@@ -29,6 +30,7 @@ from steepest.cluster.process import WorkerView
 from steepest.cluster.remote_functions import name_of
 from steepest.cluster.steering import Steering
 from steepest.cluster.supervisor import Supervisor
+from steepest.cluster.table_export import export_table
 from steepest.cluster.training import Training
 from steepest.cluster.unfreezing import train_unfrozen
 from steepest.config.job import JobConfig
@@ -470,6 +472,23 @@ class DistributedSGD(Steering):
             self._supervisor.replacing(lambda: self._state.place(saved, path))
             self._training.lost_before()  # of another past
             self._keeping.restored(saved)
+
+    def export_table(self, name: str, since: ExportedTable | None = None) -> ExportedTable:
+        """Return the rows of an embedding table at one version, for serving.
+
+        It may be called at any time, from any thread: training goes on meanwhile.
+
+        Args:
+            name: of the table.
+            since: an earlier export of it: only the rows that have changed since then are returned,
+                and the ids whose rows were removed, for `ExportedTable.updated`. All rows are
+                returned where that is not known: after a restore, and when servers have moved.
+
+        Raises:
+            ConfigurationError: there is no such table, or `since` is of another one.
+        """
+        self._live()
+        return self._supervisor.reading(lambda: export_table(self._training.cluster, name, since))
 
     def set_strategy(self, strategy: str | StrategyConfig) -> None:
         """Continue under another strategy from the last committed step.

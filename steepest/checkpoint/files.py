@@ -222,11 +222,11 @@ def assemble(
             plain.add(name)
     whole: dict[str, torch.Tensor] = {}
     for name, parts in pieces.items():
+        parts.sort(key=lambda part: part[0])
         if name.startswith(_TABLES):
-            whole[name] = parts[0][2]
+            whole[name] = parts[0][2] if len(parts) == 1 else torch.cat([v for _, _, v in parts])
             continue
         entry = layout.entries[layout.index[name.rpartition("/")[0]]]
-        parts.sort(key=lambda part: part[0])
         if name not in plain and all(
             _elementwise(v, start, stop, entry.shape) for start, stop, v in parts
         ):

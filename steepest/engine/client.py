@@ -36,6 +36,7 @@ from steepest.messages.gradients import Weights
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send, server_peer
 from steepest.messages.schema import Body
 from steepest.messages.snapshots import (
+    Bases,
     Install,
     Installed,
     InstallRefused,
@@ -43,6 +44,7 @@ from steepest.messages.snapshots import (
     PutReceived,
     PutState,
     Read,
+    ReadOn,
     ReplaceState,
     SnapshotEnd,
     StateTensor,
@@ -61,8 +63,10 @@ class Snapshot:
 
     Attributes:
         version: of which everything is.
-        weights: the flat vector (uint8, of the layout's size); empty for a read of "standing".
-        records: optimizer state, slice by slice; empty unless "state" was read.
+        weights: the flat vector (uint8, of the layout's size); empty for a read of "standing" or
+            "rows".
+        records: optimizer state, slice by slice, and rows, piece by piece; empty unless "state" or
+            "rows" was read.
         state: of the coordinator, see `RecoveredState`; empty where only weights were read.
         seconds: from the arrival of its first part to that of its last.
     """
@@ -188,12 +192,21 @@ class Client:
         self._send(COORDINATOR, make(self._requests).pack())
         return self._unless_failed(future)
 
-    def read(self, what: str, at: int = 0) -> Future[Snapshot]:
+    def read(
+        self,
+        what: str,
+        at: int = 0,
+        *,
+        chunks: Sequence[int] | None = None,
+        table: int = 0,
+        since: Bases = (),
+    ) -> Future[Snapshot]:
         """Read the job's state at one version over all servers.
 
         Args:
-            what: "weights"; "state", which is the optimizer's and the coordinator's, too; or
-                "standing", which is the version and the coordinator's state only.
+            what: "weights"; "state", which is the optimizer's and the coordinator's, too;
+                "standing", which is the version and the coordinator's state only; or "rows", which
+                is the values of one embedding table only.
             at: the version, which may be one that is not committed yet; if the present one is a
                 later one, that is read. The future of an earlier read that named a version and has
                 not been answered is cancelled.
@@ -206,10 +219,12 @@ class Client:
             earlier, self._waiting = self._reads.pop(self._waiting, None), self._requests
             if earlier is not None:
                 earlier.future.cancel()
-        weights = torch.empty(0) if what == "standing" else self._layout.allocate()
+        whole = what in ("weights", "state")
+        weights = self._layout.allocate() if whole else torch.empty(0)
         read = _Read(Future(), Snapshot(-1, weights), set(range(self._servers)))
         self._reads[self._requests] = read
-        self._send(COORDINATOR, Read(self._requests, what, at=at).pack())
+        order = Read(self._requests, what, chunks, table, since, at)
+        self._send(COORDINATOR, order.pack())
         return self._unless_failed(read.future)
 
     def install(
@@ -339,6 +354,8 @@ class Client:
             case Kind.WEIGHTS | Kind.STATE | Kind.SNAPSHOT_END:
                 if message.sequence in self._reads:
                     self._take(source, message, self._reads[message.sequence])
+                elif message.kind is Kind.STATE and StateTensor.unpack(message).waits:
+                    self._send(source, ReadOn(message.sequence).pack())  # to its end
             case Kind.PUT_RECEIVED:
                 self._acknowledge(PutReceived.unpack(message))
             case Kind.INSTALLED:
@@ -392,6 +409,8 @@ class Client:
         elif message.kind is Kind.STATE:
             part = StateTensor.unpack(message)
             key = (part.chunk, part.name, part.key, part.start)
+            if part.waits and key not in read.records:
+                self._send(source, ReadOn(message.sequence).pack())
             read.records[key] = (part.chunk, part.about, state_tensor(part.about, part.payload))
         else:
             self._end_snapshot(source, SnapshotEnd.unpack(message), read)

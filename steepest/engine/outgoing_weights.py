@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from steepest.engine.incoming_weights import Key
 from steepest.engine.optimizer_records import state_fields
+from steepest.engine.row_snapshots import RowSnapshots
 from steepest.engine.staged_chunk import StagedChunk
 from steepest.engine.topology import Topology
 from steepest.engine.weight_buffers import WeightBuffers
@@ -15,6 +17,9 @@ from steepest.messages.gradients import Weights
 from steepest.messages.message import Peer, Send
 from steepest.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
 from steepest.tensors.half_precision import narrow, narrow_size
+
+if TYPE_CHECKING:
+    from steepest.engine.table_chunk import TableChunk
 
 
 class OutgoingWeights:
@@ -35,6 +40,9 @@ class OutgoingWeights:
             then replace; None to write new weights elsewhere while the old ones are in use.
         in_workers: whether each server lives in the process of the worker of its index, which is
             sent that server's copy of a chunk if it holds one.
+
+    Attributes:
+        rows: the snapshots of rows that are being sent.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class OutgoingWeights:
         # What workers of other hosts are sent in half precision, and by chunk: its version, bytes.
         self._narrow_buffers = WeightBuffers(topology.layout.nbytes // 2, in_use)
         self._narrowed: dict[int, tuple[Key, torch.Tensor]] = {}
+        self.rows = RowSnapshots(send)
 
     @property
     def vector(self) -> torch.Tensor:
@@ -125,9 +134,10 @@ class OutgoingWeights:
         return narrowed
 
     def answer(self, order: Snapshot, at: Key) -> None:
-        """Send a snapshot to its reader: weights, optimizer state, and the end of it.
+        """Send a snapshot to its reader: weights, optimizer state, rows, and the end of it.
 
-        It is of the chunks that this server answers for.
+        It is of the chunks that this server answers for. Of rows the first are sent, and the others
+        as `rows` is told to go on.
 
         Args:
             order: the coordinator's SNAPSHOT.
@@ -135,17 +145,19 @@ class OutgoingWeights:
         """
         reader, holders = order.reader, self._holders
         asked = [held for i, held in self._chunks.items() if holders[i][0] == self._index]
-        for held in asked if order.what != "standing" else ():
-            if order.chunks is None or held.chunk.index in order.chunks:
-                self.send(reader, held, at, order.sequence)
-        if order.what == "state":
-            for held in asked:
-                for about, value in held.state():
-                    fields = state_fields(about, value.clone())
-                    part = StateTensor(order.sequence, held.chunk.index, **fields)
-                    self._send(reader, part.pack())
+        wanted = [h for h in asked if order.chunks is None or h.chunk.index in order.chunks]
+        for held in wanted if order.what in ("weights", "state") else ():
+            self.send(reader, held, at, order.sequence)
+        for held in asked if order.what == "state" else ():
+            for about, value in () if held.chunk.has_rows else held.state():
+                fields = state_fields(about, value.clone())
+                part = StateTensor(order.sequence, held.chunk.index, **fields)
+                self._send(reader, part.pack())
         generation, version = at
-        self._send(reader, SnapshotEnd(generation, order.sequence, version, order.state).pack())
+        end = SnapshotEnd(generation, order.sequence, version, order.state)
+        with_rows = {"state": asked, "rows": wanted}.get(order.what, [])
+        shards = [cast("TableChunk", held) for held in with_rows if held.chunk.has_rows]
+        self.rows.begin(order, shards, end)
 
     # -- memory --------------------------------------------------------------------------------
 

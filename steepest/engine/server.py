@@ -34,7 +34,7 @@ from steepest.messages.gradients import (
 from steepest.messages.membership import Members, WorkerEnded, WorkerJoined
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, PushId, Send, worker_peer
 from steepest.messages.rows import PullRows
-from steepest.messages.snapshots import InstallPut, Snapshot
+from steepest.messages.snapshots import InstallPut, ReadOn, Snapshot
 from steepest.messages.users import UserLeft
 from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.decision_log import DecisionLog
@@ -236,6 +236,8 @@ class Server:
                 self._stage(source, HostPush.unpack(message))
             case Kind.SNAPSHOT:
                 self._weights.answer(Snapshot.unpack(message), self._position)
+            case Kind.READ_ON:
+                self._weights.rows.go_on(source, ReadOn.unpack(message).sequence)
             case Kind.PULL_ROWS:
                 self._pulls.receive(source, PullRows.unpack(message), self._position)
             case Kind.PUT | Kind.PUT_STATE | Kind.REPLACE_STATE:
@@ -278,6 +280,7 @@ class Server:
         """
         self._puts.lost(peer)
         self._pulls.lost(peer)
+        self._weights.rows.lost(peer)
         if self._open_to_all and peer.role == "worker":
             for push in self._progress.pushes:
                 if push.worker == peer.index:

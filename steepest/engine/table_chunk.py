@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.messages.message import PushId
 from steepest.optim.spec import Hyperparameters
+from steepest.tables.cut import RowCut
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added, require_rows
 from steepest.tables.shard import TableShard
@@ -26,6 +27,10 @@ log = logging.getLogger(__name__)
 
 #: Commits from one search for rows that tables' `evict` names to the next: it looks at every row.
 _COMMITS_BETWEEN_EVICTIONS = 1000
+_PIECE_BYTES = 4 << 20
+_KNOWN_BYTES = 28  # of a row, beside values and slots
+#: The records of an export of one table.
+_EXPORTED = ("ids", "values", "removed_ids", "updates", "life", "since")
 
 
 class TableChunk(StagedChunk):
@@ -52,15 +57,22 @@ class TableChunk(StagedChunk):
         self._table_names = [table.name for table in self._tables]
         self._checked = checked
         self.rows = dealing.make(chunk.index)
-        self._loaded: dict[str, npt.NDArray[Any]] = {}  # a state of which parts have come
+        # a state of which parts have come: the pieces of each array, by where they begin
+        self._loaded: dict[str, dict[int, npt.NDArray[Any]]] = {}
         self._told: set[str] = set()  # the tables of which it is logged that they are full
 
-    def _made_of(self, parts: dict[str, npt.NDArray[Any]]) -> TableShard:
-        """Return a shard with the rows of a state."""
+    def _made_of(self, parts: dict[str, dict[int, npt.NDArray[Any]]]) -> TableShard:
+        """Return a shard with the rows of a state.
+
+        Args:
+            parts: by array, its pieces by where they begin.
+        """
         try:
-            version = int(parts.pop("updates")[0])
-            shard = self._dealing.make(self.chunk.index, int(parts.pop("seed")[0]))
-            shard.load([TableState.of_arrays(parts)], version)
+            arrays = {key: _whole(pieces) for key, pieces in parts.items()}
+            version = int(arrays.pop("updates")[0])
+            arrays.pop("life", None)  # it begins another one
+            shard = self._dealing.make(self.chunk.index, int(arrays.pop("seed")[0]))
+            shard.load([TableState.of_arrays(arrays)], version)
         except (ConfigurationError, KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
         return shard
@@ -195,16 +207,59 @@ class TableChunk(StagedChunk):
 
     def state(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
         """Return copies of all that is known of the rows, as records, see `StagedChunk.state`."""
-        rows = self.rows
-        arrays = rows.export().arrays()
-        arrays |= {"updates": np.array([rows.version]), "seed": np.array([rows.seed])}
-        return [
-            (self._about(key, len(array)), torch.from_numpy(array))
-            for key, array in sorted(arrays.items())
-        ]
+        return [record for piece in self.pieces() for record in piece]
 
-    def _about(self, key: str, size: int) -> dict[str, Any]:
-        return {"name": self._name, "key": key, "start": 0, "stop": size, "plain": False}
+    def pieces(
+        self, table: int | None = None, base: tuple[int, int] | None = None
+    ) -> Iterator[list[tuple[dict[str, Any], torch.Tensor]]]:
+        """Return what is known of the rows now, piece by piece while pushes go on.
+
+        Args:
+            table: a number, for the values of this table's rows and the removed ids alone.
+            base: life and version: only what has changed since, if that is known. Then there is a
+                record "since" with that version.
+
+        Returns:
+            An iterator over pieces of some MB: records, as `StagedChunk.state` has them, with the
+            places of their rows among all pieces as "start" and "stop". The first piece has all
+            keys.
+        """
+        rows = self.rows
+        since = base[1] if base is not None and rows.covers(*base) else None
+        rest, cut = rows.cut(since, table)
+        about = {
+            "updates": np.array([rows.version]),
+            "life": np.array([rows.life]),
+            "seed": np.array([rows.seed]),
+        }
+        if since is not None:
+            about["since"] = np.array([since])
+        return self._pieces(rest, cut, about, _EXPORTED if table is not None else None)
+
+    def _pieces(
+        self,
+        rest: TableState,
+        cut: RowCut,
+        about: dict[str, npt.NDArray[Any]],
+        keys: Collection[str] | None,
+    ) -> Iterator[list[tuple[dict[str, Any], torch.Tensor]]]:
+        columns = rest.values.shape[1] + rest.slots.shape[1]
+        most = max(_PIECE_BYTES // (columns * rest.values.itemsize + _KNOWN_BYTES), 1)
+        begin, found = 0, cut.take(most)
+        arrays = {**rest.arrays(), **found, **about}
+        while True:
+            yield [
+                (self._about(key, begin, begin + len(array)), torch.from_numpy(array))
+                for key, array in sorted(arrays.items())
+                if keys is None or key in keys
+            ]
+            begin, found = begin + len(found["ids"]), cut.take(most)
+            if not len(found["ids"]):
+                return
+            arrays = found
+
+    def _about(self, key: str, start: int, stop: int) -> dict[str, Any]:
+        return {"name": self._name, "key": key, "start": start, "stop": stop, "plain": False}
 
     def load_state(self, about: dict[str, Any], value: torch.Tensor) -> None:
         """Keep one record of the state, which takes effect with `end_state`.
@@ -213,7 +268,7 @@ class TableChunk(StagedChunk):
             ProtocolError: the record is none of this shard.
         """
         self.check_state(about, value)
-        self._loaded[about["key"]] = value.contiguous().numpy()
+        self._loaded.setdefault(about["key"], {})[about["start"]] = value.contiguous().numpy()
 
     def end_state(self) -> None:
         """Make rows of the records that were loaded.
@@ -240,10 +295,19 @@ class TableChunk(StagedChunk):
         Raises:
             ProtocolError: they are not.
         """
-        if records:
-            self._made_of({about["key"]: value.numpy() for about, value in records})
+        parts: dict[str, dict[int, npt.NDArray[Any]]] = {}
+        for about, value in records:
+            parts.setdefault(about["key"], {})[about["start"]] = value.numpy()
+        if parts:
+            self._made_of(parts)
 
     def clear_state(self) -> None:
         """Drop all rows."""
         self._loaded = {}
         self.rows = self._dealing.make(self.chunk.index)
+
+
+def _whole(pieces: dict[int, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return an array of which the pieces are given by where they begin."""
+    parts = [pieces[begin] for begin in sorted(pieces)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

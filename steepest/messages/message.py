@@ -121,6 +121,7 @@ class Kind(enum.IntEnum):
     # steepest.messages.rows
     PULL_ROWS = 51
     ROWS = 52
+    READ_ON = 53
 
 
 @dataclass(slots=True, eq=False)

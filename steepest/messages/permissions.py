@@ -58,6 +58,7 @@ from steepest.messages.snapshots import (
     PutReceived,
     PutState,
     Read,
+    ReadOn,
     ReplaceState,
     Snapshot,
     SnapshotEnd,
@@ -93,6 +94,7 @@ _TRAINING: Sayings = {
     ("coordinator", "server"): (Refresh, WorkerJoined, WorkerEnded),
     ("coordinator", "worker"): (Members, Grant, Lease),
     ("client", "coordinator"): (Ask, Revoke, Stop, GiveUp, ReadLog),
+    ("client", "server"): (ReadOn,),
     ("coordinator", "client"): (
         Result,
         Failure,

@@ -17,6 +17,7 @@ from steepest.messages.fields import (
     many,
     nothing_or,
     one_of,
+    row,
 )
 from steepest.messages.gradients import Decision
 from steepest.messages.message import Kind, Peer
@@ -33,7 +34,10 @@ from steepest.messages.schema import (
 
 #: The number of a message among those of one put, from 0; by it the message is acknowledged.
 Number = Annotated[int, Header("version")]
-_WHAT = one_of("weights", "state", "standing")
+_WHAT = one_of("weights", "state", "standing", "rows")
+#: Rows that a reader has: (chunk, life, version) of shards of tables, see `TableShard.life`.
+Bases = Row[Row[int]]
+_BASES = many(row(CHUNK, COUNT, COUNT))
 
 
 @body(Kind.READ)
@@ -46,8 +50,12 @@ class Read(Body):
     Attributes:
         sequence: the reader's count of its requests.
         what: "weights"; "state" for the optimizer's and the coordinator's state as well; "standing"
-            for the version and the coordinator's state alone.
-        chunks: indices of the chunks whose weights are wanted; None for all.
+            for the version and the coordinator's state alone; "rows" for the values of one embedding
+            table alone.
+        chunks: indices of the chunks whose weights, or the table's rows, are wanted; None for all.
+        table: number of that table in its group.
+        since: the rows that the reader has: of these shards it is sent what has changed, if that is
+            known, and otherwise all rows.
         at: the version that is wanted. While it is not committed the request waits, until a later
             one of the reader that waits takes its place. Where the present version is a later one,
             that is read.
@@ -56,6 +64,8 @@ class Read(Body):
     sequence: Sequence
     what: Annotated[str, _WHAT] = "weights"
     chunks: Annotated[Row[int] | None, many(CHUNK)] = None
+    table: Annotated[int, COUNT] = 0
+    since: Annotated[Bases, _BASES] = ()
     at: Version = 0
 
 
@@ -68,7 +78,7 @@ class Snapshot(Body):
 
     Attributes:
         generation: of the coordinator.
-        sequence, what, chunks: of the request, see `Read`.
+        sequence, what, chunks, table, since: of the request, see `Read`.
         version: that the servers are at.
         reader: the process that asked.
         state: of the coordinator, to be passed on to the reader; None where only weights are read.
@@ -80,6 +90,8 @@ class Snapshot(Body):
     reader: Annotated[Peer, PEER]
     what: Annotated[str, _WHAT]
     chunks: Annotated[Row[int] | None, many(CHUNK)] = None
+    table: Annotated[int, COUNT] = 0
+    since: Annotated[Bases, _BASES] = ()
     state: Annotated[dict[str, Any] | None, STATE] = None
 
 
@@ -120,10 +132,30 @@ class _Tensor(Body):
 @body(Kind.STATE)
 @dataclass(frozen=True)
 class StateTensor(_Tensor):
-    """One tensor of optimizer state, in a snapshot.
+    """One tensor of optimizer state, or an array of some rows of tables, in a snapshot.
 
-    A server sends it to the client that reads "state".
+    A server sends it to the client that reads "state" or "rows".
+
+    Attributes:
+        waits: whether the server sends more when a READ_ON has come.
     """
+
+    waits: Annotated[bool, FLAG] = field(default=False, kw_only=True)
+
+
+@body(Kind.READ_ON)
+@dataclass(frozen=True)
+class ReadOn(Body):
+    """A request for the next rows of a snapshot, or its end.
+
+    The client sends it to the server of each STATE that waits for it, so that rows lie in the
+    server's memory once, and not a second time in what it has yet to send.
+
+    Attributes:
+        sequence: of the reader's request.
+    """
+
+    sequence: Sequence
 
 
 @body(Kind.SNAPSHOT_END)

@@ -147,12 +147,14 @@ class Coordinator:
         if read.at > state.version:
             self._waiting[source] = read
             return []
-        passed_on = None if read.what == "weights" else state.recovery_state()
+        passed_on = None if read.what in ("weights", "rows") else state.recovery_state()
         order = Snapshot(
             *(state.generation, read.sequence, state.version),
             reader=source,
             what=read.what,
             chunks=read.chunks,
+            table=read.table,
+            since=read.since,
             state=passed_on,
         )
         orders = [order] * len(state.servers)

@@ -1,0 +1,170 @@
+"""An embedding table as plain tensors, for serving: ids, values, and what has changed since."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from steepest.errors import CheckpointError, ConfigurationError
+from steepest.tensors.dtypes import as_bytes
+
+_FORMAT = "steepest table 1"
+_TENSORS = ("ids", "values", "removed")
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedTable:
+    """The rows of one embedding table at one instant, or what has changed of them since an export.
+
+    Attributes:
+        name: of the table.
+        ids: (n,) int64, ascending.
+        values: (n, dim), of the table's dtype, the row of each id.
+        removed: (k,) int64, ascending: ids whose rows were removed since the earlier export; empty
+            without one.
+        version: the number of updates until this instant.
+        place: the instant, for a later export of what has changed.
+        base: the instant since which rows have changed; None if all rows are here.
+
+    Example:
+        >>> table = ExportedTable("words", torch.tensor([3, 8]), torch.tensor([[1.0], [2.0]]))
+        >>> table.embedding()(table.index(torch.tensor([8, 3, 5]))).flatten()
+        tensor([2., 1., 0.])
+    """
+
+    name: str
+    ids: torch.Tensor
+    values: torch.Tensor
+    removed: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    version: int = 0
+    place: Sequence[Sequence[int]] = ()
+    base: Sequence[Sequence[int]] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.ids)
+
+    def embedding(self) -> torch.nn.Embedding:
+        """Return a plain module with these rows, whose input is what `index` returns.
+
+        Returns:
+            A frozen `torch.nn.Embedding` of n + 1 rows: row 0, its `padding_idx`, is of zeros, for
+            ids without rows; row i + 1 is that of ``ids[i]``.
+
+        Raises:
+            ConfigurationError: these are changes only.
+        """
+        self._require_whole("embedding()")
+        zeros = self.values.new_zeros(1, self.values.shape[1])
+        rows = torch.cat([zeros, self.values])
+        count, dim = rows.shape
+        found = torch.nn.Embedding(count, dim, padding_idx=0, _weight=rows)
+        found.weight.requires_grad_(False)
+        return found
+
+    def index(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the row numbers of ids in `embedding()`, of any shape; 0 for ids without rows.
+
+        Raises:
+            ConfigurationError: these are changes only, or the ids are no integers.
+        """
+        self._require_whole("index()")
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+            raise ConfigurationError(f"ids of {ids.dtype}: give integers")
+        if not len(self.ids):
+            return torch.zeros_like(ids, dtype=torch.int64)
+        wanted = ids.to(torch.int64)
+        at = torch.searchsorted(self.ids, wanted).clamp_(max=len(self.ids) - 1)
+        return torch.where(self.ids[at] == wanted, at + 1, 0)
+
+    def updated(self, changes: ExportedTable) -> ExportedTable:
+        """Return these rows with later changes.
+
+        Args:
+            changes: what ``export_table(name, since=this)`` returned: changes, or all rows where
+                the changes were not known.
+
+        Raises:
+            ConfigurationError: they are of another table, or changes since another export.
+        """
+        self._require_whole("updated()")
+        if changes.base is None and changes.name == self.name:
+            return changes
+        if changes.name != self.name or _plain(changes.base) != _plain(self.place):
+            raise ConfigurationError(
+                f"changes of table {changes.name!r} since another export than this one of "
+                f"{self.name!r}, at version {self.version}: apply the changes of each export to what "
+                "was given as its since="
+            )
+        kept = ~torch.isin(self.ids, torch.cat([changes.ids, changes.removed]))
+        ids, order = torch.cat([self.ids[kept], changes.ids]).sort()
+        values = torch.cat([self.values[kept], changes.values])[order]
+        return ExportedTable(self.name, ids, values, version=changes.version, place=changes.place)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with "ids", "values" and "removed"; replace it in one step.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        path = Path(path)
+        tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
+        about = {
+            "format": _FORMAT,
+            "sha256": _digest(tensors),
+            "about": json.dumps([self.name, self.version, self.place, self.base]),
+        }
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        try:
+            save_file(tensors, unfinished, about)
+            os.replace(unfinished, path)
+        except (OSError, SafetensorError) as error:
+            unfinished.unlink(missing_ok=True)
+            raise CheckpointError(f"cannot write table {self.name!r} to {path}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> ExportedTable:
+        """Return what `save` wrote.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, or no such table.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                about = file.metadata() or {}
+                if about.get("format") != _FORMAT:
+                    raise ValueError(f"its format is not {_FORMAT!r}")
+                tensors = {name: file.get_tensor(name) for name in _TENSORS}
+            if _digest(tensors) != about.get("sha256"):
+                raise ValueError("its tensors do not have their checksum")
+            name, version, place, base = json.loads(about["about"])
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"no whole exported table at {path}: {error}") from error
+        return cls(name, **tensors, version=version, place=place, base=base)
+
+    def _require_whole(self, what: str) -> None:
+        if self.base is not None:
+            raise ConfigurationError(
+                f"{what} of changes of table {self.name!r} alone: apply them first, with "
+                "earlier.updated(changes)"
+            )
+
+
+def _plain(place: Sequence[Sequence[int]] | None) -> list[list[int]] | None:
+    return None if place is None else [list(each) for each in place]
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in _TENSORS:
+        if tensors[name].numel():
+            digest.update(as_bytes(tensors[name]).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,80 @@
+"""The rows of tables that one server sends in snapshots: piece by piece, as their readers take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steepest.engine.optimizer_records import state_fields
+from steepest.messages.message import Peer, Send
+from steepest.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
+
+if TYPE_CHECKING:
+    from steepest.engine.table_chunk import TableChunk
+
+_AHEAD = 2  # pieces that a reader is sent before it has taken the first
+
+
+class RowSnapshots:
+    """The snapshots of rows that one server has begun to send.
+
+    A piece is sent when its reader has taken the one before the last, and is copied then: commits go
+    on meanwhile, see `steepest.tables.cut.RowCut`.
+
+    Args:
+        send: sends as the server.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._begun: dict[tuple[Peer, int], tuple[Iterator[list[StateTensor]], SnapshotEnd]] = {}
+
+    def begin(self, order: Snapshot, shards: Sequence[TableChunk], end: SnapshotEnd) -> None:
+        """Send the rows of some shards as they are now, or the first of them.
+
+        Args:
+            order: the coordinator's SNAPSHOT.
+            shards: that it is of.
+            end: to be sent after all of them.
+        """
+        bases = {chunk: (life, version) for chunk, life, version in order.since}
+        table = order.table if order.what == "rows" else None
+        pieces = [
+            (held.chunk.index, held.pieces(table, bases.get(held.chunk.index))) for held in shards
+        ]
+        messages = chain.from_iterable(
+            (_messages(order.sequence, chunk, piece) for piece in each) for chunk, each in pieces
+        )
+        self._begun[order.reader, order.sequence] = messages, end
+        for _ in range(_AHEAD):
+            self.go_on(order.reader, order.sequence)
+
+    def go_on(self, reader: Peer, sequence: int) -> None:
+        """Send a reader the next piece of a snapshot, or its end; nothing if that is sent."""
+        if (begun := self._begun.get((reader, sequence))) is None:
+            return
+        messages, end = begun
+        if piece := next(messages, None):
+            for message in piece:
+                self._send(reader, message.pack())
+        else:
+            del self._begun[reader, sequence]
+            self._send(reader, end.pack())
+
+    def lost(self, peer: Peer) -> None:
+        """Forget the snapshots of a reader that is lost."""
+        self._begun = {key: begun for key, begun in self._begun.items() if key[0] != peer}
+
+
+def _messages(
+    sequence: int, chunk: int, piece: Sequence[tuple[dict[str, Any], torch.Tensor]]
+) -> list[StateTensor]:
+    """Return a piece as messages, of which the last one waits for a READ_ON."""
+    last = len(piece) - 1
+    return [
+        StateTensor(sequence, chunk, **state_fields(about, value), waits=at == last)
+        for at, (about, value) in enumerate(piece)
+    ]

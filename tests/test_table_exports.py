@@ -1,0 +1,256 @@
+"""Tables exported for serving: plain modules, changes since an earlier export, files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from table_tools import table
+from torch import Tensor, nn
+
+from steepest import (
+    AllreduceStrategy,
+    Callback,
+    DistributedSGD,
+    ExportedTable,
+    ParameterServerStrategy,
+    StepResult,
+    TorchModel,
+)
+from steepest.checkpoint import files
+from steepest.cluster.table_export import joined_rows
+from steepest.engine import table_chunk
+from steepest.engine.job import ModelCreator
+from steepest.errors import CheckpointError, ConfigurationError
+from steepest.models.embedding import Embedding
+from steepest.tables.eviction import LRU
+from steepest.tables.initial import Constant
+from steepest.testing.simulation import Simulation
+from tests.reference import sgd
+
+IDS = torch.tensor([5, 9, 5, 2, 7, 5, 1000, 9, 3, 2, 40, 41])  # an epoch of two steps
+FIRST, LR = 0.5, 1.5
+
+
+class Words(nn.Module):
+    """Rows of two tables, added up."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__()
+        settings = {"initial": Constant(FIRST), "dtype": "float64"} | settings
+        self.words = Embedding(table("words", 3, **settings))
+        self.others = Embedding(table("others", 3, **settings))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.words(ids).sum(-1) + self.others(ids + 1).sum(-1) + self.bias
+        return found
+
+
+def words(ids: Tensor = IDS, shards: int = 3, **settings: Any) -> ModelCreator:
+    """Models whose rows get 1 / 6 of the learning rate, 1, for each time that their id is in a step."""
+
+    def create(worker_index: int, device_index: int) -> TorchModel:
+        return TorchModel(
+            Words(settings),
+            loss=lambda output, target: output.mean(),
+            data=(ids, torch.zeros(len(ids))),
+            batch_size=3,
+            optimizer=sgd(),
+            table_shards=shards,
+        )
+
+    return create
+
+
+@contextmanager
+def trainer(
+    create: ModelCreator, strategy: Any = None, workers: int = 2, **settings: Any
+) -> Iterator[DistributedSGD]:
+    """A trainer of two workers in a simulation."""
+    strategy = strategy or ParameterServerStrategy(num_servers=2)
+    with (
+        Simulation(3).running(),
+        DistributedSGD(create, workers, strategy=strategy, **settings) as found,
+    ):
+        yield found
+
+
+def expected(ids: Tensor = IDS, epochs: int = 1) -> tuple[Tensor, Tensor]:
+    """Ids that have rows after some epochs, and their values."""
+    distinct, counts = ids.unique(return_counts=True)
+    return distinct, (FIRST - epochs * counts / 6.0)[:, None].double().expand(-1, 3)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParameterServerStrategy(num_servers=2),
+        ParameterServerStrategy(num_servers=2, replication=2),
+        ParameterServerStrategy(num_servers=1, mode="async"),
+        AllreduceStrategy(),
+    ],
+    ids=str,
+)
+def test_a_table_is_exported_as_a_plain_module(strategy: Any) -> None:
+    with trainer(words(), strategy) as sgd:
+        assert len(sgd.export_table("words")) == 0
+        sgd.fit(epochs=1, progress=False)
+        found = sgd.export_table("words")
+        others = sgd.export_table("others")
+    ids, values = expected()
+    factor = 2.0 if getattr(strategy, "mode", "") == "async" else 1.0  # each worker's by itself
+    assert torch.equal(found.ids, ids)
+    assert torch.allclose(found.values - FIRST, factor * (values - FIRST))
+    assert torch.equal(others.ids, ids + 1)
+    plain = found.embedding()
+    assert type(plain) is nn.Embedding
+    wanted = torch.tensor([[2, 5], [6, 1000]])
+    assert found.index(wanted).tolist() == [[1, 3], [0, 8]]
+    assert torch.equal(plain(found.index(wanted))[0, 1], found.values[2])
+    assert (plain(found.index(torch.tensor(6))) == 0).all()
+
+
+class Reading(Callback):
+    """Calls a function after each step of a `fit`, amid training."""
+
+    def __init__(self, read: Callable[[DistributedSGD], None]) -> None:
+        self.read = read
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        self.read(trainer)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows travel four at a time."""
+    monkeypatch.setattr(table_chunk, "_PIECE_BYTES", 4 * (28 + 24))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_is_read_amid_asynchronous_training_is_of_one_instant() -> None:
+    found: list[tuple[int, float]] = []
+
+    def read(sgd: DistributedSGD) -> None:
+        table = sgd.export_table("words")
+        found.append((table.version, float((FIRST - table.values[:, 0]).sum())))
+        snapshot = sgd._state.snapshot("state")
+        optimizer, _ = files.assemble(sgd._job.description.layout, snapshot.records)
+        values = [value[:, 0] for key, value in optimizer.items() if key.endswith("values")]
+        found.append((2 * snapshot.version, float((FIRST - torch.cat(values)).sum())))
+
+    ids = torch.randint(60, (96,), generator=torch.Generator().manual_seed(0))
+    strategy = ParameterServerStrategy(num_servers=2, mode="async")
+    with trainer(words(ids), strategy) as sgd:
+        sgd.fit(epochs=1, callbacks=[Reading(read)], progress=False)
+    versions = sorted({version for version, _ in found})
+    assert len(versions) > 10
+    for version, total in found:
+        assert total == pytest.approx(version)  # each push takes one from each table
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("capacity", [None, 20])
+def test_changes_make_of_an_export_a_later_one(capacity: int | None) -> None:
+    settings: Any = {} if capacity is None else {"capacity": capacity, "eviction": LRU()}
+    ids = torch.arange(60).repeat_interleave(2)
+    with trainer(words(ids, **settings)) as sgd:
+        sgd.fit(steps=4, progress=False)
+        served = sgd.export_table("words")
+        for _ in range(4):
+            sgd.fit(steps=2, progress=False)
+            changes = sgd.export_table("words", since=served)
+            assert 0 < len(changes) <= 12
+            assert (len(changes.removed) > 0) == (capacity is not None)
+            served = served.updated(changes)
+            whole = sgd.export_table("words")
+            assert torch.equal(served.ids, whole.ids)
+            assert torch.equal(served.values, whole.values)
+        assert len(sgd.export_table("words", since=served)) == 0
+        with pytest.raises(ConfigurationError, match="changes of table 'words' alone"):
+            changes.embedding()
+        with pytest.raises(ConfigurationError, match="since another export"):
+            served.updated(changes)
+        with pytest.raises(ConfigurationError, match="no embedding table 'x': there are 'words', "):
+            sgd.export_table("x")
+        with pytest.raises(ConfigurationError, match="an export of table 'words', not of 'others'"):
+            sgd.export_table("others", since=served)
+
+
+def test_after_a_restore_changes_are_the_whole_table(tmp_path: Path) -> None:
+    with trainer(words()) as sgd:
+        sgd.step()
+        sgd.save(tmp_path)
+        sgd.step()
+        earlier = sgd.export_table("words")
+        sgd.restore(tmp_path)
+        sgd.fit(steps=3, progress=False)  # to a later version than the export's
+        found, whole = sgd.export_table("words", since=earlier), sgd.export_table("words")
+    assert found.base is None
+    assert torch.equal(earlier.updated(found).values, whole.values)
+
+
+def test_an_export_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "words.safetensors"
+    with trainer(words()) as sgd:
+        sgd.step()
+        sgd.export_table("words").save(path)
+        sgd.step()
+        earlier = ExportedTable.load(path)  # as another process does
+        changes = sgd.export_table("words", since=earlier)
+        whole = sgd.export_table("words")
+    assert changes.base is not None
+    changes.save(tmp_path / "changes")
+    found = earlier.updated(ExportedTable.load(tmp_path / "changes"))
+    assert torch.equal(found.ids, whole.ids)
+    assert torch.equal(found.values, whole.values)
+    assert load_file(path).keys() == {"ids", "values", "removed"}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["changes", "words.safetensors"]
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    ExportedTable("t", torch.tensor([1, 2]), torch.ones(2, 3)).save(path)
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:-1] + b"\1", b"", b"\2\0\0\0\0\0\0\0{}"):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="no whole exported table at .*t: "):
+            ExportedTable.load(path)
+    with pytest.raises(CheckpointError, match="no whole exported table at"):
+        ExportedTable.load(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match="cannot write table 't' to"):
+        ExportedTable("t", torch.tensor([1]), torch.ones(1, 3)).save(tmp_path / "no" / "t")
+
+
+def test_ids_of_any_integers_have_numbers() -> None:
+    empty = ExportedTable("t", torch.empty(0, dtype=torch.int64), torch.empty(0, 3))
+    assert empty.index(torch.tensor([[1]])).tolist() == [[0]]
+    assert empty.embedding()(torch.tensor([0])).tolist() == [[0.0] * 3]
+    one = ExportedTable("t", torch.tensor([7]), torch.ones(1, 3))
+    assert one.index(torch.tensor([7, 2**31 - 1], dtype=torch.int32)).tolist() == [1, 0]
+    with pytest.raises(ConfigurationError, match="ids of torch.float32: give integers"):
+        one.index(torch.tensor([7.0]))
+
+
+def test_parts_of_two_servers_may_come_in_any_order() -> None:
+    def record(chunk: int, key: str, start: int, *values: float) -> files.Record:
+        dtype = torch.float32 if key == "values" else torch.int64
+        value = torch.tensor(values, dtype=dtype)
+        return chunk, {"key": key, "start": start}, value[:, None] if key == "values" else value
+
+    shards = [
+        [record(chunk, key, 0, chunk) for key in ("life", "updates")]
+        + [record(chunk, "removed_ids", 0)]
+        + [record(chunk, "ids", at, 10 * chunk + at) for at in range(3)]
+        + [record(chunk, "values", at, 10 * chunk + at) for at in range(3)]
+        for chunk in (1, 2)
+    ]
+    for records in (shards[0] + shards[1], shards[1][:6] + shards[0] + shards[1][6:]):
+        found = joined_rows("t", records, None)
+        assert found.ids.tolist() == [10, 11, 12, 20, 21, 22]
+        assert found.values.flatten().tolist() == found.ids.tolist()
