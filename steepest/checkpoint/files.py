@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from steepest.checkpoint.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
+from steepest.checkpoint.rows import TABLES
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
@@ -33,7 +34,6 @@ from steepest.validation import (
     require_seconds,
 )
 
-_TABLES = "tables/"  # with which names of tables' shards begin, and no parameter's name
 #: One tensor of optimizer state of one slice: the chunk's index, its description, its values.
 Record = tuple[int, dict[str, Any], torch.Tensor]
 
@@ -94,8 +94,8 @@ class Checkpoint:
             of each weight by the model's optimizer, which its schedule counts), schedule (see
             `Schedule.state`; or None), ends (the first steps after epoch 0, 1, ...), unfrozen (see
             `Job.unfrozen`), rates (that were set instead of the schedule's, by parameter group; or
-            None), tables (the name, dimension, dtype and optimizer of each embedding table, and
-            into how many shards it is dealt) and evaluations.
+            None), tables (the name, dimension, dtype and optimizer of each embedding table) and
+            evaluations.
     """
 
     weights: dict[str, torch.Tensor]
@@ -141,8 +141,8 @@ class JobSignature:
         if theirs_of_rows != [list(each) for each in self.tables]:
             raise CheckpointError(
                 f"it has the embedding tables {theirs_of_rows}, this job has {self.tables}: tables "
-                "must have the same names, dimensions, dtypes, optimizers and table_shards; their "
-                "capacities may differ"
+                "must have the same names, dimensions, dtypes and optimizers; their capacities and "
+                "table_shards may differ"
             )
         wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
         wanted |= {
@@ -223,7 +223,7 @@ def assemble(
     whole: dict[str, torch.Tensor] = {}
     for name, parts in pieces.items():
         parts.sort(key=lambda part: part[0])
-        if name.startswith(_TABLES):
+        if name.startswith(TABLES):
             whole[name] = parts[0][2] if len(parts) == 1 else torch.cat([v for _, _, v in parts])
             continue
         entry = layout.entries[layout.index[name.rpartition("/")[0]]]
@@ -255,7 +255,7 @@ def disassemble(
     records: list[Record] = []
     for name, value in state.items():
         parameter, _, key = name.rpartition("/")
-        if name.startswith(_TABLES):
+        if name.startswith(TABLES):
             records.append(_record_of_rows(layout, parameter, key, value))
             continue
         if parameter not in layout.index or not layout.entries[layout.index[parameter]].trainable:
@@ -289,7 +289,7 @@ def _record_of_rows(layout: ParameterLayout, shard: str, key: str, value: torch.
     Raises:
         CheckpointError: there is no such shard.
     """
-    number = int(shard.removeprefix(_TABLES)) if shard.removeprefix(_TABLES).isdigit() else -1
+    number = int(shard.removeprefix(TABLES)) if shard.removeprefix(TABLES).isdigit() else -1
     if not 0 <= number < len(layout.table_shards):
         raise CheckpointError(f"the checkpoint has rows of {shard!r}, which is not there")
     about = {"name": shard, "key": key, "start": 0, "stop": len(value), "plain": False}

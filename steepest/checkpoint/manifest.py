@@ -107,6 +107,12 @@ def _is_part(value: Any) -> bool:
     return _is_list(value, _is_count) and len(value) == 3
 
 
+def _is_table(value: Any) -> bool:
+    """Return whether a value is (name, dimension, dtype, optimizer) of an embedding table."""
+    kinds = (str, int, str, str)
+    return isinstance(value, list) and list(map(type, value)) == list(kinds)
+
+
 def _is_begun(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 2 or not _is_count(value[0]):
         return False
@@ -128,6 +134,7 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "begun": (lambda value: _is_list(value, _is_begun), False),
     "updates": (_is_count, False),
     "ends": (lambda value: _is_list(value, _is_count), False),
+    "tables": (lambda value: _is_list(value, _is_table), False),
     "unfrozen": (lambda value: _is_list(value, _is_name), False),
     "rates": (_is_rates, False),
     "evaluations": (lambda value: _is_list(value, lambda row: isinstance(row, dict)), False),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from steepest.checkpoint import files
+from steepest.checkpoint import files, rows
 from steepest.cluster import remote_functions
 from steepest.cluster.launch import Cluster
 from steepest.cluster.membership import Membership
@@ -321,10 +321,11 @@ class JobState:
         layout = cluster.job.description.layout
         try:
             self._owner(self.buffers()[0]).check(saved)
+            optimizer = rows.dealt(saved.optimizer, cluster.job.tables)
             self._unfreeze(about)
             layout = cluster.job.description.layout
             apart, replicas = OptimizerState.split(saved.replicas)
-            state = OptimizerState(saved.optimizer, about["plain"], apart, about.get("schedule"))
+            state = OptimizerState(optimizer, about["plain"], apart, about.get("schedule"))
             records = state.place(cluster)
         except CheckpointError as error:
             raise CheckpointError(

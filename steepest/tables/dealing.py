@@ -79,10 +79,10 @@ class Dealing:
     def description(self) -> list[list[str | int]]:
         """Return what a state of these tables must have in common with them, for checkpoints.
 
-        That is, of each table, its name, dimension, dtype, optimizer and number of shards.
+        That is, of each table, its name, dimension, dtype and optimizer.
         """
         return [
-            [table.name, table.dim, table.dtype, type(table.optimizer).__name__, self.num_shards]
+            [table.name, table.dim, table.dtype, type(table.optimizer).__name__]
             for group in self.groups
             for table in group
         ]

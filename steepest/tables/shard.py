@@ -490,6 +490,22 @@ class TableShard:
             state.sightings[rows],
         )
 
+    def part_of(self, states: Iterable[TableState]) -> TableState:
+        """Return this shard's part of a state that `load` would take; nothing changes.
+
+        Rows above a capacity are still there.
+
+        Raises:
+            ConfigurationError: as `load`.
+        """
+        states = list(states)
+        for state in states:
+            self._require_state(state)
+        whole = joined(states)
+        rows = self._mine(whole.tables, whole.ids)
+        self._capacities.most_used([whole], [np.flatnonzero(rows)])
+        return whole.only(rows, self._mine(whole.counted_tables, whole.counted_ids))
+
     def _mine(self, tables: Int32s, ids: Int64s) -> npt.NDArray[np.bool_]:
         """Return which (table, id) are of this shard."""
         return np.equal(shard_of(tables, ids, self._num_shards), self._shard)

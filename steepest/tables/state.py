@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
+from steepest.tables.hashing import Distinct
+from steepest.tables.index import Index
 from steepest.tables.kernels import Floats, Int32s, Int64s
 
 #: The dtypes of each array of a state.
@@ -134,7 +136,8 @@ def order_of(tables: npt.NDArray[np.integer], ids: Int64s) -> npt.NDArray[np.int
 def joined(states: Iterable[TableState]) -> TableState:
     """Return the state of several shards of the same tables as one, in order of table and id.
 
-    Counters of Bloom filters are added up, so that no id is counted too low.
+    Of the counters of Bloom filters the greatest stay: each id was counted by one shard, and none is
+    counted too low.
 
     Raises:
         ConfigurationError: there is none.
@@ -148,10 +151,8 @@ def joined(states: Iterable[TableState]) -> TableState:
         if isinstance(parts[0], np.ndarray):
             changes[known.name] = np.concatenate(parts)
     counters: dict[int, npt.NDArray[Any]] = {}
-    for table, counter in states[0].counters.items():
-        total = sum(state.counters[table].astype(np.uint64) for state in states)
-        most = np.iinfo(counter.dtype).max
-        counters[table] = np.minimum(total, most).astype(counter.dtype)
+    for table in states[0].counters:
+        counters[table] = np.maximum.reduce([state.counters[table] for state in states])
     return replace(states[0], counters=counters, **changes).sorted()
 
 
@@ -160,12 +161,11 @@ def increased(base: TableState, increment: TableState) -> TableState:
 
     The increment's counts of ids that are not admitted replace those of the base.
     """
-    stale = _keys(base.tables, base.ids)
-    newer = (
-        _keys(increment.tables, increment.ids),
-        _keys(increment.removed_tables, increment.removed_ids),
-    )
-    kept = ~np.isin(stale, np.concatenate(newer))
+    tables = np.concatenate([increment.tables, increment.removed_tables])
+    newer = Distinct(tables, np.concatenate([increment.ids, increment.removed_ids]))
+    index = Index(int(max(tables.max(initial=0), base.tables.max(initial=0))) + 1)
+    index.insert(newer.tables, newer.ids, np.arange(len(newer.ids), dtype=np.int32))
+    kept = index.find(base.tables, base.ids)[0] < 0
     rest = base.only(kept, np.zeros(len(base.counted), np.bool_))
     rest = replace(rest, removed_tables=rest.removed_tables[:0], removed_ids=rest.removed_ids[:0])
     gone = replace(
@@ -176,13 +176,6 @@ def increased(base: TableState, increment: TableState) -> TableState:
     )
     together = joined([replace(rest, counters={}), gone])
     return replace(together, counters=increment.counters, frozen=increment.frozen)
-
-
-def _keys(tables: Int32s, ids: Int64s) -> npt.NDArray[Any]:
-    """Return (table, id) as one array of pairs that can be compared."""
-    pairs = np.empty(len(ids), [("table", np.int32), ("id", np.int64)])
-    pairs["table"], pairs["id"] = tables, ids
-    return pairs
 
 
 def _require_array(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
