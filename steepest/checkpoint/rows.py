@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TABLES = "tables/"
 #: Of each shard its arrays: those of `TableState`; "updates", the version; "since", in an increment.
 _Shards = dict[int, dict[str, torch.Tensor]]
-_NO_ARRAYS = ("updates", "since", "life")
+_NO_ARRAYS = ("updates", "since", "life", "seed")
 
 
 def dealt(state: Mapping[str, torch.Tensor], dealing: Dealing | None) -> dict[str, torch.Tensor]:
@@ -45,7 +45,8 @@ def dealt(state: Mapping[str, torch.Tensor], dealing: Dealing | None) -> dict[st
             own = parts[shard]
             _part_of(dealing, at, [own])
         else:
-            own = {**_part_of(dealing, at, parts), "updates": parts[0]["updates"]}
+            kept = {key: parts[0][key] for key in ("updates", "seed")}
+            own = _part_of(dealing, at, parts) | kept
         found |= {f"{TABLES}{at}/{key}": value for key, value in own.items()}
     return found
 
