@@ -110,7 +110,9 @@ class Falling(nn.Module):
         return rows + 0 * self.bias
 
 
-def falling(staleness: int, **options: Any) -> tuple[InProcessCluster, list[Falling]]:
+def falling(
+    staleness: int | None, workers: int = 2, **options: Any
+) -> tuple[InProcessCluster, list[Falling]]:
     """A job of two workers, and their modules."""
     modules = []
 
@@ -125,7 +127,8 @@ def falling(staleness: int, **options: Any) -> tuple[InProcessCluster, list[Fall
         )
 
     strategy = ParameterServerStrategy(num_servers=2, table_staleness=staleness)
-    return InProcessCluster(create, num_workers=2, strategy=strategy, **options), modules
+    options.setdefault("strategy", strategy)
+    return InProcessCluster(create, num_workers=workers, **options), modules
 
 
 def row_of(cluster: InProcessCluster) -> float:

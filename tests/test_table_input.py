@@ -126,7 +126,7 @@ def test_a_step_with_wrong_ids_changes_no_row(ids: Tensor, said: str, strategy: 
         assert loss_of(trainer) != before
 
 
-@pytest.mark.parametrize("strategy", ["local", "simple"])
+@pytest.mark.parametrize("strategy", ["simple"])
 def test_strategies_without_servers_have_no_tables(strategy: str) -> None:
     said = f"embedding tables under the strategy '{strategy}': .* give strategy='ps'"
     with pytest.raises(ConfigurationError, match=said), simulated(strategy=strategy):

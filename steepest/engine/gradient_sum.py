@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.errors import ModelError
 from steepest.tensors.layout import ParameterLayout
-
-if TYPE_CHECKING:
-    from steepest.engine.row_collector import RowCollector
 
 
 class GradientSum:
@@ -20,7 +15,6 @@ class GradientSum:
     Args:
         layout: of the models.
         total: the flat vector (uint8, of the layout's size) in which the sum is formed.
-        rows: of embedding tables, whose gradients are added up likewise; None without tables.
         count: number of batches.
         chunk_ready: called with each chunk when the last batch has completed it.
     """
@@ -29,21 +23,17 @@ class GradientSum:
         self,
         layout: ParameterLayout,
         total: torch.Tensor,
-        rows: RowCollector | None,
         count: int,
         chunk_ready: ChunkReady,
     ) -> None:
         self._layout = layout
         self._sum = total
-        self._rows = rows
         self._batches_left = count
         self._chunk_ready = chunk_ready
         self._unit = 0.0  # weight of the first batch with a weight, of those that ended
         self._weight = 0.0  # of the present batch
         self._total = 0.0  # weight of the batches that ended
         self._present: set[int] = set()
-        if rows is not None and count:
-            rows.begin_share(chunk_ready)
 
     def begin(self, gradients: torch.Tensor) -> None:
         """Begin the next batch, whose replica writes to `gradients`."""
@@ -52,7 +42,7 @@ class GradientSum:
         self._missing = list(self._layout.chunk_elements)
 
     def end(self, weight: float) -> None:
-        """End a batch; after the last one, pass on the gradients of rows.
+        """End a batch.
 
         Args:
             weight: of the batch.
@@ -73,10 +63,6 @@ class GradientSum:
                 )
         self._unit = self._unit or weight
         self._total += weight
-        if (rows := self._rows) is not None:
-            rows.end_batch(weight)
-            if self._batches_left == 0:
-                rows.end_share(self._chunk_ready, self._unit, self._total)
 
     def ready(self, entry: int, weight: float, present: bool, chunk: int | None = None) -> None:
         """Take an entry's gradient, or its part in a chunk, see `steepest.models.protocol.Ready`.

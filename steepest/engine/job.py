@@ -114,10 +114,11 @@ class Job:
                 "batches: their samples cannot be divided; give arrays, a map-style dataset or an "
                 "IndexedStream, or leave global_batch_size out"
             )
-        if self.description.tables and (self.strategy.outer or self.strategy.in_driver):
+        if self.description.tables and self.strategy.in_driver:
             raise ConfigurationError(
                 f"embedding tables under the strategy {self.strategy.kind!r}: their rows are pulled "
-                "from servers in each step; give strategy='ps', 'allreduce', 'async' or 'ssp'"
+                "from servers in each step; give strategy='ps', 'allreduce', 'local', 'async' or "
+                "'ssp'"
             )
 
     @cached_property

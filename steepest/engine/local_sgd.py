@@ -67,7 +67,7 @@ class LocalReplicas(Replicas):
         self._schedule = Schedule(spec)
         self._spec = spec
         self._base = self.layout.allocate()
-        chunks = [self.layout.chunks[index] for index in self.layout.trainable_chunks]
+        chunks = [self.layout.chunks[index] for index in self._dense]
         self._held = {
             chunk.index: ServerChunk(
                 chunk, self.layout, spec, self.layout.chunk_view(self.weights, chunk.index), False
@@ -77,6 +77,12 @@ class LocalReplicas(Replicas):
         self._number = -1  # of the last share
         self._before: list[Record] = []  # the inner optimizer's state before that share
         self._schedule_before: ScheduleState | None = None
+
+    @property
+    def _dense(self) -> list[int]:
+        """The chunks of weights that are trained; rows of tables are the servers' alone."""
+        shards = self.layout.table_shards
+        return [index for index in self.layout.trainable_chunks if index not in shards]
 
     def adopt(self, weights: torch.Tensor) -> bool:
         """Return False: each worker's weights are its own."""
@@ -110,6 +116,8 @@ class LocalReplicas(Replicas):
             result = summarize_batches(parts)
             if result.weight:
                 self._push_difference(result.weight, chunk_ready)
+                if self.rows is not None:
+                    self.rows.end_share(chunk_ready, self._updates)
             else:
                 self._nothing(chunk_ready)
         finally:
@@ -165,7 +173,7 @@ class LocalReplicas(Replicas):
             weight: of the samples behind the difference.
             chunk_ready: see `Replicas.compute`.
         """
-        for index in reversed(self.layout.trainable_chunks):
+        for index in reversed(self._dense):
             dtype = self.layout.chunks[index].dtype
             base, now, difference = (
                 self.layout.chunk_view(vector, index).view(dtype)

@@ -399,7 +399,13 @@ class Replicas:
         if not places:
             arrive(None)
             self._nothing(chunk_ready)
-        return summarize_batches([self._compute_each(places, chunk_ready, metrics, arrive)])
+        rows = self.rows if places else None
+        if rows is not None:
+            rows.begin_share(chunk_ready)
+        result = summarize_batches([self._compute_each(places, chunk_ready, metrics, arrive)])
+        if rows is not None:
+            rows.end_share(chunk_ready)
+        return result
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
         """Call `chunk_ready` for every trainable chunk of an empty share, without a gradient."""
@@ -410,7 +416,7 @@ class Replicas:
         self, places: Sequence[Place], chunk_ready: ChunkReady, metrics: bool, arrive: Arrive
     ) -> Batches:
         """Compute the gradient of some batches of a share."""
-        collector = GradientSum(self.layout, self._sum, self.rows, len(places), chunk_ready)
+        collector = GradientSum(self.layout, self._sum, len(places), chunk_ready)
         results: list[Computed] = []
         loading = computing = 0.0
         if self._ahead is not None and places:
@@ -430,6 +436,8 @@ class Replicas:
             results.append(result)
             arrive(None)
             collector.end(result.weight)
+            if self.rows is not None:
+                self.rows.end_batch(result.weight)
             loading += loaded - began
             computing += time.perf_counter() - loaded
         return results, loading, computing

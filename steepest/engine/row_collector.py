@@ -79,17 +79,23 @@ class RowCollector(RowSource, ABC):
             ready: called with the gradient of each shard that can be pushed already.
         """
 
-    def end_share(self, ready: ChunkReady, unit: float, total: float) -> None:
+    def end_share(self, ready: ChunkReady, updates: int = 1) -> None:
         """End a worker's gradient, of which all batches are computed.
 
         Args:
             ready: called with the gradient of each shard that has not been pushed.
-            unit: weight of one unit of it: of the first batch with a weight.
-            total: weight of the worker's samples.
+            updates: of its own weights that the worker has made meanwhile, each with the mean over
+                some of the batches; rows get the sum of these means.
         """
+        unit, total = self.weights(updates)
         packed = self.packed(self.gradients())
         for chunk in self.dealing.chunks:
             ready(chunk, packed.get(chunk, NOTHING), unit, total, frozenset())
+
+    def weights(self, updates: int = 1) -> tuple[float, float]:
+        """Return the weight of one unit of `gradients`, and of all samples, divided by `updates`."""
+        weights = [weight for weight, _ in self._batches]
+        return (weights[0] if weights else 0.0), sum(weights) / updates
 
     def gradients(self) -> list[RowGradients | None]:
         """Return the sum over batches, by group, in units of the first batch's weight."""

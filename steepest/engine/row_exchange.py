@@ -153,12 +153,12 @@ class RowExchange(RowCollector):
         if self.delayed is not None:
             self.delayed.begin_share(ready)
 
-    def end_share(self, ready: ChunkReady, unit: float, total: float) -> None:
+    def end_share(self, ready: ChunkReady, updates: int = 1) -> None:
         """Push the gradients of all batches, or keep them for the next step."""
         if self.delayed is None:
-            super().end_share(ready, unit, total)
+            super().end_share(ready, updates)
         else:
-            self.delayed.end_share(self.gradients(), unit, total, ready)
+            self.delayed.end_share(self.gradients(), *self.weights(updates), ready)
 
     def look(self, place: Place, forward: Callable[[], None], *, later: bool) -> None:
         """Ask for the rows of a batch that is computed later, and do not wait for them.
