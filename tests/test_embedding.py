@@ -273,6 +273,7 @@ def test_rows_are_no_parameters() -> None:
     connected(ours)
     assert list(ours.state_dict()) == ["1.weight", "1.bias"]
     assert "t: 5" in repr(ours)
+    assert Embedding(described()).embedding_dim == EmbeddingBag(described()).embedding_dim == 5
 
 
 @pytest.mark.parametrize(

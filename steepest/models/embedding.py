@@ -256,10 +256,14 @@ class Embedding(TableModule):
     Args:
         table: its rows.
         padding_idx: an id whose embedding is zero and is never trained.
+
+    Attributes:
+        embedding_dim: the table's dimension.
     """
 
     def __init__(self, table: Table, *, padding_idx: int | None = None) -> None:
         super().__init__([table])
+        self.embedding_dim = table.dim
         self.padding_idx = _require_padding(table, padding_idx)
 
     @_left_to_python
@@ -283,6 +287,9 @@ class EmbeddingBag(TableModule):
         mode: "mean", "sum" or "max" of a bag's embeddings; an empty bag's are zeros.
         padding_idx: an id that is left out of bags.
         include_last_offset: the last of `offsets` is the number of ids.
+
+    Attributes:
+        embedding_dim: the table's dimension.
     """
 
     def __init__(
@@ -295,6 +302,7 @@ class EmbeddingBag(TableModule):
     ) -> None:
         super().__init__([table])
         self.mode = _require_mode(mode, "sum", "mean", "max")
+        self.embedding_dim = table.dim
         self.padding_idx = _require_padding(table, padding_idx)
         self.include_last_offset = include_last_offset
 
