@@ -54,12 +54,16 @@ def words(ids: Tensor = IDS, shards: int = 3, **settings: Any) -> ModelCreator:
 
 @contextmanager
 def trainer(
-    create: ModelCreator, strategy: Any = None, workers: int = 2, **settings: Any
+    create: ModelCreator,
+    strategy: Any = None,
+    workers: int = 2,
+    simulation: Simulation | None = None,
+    **settings: Any,
 ) -> Iterator[DistributedSGD]:
     """A trainer of two workers in a simulation."""
     strategy = strategy or ParameterServerStrategy(num_servers=2)
     with (
-        Simulation(3).running(),
+        (simulation or Simulation(3)).running(),
         DistributedSGD(create, workers, strategy=strategy, **settings) as found,
     ):
         yield found

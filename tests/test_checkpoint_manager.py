@@ -29,7 +29,7 @@ from steepest import (
     StepResult,
 )
 from steepest.checkpoint import files
-from steepest.cluster.checkpoint_manager import CheckpointDirectory
+from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.config.strategies import StrategyConfig, as_strategy
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.testing import InProcessCluster
@@ -147,7 +147,7 @@ def test_the_only_whole_one_stays_until_another_is_whole(
         with pytest.raises(CheckpointError, match="No space left"):
             put(directory, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("steepest.cluster.checkpoint_manager.shutil.rmtree", full)
+        patch.setattr("steepest.checkpoint.directory.shutil.rmtree", full)
         put(directory, 4)
     assert (kept(tmp_path), newest(tmp_path)) == ([1, 4], 4)  # one stays half deleted
     put(directory, 5)

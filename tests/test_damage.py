@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoint, read, write
 from steepest.checkpoint.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
-from steepest.cluster.checkpoint_manager import CheckpointDirectory
 from steepest.errors import CheckpointError
 from steepest.tensors.safetensors_file import read_tensors
 from tests.reference import same_bits
@@ -115,7 +115,8 @@ WRONG = {
     "step": ["7", -1, 1.0, None, True], "epoch": [None, "0"], "offset": [[]], "samples": ["16", -1, 0.5], "seed": [-1],
     "optimizer": [None, 3], "flags": [3, {"a": 1}, []], "plain": [3, [3]], "aliases": [{"a": "b"}, []],
     "left": [3, [[1, 2]], [[1, 2, "3"]]], "begun": [[[0]], [[0, "1"]], [["0", 1]], {}], "updates": ["3"], "ends": [3],
-    "result": [3],
+    "result": [3], "tables": [[["a", 1, "float32"]], 3, [["a", "1", "float32", "SGD"]]],
+    "base": [{}, "000001-step-1", {"name": "../000001-step-1", "sha256": ""}, {"name": "000001-step-1"}],
 }  # fmt: skip
 
 
@@ -142,7 +143,7 @@ def test_every_damage_is_passed_over_with_a_warning(
         RAW,
     ]
     for raw in manifests:
-        (directory.put(content(2.0, 2)) / MANIFEST).write_bytes(raw)
+        (directory.put(content(2.0, 2))[0] / MANIFEST).write_bytes(raw)
     found = CheckpointDirectory(tmp_path, 100).newest()
     assert found is not None
     assert found[0].name == "000001-step-1"

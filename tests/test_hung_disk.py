@@ -16,9 +16,11 @@ from steepest.checkpoint import files
 from steepest.checkpoint.files import Checkpoint
 from steepest.cluster.checkpoint_manager import CheckpointManager
 from steepest.cluster.directory_lock import DirectoryLock
+from steepest.cluster.row_read import RowRead
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.messages.snapshots import Bases
 from steepest.observe.history import History
-from tests.test_checkpoint import content
+from tests.test_checkpoint import content, layouts
 from tests.test_checkpoint_manager import kept
 
 
@@ -35,8 +37,8 @@ class Job:
     def version(self) -> int:
         return self.step
 
-    def collect(self) -> Checkpoint:
-        return content(float(self.step), self.step)
+    def collect(self, since: Bases = ()) -> tuple[Checkpoint, RowRead]:
+        return content(float(self.step), self.step), RowRead(layouts()[0], None)
 
 
 @dataclass

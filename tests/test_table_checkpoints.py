@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from table_tools import same as same_state
 
-from steepest import AllreduceStrategy, ExportedTable, ParameterServerStrategy
+from steepest import (
+    AllreduceStrategy,
+    Callback,
+    Checkpoints,
+    DistributedSGD,
+    ExportedTable,
+    FailureConfig,
+    ParameterServerStrategy,
+    StepResult,
+)
 from steepest.checkpoint import files
+from steepest.checkpoint.directory import CheckpointDirectory
+from steepest.engine import table_chunk
+from steepest.engine.row_snapshots import RowSnapshots
 from steepest.errors import CheckpointError
 from steepest.tables.admission import CBFFilter, CounterFilter
 from steepest.tables.eviction import LRU
 from steepest.tables.row_optimizers import Adagrad
+from steepest.tables.state import TableState
+from steepest.testing.simulation import Simulation, run_config
 from tests.table_jobs import trainer, words
 
 
@@ -85,3 +104,128 @@ def test_a_job_with_other_capacities_goes_on(tmp_path: Path) -> None:
     with trainer(words(capacity=100)) as sgd:
         sgd.restore(tmp_path)
         assert same(sgd.export_table("words"), before)
+
+
+MANY = torch.randint(400, (96,), generator=torch.Generator().manual_seed(0))
+
+
+def kept(path: Path, steps: int, increments: int = 3, **settings: Any) -> ExportedTable:
+    """Trains up to a step with a checkpoint after each, perhaps from the newest one; returns rows."""
+    checkpoints = Checkpoints(path, every=1, keep=2, increments=increments)
+    create = words(MANY, optimizer=Adagrad(), **settings)
+    with trainer(create, checkpoints=checkpoints) as sgd:
+        sgd.fit(steps=steps, progress=False)
+        return sgd.export_table("words")
+
+
+def states(saved: files.Checkpoint) -> list[TableState]:
+    """The rows of each shard, in order."""
+    shards: dict[str, dict[str, Any]] = {}
+    for name, value in saved.optimizer.items():
+        _, shard, key = name.split("/")
+        if key != "updates":
+            shards.setdefault(shard, {})[key] = value.numpy()
+    return [TableState.of_arrays(arrays).sorted() for _, arrays in sorted(shards.items())]
+
+
+def test_a_chain_of_increments_is_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_chunk, "_PIECE_BYTES", 1000)  # sent amid the next steps
+    settings: Any = {"capacity": 30, "eviction": LRU()}
+    directory = CheckpointDirectory(tmp_path / "a", 2)
+    for steps in (3, 7, 8):
+        rows = kept(tmp_path / "a", steps, **settings)
+        for path in directory.paths():
+            base = files.base_of(files.about(path))
+            assert base is None or (tmp_path / "a" / base.name).is_dir()
+    assert 2 < len(directory.paths()) <= 5  # two, and what they continue
+    expected = kept(tmp_path / "b", 8, increments=0, **settings)
+    assert same(rows, expected)
+    (_, found), (_, whole) = directory.newest(), CheckpointDirectory(tmp_path / "b", 2).newest()  # type: ignore[misc]
+    assert "base" not in found.about
+    assert found.optimizer.keys() == whole.optimizer.keys()
+    assert all(same_state(*pair) for pair in zip(states(found), states(whole), strict=True))
+
+
+def test_an_increment_has_the_rows_that_were_changed(tmp_path: Path) -> None:
+    kept(tmp_path, 4)
+    _, first, *_, last = CheckpointDirectory(tmp_path, 2).paths()
+    optimizer = {path: next(path.glob("optimizer-*")) for path in (first, last)}
+    for path in optimizer.values():
+        rows = [v for name, v in load_file(path).items() if name.endswith("/ids")]
+        assert 0 < sum(map(len, rows)) <= 12  # of two tables, six samples
+
+
+@pytest.mark.parametrize("damage", ["missing", "file", "another"])
+def test_without_a_link_the_checkpoint_before_is_taken(damage: str, tmp_path: Path) -> None:
+    kept(tmp_path, 4)
+    directory = CheckpointDirectory(tmp_path, 2)
+    _, before, middle, newest = directory.paths()
+    if damage == "missing":
+        shutil.rmtree(middle)
+    elif damage == "file":
+        path = next(middle.glob("optimizer-*"))
+        path.write_bytes(path.read_bytes()[:-1] + b"\7")
+    else:
+        files.write(middle, files.read(middle))  # whole, and not what the newest continues
+        before = middle
+    with pytest.raises(
+        CheckpointError, match=rf"{newest.name} has changes since .*{middle.name}, "
+    ):
+        files.read(newest)
+    found = directory.newest()
+    assert found is not None
+    assert found[0] == before
+    rows = kept(tmp_path, 6)
+    with trainer(words(MANY, optimizer=Adagrad())) as sgd:
+        sgd.fit(steps=6, progress=False)
+        assert same(rows, sgd.export_table("words"))
+
+
+class Then(Callback):
+    """Does things after some steps, each once."""
+
+    def __init__(self, then: dict[int, Callable[[], object]]) -> None:
+        self.then = then
+
+    def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
+        self.then.pop(result.step, lambda: None)()
+
+
+def test_a_server_dies_while_it_sends_the_rows_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(table_chunk, "_PIECE_BYTES", 500)
+    simulation, go_on = Simulation(3), RowSnapshots.go_on
+    stuck, begun = [], Counter[Any]()
+
+    def first_pieces(*one: Any) -> None:
+        begun[one] += 1
+        if not stuck or begun[one] <= 2:
+            go_on(*one)
+
+    monkeypatch.setattr(RowSnapshots, "go_on", first_pieces)
+
+    def kill() -> None:
+        stuck.clear()
+        (victim,) = (p for p in simulation.living() if "server 1" in str(p))
+        simulation.world.kill(victim, "it was killed. connection error code 2.")
+
+    then = Then({7: lambda: stuck.append(1), 11: kill})
+    settings: Any = {
+        "strategy": ParameterServerStrategy(num_servers=2, replication=2),
+        "run_config": run_config(failure=FailureConfig(snapshot_every=0)),
+    }
+    checkpoints = Checkpoints(tmp_path, every=8)
+    with trainer(words(MANY), simulation=simulation, checkpoints=checkpoints, **settings) as sgd:
+        sgd.fit(steps=14, callbacks=[then], progress=False)
+        rows = sgd.export_table("words")
+    assert "the checkpoint of step 8 is not kept, training goes on" in caplog.text
+    assert [path.name for path in CheckpointDirectory(tmp_path, 3).paths()] == ["000001-step-14"]
+    with trainer(words(MANY)) as sgd:
+        sgd.fit(steps=14, progress=False)
+        expected = sgd.export_table("words")
+        sgd.restore(tmp_path / "000001-step-14")
+        assert same(sgd.export_table("words"), expected)
+    assert same(rows, expected)

@@ -13,6 +13,7 @@ checkpoint.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +23,8 @@ from typing import Any
 
 import torch
 
+from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
-from steepest.checkpoint.rows import TABLES
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
@@ -50,6 +51,8 @@ class Checkpoints:
         write_timeout: seconds without any progress after which a write counts as hung: training
             goes on without that checkpoint, with a warning that names the file, and later ones are
             tried when the disk is back.
+        increments: of embedding tables so many checkpoints after each whole one hold only the rows
+            that have changed since the one before, which stays as long as they do.
         best: "loss", or the name of a metric: the checkpoint of the best evaluation of
             ``fit(validation=)`` is written at once, and stays beside the newest ones, see
             `DistributedSGD.best_checkpoint`. None for no such checkpoint.
@@ -63,6 +66,7 @@ class Checkpoints:
     every: int = 100
     keep: int = 3
     write_timeout: float = 600.0
+    increments: int = 0
     best: str | None = None
     mode: str = "min"
 
@@ -74,6 +78,7 @@ class Checkpoints:
         require_count("every", self.every)
         require_count("keep", self.keep)
         require_seconds("write_timeout", self.write_timeout)
+        require_count("increments", self.increments, 0)
         require_choice("mode", self.mode, ("min", "max"))
         if self.best is not None:
             require_instance("best", self.best, str)
@@ -94,8 +99,8 @@ class Checkpoint:
             of each weight by the model's optimizer, which its schedule counts), schedule (see
             `Schedule.state`; or None), ends (the first steps after epoch 0, 1, ...), unfrozen (see
             `Job.unfrozen`), rates (that were set instead of the schedule's, by parameter group; or
-            None), tables (the name, dimension, dtype and optimizer of each embedding table) and
-            evaluations.
+            None), tables (the name, dimension, dtype and optimizer of each embedding table),
+            evaluations, and of an increment base (see `Link`).
     """
 
     weights: dict[str, torch.Tensor]
@@ -223,7 +228,7 @@ def assemble(
     whole: dict[str, torch.Tensor] = {}
     for name, parts in pieces.items():
         parts.sort(key=lambda part: part[0])
-        if name.startswith(TABLES):
+        if name.startswith(rows.TABLES):
             whole[name] = parts[0][2] if len(parts) == 1 else torch.cat([v for _, _, v in parts])
             continue
         entry = layout.entries[layout.index[name.rpartition("/")[0]]]
@@ -255,7 +260,7 @@ def disassemble(
     records: list[Record] = []
     for name, value in state.items():
         parameter, _, key = name.rpartition("/")
-        if name.startswith(TABLES):
+        if name.startswith(rows.TABLES):
             records.append(_record_of_rows(layout, parameter, key, value))
             continue
         if parameter not in layout.index or not layout.entries[layout.index[parameter]].trainable:
@@ -289,7 +294,9 @@ def _record_of_rows(layout: ParameterLayout, shard: str, key: str, value: torch.
     Raises:
         CheckpointError: there is no such shard.
     """
-    number = int(shard.removeprefix(TABLES)) if shard.removeprefix(TABLES).isdigit() else -1
+    number = (
+        int(shard.removeprefix(rows.TABLES)) if shard.removeprefix(rows.TABLES).isdigit() else -1
+    )
     if not 0 <= number < len(layout.table_shards):
         raise CheckpointError(f"the checkpoint has rows of {shard!r}, which is not there")
     about = {"name": shard, "key": key, "start": 0, "stop": len(value), "plain": False}
@@ -300,7 +307,20 @@ def _elementwise(value: torch.Tensor, start: int, stop: int, shape: tuple[int, .
     return tuple(value.shape) in ((stop - start,), shape) and value.numel() == stop - start
 
 
-def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) -> None:
+@dataclass(frozen=True)
+class Link:
+    """A checkpoint that later ones may continue.
+
+    Attributes:
+        name: of its directory, beside which theirs lie.
+        sha256: of its manifest.
+    """
+
+    name: str
+    sha256: str
+
+
+def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) -> Link:
     """Write a checkpoint.
 
     An older one at `path` stays whole until this one is, and is deleted then.
@@ -309,6 +329,9 @@ def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) 
         path: a directory; made if it does not exist.
         checkpoint: what to write.
         progress: called with the file that is worked on.
+
+    Returns:
+        What an increment after it has as its base.
 
     Raises:
         CheckpointError: the path is a file, or cannot be written.
@@ -326,7 +349,8 @@ def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) 
             }
         unfinished = path / f".{MANIFEST}-{stamp}"
         progress(unfinished)
-        unfinished.write_bytes(encode_manifest(files, checkpoint.about))
+        manifest = encode_manifest(files, checkpoint.about)
+        unfinished.write_bytes(manifest)
         _sync(unfinished)
         os.replace(unfinished, path / MANIFEST)
         _sync(path)
@@ -339,28 +363,86 @@ def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) 
             progress(old)
             with contextlib.suppress(OSError):  # one that stays does no harm
                 old.unlink()
+    return Link(path.name, hashlib.sha256(manifest).hexdigest())
 
 
 def read(path: Path) -> Checkpoint:
-    """Return the checkpoint at a path.
+    """Return the checkpoint at a path, with the rows of those that it continues.
 
     Raises:
-        CheckpointError: missing, of another format, incomplete or damaged.
+        CheckpointError: it, or one that it continues, is missing, of another format, incomplete or
+            damaged.
+    """
+    files, about = _manifest(path)
+    tensors = {kind: _tensors(path, kind, files[kind]) for kind in KINDS}
+    optimizer, earlier = [tensors["optimizer"]], about
+    while (base := base_of(earlier)) is not None:
+        folder = path.parent / base.name
+        try:
+            files, earlier = _manifest(folder, base.sha256)
+            optimizer.append(_tensors(folder, "optimizer", files["optimizer"]))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the checkpoint at {path} has changes since the one at {folder}, which is to be "
+                f"brought back: {error}"
+            ) from error
+    state = optimizer.pop()
+    try:
+        while optimizer:
+            state = rows.increased(state, optimizer.pop())
+    except CheckpointError as error:
+        raise CheckpointError(f"damaged checkpoint at {path}: {error}") from error
+    about = {key: value for key, value in about.items() if key != "base"}
+    return Checkpoint(tensors["weights"], state, tensors["replicas"], about)
+
+
+def about(path: Path) -> dict[str, Any]:
+    """Return what the manifest of a checkpoint says of it, see `Checkpoint.about`.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    return _manifest(path)[1]
+
+
+def base_of(about: Mapping[str, Any]) -> Link | None:
+    """Return the checkpoint that one continues; None if it is whole by itself."""
+    base = about.get("base")
+    return None if base is None else Link(**base)
+
+
+def _manifest(path: Path, sha256: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the manifest of one checkpoint holds, see `decode_manifest`.
+
+    Args:
+        path: of the checkpoint.
+        sha256: of the manifest; None for any.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or another one.
     """
     try:
-        files, about = decode_manifest((path / MANIFEST).read_bytes())
+        raw = (path / MANIFEST).read_bytes()
+        found = decode_manifest(raw)
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}: there is no {MANIFEST}") from None
     except (OSError, CheckpointError) as error:
         raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST}: {error}") from error
-    tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for kind in KINDS:
-        name = files[kind]["name"]
-        try:
-            tensors[kind] = read_tensors(path / name, files[kind])
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"damaged checkpoint at {path}: {name}: {error}") from error
-    return Checkpoint(tensors["weights"], tensors["optimizer"], tensors["replicas"], about)
+    if sha256 not in (None, hashlib.sha256(raw).hexdigest()):
+        raise CheckpointError(f"another checkpoint is at {path} now")
+    return found
+
+
+def _tensors(path: Path, kind: str, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of one file of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        return read_tensors(path / about["name"], about)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"damaged checkpoint at {path}: {about['name']}: {error}") from error
 
 
 def _sync(path: Path) -> None:

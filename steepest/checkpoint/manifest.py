@@ -113,6 +113,15 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, list) and list(map(type, value)) == list(kinds)
 
 
+def _is_base(value: Any) -> bool:
+    """Return whether a value names a checkpoint in the same directory, see `files.Link`."""
+    return (
+        _is_mapping(value, _is_name)
+        and value.keys() == {"name", "sha256"}
+        and re.fullmatch(r"\d{6,}-step-\d+", value["name"], re.ASCII) is not None
+    )
+
+
 def _is_begun(value: Any) -> bool:
     if not isinstance(value, list) or len(value) != 2 or not _is_count(value[0]):
         return False
@@ -134,6 +143,7 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "begun": (lambda value: _is_list(value, _is_begun), False),
     "updates": (_is_count, False),
     "ends": (lambda value: _is_list(value, _is_count), False),
+    "base": (_is_base, False),
     "tables": (lambda value: _is_list(value, _is_table), False),
     "unfrozen": (lambda value: _is_list(value, _is_name), False),
     "rates": (_is_rates, False),

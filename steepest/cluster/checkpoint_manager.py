@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
-import shutil
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from steepest.checkpoint import files
+from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoints
-from steepest.checkpoint.manifest import MANIFEST
 from steepest.cluster.checkpoint_writer import Writer
 from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.job_state import JobState
+from steepest.cluster.row_read import RowRead, Rows
 from steepest.cluster.training import Training
 from steepest.data.sampler import SamplePlan
 from steepest.errors import (
@@ -29,20 +28,40 @@ from steepest.errors import (
     ShutdownError,
     SteepestError,
 )
+from steepest.messages.snapshots import Bases
 from steepest.observe.evaluations import best_of, value_of
 from steepest.observe.history_file import HistoryFile
 from steepest.observe.results import EvaluationResult, StepResult
-from steepest.tensors.safetensors_file import Progress, no_progress
+from steepest.tensors.safetensors_file import Progress
 
 log = logging.getLogger(__name__)
 HISTORY = "history.jsonl"
-_NAME = re.compile(r"(\d{6,})-step-\d+")
+_TRIES = 3
+
+
+#: A checkpoint without rows, and those.
+Collected = tuple[files.Checkpoint, RowRead]
+
+
+class _Chain(NamedTuple):
+    """The checkpoint that the next one continues.
+
+    Attributes:
+        link: it.
+        place: the instant of its rows.
+        increments: that it and those before it are, since the last whole one.
+    """
+
+    link: files.Link
+    place: Bases
+    increments: int
 
 
 class CheckpointManager:
     """Keeps checkpoints for `DistributedSGD`, and counts the steps that were done before it began.
 
-    Training pauses while the state is read; a thread writes it. When the next checkpoint is due
+    Training pauses while the state is read, but for the rows of embedding tables: servers send them as
+    they were then, while it goes on. A thread writes it. When the next checkpoint is due
     before that is written, training waits for it: so memory holds one state at most, and a disk
     that is too slow is noticed.
 
@@ -65,7 +84,7 @@ class CheckpointManager:
         lock: DirectoryLock,
         training: Training,
         state: JobState,
-        surviving: Callable[[Callable[[], files.Checkpoint]], files.Checkpoint],
+        surviving: Callable[[Callable[[], Collected]], Collected],
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.begun = 0
@@ -85,6 +104,7 @@ class CheckpointManager:
         )
         self._file = HistoryFile(Path(policy.path) / HISTORY) if policy is not None else None
         self._written: tuple[int, int] | None = self._place  # what is on disk, or need not be
+        self._chain: _Chain | None = None
         self._doubtful = False
 
     @property
@@ -243,7 +263,17 @@ class CheckpointManager:
 
     def collect(self) -> files.Checkpoint:
         """Return the state, with the last step's result and the loggers' runs, which have all steps."""
-        saved, history = self._surviving(self._state.collect), self._training.history
+
+        def whole() -> Collected:
+            saved, rows = self._state.collect()
+            state = rows.wait().state
+            return replace(saved, optimizer={**saved.optimizer, **state}), rows
+
+        return self._with_history(self._surviving(whole)[0])
+
+    def _with_history(self, saved: files.Checkpoint) -> files.Checkpoint:
+        """Return a checkpoint with what is known on the driver's side."""
+        history = self._training.history
         history.flush()
         result = None if self._training.last is None else asdict(self._training.last)
         evaluations = [asdict(each) for each in self.evaluations]
@@ -351,8 +381,13 @@ class CheckpointManager:
         if self._writer is None:
             return
         if ask and self._place != self._written:
-            self._keep()
-        elif (rows := self._training.history.unwritten())[0]:  # such as a last evaluation
+            for _ in range(_TRIES):  # servers may die while they send rows
+                self._keep()
+                self._settle_or_raise()
+                if self._place == self._written:
+                    return
+            raise CheckpointError("the last state is not kept: servers died while they sent it")
+        if (rows := self._training.history.unwritten())[0]:  # such as a last evaluation
             self._writer.start(lambda progress: self._write_history(rows, progress))
         self._settle_or_raise()
 
@@ -374,10 +409,14 @@ class CheckpointManager:
                 self._writer.where(),
             )
             return
-        saved, rows = self.collect(), self._training.history.unwritten()
+        since = () if self._chain is None else self._chain.place
+        saved, rows = self._surviving(lambda: self._state.collect(since))
+        saved, history = self._with_history(saved), self._training.history.unwritten()
         self._written, paused = self._place, time.monotonic() - began
         best = self._best_step
-        self._writer.start(lambda progress: self._write(saved, rows, paused, best, progress))
+        self._writer.start(
+            lambda progress: self._write(saved, rows, history, paused, best, progress)
+        )
 
     def _write_history(self, rows: tuple[list[dict[str, Any]], int], progress: Progress) -> None:
         """Append rows to the file of the history, on the writer's thread."""
@@ -392,7 +431,8 @@ class CheckpointManager:
     def _write(
         self,
         saved: files.Checkpoint,
-        rows: tuple[list[dict[str, Any]], int],
+        rows: RowRead,
+        history: tuple[list[dict[str, Any]], int],
         paused: float,
         best: int | None,
         progress: Progress,
@@ -401,8 +441,16 @@ class CheckpointManager:
         assert self._shelf is not None
         step, began = saved.about["step"], time.monotonic()
         try:
-            self._write_history(rows, progress)  # before, so that no row is missing
-            path = self._shelf.put(saved, progress, best)
+            self._write_history(history, progress)  # before, so that no row is missing
+            assert self._policy is not None
+            folder = Path(self._policy.path)
+            found = rows.wait(lambda: progress(folder))
+            path, link = self._shelf.put(self._joined(saved, found), progress, best)
+            self._chain = self._next_link(link, found)
+        except (PeerLostError, ShutdownError) as error:  # of the servers that sent rows
+            self._written = None
+            log.warning("the checkpoint of step %d is not kept, training goes on: %s", step, error)
+            return
         except BaseException as error:
             log.error("the checkpoint of step %d is not kept: %s", step, error)
             raise
@@ -412,6 +460,21 @@ class CheckpointManager:
             paused,
             time.monotonic() - began,
         )
+
+    def _joined(self, saved: files.Checkpoint, found: Rows) -> files.Checkpoint:
+        """Return a checkpoint with its rows, as an increment where these are changes."""
+        saved = replace(saved, optimizer={**saved.optimizer, **found.state})
+        if not found.changes:
+            return saved
+        assert self._chain is not None
+        return replace(saved, about={**saved.about, "base": asdict(self._chain.link)})
+
+    def _next_link(self, link: files.Link, found: Rows) -> _Chain | None:
+        """Return what the next checkpoint continues; None if it is to be whole."""
+        increments = self._chain.increments + 1 if self._chain and found.changes else 0
+        if not found.place or self._policy is None or increments >= self._policy.increments:
+            return None
+        return _Chain(link, found.place, increments)
 
     def _settled(self) -> bool:
         """Wait for what is being written, and raise its error; return whether nothing hangs."""
@@ -429,125 +492,8 @@ class CheckpointManager:
             raise CheckpointError(f"the last state is not kept: {self._writer.where()}")
 
 
-class CheckpointDirectory:
-    """Checkpoints in one directory, numbered in the order of writing: ``000012-step-340``.
-
-    Args:
-        path: the directory; made if it is missing.
-        keep: how many whole checkpoints stay.
-
-    Raises:
-        CheckpointError: the directory cannot be made.
-    """
-
-    def __init__(self, path: Path, keep: int) -> None:
-        self._path = path
-        self._keep = keep
-        self._damaged: set[Path] = set()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot keep checkpoints in {path}: {error}") from error
-
-    def paths(self) -> list[Path]:
-        """Return the paths of all checkpoints, damaged and unfinished ones too, oldest first."""
-        found = [
-            path for path in self._path.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()
-        ]
-        return sorted(found, key=_number)
-
-    def newest(self) -> tuple[Path, files.Checkpoint] | None:
-        """Return the newest whole checkpoint with its path; None if no checkpoint was finished.
-
-        Newer ones that are not whole are named in a warning.
-
-        Raises:
-            CheckpointError: some were finished, and all of those are damaged.
-        """
-        for path in reversed(self.paths()):
-            try:
-                return path, files.read(path)
-            except CheckpointError as error:
-                log.warning("passed over: %s", error)
-                if _is_finished(path):
-                    self._damaged.add(path)
-        if self._damaged:
-            raise CheckpointError(
-                f"none of the checkpoints in {self._path} is whole: bring one back, or give "
-                "another path to begin anew"
-            )
-        return None
-
-    def of_step(self, step: int) -> Path | None:
-        """Return the path of the newest whole checkpoint of a step; None if there is none."""
-        found = [path for path in self._whole() if _step(path) == step]
-        return found[-1] if found else None
-
-    def _whole(self) -> list[Path]:
-        return [path for path in self.paths() if _is_finished(path) and path not in self._damaged]
-
-    def put(
-        self, saved: files.Checkpoint, progress: Progress = no_progress, best: int | None = None
-    ) -> Path:
-        """Write another checkpoint and, when it is whole, delete those that are too many.
-
-        Args:
-            saved: the state.
-            progress: called with each file that is worked on.
-            best: the step of which the newest checkpoint stays too; None for none.
-
-        Returns:
-            The path of the checkpoint.
-
-        Raises:
-            CheckpointError: it cannot be written; all others stay.
-        """
-        path = self._path
-        progress(path)
-        try:
-            number = max((_number(path) for path in self.paths()), default=0) + 1
-            path = self._path / f"{number:06d}-step-{saved.about['step']}"
-            files.write(path, saved, progress)
-        except BaseException as error:
-            if path != self._path:
-                shutil.rmtree(path, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise CheckpointError(
-                    f"cannot keep a checkpoint in {self._path}: {error}"
-                ) from error
-            raise
-        oldest = _number(self._whole()[-self._keep :][0])
-        stays = None if best is None else self.of_step(best)
-        for old in self.paths():
-            if (_number(old) < oldest and old != stays) or not _is_finished(old):
-                progress(old)
-                self._delete(old)
-        return path
-
-    @staticmethod
-    def _delete(path: Path) -> None:
-        """Delete a checkpoint, its manifest first: half deleted it does not count as one."""
-        try:
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
-        except OSError as error:
-            log.warning("an old checkpoint stays, half deleted: %s", error)
-
-
-def _number(path: Path) -> int:
-    return int(path.name.partition("-")[0])
-
-
-def _step(path: Path) -> int:
-    return int(path.name.rpartition("-")[2])
-
-
 def _evaluations(saved: files.Checkpoint) -> list[EvaluationResult]:
     return [EvaluationResult(**row) for row in saved.about.get("evaluations", ())]
-
-
-def _is_finished(path: Path) -> bool:
-    return (path / MANIFEST).exists()
 
 
 def _is_doubtful(error: BaseException | None) -> bool:

@@ -16,6 +16,7 @@ from steepest.cluster import remote_functions
 from steepest.cluster.launch import Cluster
 from steepest.cluster.membership import Membership
 from steepest.cluster.optimizer_state import OptimizerState
+from steepest.cluster.row_read import RowRead, read_apart
 from steepest.cluster.stock import Copy, Stock
 from steepest.config.strategies import LocalStrategy, StrategyConfig
 from steepest.data.sampler import Remaining, epoch_ends
@@ -27,6 +28,7 @@ from steepest.engine.survivors import RecoveredState
 from steepest.engine.worker_state import WorkerState
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.messages.driver import Counters
+from steepest.messages.snapshots import Bases
 from steepest.models.names import plainly
 from steepest.optim.spec import ScheduleState
 from steepest.tensors.dtypes import Tensors
@@ -280,9 +282,16 @@ class JobState:
             self._ends = epoch_ends(plan, self._ends, self._cluster.step)
         return self._ends
 
-    def collect(self) -> files.Checkpoint:
-        """Return everything that a checkpoint holds, at one version."""
-        snapshot = self.snapshot("state")
+    def collect(self, since: Bases = ()) -> tuple[files.Checkpoint, RowRead]:
+        """Return everything that a checkpoint holds, at one version; no step may be going on.
+
+        Args:
+            since: see `read_apart`.
+
+        Returns:
+            All but the rows of tables; the rows of that version, which are yet to come.
+        """
+        snapshot, rows_to_come = read_apart(self._cluster, since)
         step, rest = self._cluster.job.step_of(snapshot.version), self.remaining()
         about = {
             "step": step,
@@ -303,9 +312,10 @@ class JobState:
             self._cluster, snapshot, everybody, step, self._cluster.workers.call
         )
         about["schedule"] = found.schedule
-        return files.gather(
+        saved = files.gather(
             owner, snapshot.weights, (found.state, found.plain), states, about, found.apart
         )
+        return saved, rows_to_come
 
     def place(self, saved: files.Checkpoint, where: object) -> None:
         """Continue from a checkpoint.

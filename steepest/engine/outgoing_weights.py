@@ -148,14 +148,14 @@ class OutgoingWeights:
         wanted = [h for h in asked if order.chunks is None or h.chunk.index in order.chunks]
         for held in wanted if order.what in ("weights", "state") else ():
             self.send(reader, held, at, order.sequence)
-        for held in asked if order.what == "state" else ():
+        for held in wanted if order.what == "state" else ():
             for about, value in () if held.chunk.has_rows else held.state():
                 fields = state_fields(about, value.clone())
                 part = StateTensor(order.sequence, held.chunk.index, **fields)
                 self._send(reader, part.pack())
         generation, version = at
         end = SnapshotEnd(generation, order.sequence, version, order.state)
-        with_rows = {"state": asked, "rows": wanted}.get(order.what, [])
+        with_rows = wanted if order.what in ("state", "rows") else ()
         shards = [cast("TableChunk", held) for held in with_rows if held.chunk.has_rows]
         self.rows.begin(order, shards, end)
 

@@ -52,7 +52,7 @@ class Read(Body):
         what: "weights"; "state" for the optimizer's and the coordinator's state as well; "standing"
             for the version and the coordinator's state alone; "rows" for the values of one embedding
             table alone.
-        chunks: indices of the chunks whose weights, or the table's rows, are wanted; None for all.
+        chunks: indices of the chunks that are wanted; None for all.
         table: number of that table in its group.
         since: the rows that the reader has: of these shards it is sent what has changed, if that is
             known, and otherwise all rows.

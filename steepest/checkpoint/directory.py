@@ -1,0 +1,156 @@
+"""Checkpoints in one directory: which there are, which are whole, and which stay."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from steepest.checkpoint import files
+from steepest.checkpoint.manifest import MANIFEST
+from steepest.errors import CheckpointError
+from steepest.tensors.safetensors_file import Progress, no_progress
+
+log = logging.getLogger(__name__)
+_NAME = re.compile(r"(\d{6,})-step-\d+")
+
+
+class CheckpointDirectory:
+    """Checkpoints in one directory, numbered in the order of writing: ``000012-step-340``.
+
+    Args:
+        path: the directory; made if it is missing.
+        keep: how many whole checkpoints stay.
+
+    Raises:
+        CheckpointError: the directory cannot be made.
+    """
+
+    def __init__(self, path: Path, keep: int) -> None:
+        self._path = path
+        self._keep = keep
+        self._damaged: set[Path] = set()
+        self._bases: dict[Path, Path | None] = {}  # of checkpoints, those that they continue
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot keep checkpoints in {path}: {error}") from error
+
+    def paths(self) -> list[Path]:
+        """Return the paths of all checkpoints, damaged and unfinished ones too, oldest first."""
+        found = [
+            path for path in self._path.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()
+        ]
+        return sorted(found, key=_number)
+
+    def newest(self) -> tuple[Path, files.Checkpoint] | None:
+        """Return the newest whole checkpoint with its path; None if no checkpoint was finished.
+
+        Newer ones that are not whole are named in a warning.
+
+        Raises:
+            CheckpointError: some were finished, and all of those are damaged.
+        """
+        for path in reversed(self.paths()):
+            try:
+                return path, files.read(path)
+            except CheckpointError as error:
+                log.warning("passed over: %s", error)
+                if _is_finished(path):
+                    self._damaged.add(path)
+        if self._damaged:
+            raise CheckpointError(
+                f"none of the checkpoints in {self._path} is whole: bring one back, or give "
+                "another path to begin anew"
+            )
+        return None
+
+    def of_step(self, step: int) -> Path | None:
+        """Return the path of the newest whole checkpoint of a step; None if there is none."""
+        found = [path for path in self._whole() if _step(path) == step]
+        return found[-1] if found else None
+
+    def _whole(self) -> list[Path]:
+        return [path for path in self.paths() if _is_finished(path) and path not in self._damaged]
+
+    def put(
+        self, saved: files.Checkpoint, progress: Progress = no_progress, best: int | None = None
+    ) -> tuple[Path, files.Link]:
+        """Write another checkpoint and, when it is whole, delete those that are too many.
+
+        Those that one which stays continues stay too.
+
+        Args:
+            saved: the state.
+            progress: called with each file that is worked on.
+            best: the step of which the newest checkpoint stays too; None for none.
+
+        Returns:
+            The path of the checkpoint, and what an increment after it has as its base.
+
+        Raises:
+            CheckpointError: it cannot be written; all others stay.
+        """
+        path = self._path
+        progress(path)
+        try:
+            number = max((_number(path) for path in self.paths()), default=0) + 1
+            path = self._path / f"{number:06d}-step-{saved.about['step']}"
+            link = files.write(path, saved, progress)
+        except BaseException as error:
+            if path != self._path:
+                shutil.rmtree(path, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"cannot keep a checkpoint in {self._path}: {error}"
+                ) from error
+            raise
+        newest = self._whole()[-self._keep :]
+        stays = self._continued([*newest, None if best is None else self.of_step(best)])
+        for old in self.paths():
+            if (_number(old) < _number(newest[0]) and old not in stays) or not _is_finished(old):
+                progress(old)
+                self._delete(old)
+        return path, link
+
+    def _continued(self, paths: Iterable[Path | None]) -> set[Path | None]:
+        """Return the paths of some checkpoints, and of those that they continue."""
+        found: set[Path | None] = set()
+        for path in paths:
+            while path is not None and path not in found:
+                found.add(path)
+                path = self._base(path)
+        return found
+
+    def _base(self, path: Path) -> Path | None:
+        """Return the path of the checkpoint that another one continues, if it does."""
+        if path not in self._bases:
+            try:
+                base = files.base_of(files.about(path))
+            except CheckpointError:
+                base = None
+            self._bases[path] = None if base is None else self._path / base.name
+        return self._bases[path]
+
+    @staticmethod
+    def _delete(path: Path) -> None:
+        """Delete a checkpoint, its manifest first: half deleted it does not count as one."""
+        try:
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        except OSError as error:
+            log.warning("an old checkpoint stays, half deleted: %s", error)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.partition("-")[0])
+
+
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _is_finished(path: Path) -> bool:
+    return (path / MANIFEST).exists()

@@ -1,0 +1,94 @@
+"""The rows of a checkpoint, which servers send while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from steepest.checkpoint import files, rows
+from steepest.cluster.launch import Cluster
+from steepest.engine.client import Snapshot
+from steepest.messages.snapshots import Bases
+from steepest.tensors.layout import ParameterLayout
+
+_LOOK_SECONDS = 1.0
+
+
+class Rows(NamedTuple):
+    """All rows of all tables at one instant, or what has changed of them.
+
+    Attributes:
+        state: by "tables/shard/key".
+        place: the instant, for a later read of what has changed.
+        changes: whether of any shard there is only what has changed.
+    """
+
+    state: dict[str, torch.Tensor]
+    place: Bases
+    changes: bool
+
+
+@dataclass(frozen=True)
+class RowRead:
+    """The rows of one instant, as servers send them.
+
+    Attributes:
+        layout: of the job.
+        snapshot: what the servers send; None without tables.
+    """
+
+    layout: ParameterLayout
+    snapshot: Future[Snapshot] | None
+
+    def wait(self, waiting: Callable[[], None] = lambda: None) -> Rows:
+        """Return the rows when all have come.
+
+        Args:
+            waiting: called now and then until then.
+
+        Raises:
+            PeerLostError, ShutdownError: the servers have ended, or have got other chunks.
+        """
+        if self.snapshot is None:
+            return Rows({}, (), False)
+        while True:
+            try:
+                found = self.snapshot.result(_LOOK_SECONDS)
+                break
+            except FutureTimeoutError:
+                waiting()
+        state, _ = files.assemble(self.layout, found.records)
+        place = []
+        for number, chunk in enumerate(self.layout.table_shards):
+            name = f"{rows.TABLES}{number}"
+            life, version = state.pop(f"{name}/life"), state[f"{name}/updates"]
+            place.append([chunk, int(life), int(version)])
+        return Rows(state, place, any(name.endswith("/since") for name in state))
+
+
+def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
+    """Return the state without rows, and the rows of the same instant, which are yet to come.
+
+    No step may be going on. Training may go on when this returns: the rows are as they are now.
+
+    Args:
+        cluster: the job.
+        since: rows that there are; of these shards only what has changed is read, if that is known.
+    """
+    client, layout = cluster.client, cluster.job.description.layout
+    if not layout.table_shards:
+        future = cluster.on_router(lambda: client.read("state"))
+        return cluster.wait(future, "a snapshot of the state"), RowRead(layout, None)
+    dense = [chunk.index for chunk in layout.chunks if not chunk.has_rows]
+
+    def read() -> Sequence[Future[Snapshot]]:
+        later = client.read("state", chunks=layout.table_shards, since=since)
+        return client.read("state", chunks=dense), later
+
+    state, later = cluster.on_router(read)
+    return cluster.wait(state, "a snapshot of the state"), RowRead(layout, later)
