@@ -17,6 +17,7 @@ from steepest.tensors.memory import as_tensor, clone
 from steepest.testing import InProcessCluster
 from tests.fuzzing import copied, processes
 from tests.modes import make, trained
+from tests.reference import same_bits
 from tests.table_tasks import DIM, rows_of, same_rows, table_task
 
 STEPS = 3
@@ -184,3 +185,54 @@ def test_gradients_that_overflow_are_infinite() -> None:
     rows = RowGradients(np.zeros(2, np.int32), ids, ones, np.ones(2, np.int32))
     for factor in (1e30, 1e100):
         assert np.isinf(rows.times(1e30).times(factor).gradients).all()
+
+
+Arrays = dict[str, torch.Tensor]
+STATES: dict[str, Callable[[Arrays], Arrays]] = {
+    "a row of a later version": lambda a: a | {"written": a["written"] + 2},
+    "a row of no version": lambda a: a | {"written": a["written"] * 0 - 1},
+    "an id twice": lambda a: a | {"ids": a["ids"] * 0 + a["ids"][0]},
+    "a negative id": lambda a: a | {"ids": -a["ids"] - 1},
+    "a table too many": lambda a: a | {"tables": a["tables"] + 1},
+    "negative sightings": lambda a: a | {"sightings": -a["sightings"]},
+    "frozen tables that are not there": lambda a: a | {"frozen": torch.tensor([5]).int()},
+    "a number of updates too small": lambda a: a | {"updates": a["updates"] - STEPS},
+    "no number of updates": lambda a: a | {"updates": a["updates"][:0]},
+    "a seed that is none": lambda a: a | {"seed": torch.tensor([0.5])},
+    "no values": lambda a: {key: value for key, value in a.items() if key != "values"},
+    "fewer values": lambda a: a | {"values": a["values"][:-1]},
+    "wider values": lambda a: a | {"values": a["values"].repeat(1, 2)},
+    "other values": lambda a: a | {"values": a["values"].float(), "slots": a["slots"].float()},
+    "an array that is none of a state": lambda a: a | {"weights": a["values"]},
+    "counts of a table too many": lambda a: (
+        a
+        | {"counted_tables": torch.tensor([7]).int(), "counted_ids": torch.tensor([1])}
+        | {"counted": torch.tensor([1]).int()}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STATES)
+def test_a_wrong_state_is_refused_as_a_whole(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    cluster = job("sync")
+    trained(cluster, STEPS)
+    before, weights = rows_of(cluster), cluster.weights()
+    snapshot = cluster.snapshot("state")
+    chunk = max(c for c, about, _ in snapshot.records if c in USERS and about["key"] == "ids")
+    arrays = {about["key"]: value for c, about, value in snapshot.records if c == chunk}
+    assert len(arrays["ids"]) > 1
+    about = next(about for c, about, _ in snapshot.records if c == chunk)
+    others = [record for record in snapshot.records if record[0] != chunk]
+    wrong = [
+        (chunk, {**about, "key": key, "stop": len(value)}, value)
+        for key, value in STATES[what](arrays).items()
+    ]
+    (holder,) = cluster.job.holders[chunk]
+    server = cluster.servers[holder]
+    installed = cluster.client.install(STEPS, snapshot.weights, others + wrong, None)
+    cluster.wait(installed, "an install")
+    assert server.refused == 1
+    assert "refused what client 0 has put: tables/" in caplog.text
+    assert same_rows(rows_of(cluster), before)
+    assert same_bits(cluster.weights(), weights)
+    trained(cluster, STEPS)

@@ -163,16 +163,23 @@ class PutStates:
         return True
 
     def _can_install(self, client: Peer, put: _Put) -> bool:
-        """Return whether the optimizer can take a step from a state; True where none is tried."""
-        if self._checked and put.replaces_state:
-            try:
-                for index, held in self._chunks.items():
-                    held.try_state(
-                        [(about, value) for at, about, value in put.state if at == index]
-                    )
-            except ProtocolError as error:
-                log.warning("refused what %s has put: %s", client, error)
-                return False
+        """Return whether a step can be taken from a state; True where none is tried.
+
+        Rows of embedding tables are looked at in any case.
+        """
+        tried = [
+            index for index, held in self._chunks.items() if self._checked or held.chunk.has_rows
+        ]
+        parts: dict[int, list[tuple[dict[str, Any], torch.Tensor]]] = {at: [] for at in tried}
+        for at, about, value in put.state if put.replaces_state else ():
+            if at in parts:
+                parts[at].append((about, value))
+        try:
+            for index in tried if put.replaces_state else ():
+                self._chunks[index].try_state(parts[index])
+        except ProtocolError as error:
+            log.warning("refused what %s has put: %s", client, error)
+            return False
         return True
 
     def lost(self, peer: Peer) -> None:

@@ -21,6 +21,7 @@ from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added, require_rows
 from steepest.tables.shard import TableShard
 from steepest.tables.state import TableState
+from steepest.tables.state_checks import require_number_in, require_sound
 from steepest.tensors.layout import Chunk
 
 log = logging.getLogger(__name__)
@@ -67,15 +68,35 @@ class TableChunk(StagedChunk):
         Args:
             parts: by array, its pieces by where they begin.
         """
+        state, version, seed = self._checked_state(parts)
+        shard = self._dealing.make(self.chunk.index, seed)
         try:
-            arrays = {key: _whole(pieces) for key, pieces in parts.items()}
-            version = int(arrays.pop("updates")[0])
-            arrays.pop("life", None)  # it begins another one
-            shard = self._dealing.make(self.chunk.index, int(arrays.pop("seed")[0]))
-            shard.load([TableState.of_arrays(arrays)], version)
-        except (ConfigurationError, KeyError, TypeError, ValueError) as error:
+            shard.load([state], version)
+        except ConfigurationError as error:
             raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
         return shard
+
+    def _checked_state(
+        self, pieces: dict[str, dict[int, npt.NDArray[Any]]]
+    ) -> tuple[TableState, int, int]:
+        """Return a state, the version of its last push, and the seed of its first values.
+
+        Args:
+            pieces: of each array, by where they begin.
+
+        Raises:
+            ProtocolError: it is not one of such tables.
+        """
+        try:
+            arrays = {key: _whole(parts) for key, parts in pieces.items()}
+            version, seed = (require_number_in(name, arrays) for name in ("updates", "seed"))
+            beside = ("updates", "seed", "life")  # of which the last begins anew
+            rest = {name: part for name, part in arrays.items() if name not in beside}
+            state = TableState.of_arrays(rest)
+            require_sound(state, self._tables, version)
+        except ConfigurationError as error:
+            raise ProtocolError(f"{self._name} has a state that makes no sense: {error}") from error
+        return state, version, seed
 
     # -- staged pushes -------------------------------------------------------------------------
 
@@ -299,7 +320,7 @@ class TableChunk(StagedChunk):
         for about, value in records:
             parts.setdefault(about["key"], {})[about["start"]] = value.numpy()
         if parts:
-            self._made_of(parts)
+            self._checked_state(parts)
 
     def clear_state(self) -> None:
         """Drop all rows."""

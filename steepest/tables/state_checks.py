@@ -1,0 +1,73 @@
+"""Checks of a shard's state that comes from another process, before any of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from steepest.errors import ConfigurationError
+from steepest.tables.checks import require_keys
+from steepest.tables.hashing import Distinct
+from steepest.tables.kernels import Int32s, Int64s
+from steepest.tables.state import TableState
+from steepest.tables.table import Table
+
+
+def require_number_in(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> int:
+    """Return the one number, of at least 0, of an array of a state.
+
+    Raises:
+        ConfigurationError: the array is missing, or holds something else.
+    """
+    array = arrays.get(name)
+    if array is None or array.dtype != np.int64 or array.shape != (1,) or array[0] < 0:
+        raise ConfigurationError(f"{name}={array!r:.80} in a state of tables: give one count")
+    return int(array[0])
+
+
+def require_sound(state: TableState, tables: Sequence[Table], version: int) -> None:
+    """Check that rows can be pushed to and pulled from a state, whatever was written to it.
+
+    Args:
+        state: of a shard.
+        tables: the group of which it is.
+        version: of its last push.
+
+    Raises:
+        ConfigurationError: an id is there twice or is none, a table is not of the group, or a row
+            was written after the last push, say.
+    """
+    one, names = tables[0], [table.name for table in tables]
+    widths = state.values.shape[1], state.slots.shape[1]
+    fits = widths == (one.dim, one.optimizer.slots(one.dim))
+    if state.values.dtype != one.dtype or not fits:
+        raise ConfigurationError(
+            f"a state of {widths[0]} values and {widths[1]} slots of {state.values.dtype} a row, for "
+            f"tables of {one.dim} and {one.optimizer.slots(one.dim)} of {one.dtype}"
+        )
+    _require_distinct("ids", state.tables, state.ids, names)
+    _require_distinct("counted_ids", state.counted_tables, state.counted_ids, names)
+    require_keys(state.removed_tables, state.removed_ids, names)
+    for name, least, most in (
+        ("written", 0, version),
+        ("sightings", 0, 2**31 - 1),
+        ("counted", 1, 2**31 - 1),
+    ):
+        array = getattr(state, name)
+        if len(array) and not least <= array.min() <= array.max() <= most:
+            raise ConfigurationError(
+                f"{name} of a state of tables hold {array.min()} to {array.max()}: give numbers "
+                f"from {least} to {most}"
+            )
+    if any(not 0 <= table < len(names) for table in state.frozen):
+        raise ConfigurationError(f"frozen={state.frozen!r:.80} in a state of {len(names)} tables")
+
+
+def _require_distinct(name: str, tables: Int32s, ids: Int64s, names: Sequence[str]) -> None:
+    keys = require_keys(tables, ids, names)
+    counts = Distinct(*keys).counts
+    if len(counts) < len(ids):
+        raise ConfigurationError(f"of {len(ids)} {name} of a state only {len(counts)} are distinct")
