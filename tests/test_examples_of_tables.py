@@ -21,11 +21,12 @@ PUBLISHED = 0.8929
 needs_adult = pytest.mark.skipif(
     not (SHARED / "adult").is_dir(), reason="needs adult/ in STEEPEST_DATA"
 )
+needs_a9a = pytest.mark.skipif(not (SHARED / "a9a").is_dir(), reason="needs a9a/ in STEEPEST_DATA")
 
 
 @pytest.fixture(scope="module")
 def examples() -> Iterator[dict[str, Any]]:
-    with imported("adult", "wide_and_deep") as found:
+    with imported("adult", "wide_and_deep", "a9a_logistic_regression", "a9a_sparse") as found:
         yield found
 
 
@@ -83,3 +84,49 @@ def test_adult_reaches_the_published_auc(
     assert area > PUBLISHED - 0.002  # it reaches 0.9006 to 0.9045
     said = rf"32,561 people, 254 updates: test AUC {area:.4f}\n$"
     assert re.search(said, capsys.readouterr().out)
+
+
+# -- a9a -------------------------------------------------------------------------------------------
+
+
+def test_bags_hold_all_features(examples: dict[str, Any]) -> None:
+    x = torch.tensor([[0.0, -2.0, 0.0, 3.0], [0.5, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    ids, values = examples["a9a_sparse"].bags(x)
+    assert ids.tolist() == [[3, 1], [0, 4], [4, 4]]
+    assert values.tolist() == [[3, -2], [0.5, 0], [0, 0]]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_sparse_gradients_take_the_steps_of_dense_ones(
+    examples: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the tumours, whose features are all in each bag: torch's own optimizer comes as far."""
+    pytest.importorskip("sklearn")
+    monkeypatch.delenv("STEEPEST_DATA", raising=False)
+    sparse = examples["a9a_sparse"].main(["--epochs", "50"])
+    _, x, y, optimum = examples["a9a_logistic_regression"].load()
+    decay = examples["a9a_logistic_regression"].DECAY
+    weights = torch.zeros(30, dtype=torch.float64, requires_grad=True)
+    rate = 1 / (torch.linalg.eigvalsh(x.T @ x / len(x))[-1].item() / 4 + decay)
+    optimizer = torch.optim.SGD(
+        [weights], lr=rate, momentum=0.98, nesterov=True, weight_decay=decay
+    )
+    for _ in range(50):
+        optimizer.zero_grad()
+        torch.nn.functional.softplus(-y * (x @ weights)).mean().backward()
+        optimizer.step()
+    loss = torch.nn.functional.softplus(-y * (x @ weights)).mean() + decay / 2 * weights @ weights
+    assert sparse == pytest.approx(loss.item() - optimum, abs=1e-12)
+    assert 0 < sparse < 0.1
+
+
+@needs_a9a
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(("strategy", "most"), [("ps", 1e-4), ("async", 1e-3)])
+def test_sparse_gradients_come_to_the_optimum(
+    examples: dict[str, Any], strategy: str, most: float
+) -> None:
+    above = examples["a9a_sparse"].main(["--strategy", strategy])
+    assert 0 < above < most  # 4.1e-5, and about 4e-4
