@@ -123,7 +123,7 @@ def states(saved: files.Checkpoint) -> list[TableState]:
     shards: dict[str, dict[str, Any]] = {}
     for name, value in saved.optimizer.items():
         _, shard, key = name.split("/")
-        if key != "updates":
+        if key not in ("updates", "seed"):
             shards.setdefault(shard, {})[key] = value.numpy()
     return [TableState.of_arrays(arrays).sorted() for _, arrays in sorted(shards.items())]
 
