@@ -195,7 +195,7 @@ STATES: dict[str, Callable[[Arrays], Arrays]] = {
     "a negative id": lambda a: a | {"ids": -a["ids"] - 1},
     "a table too many": lambda a: a | {"tables": a["tables"] + 1},
     "negative sightings": lambda a: a | {"sightings": -a["sightings"]},
-    "frozen tables that are not there": lambda a: a | {"frozen": torch.tensor([5]).int()},
+    "an array that no state has": lambda a: a | {"frozen": torch.tensor([5]).int()},
     "a number of updates too small": lambda a: a | {"updates": a["updates"] - STEPS},
     "no number of updates": lambda a: a | {"updates": a["updates"][:0]},
     "a seed that is none": lambda a: a | {"seed": torch.tensor([0.5])},

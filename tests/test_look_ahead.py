@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -250,3 +251,22 @@ def test_rows_are_counted_once_however_many_copies_there_are() -> None:
     cluster.step(15)  # an epoch
     counts = table_counts(cluster.servers)["t"]
     assert counts["rows"] == counts["admitted"] == 31
+
+
+def test_rows_of_a_table_that_is_not_trained_stay_and_their_gradients_do_not_travel() -> None:
+    class Half(nn.Module):
+        def __init__(self, trainable: bool) -> None:
+            super().__init__()
+            kept = Table("kept", 3, optimizer=SGD(lr=0.1), trainable=trainable)
+            self.bag = EmbeddingBag(Table("t", 3, optimizer=SGD(lr=0.1)), mode="sum")
+            self.kept, self.out = EmbeddingBag(kept, mode="sum"), nn.Linear(3, 1)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.out(self.bag(ids) + self.kept(ids))
+
+    frozen, trained = (job(None, net=partial(Half, trainable)) for trainable in (False, True))
+    sent = [cluster.step(4)[-1].bytes_pushed for cluster in (frozen, trained)]
+    counts = [table_counts(cluster.servers)["kept"] for cluster in (frozen, trained)]
+    assert (counts[0]["rows"], counts[0]["ignored"]) == (0, 0)
+    assert counts[1]["rows"] > 0
+    assert sent[0] < 0.7 * sent[1]

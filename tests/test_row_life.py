@@ -315,8 +315,8 @@ def test_a_pull_in_training_says_that_there_will_be_no_room() -> None:
     with pytest.raises(ConfigurationError, match="a push has 4 ids of table 'u': its capacity"):
         shard.require_room([1, 1, 1, 1, 1], [1, 5, 6, 5, 7])
     assert same(shard.export(), before)
-    shard.freeze(0)
-    shard.require_room([0, 0], [3, 4])
+    frozen = TableShard([table(capacity=1, trainable=False), table("w")])
+    frozen.require_room([0, 0], [3, 4])
 
 
 def test_a_frozen_table_stays_as_it_is() -> None:
@@ -324,10 +324,11 @@ def test_a_frozen_table_stays_as_it_is() -> None:
         "admission": CounterFilter(filter_freq=2),
         "evict": (GlobalStepEvict(steps_to_live=1),),
     }
-    shard = TableShard([table("a", **settings), table("b", **settings)])
+    trained = TableShard([table("a", **settings), table("b", **settings)])
     ids, both = [1, 1, 2, 2], [0, 1, 0, 1]
-    push(shard, ids, 1, tables=both, sightings=[2, 2, 1, 1])
-    shard.freeze(0)
+    push(trained, ids, 1, tables=both, sightings=[2, 2, 1, 1])
+    shard = TableShard([table("a", trainable=False, **settings), table("b", **settings)])
+    shard.load([trained.export()], 1)
     frozen = shard.pull(both, ids)[0]
     for version in (2, 3):
         push(shard, ids, version, tables=both)
@@ -336,15 +337,10 @@ def test_a_frozen_table_stays_as_it_is() -> None:
     assert shard.counts["ignored"].tolist() == [4, 0]
     assert shard.evict(9) == 2
     assert shard.rows_of().tolist() == [1, 0]
-    loaded = TableShard([table("a", **settings), table("b", **settings)])
-    loaded.load([shard.export()], 9)
-    shard.freeze(0, False)
-    push(shard, [1], 10)
-    push(loaded, [1], 10)
-    assert not np.array_equal(shard.pull([0], [1])[0], frozen)
-    assert np.array_equal(loaded.pull([0], [1])[0], frozen)
-    with pytest.raises(ConfigurationError, match="table=2: give a number below 2"):
-        shard.freeze(2)
+    again = TableShard(trained.tables)  # trained again
+    again.load([shard.export()], 9)
+    push(again, [1], 10)
+    assert not np.array_equal(again.pull([0], [1])[0], frozen)
 
 
 # -- admission by a Bloom filter and by chance ----------------------------------------------------

@@ -130,10 +130,6 @@ def lively(**settings: Any) -> TableShard:
     shard = TableShard(group)
     push(shard, range(12), 1, tables=np.arange(12) % 4, sightings=np.arange(12) % 3 + 1)
     push(shard, range(1, 7), 3, tables=np.arange(6) % 4)
-    shard.freeze(1)
-    shard.freeze(3)
-    assert shard.evict(9) == 0
-    shard.freeze(3, False)
     assert shard.evict(4) > 0
     return shard
 
@@ -144,7 +140,6 @@ def test_a_state_is_plain_arrays_and_back(optimizer: Any, dtype: str) -> None:
     shard = lively(optimizer=optimizer, dtype=dtype)
     state = shard.export(since=0)
     assert min(len(state.ids), len(state.counted_ids), len(state.removed_ids)) > 0
-    assert state.frozen == (1,)
     for whole in (state, TableShard(shard.tables).export(), shard.export(since=3)):
         arrays = whole.arrays()
         assert {"counter.1.uint8", "counter.2.uint32"} < set(arrays)
@@ -171,8 +166,7 @@ def test_arrays_that_are_no_state_are_refused() -> None:
         ("slots", arrays["slots"].astype(float), "'slots' .* float64 .*: give float32, as values"),
         ("sightings", arrays["sightings"][1:], rf"'sightings' .* give shape \({rows},\)"),
         ("counted", arrays["counted"][1:], r"'counted' .* give shape \(\d,\)"),
-        ("removed_tables", arrays["frozen"], r"'removed_tables' .* give shape \(0,\)"),
-        ("frozen", np.array(1, np.int32), "'frozen'"),
+        ("removed_tables", np.zeros(2, np.int32), r"'removed_tables' .* give shape \(0,\)"),
         ("counter.2.uint32", counter[1:], r"give uint8 and shape \(a multiple of 4,\)"),
         ("counter.2.uint32", counter.view(np.int8), "'counter.2.uint32' .* is of int8"),
         ("counter.2.float32", counter, "with an array 'counter.2.float32': known are tables, ids"),

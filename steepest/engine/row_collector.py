@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
@@ -30,6 +31,10 @@ class RowCollector(RowSource, ABC):
 
     def __init__(self, dealing: Dealing) -> None:
         self.dealing = dealing
+        self._frozen = [
+            [number for number, table in enumerate(group) if not table.trainable]
+            for group in dealing.groups
+        ]
         self._batch: list[list[RowGradients]] = [[] for _ in dealing.groups]
         self._batches: list[tuple[float, list[list[RowGradients]]]] = []  # with their weights
 
@@ -55,8 +60,14 @@ class RowCollector(RowSource, ABC):
     def push(
         self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
     ) -> None:
-        """Keep the summed gradients of distinct ids, (n, dim), as part of the present batch's."""
-        self._batch[group].append(RowGradients(tables, ids, gradients, sightings))
+        """Keep the summed gradients of distinct ids, (n, dim), as part of the present batch's.
+
+        Those of tables that are not trained are left out.
+        """
+        found = RowGradients(tables, ids, gradients, sightings)
+        if frozen := self._frozen[group]:
+            found = found.taken(~np.isin(tables, frozen))
+        self._batch[group].append(found)
 
     def begin_batch(self, place: Place) -> None:
         """Begin the forward pass over the batch of a place."""

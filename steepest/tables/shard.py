@@ -67,7 +67,7 @@ class TableShard:
         life: a random number, another one after each `load`: versions of one life are of one past.
         counts: by name, an int64 for each table: the ids that were "admitted"; gradients that were "refused"
             because their ids were not, "refused_full" because there was no room for a row, and "ignored"
-            because the table is frozen; rows that were evicted because the table was full
+            because the table is not trainable; rows that were evicted because the table was full
             ("evicted_full"), by `GlobalStepEvict` ("evicted_age"), and by `L2WeightEvict` ("evicted_norm").
     """
 
@@ -89,7 +89,7 @@ class TableShard:
         self.seed = seed
         self.dim, self.dtype, self._optimizer = one.dim, one.dtype, one.optimizer
         self._names = [table.name for table in self._tables]
-        self._frozen: set[int] = set()
+        self._frozen = [number for number, table in enumerate(self._tables) if not table.trainable]
         salts = [salt_of(name, seed) for name in self._names]
         self._beginning = Beginning([table.initial for table in self._tables], salts)
         self._admission = Admission([table.admission for table in self._tables], salts)
@@ -213,7 +213,7 @@ class TableShard:
 
     def _leave_frozen(self, tables: Int32s, rows: Int32s) -> Int32s:
         """Return row numbers, but -2 for ids of frozen tables."""
-        frozen = np.isin(tables, list(self._frozen))
+        frozen = np.isin(tables, self._frozen)
         return np.where(frozen, -2, rows).astype(np.int32)
 
     def _plan(
@@ -272,7 +272,7 @@ class TableShard:
         numbers_of, checked = require_keys(tables, ids, self._names)
         asked = np.bincount(numbers_of, minlength=len(self._tables))
         tight = told & (asked > self._capacities.room(np.zeros_like(asked), self._alive))
-        tight[list(self._frozen)] = False
+        tight[self._frozen] = False
         mine = tight[numbers_of]
         if not mine.any():
             return
@@ -338,16 +338,6 @@ class TableShard:
         blocks.release(numbers)
         self._alive -= np.bincount(tables, minlength=len(self._tables))
         self._removals.add(version, tables, ids, len(self))
-
-    def freeze(self, table: int, frozen: bool = True) -> None:
-        """Let pushes to a table change nothing from now on, or something again.
-
-        Raises:
-            ConfigurationError: there is no such table.
-        """
-        if require_count("table", table, 0) >= len(self._tables):
-            raise ConfigurationError(f"table={table}: give a number below {len(self._tables)}")
-        (self._frozen.add if frozen else self._frozen.discard)(table)
 
     def evict(self, version: int) -> int:
         """Remove the rows that tables' `evict` names; frozen tables keep theirs.
@@ -426,9 +416,7 @@ class TableShard:
         counters = {of: counter.copy() for of, counter in self._admission.counters.items()}
         none = rows.before(np.empty(0, np.int32))
         rest = dict(zip(names, known, strict=True))
-        return TableState(
-            **none, **rest, counters=counters, frozen=tuple(sorted(self._frozen))
-        ), rows
+        return TableState(**none, **rest, counters=counters), rows
 
     def load(self, states: Iterable[TableState], version: int) -> None:
         """Replace everything by this shard's part of a state; counters of events begin at 0.
@@ -454,7 +442,7 @@ class TableShard:
         mine = [np.flatnonzero(self._mine(state.tables, state.ids)) for state in states]
         kept = self._capacities.most_used(states, mine)
         self._clear()
-        self.version, self._frozen = version, set(rest.frozen)
+        self.version = version
         self._removals = Removals(version)
         self._admission.load(rest)
         for state, rows in zip(states, kept, strict=True):

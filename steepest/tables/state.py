@@ -27,7 +27,6 @@ _DTYPES: dict[str, tuple[str, ...]] = {
     "counted": ("int32",),
     "removed_tables": ("int32",),
     "removed_ids": ("int64",),
-    "frozen": ("int32",),
 }
 _COUNTERS = ("uint8", "uint16", "uint32")
 
@@ -44,7 +43,6 @@ class TableState:
         counted_tables, counted_ids, counted: (m,), of ids that were seen and are not admitted, and how often.
         removed_tables, removed_ids: (k,), of rows that were evicted after the version of an increment.
         counters: the counting Bloom filters, by table number.
-        frozen: the numbers of frozen tables.
     """
 
     tables: Int32s
@@ -59,18 +57,16 @@ class TableState:
     removed_tables: Int32s
     removed_ids: Int64s
     counters: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
-    frozen: tuple[int, ...] = ()
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the state as contiguous arrays, of dtypes that torch and safetensors have too.
 
         Keys are the names of attributes. A counter of table 3 is "counter.3.uint16", after its dtype; the
-        array is its bytes, as uint8. `frozen` is of int32.
+        array is its bytes, as uint8.
         """
         found: dict[str, npt.NDArray[Any]] = {
-            name: np.ascontiguousarray(getattr(self, name)) for name in _DTYPES if name != "frozen"
+            name: np.ascontiguousarray(getattr(self, name)) for name in _DTYPES
         }
-        found["frozen"] = np.array(self.frozen, np.int32)
         for table, counter in sorted(self.counters.items()):
             found[f"counter.{table}.{counter.dtype.name}"] = counter.view(np.uint8)
         return found
@@ -93,8 +89,7 @@ class TableState:
             if name not in _DTYPES:
                 table, counter = _counter(name, arrays)
                 counters[table] = counter
-        others = {name: arrays[name] for name in _DTYPES if name != "frozen"}
-        return cls(**others, counters=counters, frozen=tuple(arrays["frozen"].tolist()))
+        return cls(**{name: arrays[name] for name in _DTYPES}, counters=counters)
 
     def sorted(self) -> TableState:
         """Return the same in order of table and id, which no memory layout and no history changes."""
@@ -175,7 +170,7 @@ def increased(base: TableState, increment: TableState) -> TableState:
         counters={},
     )
     together = joined([replace(rest, counters={}), gone])
-    return replace(together, counters=increment.counters, frozen=increment.frozen)
+    return replace(together, counters=increment.counters)
 
 
 def _require_array(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -184,7 +179,7 @@ def _require_array(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     if array.dtype not in [np.dtype(known) for known in _DTYPES[name]]:
         raise _wrong(name, arrays, " or ".join(_DTYPES[name]))
     wide = name in ("values", "slots")
-    of = {"counted": "counted_ids", "removed": "removed_ids", "frozen": "frozen"}
+    of = {"counted": "counted_ids", "removed": "removed_ids"}
     ids = arrays[of.get(name.partition("_")[0], "ids")]
     if array.ndim != 1 + wide or ids.ndim != 1 or len(array) != len(ids):
         raise _wrong(

@@ -62,8 +62,6 @@ def require_sound(state: TableState, tables: Sequence[Table], version: int) -> N
                 f"{name} of a state of tables hold {array.min()} to {array.max()}: give numbers "
                 f"from {least} to {most}"
             )
-    if any(not 0 <= table < len(names) for table in state.frozen):
-        raise ConfigurationError(f"frozen={state.frozen!r:.80} in a state of {len(names)} tables")
 
 
 def _require_distinct(name: str, tables: Int32s, ids: Int64s, names: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ class Table:
         eviction: which row goes when the table is full; without it, a push to a full table is refused.
         admission: which ids get a row; without it, all.
         evict: the rows that `TableShard.evict` removes.
+        trainable: False for a table whose rows stay as they are: a checkpoint's, say, or first values.
 
     Example:
         >>> from steepest.tables import Adagrad, Table, Uniform
@@ -45,6 +46,7 @@ class Table:
     eviction: Policy | None = None
     admission: Filter | None = None
     evict: tuple[Evict, ...] = ()
+    trainable: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -59,6 +61,7 @@ class Table:
             raise ConfigurationError(
                 f"dtype={self.dtype!r} of table {self.name!r}: give 'float32' or 'float64'"
             )
+        self._require("trainable", bool, "True or False")
         if self.capacity is not None:
             require_count(f"capacity of table {self.name!r}", self.capacity)
         elif self.eviction is not None:
