@@ -13,7 +13,7 @@ import torch
 
 from steepest.errors import DeadlineError, ProtocolError
 from steepest.messages.message import Kind, Message, Peer
-from steepest.tensors.memory import clone
+from steepest.tensors.memory import as_tensor, clone
 from steepest.testing import Link, Network
 from steepest.transport.frames import HEADER, ROLES, decode_header, decode_meta, encode
 from steepest.transport.router import Router
@@ -169,7 +169,7 @@ def changed(chance: random.Random, message: Message, peers: Sequence[Peer]) -> M
     """A message with something wrong in a few places, or by chance nothing."""
     found = copied(message)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        chance.choice((_header, _header, _meta, _meta, _meta, _nested, _payload, _who))(
+        chance.choice((_header, _header, _meta, _meta, _meta, _nested, _payload, _words, _who))(
             chance, found, peers
         )
     return found
@@ -210,6 +210,18 @@ def _payload(chance: random.Random, message: Message, peers: Sequence[Peer]) -> 
         if size > 0
         else None
     )
+
+
+def _words(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:
+    """Something within a payload: an id, a number of a table or of sightings, a value."""
+    if message.payload is None or message.payload.nbytes < 8:
+        return
+    changed = as_tensor(clone(message.payload))
+    dtype = chance.choice((torch.int32, torch.int64))
+    words = changed[: changed.numel() // 8 * 8].view(dtype)
+    now = int(words[at := chance.randrange(len(words))])
+    words[at] = chance.choice((0, 1, -1, 2**31 - 1, int(words[chance.randrange(len(words))]), ~now))
+    message.payload = changed
 
 
 def _who(chance: random.Random, message: Message, peers: Sequence[Peer]) -> None:

@@ -20,7 +20,7 @@ from tests.crowd import Crowd, like
 from tests.fuzzing import Recorder, go_on, tell
 from tests.modes import check, check_counts, make, trained
 from tests.reference import Task, Weights, same_bits, sgd
-from tests.table_tasks import table_task
+from tests.table_tasks import rows_of, table_task
 
 STEPS = 3
 WORDS = 12  # that are said to one job
@@ -69,7 +69,7 @@ def undisturbed(name: str) -> tuple[Weights, tuple[Message, ...]]:
     cluster = job(name)
     recorder = Recorder(cluster.network)
     trained(cluster, STEPS)
-    weights = cluster.weights()
+    weights = everything(cluster)
     snapshot = cluster.snapshot("state")
     cluster.log()
     cluster.wait(cluster.client.stop(), "a stop")
@@ -79,6 +79,11 @@ def undisturbed(name: str) -> tuple[Weights, tuple[Message, ...]]:
     cluster.wait(cluster.client.counters(), "counters")
     cluster.wait(cluster.client.revoke(), "a new generation")
     return weights, (*recorder.seen, *said_in_trouble(name))
+
+
+def everything(cluster: InProcessCluster) -> Weights:
+    """The weights, and all that servers know of rows."""
+    return cluster.weights() | rows_of(cluster)
 
 
 def said_in_trouble(name: str) -> list[Message]:
@@ -166,7 +171,7 @@ def survive(name: str, seed: int, caplog: pytest.LogCaptureFixture, *, as_strang
             elif name in ("async-drop", "ssp-0", "backup"):
                 check(cluster, task(name))
             else:
-                assert same_bits(cluster.weights(), weights)
+                assert same_bits(everything(cluster), weights)
         no_surprise(caplog)
 
 

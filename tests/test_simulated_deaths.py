@@ -70,18 +70,38 @@ def test_what_random_programs_have_found_stays_mended(seed: int) -> None:
     check_schedule(seed)
 
 
+FOUND_OF_ROWS = {
+    21: "a server of rows alone was pushed to before it heard of the commit",
+    45: "a process whose model waited for rows between two steps could not be told to give up",
+}
+
+
+@pytest.mark.parametrize("seed", FOUND_OF_ROWS, ids=lambda seed: str(seed))
+def test_what_random_programs_have_found_of_rows_stays_mended(seed: int) -> None:
+    check_schedule(seed, tables=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(9000, 9030, 15))
+def test_rows_count_what_was_committed_whatever_dies(first: int) -> None:
+    """Rows that count the sightings of their ids have counted each committed push once, in every mode."""
+    for seed in range(first, first + 15):
+        check_schedule(seed, tables=True)
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("tables", [False, True])
 @seeds(100)
-def test_any_processes_may_die_at_any_moment(seed: int) -> None:
-    check_schedule(seed)
+def test_any_processes_may_die_at_any_moment(seed: int, tables: bool) -> None:
+    check_schedule(seed, tables=tables)
 
 
-def check_schedule(seed: int) -> None:
+def check_schedule(seed: int, *, tables: bool = False) -> None:
     """Run a random program in which random processes die, and check what must hold then."""
     try:
-        run(seed)
+        run(seed, tables)
     except BaseException:
-        print(Program(seed))  # noqa: T201 - shown if the test fails
+        print(Program(seed, tables))  # noqa: T201 - shown if the test fails
         raise
 
 
