@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,13 @@ from tests.reference import Task, Weights, same_bits, samples, sgd
 
 ROWS, DIM = 20, 3  # ids are below ROWS
 BAG = 4  # items of a sample
+
+
+def mostly_long(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Values for tests, of which all but those kept take part only where tests may take long."""
+    return [
+        value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values
+    ]
 
 
 def described(name: str, dim: int = DIM, **settings: Any) -> Table:

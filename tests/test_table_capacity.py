@@ -19,7 +19,15 @@ from steepest.testing.simulation import Simulation, run_config
 from tests.modes import TOGETHER, make, trained
 from tests.reference import same_bits
 from tests.simulated_programs import quiet
-from tests.table_tasks import OPTIMIZERS, clicks, rows_in, rows_of, same_rows, table_task
+from tests.table_tasks import (
+    OPTIMIZERS,
+    clicks,
+    mostly_long,
+    rows_in,
+    rows_of,
+    same_rows,
+    table_task,
+)
 
 STEPS = 12
 ADAM = OPTIMIZERS["Adam"].ours
@@ -39,7 +47,7 @@ LIVES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("life", mostly_long(LIVES, "counted, and LFU"))
 def test_the_same_ids_have_rows_at_any_number_of_servers(life: str) -> None:
     task = table_task(data=clicks(61), row_optimizer=ADAM, **LIVES[life])
     everything = table_task(data=clicks(61), row_optimizer=ADAM)
@@ -66,7 +74,7 @@ def test_the_same_ids_have_rows_at_any_number_of_servers(life: str) -> None:
     assert sum(fewer) < sum(most)
 
 
-@pytest.mark.parametrize("name", [*TOGETHER, "async", "ssp-0"])
+@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "async", "ssp-0"], "sync", "async"))
 def test_a_full_table_is_an_error_of_the_step_and_nothing_is_lost(name: str) -> None:
     task = table_task(data=clicks(61), capacity=8)
     cluster = make(name, task, 2)

@@ -24,6 +24,7 @@ from tests.table_tasks import (
     OPTIMIZERS,
     clicks,
     in_one_process,
+    mostly_long,
     rows_in,
     same_rows,
     table_task,
@@ -89,8 +90,8 @@ def test_rows_move_as_workers_servers_and_strategies_come_and_go(tmp_path: Path)
     ("first", "then"),
     [
         (PS(num_servers=2), PS(num_servers=3)),
-        (PS(num_servers=3, replication=2), AllreduceStrategy()),
-        (AllreduceStrategy(sharded=False), PS(num_servers=1)),
+        pytest.param(PS(num_servers=3, replication=2), AllreduceStrategy(), marks=pytest.mark.long),
+        pytest.param(AllreduceStrategy(sharded=False), PS(num_servers=1), marks=pytest.mark.long),
     ],
 )
 def test_a_checkpoint_goes_on_at_another_number_of_servers(
@@ -108,6 +109,7 @@ def test_a_checkpoint_goes_on_at_another_number_of_servers(
     assert alike(state, undisturbed(10, tmp_path / "other"))
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_on_with_other_workers(tmp_path: Path) -> None:
     with Simulation(1).running(), trainer_of(2, PS(num_servers=2)) as trainer:
         trainer.fit(steps=3, progress=False)
@@ -120,34 +122,48 @@ def test_a_checkpoint_goes_on_with_other_workers(tmp_path: Path) -> None:
     assert difference(weights | table_values(TASK, rows), expected) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        PS(num_servers=2, chunk_bytes=64),
-        PS(num_servers=3, replication=2),
-        AllreduceStrategy(),
-        AllreduceStrategy(replication=2, chunk_bytes=64),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("role", ["server 0", "server 1", "worker 1"])
-def test_after_a_death_rows_are_those_of_a_run_in_peace(
-    strategy: Any, role: str, tmp_path: Path
+STRATEGIES = [
+    PS(num_servers=2, chunk_bytes=64),
+    PS(num_servers=3, replication=2),
+    AllreduceStrategy(),
+    AllreduceStrategy(replication=2, chunk_bytes=64),
+]
+
+
+def after_a_death(strategy: Any, role: str, moment: int, path: Path) -> State:
+    """The state after 12 steps, in the middle of which a process of that role dies."""
+    simulation = Simulation(moment)
+
+    def strike() -> None:
+        victims = [process for process in simulation.living() if role in str(process)]
+        for process in victims[:1]:
+            simulation.world.kill(process, "it was killed. connection error code 2.")
+
+    with simulation.running(), trainer_of(2, strategy, snapshot_every=4) as trainer:
+        trainer.fit(steps=5, progress=False)
+        simulation.at_event(moment, strike)
+        trainer.fit(steps=7, progress=False)
+        return state_of(trainer, path)
+
+
+@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, *STRATEGIES[:2]), ids=str)
+def test_after_a_servers_death_rows_are_those_of_a_run_in_peace(
+    strategy: Any, tmp_path: Path
 ) -> None:
     """With copies nothing is lost; without, a job goes on from its last snapshot, to the same bits."""
+    role = "server 1" if isinstance(strategy, PS) else "worker 1"
+    state = after_a_death(strategy, role, 60, tmp_path / "struck")
+    assert alike(state, undisturbed(12, tmp_path / "other"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("role", ["server 0", "server 1", "worker 0", "worker 1"])
+def test_whoever_dies_when_rows_are_those_of_a_run_in_peace(
+    strategy: Any, role: str, tmp_path: Path
+) -> None:
     expected = undisturbed(12, tmp_path / "other")
     for moment in (5, 40, 150):
-        simulation = Simulation(moment)
-
-        def strike(simulation: Simulation = simulation) -> None:
-            for process in simulation.living():
-                if role in str(process):
-                    simulation.world.kill(process, "it was killed. connection error code 2.")
-                    return
-
-        with simulation.running(), trainer_of(2, strategy, snapshot_every=4) as trainer:
-            trainer.fit(steps=5, progress=False)
-            simulation.at_event(moment, strike)
-            trainer.fit(steps=7, progress=False)
-            state = state_of(trainer, tmp_path / f"{moment}")
-        assert alike(state, expected), moment
+        assert alike(after_a_death(strategy, role, moment, tmp_path / f"{moment}"), expected), (
+            moment
+        )

@@ -15,6 +15,7 @@ from tests.table_tasks import (
     all_weights,
     clicks,
     in_one_process,
+    mostly_long,
     rows_of,
     same_rows,
     table_task,
@@ -41,10 +42,9 @@ JOBS: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "optimizer", "workers", "devices", "servers", "others"), JOBS)
-def test_a_job_trains_as_torch_does_in_one_process(
-    mode: str, optimizer: str, workers: int, devices: int, servers: int, others: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("job", mostly_long(JOBS, *JOBS[::2]), ids=str)
+def test_a_job_trains_as_torch_does_in_one_process(job: tuple[Any, ...]) -> None:
+    mode, optimizer, workers, devices, servers, others = job
     # torch's momentum moves rows that are not in a batch, too: there is but one
     data = clicks(rows=1) if optimizer == "momentum" else clicks()
     task = table_task(optimizer=None, data=data, row_optimizer=OPTIMIZERS[optimizer].ours)
@@ -57,7 +57,7 @@ def test_a_job_trains_as_torch_does_in_one_process(
     assert difference(expected, untrained) > 0.05
 
 
-@pytest.mark.parametrize("mode", TOGETHER)
+@pytest.mark.parametrize("mode", mostly_long(TOGETHER, "sync"))
 def test_rows_are_the_same_bits_at_any_number_of_servers(mode: str) -> None:
     task = table_task(row_optimizer=OPTIMIZERS["Adam"].ours)
     expected = make("sync", task, 3, servers=1)
@@ -69,7 +69,9 @@ def test_rows_are_the_same_bits_at_any_number_of_servers(mode: str) -> None:
         assert same_rows(rows_of(cluster), rows_of(expected))
 
 
-@pytest.mark.parametrize("mode", ["sync", "allreduce", "async", "ssp-0"])
+@pytest.mark.parametrize(
+    "mode", mostly_long(["sync", "allreduce", "async", "ssp-0"], "sync", "async")
+)
 def test_a_server_of_rows_alone_may_hear_of_commits_late(mode: str) -> None:
     """Workers have all weights of a version before that server has made it, and push again."""
     task = table_task()

@@ -13,7 +13,15 @@ from steepest.messages.message import Kind, Message
 from steepest.testing import Fault, InProcessCluster
 from tests.drawn import seeds
 from tests.modes import EACH, check_counts, make, trained
-from tests.table_tasks import DIM, ROWS, counting, expected_counts, rows_of, table_values
+from tests.table_tasks import (
+    DIM,
+    ROWS,
+    counting,
+    expected_counts,
+    mostly_long,
+    rows_of,
+    table_values,
+)
 from tests.test_worker_replacement import doomed
 
 STEPS = 6
@@ -67,7 +75,7 @@ def repeated(cluster: InProcessCluster) -> None:
     cluster.network.filter = twice
 
 
-@pytest.mark.parametrize("name", ["async", "async-drop", "ssp-2"])
+@pytest.mark.parametrize("name", mostly_long(["async", "async-drop", "ssp-2"], "async"))
 @seeds(1)
 def test_repetitions_count_once(name: str, seed: int) -> None:
     cluster = make(name, TASK, shuffle=seed)
@@ -76,7 +84,7 @@ def test_repetitions_count_once(name: str, seed: int) -> None:
     counted(cluster)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", mostly_long(EACH, "async", "ssp-2"))
 @seeds(1)
 def test_pushes_of_the_dead_count_once_or_not_at_all(name: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -88,7 +96,7 @@ def test_pushes_of_the_dead_count_once_or_not_at_all(name: str, seed: int) -> No
     counted(cluster, exactly=name != "async-rate")
 
 
-@pytest.mark.parametrize("name", ["async", "async-drop", "ssp-0", "ssp-2"])
+@pytest.mark.parametrize("name", mostly_long(["async", "async-drop", "ssp-0", "ssp-2"], "ssp-0"))
 def test_pushes_of_steps_that_raised_count_once_or_not_at_all(name: str) -> None:
     for fault in (Fault.raises("worker", 1, step=2), Fault.kill("worker", 1, step=2, at="push")):
         cluster = make(name, TASK, faults=[fault], replaces=True)

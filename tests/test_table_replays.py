@@ -23,6 +23,7 @@ from tests.table_tasks import (
     all_weights,
     described,
     in_one_process,
+    mostly_long,
     rows_of,
     same_rows,
     table_task,
@@ -54,7 +55,7 @@ def alike(cluster: InProcessCluster, expected: InProcessCluster) -> None:
     assert same_rows(rows_of(cluster), rows_of(expected))
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", mostly_long(TOGETHER, "sync", "allreduce"))
 def test_a_replay_makes_the_same_rows(name: str) -> None:
     explained(undisturbed(name, devices=2, accumulate=2, shuffle=1))
 
@@ -65,7 +66,7 @@ def test_a_replay_makes_the_same_rows_beside_aggregators() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.PULL_ROWS, Kind.PUSH, Kind.REPORT])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n", mostly_long([1, 4], 4))
 def test_after_a_death_the_rows_are_those_of_a_run_in_peace(kind: Kind, n: int) -> None:
     cluster = doomed("sync", [(1, kind, n)], creator=TASK.creator())
     results: list[Any] = []
@@ -76,7 +77,7 @@ def test_after_a_death_the_rows_are_those_of_a_run_in_peace(kind: Kind, n: int) 
     explained(cluster)
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", mostly_long(TOGETHER, "copies"))
 def test_after_an_error_the_rows_are_those_of_a_run_in_peace(name: str) -> None:
     cluster = make(name, TASK, faults=[Fault.raises("worker", 1, step=2)])
     taken: list[Any] = []
@@ -90,7 +91,7 @@ def test_after_an_error_the_rows_are_those_of_a_run_in_peace(name: str) -> None:
     explained(cluster)
 
 
-@pytest.mark.parametrize("name", ["sync", "allreduce", "copies"])
+@pytest.mark.parametrize("name", mostly_long(["sync", "allreduce", "copies"], "sync"))
 def test_rows_are_clipped_with_the_dense_weights(name: str) -> None:
     clip, rows = 0.1, OPTIMIZERS["SGD"]
     task = table_task(sgd(), row_optimizer=rows.ours)
@@ -127,7 +128,7 @@ def spoiled(name: str, nonfinite: str) -> InProcessCluster:
     return make(name, task, 2, settings={"nonfinite": nonfinite})
 
 
-@pytest.mark.parametrize("name", ["sync", "copies", "allreduce", "replicated", "async"])
+@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "async"], "sync", "async"))
 def test_nan_in_a_gradient_of_rows_is_refused(name: str) -> None:
     cluster = spoiled(name, "refuse")
     outcomes = cluster.step(4)
@@ -139,7 +140,7 @@ def test_nan_in_a_gradient_of_rows_is_refused(name: str) -> None:
     assert all(bool(value.isfinite().all()) for value in before.values())
 
 
-@pytest.mark.parametrize("name", ["sync", "allreduce"])
+@pytest.mark.parametrize("name", mostly_long(["sync", "allreduce"], "sync"))
 def test_nan_in_a_gradient_of_rows_is_skipped(name: str) -> None:
     cluster = spoiled(name, "skip")
     trained(cluster, 2)
