@@ -107,6 +107,20 @@ def test_a_hundred_times_as_long_as_a_snapshot_took_passes_before_the_next(
     assert len(driver.asked) == 3
 
 
+def test_snapshots_of_large_tables_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver(monkeypatch, Task(), 1)
+    value = torch.empty(3 << 30, dtype=torch.uint8, device="meta")
+    for version in (1, 2):
+        driver.be_at(version, after=2.0)
+        records = [(0, {"name": "tables/0"}, value)]
+        driver.asked[-1][1].set_result(Snapshot(version, torch.empty(0), records))
+        assert driver.snapshots.taken is not None
+    assert caplog.text.count("3.2 GB of the driver's memory") == 1
+    assert "replication=2" in caplog.text
+
+
 def test_what_workers_take_to_copy_their_own_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch, BUFFERS, None)
     driver.snapshots.begin()

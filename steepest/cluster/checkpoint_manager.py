@@ -37,6 +37,9 @@ from steepest.tensors.safetensors_file import Progress
 log = logging.getLogger(__name__)
 HISTORY = "history.jsonl"
 _TRIES = 3
+_PAUSE_SECONDS = (
+    0.1  # after each block of 4 MB, where there are rows of tables: they may be many GB
+)
 
 
 #: A checkpoint without rows, and those.
@@ -442,10 +445,9 @@ class CheckpointManager:
         step, began = saved.about["step"], time.monotonic()
         try:
             self._write_history(history, progress)  # before, so that no row is missing
-            assert self._policy is not None
-            folder = Path(self._policy.path)
-            found = rows.wait(lambda: progress(folder))
-            path, link = self._shelf.put(self._joined(saved, found), progress, best)
+            found = rows.wait(lambda: self._is_awaited(progress))
+            paced = progress if rows.snapshot is None else self._paced(progress)
+            path, link = self._shelf.put(self._joined(saved, found), paced, best)
             self._chain = self._next_link(link, found)
         except (PeerLostError, ShutdownError) as error:  # of the servers that sent rows
             self._written = None
@@ -460,6 +462,23 @@ class CheckpointManager:
             paused,
             time.monotonic() - began,
         )
+
+    def _is_awaited(self, progress: Progress) -> bool:
+        """Note progress; return whether the trainer waits for what is being written."""
+        assert self._writer is not None
+        assert self._policy is not None
+        progress(Path(self._policy.path))
+        return self._writer.pause(0.0)
+
+    def _paced(self, progress: Progress) -> Progress:
+        """Return a function that notes progress and leaves training the processor for a while."""
+
+        def paced(file: Path) -> None:
+            assert self._writer is not None
+            progress(file)
+            self._writer.pause(_PAUSE_SECONDS)
+
+        return paced
 
     def _joined(self, saved: files.Checkpoint, found: Rows) -> files.Checkpoint:
         """Return a checkpoint with its rows, as an increment where these are changes."""

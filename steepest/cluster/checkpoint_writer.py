@@ -21,6 +21,7 @@ class _Work:
         file: that was worked on then.
         done: set when it is over.
         error: that ended it.
+        awaited: set while the trainer waits for it.
         hung: whether the writer has given up waiting for it.
         then: what to do when it is over, once the trainer waits for it no more.
     """
@@ -28,6 +29,7 @@ class _Work:
     moved: float
     file: Path
     done: threading.Event = field(default_factory=lambda: threading.Event())
+    awaited: threading.Event = field(default_factory=lambda: threading.Event())
     error: BaseException | None = None
     hung: bool = False
     then: Callable[[], None] | None = None
@@ -86,6 +88,7 @@ class Writer:
         """
         if (work := self._work) is None:
             return True
+        work.awaited.set()
         while not work.done.wait(max(work.moved + self._patience - self._clock(), 0)):
             if self._clock() - work.moved >= self._patience:
                 work.hung = True
@@ -94,6 +97,15 @@ class Writer:
         if work.error is not None and not work.hung:
             raise work.error
         return True
+
+    def pause(self, seconds: float) -> bool:
+        """Return after so many seconds, or as soon as the trainer waits; on the writer's thread.
+
+        Returns:
+            Whether the trainer waits.
+        """
+        assert self._work is not None
+        return self._work.awaited.wait(seconds)
 
     def where(self) -> str:
         """Return which file hangs, and since when, in words."""

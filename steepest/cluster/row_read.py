@@ -16,7 +16,7 @@ from steepest.engine.client import Snapshot
 from steepest.messages.snapshots import Bases
 from steepest.tensors.layout import ParameterLayout
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.2
 
 
 class Rows(NamedTuple):
@@ -35,21 +35,23 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowRead:
-    """The rows of one instant, as servers send them.
+    """The rows of one instant, as servers send them: 40 MB of each server in a second, or faster.
 
     Attributes:
         layout: of the job.
         snapshot: what the servers send; None without tables.
+        read_on: has servers send further rows, as `Client.read_on`.
     """
 
     layout: ParameterLayout
     snapshot: Future[Snapshot] | None
+    read_on: Callable[[bool], object] = lambda freely: None
 
-    def wait(self, waiting: Callable[[], None] = lambda: None) -> Rows:
+    def wait(self, hurried: Callable[[], bool] = lambda: True) -> Rows:
         """Return the rows when all have come.
 
         Args:
-            waiting: called now and then until then.
+            hurried: returns whether they are to come as fast as can be; called five times a second.
 
         Raises:
             PeerLostError, ShutdownError: the servers have ended, or have got other chunks.
@@ -57,11 +59,12 @@ class RowRead:
         if self.snapshot is None:
             return Rows({}, (), False)
         while True:
+            self.read_on(hurried())
             try:
                 found = self.snapshot.result(_LOOK_SECONDS)
                 break
             except FutureTimeoutError:
-                waiting()
+                pass
         state, _ = files.assemble(self.layout, found.records)
         place = []
         for number, chunk in enumerate(self.layout.table_shards):
@@ -87,8 +90,12 @@ def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
     dense = [chunk.index for chunk in layout.chunks if not chunk.has_rows]
 
     def read() -> Sequence[Future[Snapshot]]:
-        later = client.read("state", chunks=layout.table_shards, since=since)
+        later = client.read("state", chunks=layout.table_shards, since=since, held=True)
         return client.read("state", chunks=dense), later
 
+    def read_on(freely: bool) -> None:
+        router.call(lambda: client.read_on(later, freely=freely))
+
+    router = cluster.router
     state, later = cluster.on_router(read)
-    return cluster.wait(state, "a snapshot of the state"), RowRead(layout, later)
+    return cluster.wait(state, "a snapshot of the state"), RowRead(layout, later, read_on)

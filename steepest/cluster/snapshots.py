@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from steepest.checkpoint.rows import TABLES
 from steepest.cluster.diagnostics import raise_remote
 from steepest.cluster.job_state import JobState
 from steepest.cluster.launch import Cluster
@@ -35,6 +36,7 @@ _MOST_NOTICE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.1  # from that to the next try, in which the pace is measured
 #: A server copies what may change before it sends any of it, which takes as long as sending.
 _COPYING = 2
+_LARGE_BYTES = 1 << 30  # of a snapshot, of which the user is told
 _HEARTBEATS = 5  # within which a copy of a state that was set is awaited
 
 
@@ -107,6 +109,7 @@ class Snapshots:
         self._notice = _NOTICE_SECONDS
         self._costs: deque[float] = deque(maxlen=3)  # of the last snapshots, in seconds
         self._seen = (time.monotonic(), 0)  # when one was asked for last, and the version then
+        self._told_of_size = False
         self._told = False  # whether the user was told that there are none
 
     @property
@@ -225,6 +228,7 @@ class Snapshots:
             self._notice = min(2 * self._notice, _MOST_NOTICE_SECONDS)
             return
         self._taken = self._state.copy(snapshot, own)
+        self._tell_of_size(snapshot)
         if self._cluster.run_config.failure.snapshot_every is not None:
             self._due = now
             return
@@ -235,6 +239,18 @@ class Snapshots:
         # one that had to wait for a busy process says little of what the others will cost
         self._costs.append(cost)
         self._due = now + max(min(self._costs) / _SHARE, _PAUSE_SECONDS)
+
+    def _tell_of_size(self, snapshot: Snapshot) -> None:
+        """Log, once, that the rows of embedding tables take much of the driver's memory."""
+        values = [v for _, about, v in snapshot.records if about["name"].startswith(TABLES)]
+        size = sum(value.numel() * value.element_size() for value in values)
+        if size >= _LARGE_BYTES and not self._told_of_size:
+            self._told_of_size = True
+            log.warning(
+                "embedding tables take %.1f GB of the driver's memory in each snapshot for recovery, "
+                "of which there are two while one comes: with replication=2 and "
+                "FailureConfig(snapshot_every=0) servers keep copies instead", size / 1e9,
+            )  # fmt: skip
 
     def _answers(self, request: _Request) -> Sequence[WorkerState | None] | None:
         """Return each worker's own state; None if one is dead, or its model cannot tell it."""

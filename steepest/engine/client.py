@@ -95,6 +95,7 @@ class _Read:
     awaited: set[int]  # servers that have not sent everything
     # By (chunk, parameter, key, start), so that a message that comes twice changes nothing.
     records: dict[tuple[Any, ...], Record] = field(default_factory=dict)
+    held: list[Peer] | None = None  # servers that wait for `read_on`; None where none has to
     began: float = 0.0  # when the first part came
 
     def begin(self) -> None:
@@ -200,6 +201,7 @@ class Client:
         chunks: Sequence[int] | None = None,
         table: int = 0,
         since: Bases = (),
+        held: bool = False,
     ) -> Future[Snapshot]:
         """Read the job's state at one version over all servers.
 
@@ -222,10 +224,24 @@ class Client:
         whole = what in ("weights", "state")
         weights = self._layout.allocate() if whole else torch.empty(0)
         read = _Read(Future(), Snapshot(-1, weights), set(range(self._servers)))
+        read.held = [] if held else None
         self._reads[self._requests] = read
         order = Read(self._requests, what, chunks, table, since, at)
         self._send(COORDINATOR, order.pack())
         return self._unless_failed(read.future)
+
+    def read_on(self, future: Future[Snapshot], *, freely: bool) -> None:
+        """Have servers send further rows of a read that is held; nothing if it is answered.
+
+        Args:
+            future: of the read.
+            freely: whether to hold it no longer; otherwise each server sends at most two pieces.
+        """
+        for sequence, read in self._reads.items():
+            if read.future is future and read.held is not None:
+                waiting, read.held = read.held, None if freely else []
+                for server in waiting:
+                    self._send(server, ReadOn(sequence).pack())
 
     def install(
         self,
@@ -410,7 +426,10 @@ class Client:
             part = StateTensor.unpack(message)
             key = (part.chunk, part.name, part.key, part.start)
             if part.waits and key not in read.records:
-                self._send(source, ReadOn(message.sequence).pack())
+                if read.held is None:
+                    self._send(source, ReadOn(message.sequence).pack())
+                else:
+                    read.held.append(source)
             read.records[key] = (part.chunk, part.about, state_tensor(part.about, part.payload))
         else:
             self._end_snapshot(source, SnapshotEnd.unpack(message), read)

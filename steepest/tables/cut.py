@@ -48,10 +48,10 @@ class RowCut:
             self._kept.append(rows)
 
     def take(self, most: int) -> RowArrays:
-        """Return copies of further rows, about `most` of them; of no rows when all are taken."""
+        """Return copies of further rows, half of `most` to twice as many; of no rows when all are taken."""
         parts: list[Int32s] = []
         count = looked_at = 0
-        while self._next < self._top and count < most and looked_at < _MOST_LOOKED_AT:
+        while self._next < self._top and 2 * count < most and looked_at < _MOST_LOOKED_AT:
             end = min(self._next + most, self._top)
             found = self._wanted(np.arange(self._next, end, dtype=np.int32))
             parts.append(found)
