@@ -20,6 +20,7 @@ from tests.forked_workers import fork_workers
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_SECONDS = 180
+MOST_GARBAGE = 200 << 20  # bytes by which a process of tests grows before garbage is collected
 torch.set_num_threads(1)
 # a machine under load is no error; what failed is printed, so that it can be repeated
 settings.register_profile(
@@ -41,6 +42,27 @@ def pytest_collection_finish() -> None:
     """What is there before the first test stays: the garbage collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
+
+
+_resident = 0  # bytes after the last collection
+
+
+@pytest.fixture(autouse=True)
+def _memory() -> Iterator[None]:
+    """Jobs of one process are circles of few objects and much memory, which the collector does not see."""
+    global _resident
+    yield
+    if _resident_bytes() > _resident + MOST_GARBAGE:
+        gc.collect()
+        _resident = _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # not Linux
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)
