@@ -167,3 +167,19 @@ def test_whoever_dies_when_rows_are_those_of_a_run_in_peace(
         assert alike(after_a_death(strategy, role, moment, tmp_path / f"{moment}"), expected), (
             moment
         )
+
+
+@pytest.mark.parametrize("strategy", [PS(num_servers=2), AllreduceStrategy()], ids=str)
+def test_rows_stay_when_dense_weights_are_set(strategy: Any, tmp_path: Path) -> None:
+    with Simulation(1).running(), trainer_of(2, strategy) as trainer:
+        trainer.fit(steps=4, progress=False)
+        before = state_of(trainer, tmp_path / "before")
+        weights = {name: value + 1 for name, value in trainer.state_dict().items()}
+        trainer.load_state_dict(weights)
+        after = state_of(trainer, tmp_path / "after")
+        assert same_bits(after[0], {name: value + 1 for name, value in before[0].items()})
+        assert same_rows(after[1], before[1])
+        trainer.load_state_dict(before[0])
+        trainer.fit(steps=3, progress=False)
+        state = state_of(trainer, tmp_path / "end")
+    assert alike(state, undisturbed(7, tmp_path / "other"))
