@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from steepest.engine.replicas import Replicas
-from steepest.errors import PeerLostError
+from steepest.errors import ConfigurationError, PeerLostError
 from steepest.messages.message import Kind, Message
 from steepest.testing import InProcessCluster
 from tests.modes import MODES, make, trained
@@ -66,6 +66,14 @@ def test_a_users_function_looks_rows_up_and_leaves_no_gradients() -> None:
         table_values(TASK, rows_of(cluster))["users.weight"],
         table_values(TASK, rows_of(expected))["users.weight"],
     )
+
+
+def test_rows_are_not_looked_up_before_there_are_weights() -> None:
+    cluster = make("sync", TASK, 2)
+    future = cluster.workers[0].at_version(0, -1, evaluated)
+    with pytest.raises(ConfigurationError, match="rows of embedding tables are pulled while"):
+        cluster.wait(future, "an evaluation")
+    trained(cluster, 2)
 
 
 def test_what_is_asked_of_a_worker_that_waits_for_rows_is_done_afterwards() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from steepest.engine.topology import HostMap
 from steepest.messages.driver import Failure, Result
-from steepest.messages.message import Kind
+from steepest.messages.message import Kind, Message, worker_peer
 from steepest.models.embedding import Embedding, EmbeddingBag
 from steepest.testing import Fault, InProcessCluster, replay
 from steepest.testing.replay import replay_state
@@ -55,7 +56,7 @@ def alike(cluster: InProcessCluster, expected: InProcessCluster) -> None:
     assert same_rows(rows_of(cluster), rows_of(expected))
 
 
-@pytest.mark.parametrize("name", mostly_long(TOGETHER, "sync", "allreduce"))
+@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "backup"], "sync", "allreduce"))
 def test_a_replay_makes_the_same_rows(name: str) -> None:
     explained(undisturbed(name, devices=2, accumulate=2, shuffle=1))
 
@@ -75,6 +76,25 @@ def test_after_a_death_the_rows_are_those_of_a_run_in_peace(kind: Kind, n: int) 
     assert cluster.lives[1] == 1
     alike(cluster, undisturbed())
     explained(cluster)
+
+
+def test_no_answer_to_the_dead_is_taken_for_one_to_a_successor() -> None:
+    """A server may send it when it has come to the version that was asked for, on the new channel."""
+    cluster = doomed("sync", [(1, Kind.REPORT, 1)], creator=TASK.creator())
+    asked: list[tuple[int, int]] = []
+    die = cluster.network.filter
+
+    def note(message: Message) -> Sequence[Message]:
+        if message.kind is Kind.PULL_ROWS and message.source == worker_peer(1):
+            asked.append((cluster.lives[1], message.sequence))
+        return die(message)
+
+    cluster.network.filter = note
+    while len({life for life, _ in asked}) < 2:
+        cluster.step(1)
+    lives = [{sequence for of, sequence in asked if of == life} for life in (0, 1)]
+    assert all(lives)
+    assert not lives[0] & lives[1]
 
 
 @pytest.mark.parametrize("name", mostly_long(TOGETHER, "copies"))

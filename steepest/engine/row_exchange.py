@@ -47,6 +47,8 @@ class _Asked(NamedTuple):
 class _LookedError(BaseException):
     """A forward pass has come to its last look-up; raised through the model's code."""
 
+_REQUESTS_BITS = 29  # of a life; with the bits of an incarnation a sequence has at most 61
+
 
 class RowExchange(RowCollector):
     """The rows that one worker's models use: pulled from servers, their gradients collected.
@@ -58,7 +60,7 @@ class RowExchange(RowCollector):
         send: sends as the worker.
 
     Attributes:
-        wait_until: receives messages in the middle of a forward pass; the worker sets it.
+        wait_until: receives messages in the middle of a forward pass; None before `begin_life`.
         position: generation and version of the weights with which models compute.
         bytes_pulled: so far.
         lookups: of the last batch, each of one group of tables.
@@ -90,6 +92,17 @@ class RowExchange(RowCollector):
             ]
         )
 
+    def begin_life(self, incarnation: int, wait_until: WaitUntil) -> None:
+        """Begin to pull rows, with other numbers of requests than in other lives of the worker.
+
+        A server may answer a dead worker's request on its successor's channel.
+
+        Args:
+            incarnation: number of the life.
+            wait_until: receives messages in the middle of a forward pass.
+        """
+        self._sequence, self.wait_until = incarnation << _REQUESTS_BITS, wait_until
+
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = True) -> Floats:
         """Return the values of rows, (n, dim), as servers have them; waits for the answers.
 
@@ -102,7 +115,7 @@ class RowExchange(RowCollector):
             ConfigurationError: a table has no room for a row of each id, or the models are not in
                 a process of a job.
         """
-        if self.wait_until is None:
+        if self.wait_until is None or self.position[1] < 0:  # or before the first weights
             raise ConfigurationError("rows of embedding tables are pulled while a job runs")
         if self._looking is not None:
             self._looking.append(self._ask(group, tables, ids, True))

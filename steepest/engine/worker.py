@@ -117,7 +117,7 @@ class Worker:
         self._waiting = 0.0
         self._calling = False  # whether a function between two steps runs
         if exchange.rows is not None:
-            exchange.rows.wait_until = self._wait_until
+            exchange.rows.begin_life(incarnation, self._wait_until)
         self._defect: BaseException | None = None  # raised by this process' own code, not a model's
         self._reported = 0  # bytes of weights in the reports so far
         self._limit = -1  # the version up to which steps are granted
