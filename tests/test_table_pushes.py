@@ -12,7 +12,7 @@ from steepest.messages.driver import Result
 from steepest.messages.message import Kind, Message
 from steepest.testing import Fault, InProcessCluster
 from tests.drawn import seeds
-from tests.modes import EACH, check_counts, make, trained
+from tests.modes import EACH, check_counts, make, settle, trained
 from tests.table_tasks import (
     DIM,
     ROWS,
@@ -102,3 +102,15 @@ def test_pushes_of_steps_that_raised_count_once_or_not_at_all(name: str) -> None
         cluster = make(name, TASK, faults=[fault], replaces=True)
         takes_all(cluster)
         counted(cluster)
+
+
+@pytest.mark.parametrize("name", ["sync", "async"])
+def test_memory_of_pushes_of_many_sizes_is_given_back(name: str) -> None:
+    """Each batch has other rows: memory that was kept for each size that ever came would grow for ever."""
+    cluster = make(name, TASK, lend=False)
+    trained(cluster, 3 * STEPS)
+    settle(cluster)
+    for server in cluster.servers:
+        for held in server.chunks.values():
+            if held.chunk.has_rows:
+                assert len(held._buffers) <= len(cluster.workers)

@@ -125,6 +125,9 @@ class TableChunk(StagedChunk):
     def _unpacked(self, payload: torch.Tensor) -> RowGradients:
         return RowGradients.unpack(payload.numpy(), self.rows.dim, self.rows.dtype)
 
+    def release(self, payload: torch.Tensor | None) -> None:
+        """Keep no memory: pushes are of many sizes, and hardly one fits the next."""
+
     def drop_mean(self) -> None:
         """Forget the mean that `reduce` formed."""
         self.mean = None
