@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from benchmarks.clicks import FEATURES, NUMBERS, Clicks
 from benchmarks.embedding_rivals import RATE
 from steepest import EmbeddingCollection, Table, TorchModel
 from steepest.tables import Adagrad, Uniform
@@ -18,18 +20,17 @@ from steepest.tables.local import LocalRows
 Batch = tuple[Tensor, Tensor]  # ids (features, batch), gradients of their embeddings with a dim
 
 
-def tables(features: int, dim: int) -> dict[str, Table]:
-    how: Any = {"optimizer": Adagrad(lr=RATE), "initial": Uniform(-0.1, 0.1)}
+def tables(features: int, dim: int, lr: float = RATE, width: float = 0.1) -> dict[str, Table]:
+    how: Any = {"optimizer": Adagrad(lr=lr), "initial": Uniform(-width, width)}
     return {f"f{number}": Table(f"f{number}", dim, **how) for number in range(features)}
 
 
 class Rows(nn.Module):
-    """Embeddings of all features, and the one parameter without which nothing is dense."""
+    """Embeddings of all features."""
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
         self.embeddings = EmbeddingCollection(tables(features, dim))
-        self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         names = [f"f{number}" for number in range(len(ids))]
@@ -55,7 +56,7 @@ class RowModel(TorchModel):
     def loss(self, batch: Batch) -> tuple[Tensor, float]:
         ids, gradients = batch
         loss = _Given.apply(gradients, *self.module(ids))  # type: ignore[no-untyped-call]
-        return loss + 0.0 * self.module.bias.sum(), ids.shape[1]
+        return loss, ids.shape[1]
 
 
 class Prepared:
@@ -114,4 +115,54 @@ class RowSteps:
             data=Prepared(self.batches()),
             batch_size=self.batch,
             optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=RATE),
+        )
+
+
+class ClickNetwork(nn.Module):
+    """The logit of a click, of embeddings and numbers: 29,633 parameters beside the tables."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingCollection(tables(FEATURES, dim, lr=0.05, width=0.01))
+        self.dense = nn.Sequential(
+            nn.Linear(FEATURES * dim + NUMBERS, 64),
+            nn.ReLU(),
+            nn.Linear(64, 32),
+            nn.ReLU(),
+            nn.Linear(32, 1),
+        )
+
+    def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
+        names = [f"f{number}" for number in range(FEATURES)]
+        embedded = self.embeddings(dict(zip(names, ids.T, strict=True)))
+        return self.dense(torch.cat([*embedded.values(), numbers], dim=1)).squeeze(dim=1)
+
+
+class ClickLoss(TorchModel):
+    def loss(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        ids, numbers, labels = batch
+        return F.binary_cross_entropy_with_logits(self.module(ids, numbers), labels)
+
+
+@dataclass(frozen=True)
+class ClickModel:
+    """A network for the clicks of `benchmarks.clicks`.
+
+    Attributes:
+        batch: samples of a worker's step.
+        samples: of an epoch.
+        dim: of an embedding.
+    """
+
+    batch: int = 4096
+    samples: int = 1_000_000
+    dim: int = 16
+
+    def model(self) -> TorchModel:
+        torch.manual_seed(0)
+        return ClickLoss(
+            ClickNetwork(self.dim),
+            data=Clicks(self.samples),
+            batch_size=self.batch,
+            optimizer=lambda module: torch.optim.Adam(module.parameters(), lr=1e-3),
         )

@@ -12,6 +12,10 @@ Tables:
              process, and a dict of rows in a Ray actor.
 ``workers``  the same steps with `strategy="async"`: processor seconds for each looked-up id, of all processes of
              the job and of the driver, with two workers and with one.
+``hybrid``   clicks of `benchmarks.clicks` by a network with tables; two hosts (network namespaces of this machine
+             on one bridge, with links of 1 Gbit/s; needs root), each with a worker and a server; dense layers
+             in step and rows that may lack two updates, beside all in step.
+``areas``    the test AUC of both after an epoch of a million clicks, by trainers' two workers.
 
 One thread each. The contenders take turns of so many steps, odd rounds in reverse order; a ratio is the median
 over rounds of our time over a rival's in the same round, with its range. ``step`` checks that the trainer and the
@@ -37,25 +41,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.clicks import Clicks, auc
 from benchmarks.embedding import RIVALS, report
-from benchmarks.embedding_bodies import RowSteps
+from benchmarks.embedding_bodies import ClickModel, RowSteps
 from benchmarks.embedding_rivals import Trained, make
 from benchmarks.job_processes import all_processes
-from benchmarks.namespaces import HOST, Team
+from benchmarks.models import Modelled
+from benchmarks.namespaces import HOST, Team, star
 from benchmarks.overhead import alternate, machine, positive
 from benchmarks.parameter_server_rivals import ray_started
-from benchmarks.training_bodies import job_team
-from steepest import DistributedSGD
+from benchmarks.training_bodies import HYBRID, job_team
+from steepest import DistributedSGD, ParameterServerStrategy
 
 Turn = Callable[[], float]
 
 
-def trainer(workload: RowSteps, workers: int, strategy: str) -> DistributedSGD:
+def trainer(
+    workload: Modelled, workers: int, strategy: str | ParameterServerStrategy, seed: int = 0
+) -> DistributedSGD:
     def create(worker_index: int, device_index: int) -> Any:
         torch.set_num_threads(1)
         return workload.model()
 
-    return DistributedSGD(create, num_workers=workers, strategy=strategy)
+    return DistributedSGD(create, num_workers=workers, strategy=strategy, seed=seed)
 
 
 # -- step ----------------------------------------------------------------------------------------
@@ -153,15 +161,66 @@ def run_workers(rounds: int, steps: int, workload: RowSteps) -> list[dict[str, A
     return report("async, processor time for each id", seconds, "two workers", "us")
 
 
+# -- hybrid --------------------------------------------------------------------------------------
+
+
+def run_hybrid(rounds: int, steps: int, mbit: int, workload: ClickModel) -> list[dict[str, Any]]:
+    with contextlib.ExitStack() as stack:
+        spaces = stack.enter_context(star(2, mbit))
+        turns: dict[str, Turn] = {}
+        for strategy in ("hybrid", "ps"):
+            meeting = stack.enter_context(tempfile.TemporaryDirectory())
+            team = stack.enter_context(job_team(spaces, workload, strategy, meeting))
+            turns[strategy] = lambda team=team: max(team.turn(steps))  # type: ignore[misc]
+        for turn in turns.values():
+            turn()
+        seconds = alternate(turns, rounds)
+    title = (
+        f"a step of 2 x {workload.batch:,} clicks, dim {workload.dim}, two hosts at {mbit} Mbit/s"
+    )
+    return report(title, seconds, "hybrid")
+
+
+def run_areas(workload: ClickModel, seeds: int) -> list[dict[str, Any]]:
+    """Test AUC after one epoch of two workers on this host, where bytes take no time."""
+    test = Clicks(0).samples(workload.samples, workload.samples + 200_000)
+    ids, numbers = torch.from_numpy(test.ids), torch.from_numpy(test.numbers)
+
+    def scores(model: Any) -> Tensor:
+        with torch.no_grad():
+            parts = zip(ids.split(10_000), numbers.split(10_000), strict=True)
+            return torch.cat([model.module(*part) for part in parts])
+
+    found = []
+    print(
+        f"\ntest AUC after {workload.samples:,} clicks, at most {auc(test.logits, test.labels):.4f}"
+    )
+    with ray_started(cpus=4):
+        for seed in range(seeds):
+            row: dict[str, Any] = {"title": "AUC", "seed": seed}
+            for name, staleness in (("hybrid", HYBRID), ("ps", None)):
+                strategy = ParameterServerStrategy(table_staleness=staleness)
+                with trainer(workload, 2, strategy, seed) as sgd:
+                    sgd.fit(epochs=1, progress=False)
+                    row[name] = auc(sgd.for_model(scores).numpy(), test.labels)
+            found.append(row)
+            print(f"  seed {seed}: hybrid {row['hybrid']:.4f}, ps {row['ps']:.4f}")
+    return found
+
+
 # -- all -----------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    kinds = ("step", "workers")
+    kinds = ("step", "workers", "hybrid", "areas")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--steps", type=positive, default=20, help="of a turn")
+    parser.add_argument("--batch", type=positive, default=4096, help="clicks of a worker's step")
+    parser.add_argument("--dim", type=positive, default=16, help="of the click model's rows")
+    parser.add_argument("--mbit", type=positive, default=1000, help="of each host's link")
+    parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -171,6 +230,11 @@ def main() -> None:
         found += run_step(arguments.rounds, arguments.steps, RowSteps())
     if "workers" in arguments.only:
         found += run_workers(arguments.rounds, 5 * arguments.steps, RowSteps())
+    clicks = ClickModel(arguments.batch, dim=arguments.dim)
+    if "hybrid" in arguments.only:
+        found += run_hybrid(arguments.rounds, arguments.steps, arguments.mbit, clicks)
+    if "areas" in arguments.only:
+        found += run_areas(clicks, arguments.seeds)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1))
 

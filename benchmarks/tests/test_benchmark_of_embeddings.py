@@ -7,7 +7,8 @@ import contextlib
 import pytest
 
 from benchmarks import embedding, embedding_servers
-from benchmarks.embedding_bodies import RowSteps
+from benchmarks.embedding_bodies import ClickModel, RowSteps
+from benchmarks.namespaces import HOST
 
 SMALL = RowSteps(features=3, batch=40, rows=100, count=2)
 
@@ -47,3 +48,20 @@ def test_processor_time_is_that_of_all_processes() -> None:
     two, one = embedding_servers.run_workers(1, 20, SMALL)
     assert (two["name"], one["name"]) == ("two workers", "one worker")
     assert min(two["us"], one["us"]) > 0
+
+
+@pytest.mark.long
+def test_hybrid_jobs_take_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_servers, "star", lambda *_: contextlib.nullcontext([HOST, HOST]))
+    hybrid, ps = embedding_servers.run_hybrid(1, 5, 1000, ClickModel(batch=50, samples=10_000))
+    assert (hybrid["name"], ps["name"]) == ("hybrid", "ps")
+    assert min(hybrid["ms"], ps["ms"]) > 0
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_runs")
+def test_clicks_are_learned() -> None:
+    (row,) = embedding_servers.run_areas(ClickModel(batch=50, samples=20_000), seeds=1)
+    assert 0.65 < row["hybrid"] < 0.8
+    assert 0.65 < row["ps"] < 0.8
