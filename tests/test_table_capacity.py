@@ -74,7 +74,7 @@ def test_the_same_ids_have_rows_at_any_number_of_servers(life: str) -> None:
     assert sum(fewer) < sum(most)
 
 
-@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "async", "ssp-0"], "sync", "async"))
+@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "async", "ssp-0"], "copies"))
 def test_a_full_table_is_an_error_of_the_step_and_nothing_is_lost(name: str) -> None:
     task = table_task(data=clicks(61), capacity=8)
     cluster = make(name, task, 2)

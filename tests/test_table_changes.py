@@ -146,7 +146,7 @@ def after_a_death(strategy: Any, role: str, moment: int, path: Path) -> State:
         return state_of(trainer, path)
 
 
-@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, *STRATEGIES[:2]), ids=str)
+@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, STRATEGIES[1]), ids=str)
 def test_after_a_servers_death_rows_are_those_of_a_run_in_peace(
     strategy: Any, tmp_path: Path
 ) -> None:
@@ -169,6 +169,7 @@ def test_whoever_dies_when_rows_are_those_of_a_run_in_peace(
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [PS(num_servers=2), AllreduceStrategy()], ids=str)
 def test_rows_stay_when_dense_weights_are_set(strategy: Any, tmp_path: Path) -> None:
     with Simulation(1).running(), trainer_of(2, strategy) as trainer:

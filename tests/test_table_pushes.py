@@ -55,7 +55,7 @@ def takes_all(cluster: InProcessCluster, steps: int = STEPS) -> None:
         taken += sum(isinstance(found, Result) for found in cluster.step(steps - taken))
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", mostly_long(EACH, "async-drop", "async-rate", "ssp-0"))
 @seeds(1)
 def test_each_push_counts_once(name: str, seed: int) -> None:
     cluster = make(name, TASK, servers=1 + seed % 3, shuffle=seed)

@@ -32,6 +32,7 @@ from tests.table_tasks import (
 from tests.test_worker_replacement import doomed
 
 STEPS = 6
+DEATHS = [(kind, n) for kind in (Kind.PULL_ROWS, Kind.PUSH, Kind.REPORT) for n in (1, 4)]
 TASK = table_task(row_optimizer=OPTIMIZERS["Adam"].ours)
 
 
@@ -56,7 +57,7 @@ def alike(cluster: InProcessCluster, expected: InProcessCluster) -> None:
     assert same_rows(rows_of(cluster), rows_of(expected))
 
 
-@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "backup"], "sync", "allreduce"))
+@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "backup"], "allreduce"))
 def test_a_replay_makes_the_same_rows(name: str) -> None:
     explained(undisturbed(name, devices=2, accumulate=2, shuffle=1))
 
@@ -66,9 +67,9 @@ def test_a_replay_makes_the_same_rows_beside_aggregators() -> None:
     explained(undisturbed(hosts=hosts))
 
 
-@pytest.mark.parametrize("kind", [Kind.PULL_ROWS, Kind.PUSH, Kind.REPORT])
-@pytest.mark.parametrize("n", mostly_long([1, 4], 4))
-def test_after_a_death_the_rows_are_those_of_a_run_in_peace(kind: Kind, n: int) -> None:
+@pytest.mark.parametrize("death", mostly_long(DEATHS, DEATHS[1]), ids=str)
+def test_after_a_death_the_rows_are_those_of_a_run_in_peace(death: tuple[Kind, int]) -> None:
+    kind, n = death
     cluster = doomed("sync", [(1, kind, n)], creator=TASK.creator())
     results: list[Any] = []
     while len(results) < STEPS:
@@ -148,7 +149,7 @@ def spoiled(name: str, nonfinite: str) -> InProcessCluster:
     return make(name, task, 2, settings={"nonfinite": nonfinite})
 
 
-@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "async"], "sync", "async"))
+@pytest.mark.parametrize("name", mostly_long([*TOGETHER, "async"], "copies"))
 def test_nan_in_a_gradient_of_rows_is_refused(name: str) -> None:
     cluster = spoiled(name, "refuse")
     outcomes = cluster.step(4)

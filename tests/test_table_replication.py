@@ -22,6 +22,7 @@ from tests.table_tasks import (
     ROWS,
     counting,
     expected_counts,
+    mostly_long,
     rows_of,
     same_rows,
     table_task,
@@ -44,7 +45,7 @@ def rows_on(cluster: InProcessCluster, holders: dict[int, int]) -> dict[str, tor
     return {name: value for name, value in found.items() if name.startswith("tables/")}
 
 
-@pytest.mark.parametrize("name", ["sync", "allreduce", "async"])
+@pytest.mark.parametrize("name", mostly_long(["sync", "allreduce", "async"], "allreduce"))
 @seeds(1)
 def test_copies_of_rows_are_the_same_bits(name: str, seed: int) -> None:
     cluster = make(name, ADAM, servers=3, settings=TWICE, shuffle=seed)
@@ -100,7 +101,7 @@ def surviving(cluster: InProcessCluster, state: RecoveredState) -> dict[str, tor
 
 
 @pytest.mark.parametrize("name", ["sync", "allreduce"])
-@seeds(2)
+@seeds(1)
 def test_rows_and_slots_survive_a_server(name: str, seed: int) -> None:
     cluster, state, log = struck(name, ADAM, seed)
     again = replay_state(log, ADAM.creator())
@@ -108,7 +109,7 @@ def test_rows_and_slots_survive_a_server(name: str, seed: int) -> None:
     assert same_rows(surviving(cluster, state), expected)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", mostly_long(EACH, "async", "ssp-2"))
 @seeds(1)
 def test_each_push_is_in_what_survives_a_server(name: str, seed: int) -> None:
     cluster, state, log = struck(name, COUNTING, seed)
