@@ -179,11 +179,13 @@ def table_values(task: Task, rows: dict[str, Tensor]) -> Weights:
 
 
 def rows_of(cluster: InProcessCluster) -> dict[str, Tensor]:
-    """All that servers know of rows, by "shard/array": what a checkpoint has of them."""
+    """All that servers know of rows, by "shard/array", but for the random "life" of a shard."""
     layout = cluster.job.description.layout
     records = cluster.snapshot("state").records
     return {
-        name: value for name, value in assemble(layout, records)[0].items() if "tables/" in name
+        name: value
+        for name, value in assemble(layout, records)[0].items()
+        if "tables/" in name and not name.endswith("/life")
     }
 
 
