@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from steepest.models.embedding import Embedding, EmbeddingBag, tables_of
 from steepest.tables.initial import Zeros
 from steepest.tables.local import LocalRows
 from steepest.tables.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
+from steepest.tables.state import TableState
 from steepest.tables.table import Table, groups
 from steepest.testing import InProcessCluster
 from tests.reference import Task, Weights, same_bits, samples, sgd
@@ -179,23 +180,31 @@ def table_values(task: Task, rows: dict[str, Tensor]) -> Weights:
 
 
 def rows_of(cluster: InProcessCluster) -> dict[str, Tensor]:
-    """All that servers know of rows, by "shard/array", but for the random "life" of a shard."""
+    """All that servers know of rows, by "shard/array", see `ordered`."""
     layout = cluster.job.description.layout
     records = cluster.snapshot("state").records
-    return {
-        name: value
-        for name, value in assemble(layout, records)[0].items()
-        if "tables/" in name and not name.endswith("/life")
-    }
+    return ordered(assemble(layout, records)[0])
 
 
-def same_rows(rows: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    """Whether two jobs know the same of rows, to the bit, but for the random "life" of a shard."""
-    mine, theirs = (
-        {name: value for name, value in each.items() if not name.endswith("/life")}
-        for each in (rows, expected)
-    )
-    return len(mine) > 0 and same_bits(mine, theirs)
+def ordered(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rows in the order of their tables and ids, which no history changes, without a shard's random "life"."""
+    shards: dict[str, dict[str, Tensor]] = {}
+    for name, value in state.items():
+        shard, _, key = name.rpartition("/")
+        if shard.startswith("tables/") and key != "life":
+            shards.setdefault(shard, {})[key] = value
+    found = {}
+    for shard, arrays in shards.items():
+        beside = {key: arrays.pop(key) for key in ("updates", "seed")}
+        rows = TableState.of_arrays({key: value.numpy() for key, value in arrays.items()})
+        parts = {key: torch.from_numpy(array) for key, array in rows.sorted().arrays().items()}
+        found |= {f"{shard}/{key}": value for key, value in (parts | beside).items()}
+    return found
+
+
+def same_rows(rows: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    """Whether two jobs know the same of rows, to the bit."""
+    return len(rows) > 0 and same_bits(ordered(rows), ordered(expected))
 
 
 def rows_in(saved: Checkpoint) -> dict[str, Tensor]:
