@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from table_tools import push, table
 from table_tools import same as same_state
 
 from steepest import (
@@ -29,9 +30,12 @@ from steepest.engine import table_chunk
 from steepest.engine.row_snapshots import RowSnapshots
 from steepest.errors import CheckpointError
 from steepest.tables.admission import CBFFilter, CounterFilter
+from steepest.tables.dealing import Dealing
 from steepest.tables.eviction import LRU
 from steepest.tables.row_optimizers import Adagrad
 from steepest.tables.state import TableState
+from steepest.tensors.layout import Chunk, ElementType, ParameterLayout
+from steepest.tensors.safetensors_file import write_tensors
 from steepest.testing.simulation import Simulation, run_config
 from tests.table_jobs import trainer, words
 
@@ -229,3 +233,19 @@ def test_a_server_dies_while_it_sends_the_rows_of_a_checkpoint(
         sgd.restore(tmp_path / "000001-step-14")
         assert same(sgd.export_table("words"), expected)
     assert same(rows, expected)
+
+
+def test_changes_of_a_row_in_a_hundred_take_a_hundredth_of_the_bytes(tmp_path: Path) -> None:
+    count, every = 20_000, 100
+    dealing = Dealing((table(dim=16, optimizer=Adagrad()),), 1, 0, 0)
+    chunk = Chunk(0, ElementType.of(torch.float32), True, 0, 0, ())
+    held = table_chunk.TableChunk(chunk, dealing)
+    push(held.rows, range(count), 1)
+    push(held.rows, range(0, count, every), 2)
+    sizes = []
+    for base in (None, (held.rows.life, 1)):
+        records = [(0, about, value) for part in held.pieces(None, base) for about, value in part]
+        state, _ = files.assemble(ParameterLayout((), ()), records)
+        write_tensors(tmp_path / "rows", state)
+        sizes.append((tmp_path / "rows").stat().st_size)
+    assert sizes[1] < 0.02 * sizes[0]

@@ -95,7 +95,7 @@ def test_what_is_read_amid_asynchronous_training_is_of_one_instant() -> None:
     with trainer(words(ids), strategy) as sgd:
         sgd.fit(epochs=1, callbacks=[Reading(read)], progress=False)
     versions = sorted({version for version, _ in found})
-    assert len(versions) > 5
+    assert len(versions) > 4
     for version, total in found:
         assert total == pytest.approx(version)  # each push takes one from each table
 

@@ -79,11 +79,7 @@ class ExportedTable:
         self._require_whole("index()")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
             raise ConfigurationError(f"ids of {ids.dtype}: give integers")
-        if not len(self.ids):
-            return torch.zeros_like(ids, dtype=torch.int64)
-        wanted = ids.to(torch.int64)
-        at = torch.searchsorted(self.ids, wanted).clamp_(max=len(self.ids) - 1)
-        return torch.where(self.ids[at] == wanted, at + 1, 0)
+        return self._places(ids.to(torch.int64)) + 1
 
     def updated(self, changes: ExportedTable) -> ExportedTable:
         """Return these rows with later changes.
@@ -104,10 +100,19 @@ class ExportedTable:
                 f"{self.name!r}, at version {self.version}: apply the changes of each export to what "
                 "was given as its since="
             )
-        kept = ~torch.isin(self.ids, torch.cat([changes.ids, changes.removed]))
+        old = self._places(torch.cat([changes.ids, changes.removed]))
+        kept = torch.ones(len(self), dtype=torch.bool)
+        kept[old[old >= 0]] = False
         ids, order = torch.cat([self.ids[kept], changes.ids]).sort()
         values = torch.cat([self.values[kept], changes.values])[order]
         return ExportedTable(self.name, ids, values, version=changes.version, place=changes.place)
+
+    def _places(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the place of each id in `ids`, int64; -1 where there is none."""
+        if not len(self):
+            return torch.full_like(ids, -1)
+        at = torch.searchsorted(self.ids, ids).clamp_(max=len(self) - 1)
+        return torch.where(self.ids[at] == ids, at, -1)
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with "ids", "values" and "removed"; replace it in one step.

@@ -226,7 +226,8 @@ def assemble(
         if about["plain"]:
             plain.add(name)
     whole: dict[str, torch.Tensor] = {}
-    for name, parts in pieces.items():
+    for name in list(pieces):
+        parts = pieces.pop(name)
         parts.sort(key=lambda part: part[0])
         if name.startswith(rows.TABLES):
             whole[name] = parts[0][2] if len(parts) == 1 else torch.cat([v for _, _, v in parts])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -65,13 +65,20 @@ class RowRead:
                 break
             except FutureTimeoutError:
                 pass
-        state, _ = files.assemble(self.layout, found.records)
+        state, _ = files.assemble(self.layout, _taken_out(found.records))
         place = []
         for number, chunk in enumerate(self.layout.table_shards):
             name = f"{rows.TABLES}{number}"
             life, version = state.pop(f"{name}/life"), state[f"{name}/updates"]
             place.append([chunk, int(life), int(version)])
         return Rows(state, place, any(name.endswith("/since") for name in state))
+
+
+def _taken_out(records: list[files.Record]) -> Iterator[files.Record]:
+    """Yield records and take them out of their list, so that they need not lie in memory twice."""
+    records.reverse()
+    while records:
+        yield records.pop()
 
 
 def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
