@@ -124,7 +124,7 @@ def run(rows: int, every: int, rounds: int, increments: int, snapshots: bool) ->
     logging.getLogger(LOGGER).setLevel(logging.INFO)
     failure = FailureConfig(snapshot_every=None if snapshots else 0)
     every = max(every, fill)  # the first checkpoint has all rows
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         kept = Checkpoints(folder, every, keep=1, increments=increments)
         with DistributedSGD(
             create, 2, run_config=RunConfig(failure=failure), checkpoints=kept

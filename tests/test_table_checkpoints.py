@@ -235,6 +235,21 @@ def test_a_server_dies_while_it_sends_the_rows_of_a_checkpoint(
     assert same(rows, expected)
 
 
+def test_rows_that_a_failed_checkpoint_does_not_take_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_chunk, "_PIECE_BYTES", 500)
+    with trainer(words(MANY)) as sgd:
+        sgd.fit(steps=8, progress=False)
+        monkeypatch.setattr(sgd._state, "buffers", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sgd.save(tmp_path)
+        monkeypatch.undo()
+        sgd.step()
+        assert not sgd._training.cluster.client._reads
+        sgd.save(tmp_path)
+
+
 def test_changes_of_a_row_in_a_hundred_take_a_hundredth_of_the_bytes(tmp_path: Path) -> None:
     count, every = 20_000, 100
     dealing = Dealing((table(dim=16, optimizer=Adagrad()),), 1, 0, 0)

@@ -444,8 +444,9 @@ class CheckpointManager:
         assert self._shelf is not None
         step, began = saved.about["step"], time.monotonic()
         try:
-            self._write_history(history, progress)  # before, so that no row is missing
-            found = rows.wait(lambda: self._is_awaited(progress))
+            with rows.dropped_on_error():
+                self._write_history(history, progress)  # before, so that no row is missing
+                found = rows.wait(lambda: self._is_awaited(progress))
             paced = progress if rows.snapshot is None else self._paced(progress)
             path, link = self._shelf.put(self._joined(saved, found), paced, best)
             self._chain = self._next_link(link, found)

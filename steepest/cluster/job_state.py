@@ -292,6 +292,11 @@ class JobState:
             All but the rows of tables; the rows of that version, which are yet to come.
         """
         snapshot, rows_to_come = read_apart(self._cluster, since)
+        with rows_to_come.dropped_on_error():
+            return self._without_rows(snapshot), rows_to_come
+
+    def _without_rows(self, snapshot: Snapshot) -> files.Checkpoint:
+        """Return what a checkpoint holds beside rows, with the servers' part given."""
         step, rest = self._cluster.job.step_of(snapshot.version), self.remaining()
         about = {
             "step": step,
@@ -312,10 +317,9 @@ class JobState:
             self._cluster, snapshot, everybody, step, self._cluster.workers.call
         )
         about["schedule"] = found.schedule
-        saved = files.gather(
+        return files.gather(
             owner, snapshot.weights, (found.state, found.plain), states, about, found.apart
         )
-        return saved, rows_to_come
 
     def place(self, saved: files.Checkpoint, where: object) -> None:
         """Continue from a checkpoint.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -72,6 +73,15 @@ class RowRead:
             life, version = state.pop(f"{name}/life"), state[f"{name}/updates"]
             place.append([chunk, int(life), int(version)])
         return Rows(state, place, any(name.endswith("/since") for name in state))
+
+    @contextlib.contextmanager
+    def dropped_on_error(self) -> Iterator[None]:
+        """Have servers send all rows at once if a block raises: they keep what changes until then."""
+        try:
+            yield
+        except BaseException:
+            self.read_on(True)
+            raise
 
 
 def _taken_out(records: list[files.Record]) -> Iterator[files.Record]:
