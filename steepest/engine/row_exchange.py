@@ -47,6 +47,7 @@ class _Asked(NamedTuple):
 class _LookedError(BaseException):
     """A forward pass has come to its last look-up; raised through the model's code."""
 
+
 _REQUESTS_BITS = 29  # of a life; with the bits of an incarnation a sequence has at most 61
 
 
