@@ -52,6 +52,7 @@ def job(name: str) -> InProcessCluster:
     return make(name, task(name))
 
 
+@pytest.mark.long
 def test_what_is_changed_has_everything_in_it() -> None:
     found = {about(message) for name in JOBS for message in undisturbed(name)[1]}
     assert {line for line in TRAINING if line[1] != "member"} <= found

@@ -25,7 +25,13 @@ def _simulated() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.mark.parametrize("first", range(7000, 7060, 15))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(at, marks=[pytest.mark.long] if at > 7020 else [])
+        for at in range(7000, 7060, 15)
+    ],
+)
 def test_processes_may_die_at_these_moments(first: int) -> None:
     """A program ends with the steps that it asked for; with an error only if a node's room is gone for good.
 

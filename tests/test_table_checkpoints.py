@@ -45,11 +45,17 @@ def same(one: ExportedTable, other: ExportedTable) -> bool:
     return torch.equal(one.ids, other.ids) and torch.equal(one.values, other.values)
 
 
-@pytest.mark.parametrize("shards", [1, 3, 5])
+THREE_SERVERS = ParameterServerStrategy(num_servers=3)
+
+
 @pytest.mark.parametrize(
-    "strategy",
-    [ParameterServerStrategy(num_servers=3), AllreduceStrategy()],
-    ids=["ps", "allreduce"],
+    ("strategy", "shards"),
+    [
+        pytest.param(THREE_SERVERS, 5, id="ps-5"),
+        pytest.param(AllreduceStrategy(), 1, id="allreduce-1"),
+        pytest.param(THREE_SERVERS, 1, id="ps-1", marks=pytest.mark.long),
+        pytest.param(AllreduceStrategy(), 5, id="allreduce-5", marks=pytest.mark.long),
+    ],
 )
 def test_a_job_with_other_shards_and_servers_goes_on(
     shards: int, strategy: Any, tmp_path: Path
@@ -71,6 +77,7 @@ def test_a_job_with_other_shards_and_servers_goes_on(
     assert names == set(map(str, range(shards)))
 
 
+@pytest.mark.long
 def test_counters_of_a_bloom_filter_go_on_in_other_shards(tmp_path: Path) -> None:
     ids = torch.arange(12).repeat_interleave(2)  # each twice in an epoch of four steps
     settings: Any = {"admission": CBFFilter(filter_freq=3, max_element_size=100)}
@@ -161,7 +168,14 @@ def test_an_increment_has_the_rows_that_were_changed(tmp_path: Path) -> None:
         assert 0 < sum(map(len, rows)) <= 12  # of two tables, six samples
 
 
-@pytest.mark.parametrize("damage", ["missing", "file", "another"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "file",
+        pytest.param("missing", marks=pytest.mark.long),
+        pytest.param("another", marks=pytest.mark.long),
+    ],
+)
 def test_without_a_link_the_checkpoint_before_is_taken(damage: str, tmp_path: Path) -> None:
     kept(tmp_path, 4)
     directory = CheckpointDirectory(tmp_path, 2)

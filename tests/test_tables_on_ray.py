@@ -66,6 +66,7 @@ def test_two_workers_train_as_one_process_does() -> None:
         assert (counts["rows"], counts["admitted"], counts["evicted_full"]) == (17, 17, 0)
 
 
+@pytest.mark.long
 def test_a_checkpoint_continues_in_a_new_trainer(tmp_path: Path) -> None:
     with DistributedSGD(creator, 2, strategy=TWO_SERVERS) as trainer:
         trainer.fit(epochs=3, progress=False)
