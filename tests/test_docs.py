@@ -103,6 +103,7 @@ def test_the_examples_of_training_data_run_as_they_stand(
     assert said in run_block(blocks_of("docs/data.md")[number], tmp_path, address)
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_the_example_of_early_stopping_runs_as_it_stands(tmp_path: Path, address: str) -> None:
     pytest.importorskip("sklearn")

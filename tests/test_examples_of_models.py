@@ -36,6 +36,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # -- logistic regression ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @needs_a9a
 @pytest.mark.usefixtures("simulated")
 def test_a9a_comes_near_its_optimum(examples: dict[str, Any]) -> None:
@@ -113,6 +114,7 @@ def test_a_box_is_read_where_it_was_written(examples: dict[str, Any]) -> None:
     assert boxes.tolist() == [[0, 0, 0, 0], [12, 16, 20, 32]]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("simulated")
 def test_shapes_are_found_and_named(
     examples: dict[str, Any], capsys: pytest.CaptureFixture[str]

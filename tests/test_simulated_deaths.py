@@ -28,7 +28,7 @@ def _simulated() -> Iterator[None]:
 @pytest.mark.parametrize(
     "first",
     [
-        pytest.param(at, marks=[pytest.mark.long] if at > 7020 else [])
+        pytest.param(at, marks=[pytest.mark.long] if at > 7000 else [])
         for at in range(7000, 7060, 15)
     ],
 )

@@ -94,6 +94,7 @@ def test_counters_of_a_bloom_filter_go_on_in_other_shards(tmp_path: Path) -> Non
             assert len(sgd.export_table("words")) == 12
 
 
+@pytest.mark.long
 def test_a_job_with_other_capacities_goes_on(tmp_path: Path) -> None:
     with trainer(words(shards=1)) as sgd:
         sgd.fit(steps=3, progress=False)
