@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -213,6 +214,31 @@ def test_what_goes_wrong_beforehand_is_told_where_the_batch_is_computed(
     assert caplog.text.count("only for training") == 2  # once for each worker
 
 
+@pytest.mark.parametrize("staleness", [None, 0, 1, 2])
+def test_a_stream_that_ends_says_so_and_does_not_begin_anew(staleness: int | None) -> None:
+    class Short:
+        """Batches for three steps of one worker."""
+
+        def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            yield from zip(IDS[:12].split(4), TARGETS[:12].split(4), strict=True)
+            raise ValueError("the disk is gone")
+
+    def create(worker: int, device: int) -> steepest.TorchModel:
+        return steepest.TorchModel(
+            Net(),
+            loss=nn.functional.mse_loss,
+            data=Short(),
+            batch_size=4,
+            optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+        )
+
+    strategy = ParameterServerStrategy(num_servers=1, table_staleness=staleness)
+    outcomes = InProcessCluster(create, strategy=strategy).step(6)
+    assert len(outcomes) == 4
+    assert isinstance(outcomes[-1], Failure)
+    assert "the disk is gone" in str(outcomes[-1])
+
+
 def test_a_generation_forgets_what_was_asked_for() -> None:
     plain, ahead = job(None), job(0)
     for cluster in (plain, ahead):
@@ -241,7 +267,9 @@ def test_a_staleness_is_a_count(wrong: Any) -> None:
             strategy(table_staleness=wrong)
 
 
-def test_only_synchronous_steps_have_such_a_bound() -> None:
+def test_only_synchronous_steps_of_all_workers_have_such_a_bound() -> None:
+    with pytest.raises(ConfigurationError, match="table_staleness=1 with backup_workers=1"):
+        ParameterServerStrategy(backup_workers=1, table_staleness=1)
     with pytest.raises(ConfigurationError, match="it is for sync"):
         ParameterServerStrategy(mode="async", table_staleness=1)
 

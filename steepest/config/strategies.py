@@ -246,7 +246,7 @@ class ParameterServerStrategy(_OnTheWire):
             asked for when this one's gradient is sent, which changes no number. To know which rows,
             the module's forward pass over that batch is begun beforehand, without gradients, and
             ended at its last look-up: what it does until there must do no harm. None asks for rows
-            in the step.
+            in the step. Not together with backup workers.
 
     Raises:
         ConfigurationError: a value is out of range, or two do not go together.
@@ -274,6 +274,13 @@ class ParameterServerStrategy(_OnTheWire):
                 raise ConfigurationError(
                     f"table_staleness={self.table_staleness} with mode={self.mode!r}: it is for "
                     "sync; with async and ssp rows are of any version since that of the weights"
+                )
+            if self.backup_workers:
+                raise ConfigurationError(
+                    f"table_staleness={self.table_staleness} with backup_workers="
+                    f"{self.backup_workers}: which samples a worker computes next is not known "
+                    "beforehand, and of a gradient that is dropped the rows would count; leave one "
+                    "of them out"
                 )
         if self.staleness is not None:
             require_count("staleness", self.staleness, 0)

@@ -56,7 +56,7 @@ class LookAhead:
         self._load = load
         self._places = places
         self._step = step
-        self._loaded: dict[Place, _Loaded] = {}
+        self._loaded: dict[Place, _Loaded | BaseException] = {}
         self._is_told = False
 
     def forget(self) -> None:
@@ -65,10 +65,15 @@ class LookAhead:
         self._rows.forget_looked_at()
 
     def take(self, place: Place) -> Any:
-        """Return the batch of a place, with the generators as they are after loading it."""
+        """Return the batch of a place, with the generators as they are after loading it.
+
+        An error of the data that came of loading it beforehand is raised here.
+        """
         kept = self._loaded.pop(place, None)
         if kept is None:
             return self._load(place)
+        if isinstance(kept, BaseException):
+            raise kept
         python, numpy, torchs = kept.generators
         random.setstate(python)
         np.random.set_state(numpy)
@@ -89,16 +94,26 @@ class LookAhead:
     def _look(self, numbers: list[int], models: tuple[Model, ...], skip: int) -> None:
         """Load the batches of some shares, and ask for the rows of all but one share.
 
-        What goes wrong here goes wrong again where the batch is computed, and is told there.
+        Errors are told where the batch is computed: of its data by `take`, of its forward pass by
+        the pass itself.
         """
+        for place in (place for number in numbers for place in self._places(number)):
+            if place in self._loaded:
+                continue
+            try:
+                batch = self._load(place)
+            except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
+                self._loaded[place] = error
+                return
+            self._loaded[place] = _Loaded(batch, _generators())
+            if place[0] != skip:
+                self._look_at(place, batch, models[place[1]])
+
+    def _look_at(self, place: Place, batch: Any, model: Model) -> None:
+        """Ask for the rows of a batch."""
         try:
-            for place in (place for number in numbers for place in self._places(number)):
-                if place not in self._loaded:
-                    batch = self._load(place)
-                    self._loaded[place] = _Loaded(batch, _generators())
-                    if place[0] != skip:
-                        look = models[place[1]].look_ahead  # type: ignore[attr-defined]
-                        self._rows.look(place, partial(look, batch), later=not self._shares)
+            look = partial(model.look_ahead, batch)  # type: ignore[attr-defined]
+            self._rows.look(place, look, later=not self._shares)
         except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
             log.log(
                 logging.DEBUG if self._is_told else logging.WARNING,

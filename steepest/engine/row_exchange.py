@@ -23,7 +23,7 @@ from steepest.tables.kernels import Floats, Int32s, Int64s
 #: Receives messages until a condition holds; raises where it cannot come to hold any more.
 WaitUntil = Callable[[Callable[[], bool]], None]
 _MOST_AWAITED = 32  # requests, above which no batch is looked at beforehand
-
+_REQUESTS_BITS = 29  # of a life; with the bits of an incarnation a sequence has at most 61
 
 #: Places of rows among the keys of a look-up.
 _Where = slice | Int64s
@@ -46,9 +46,6 @@ class _Asked(NamedTuple):
 
 class _LookedError(BaseException):
     """A forward pass has come to its last look-up; raised through the model's code."""
-
-
-_REQUESTS_BITS = 29  # of a life; with the bits of an incarnation a sequence has at most 61
 
 
 class RowExchange(RowCollector):

@@ -90,11 +90,7 @@ class ServerChunk(StagedChunk):
         return self._sum
 
     def check(self, push: PushId) -> float:
-        """Return the sum of the squares of one staged gradient; not finite when an element is not.
-
-        The gradient is the mean over the push's samples; the result is 0 where squares are not
-        computed.
-        """
+        """Return the sum of the squares of one staged gradient, see `StagedChunk.check`."""
         staged = self.staged[push]
         if staged.payload is None or not self._checked:
             return 0.0
@@ -178,14 +174,7 @@ class ServerChunk(StagedChunk):
             self.mean = torch.mul(self.mean, factor, out=self._accumulator)
 
     def culprits(self, chosen: Iterable[PushId]) -> list[tuple[int, str]]:
-        """Return (worker, parameter) of each NaN or infinity in some staged gradients.
-
-        Args:
-            chosen: the pushes with these gradients.
-
-        Returns:
-            Each once; the worker is -1 where each gradient is finite and only their sum is not.
-        """
+        """Return (worker, parameter) of NaN and infinity, see `StagedChunk.culprits`."""
         found = []
         for push in chosen:
             if self.staged[push].payload is not None:
@@ -199,14 +188,7 @@ class ServerChunk(StagedChunk):
     def apply(
         self, hyper: Sequence[Hyperparameters], rate: float, buffer: torch.Tensor | None = None
     ) -> None:
-        """Take one optimizer step with the mean, and drop the mean.
-
-        Args:
-            hyper: hyperparameters that a schedule changed, by group of the recipe.
-            rate: factor of the learning rates.
-            buffer: memory of the chunk's size for the new weights, when the old ones must not
-                change; None to change them in place.
-        """
+        """Take one optimizer step with the mean, and drop it, see `StagedChunk.apply`."""
         if self.mean is None:
             return
         if self._optimizer is None:
