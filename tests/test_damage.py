@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoint, read, write
-from steepest.checkpoint.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
+from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
 from steepest.errors import CheckpointError
 from steepest.tensors.safetensors_file import read_tensors
 from tests.reference import same_bits
@@ -24,7 +24,7 @@ from tests.test_checkpoint import about, content, edit
 FILES = {
     kind: {"name": f"{kind}-3-0123abcd.safetensors", "sha256": "0" * 64, "dtypes": {}}
     for kind in KINDS
-}
+} | {TABLES: [{"name": "tables-3-0123abcd-0.safetensors", "sha256": "0" * 64, "dtypes": {}}]}
 ABOUT = {
     **about(),
     "left": [[0, 1, 2]],
@@ -99,6 +99,12 @@ def test_a_file_is_one_of_this_directory(name: Any) -> None:
     files = {**FILES, "weights": {**FILES["weights"], "name": name}}
     with pytest.raises(CheckpointError, match="weights"):
         decode_manifest(encode_manifest(files, ABOUT))
+
+
+@pytest.mark.parametrize("wrong", [None, {}, [None], [FILES["weights"]]])
+def test_files_of_rows_are_a_list_of_such_files(wrong: Any) -> None:
+    with pytest.raises(CheckpointError, match="files of tables"):
+        decode_manifest(encode_manifest({**FILES, TABLES: wrong}, ABOUT))
 
 
 @pytest.mark.parametrize("other", [1, 3, 2.0, True, "2", None, [2], 10**400])

@@ -82,7 +82,7 @@ SAID: list[Body] = [
     snapshots.Put(5, 2, 1),
     snapshots.PutState(*TENSOR, number=3),
     snapshots.ReplaceState(5, 3),
-    snapshots.PutReceived(5, 3),
+    snapshots.PutReceived(5, 3, "no such chunk"),
     snapshots.Install(5, 17, True, STATE),
     snapshots.Installed(1, 5, 17),
     snapshots.InstallRefused(5, Peer("worker", 1), "killed"),

@@ -17,10 +17,13 @@ import torch
 from steepest.errors import ProtocolError
 from steepest.messages.message import COORDINATOR, Kind, Message, worker_peer
 from steepest.tensors import shared_memory
+from steepest.tensors.allocator import Recycler
+from steepest.tensors.memory import address_of
 from steepest.tensors.shared_memory import (
     BOARD_BYTES,
     NOTICE,
     SHARED_FROM,
+    Reusable,
     Segment,
     allocate,
     segment_of,
@@ -123,6 +126,33 @@ def test_lent_memory_that_its_owner_lets_go_of_stays_for_the_reader(
     gc.collect()
     assert address not in shared_memory._segments, "this end holds nothing"
     assert torch.equal(leaving.messages[0].payload, data_of(1 << 20))
+
+
+def test_memory_to_be_used_again_is_not_before_the_reader_has_returned_it(
+    ends: tuple[object, object], leaving: Node, client: Node
+) -> None:
+    recycler = Recycler(Reusable(), least=SHARED_FROM, most=100, rounded=True)
+    addresses = set()
+
+    def send(value: int) -> None:
+        payload = recycler.empty(SHARED_FROM + value)
+        payload[:] = value
+        addresses.add(address_of(payload))
+        ends[0].send(message_of(payload))
+
+    many = 2 * shared_memory._MANY_KEPT
+    for value in range(many):
+        send(value)
+    until(lambda: len(leaving.messages) == many, client, leaving)
+    assert len(addresses) == many
+    for value, message in enumerate(leaving.messages):
+        assert (message.payload == value).all(), "it is not written to while it is read"
+    leaving.messages.clear()
+    for value in range(10 * many):
+        send(value % 100)
+        until(lambda: leaving.messages, client, leaving)
+        leaving.messages.clear()
+    assert len(addresses) < 4 * many, "what has come back is used again"
 
 
 @pytest.mark.filterwarnings(

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from table_tools import table
 
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
 from steepest.checkpoint import files
-from steepest.errors import ModelRaisedError
+from steepest.errors import ModelRaisedError, ResourcesError
 from steepest.messages.driver import Failure, Result
+from steepest.tables import blocks, memory
 from steepest.tables.admission import CBFFilter, CounterFilter, ProbabilityFilter
 from steepest.tables.eviction import LFU, LRU
+from steepest.tables.shard import TableShard
 from steepest.testing.replay import replay_state
 from steepest.testing.simulation import Simulation, run_config
 from tests.modes import TOGETHER, make, trained
 from tests.reference import same_bits
 from tests.simulated_programs import quiet
+from tests.table_jobs import trainer, words
 from tests.table_tasks import (
     OPTIMIZERS,
     clicks,
@@ -163,3 +169,40 @@ def test_a_full_table_is_told_with_its_worker_and_step() -> None:
         with pytest.raises(ModelRaisedError, match=told):
             trainer.fit(steps=20, progress=False)
         trainer.evaluate(clicks(5))
+
+
+def test_no_memory_for_more_rows_is_an_error_of_the_step_and_the_job_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "_LEAST", mmap.PAGESIZE)  # what the system allows: a page
+    monkeypatch.setattr(blocks, "physical_bytes", lambda: 1)
+    few = mmap.PAGESIZE // 24  # three float64 each
+    ids = torch.arange(6 * few)
+    with trainer(words(ids, shards=1)) as sgd:
+        refused = r"table 'words': no room for \d+ rows of 24 bytes: .* Set a table's capacity"
+        with pytest.raises(ModelRaisedError, match=refused):
+            sgd.fit(epochs=1, progress=False)
+        before, weights = sgd.export_table("words"), sgd.weights()
+        assert 0 < len(before) <= few
+        assert sgd.evaluate((ids[-6:], torch.zeros(6))).samples == 6  # it asks for no room
+        after = sgd.export_table("words")
+        assert torch.equal(before.ids, after.ids)
+        assert torch.equal(before.values, after.values)
+        assert same_bits(sgd.weights(), weights)
+
+
+def test_no_memory_for_the_rows_of_a_push_names_the_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "_LEAST", mmap.PAGESIZE)
+    monkeypatch.setattr(blocks, "physical_bytes", lambda: 1)
+    shard = TableShard([table("a", 3), table("b", 3), table("c", 3)])
+    many = mmap.PAGESIZE // 12
+    numbers, ids = np.array([0] * many + [2], np.int32), np.arange(many + 1)
+    for ask in (
+        lambda: shard.require_room(numbers, ids),
+        lambda: shard.push(numbers, ids, np.zeros((many + 1, 3), np.float32), 1),
+    ):
+        with pytest.raises(ResourcesError, match=f"table 'a', 'c': no room for {many + 1} rows"):
+            ask()
+    assert (len(shard), shard.version) == (0, 0)

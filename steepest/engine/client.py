@@ -15,7 +15,13 @@ import torch
 from steepest.checkpoint.files import Record
 from steepest.engine.commit_log import Commit
 from steepest.engine.optimizer_records import checked_state_size, state_fields, state_tensor
-from steepest.errors import ConfigurationError, PeerLostError, ProtocolError, ShutdownError
+from steepest.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    ProtocolError,
+    ShutdownError,
+)
 from steepest.messages.driver import (
     Ask,
     Counters,
@@ -94,8 +100,8 @@ class _Read:
     snapshot: Snapshot
     awaited: set[int]  # servers that have not sent everything
     # By (chunk, parameter, key, start), so that a message that comes twice changes nothing.
-    records: dict[tuple[Any, ...], Record] = field(default_factory=dict)
-    held: list[Peer] | None = None  # servers that wait for `read_on`; None where none has to
+    records: dict[tuple[Any, ...], Record | None] = field(default_factory=dict)  # None once taken
+    held: list[Peer] | None = None  # servers that wait for `take`; None where none has to
     began: float = 0.0  # when the first part came
 
     def begin(self) -> None:
@@ -230,18 +236,33 @@ class Client:
         self._send(COORDINATOR, order.pack())
         return self._unless_failed(read.future)
 
-    def read_on(self, future: Future[Snapshot], *, freely: bool) -> None:
-        """Have servers send further rows of a read that is held; nothing if it is answered.
+    def take(self, future: Future[Snapshot]) -> list[Record]:
+        """Return the records of a held read that have come since the last call.
 
-        Args:
-            future: of the read.
-            freely: whether to hold it no longer; otherwise each server sends at most two pieces.
+        Each server sends at most two further pieces until the next call. Those that are not taken are
+        part of the answer.
         """
+        found: list[Record] = []
         for sequence, read in self._reads.items():
-            if read.future is future and read.held is not None:
-                waiting, read.held = read.held, None if freely else []
-                for server in waiting:
-                    self._send(server, ReadOn(sequence).pack())
+            if read.future is future:
+                found = [record for record in read.records.values() if record is not None]
+                read.records = dict.fromkeys(read.records)
+                self._go_on(sequence, read)
+        return found
+
+    def give_up(self, future: Future[Snapshot], error: Exception) -> None:
+        """Fail a held read, unless it is answered; servers send the rest at once, which is dropped."""
+        for sequence, read in list(self._reads.items()):
+            if read.future is future:
+                del self._reads[sequence]
+                self._go_on(sequence, read)
+                future.set_exception(error)
+
+    def _go_on(self, sequence: int, read: _Read) -> None:
+        """Have the servers that wait send further rows of a held read."""
+        waiting, read.held = read.held or [], []
+        for server in waiting:
+            self._send(server, ReadOn(sequence).pack())
 
     def install(
         self,
@@ -262,7 +283,8 @@ class Client:
 
         Returns:
             A future of the job's position after it; fails with `PeerLostError` if a server or the
-            coordinator is lost before the answer.
+            coordinator is lost before the answer, and with `ConfigurationError` if a server refuses
+            the state, of which nothing is installed then on any.
         """
         self._requests += 1
         parts = [] if weights is None else self._puts(weights, records)
@@ -285,12 +307,12 @@ class Client:
             put = partial(Put, request, chunk=index, payload=view)
             parts += [(server, put) for server in self._holders[index]]
         if records is not None:
-            parts += [(server, partial(ReplaceState, request)) for server in range(self._servers)]
             for chunk, about, value in records:
                 fields = state_fields(about, value.clone())
                 parts += [
                     (server, _state_part(request, chunk, fields)) for server in self._holders[chunk]
                 ]
+            parts += [(server, partial(ReplaceState, request)) for server in range(self._servers)]
         return parts
 
     def declare_lost(self, worker: int, life: int, why: str) -> None:
@@ -373,7 +395,7 @@ class Client:
                 elif message.kind is Kind.STATE and StateTensor.unpack(message).waits:
                     self._send(source, ReadOn(message.sequence).pack())  # to its end
             case Kind.PUT_RECEIVED:
-                self._acknowledge(PutReceived.unpack(message))
+                self._acknowledge(source, PutReceived.unpack(message))
             case Kind.INSTALLED:
                 self._move_to(Installed.unpack(message))
                 if (install := self._installs.pop(message.sequence, None)) is not None:
@@ -425,7 +447,9 @@ class Client:
         elif message.kind is Kind.STATE:
             part = StateTensor.unpack(message)
             key = (part.chunk, part.name, part.key, part.start)
-            if part.waits and key not in read.records:
+            if key in read.records:
+                return  # a copy
+            if part.waits:
                 if read.held is None:
                     self._send(source, ReadOn(message.sequence).pack())
                 else:
@@ -444,22 +468,33 @@ class Client:
             raise ProtocolError(
                 f"versions {read.snapshot.version} and {end.version} in one snapshot"
             )
+        if end.given_up:
+            error = DeadlineError(f"{source} gave up a snapshot: {end.given_up}")
+            self.give_up(read.future, error)
+            return
         read.snapshot.version = end.version
         read.snapshot.state |= end.state or {}
         read.awaited.discard(source.index)
         if not read.awaited:
             del self._reads[end.sequence]
-            read.snapshot.records += read.records.values()
+            read.snapshot.records += [each for each in read.records.values() if each is not None]
             read.snapshot.seconds = time.monotonic() - read.began
             read.future.set_result(read.snapshot)
 
-    def _acknowledge(self, received: PutReceived) -> None:
-        """Note that a server has a part of a state; with the last one, have the state installed."""
+    def _acknowledge(self, source: Peer, received: PutReceived) -> None:
+        """Note that a server has a part of a state; with the last one, have the state installed.
+
+        If the server refuses the part, the installation has failed.
+        """
         install = self._installs.get(received.sequence)
         if install is None or received.number not in install.unacknowledged:
             return  # a copy
         install.unacknowledged.discard(received.number)
-        if not install.unacknowledged:
+        if received.refused:
+            del self._installs[received.sequence]
+            why = f"{source} refuses the state, nothing of which is installed: {received.refused}"
+            install.future.set_exception(ConfigurationError(why))
+        elif not install.unacknowledged:
             self._order(received.sequence, install)
 
     def _order(self, sequence: int, install: _Install) -> None:

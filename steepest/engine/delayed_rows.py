@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
+from steepest.compression.codecs import sum_of_squares
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
 from steepest.engine.row_collector import RowCollector
 from steepest.tables.gradients import RowGradients, added
@@ -32,7 +36,9 @@ class DelayedRows:
 
     It is pushed as that step begins, so that its bytes travel while the step computes. The last
     step that is granted pushes its own as well, so that nothing is kept between calls of a user.
-    What is kept when its worker dies, or gets another role, is lost.
+    Where an update is left out because of NaN or infinity, its step's rows are left out with it, and
+    those of the step before are pushed again with the next step. What is kept when its worker dies,
+    or gets another role, is lost.
 
     Args:
         rows: packs what is pushed.
@@ -55,6 +61,18 @@ class DelayedRows:
             if self._sent:
                 self._kept, self._next = self._next, None
             self._version, self._sent = version, False
+
+    def left_out(self, version: int) -> None:
+        """Note that the update made of the step from a version was left out, unless that is known.
+
+        Its own gradients are dropped. Those of the step before are kept for the next step, unless it
+        is they that are not finite.
+        """
+        if version != self._version or not self._sent:
+            return
+        self._next, self._sent = None, False
+        if self._kept is not None and not _is_finite(self._kept):
+            self._kept = None
 
     def forget(self) -> None:
         """Forget what has not been pushed: the state that it belongs to is given up."""
@@ -86,10 +104,16 @@ class DelayedRows:
             self._next = own
 
     def _with_kept(self, own: _Kept) -> _Kept:
-        """Return a gradient together with the one before, each as the mean that it is."""
+        """Return a gradient together with the one before, each as the mean that it is.
+
+        Where workers have samples of other weights than in the step before, one push cannot have both
+        of their means: then the gradients before count by the weights of the present ones.
+        """
         before = self._kept
-        if before is None or not own.unit:
+        if before is None:
             return own
+        if not own.unit:  # there were no samples, and nothing is to be kept
+            return before
         same = (before.unit, before.total) == (own.unit, own.total)
         factor = 1.0 if same else before.unit / before.total * (own.total / own.unit)
         together = []
@@ -105,3 +129,10 @@ class DelayedRows:
         for chunk in self._rows.dealing.chunks:
             ready(chunk, packed.get(chunk, NOTHING), unit, total, frozenset())
         self._sent = True
+
+
+def _is_finite(kept: _Kept) -> bool:
+    """Return whether gradients pass the check that servers make of their mean."""
+    factor = kept.unit / kept.total if kept.total else 1.0
+    parts = [part.times(factor).gradients for part in kept.gradients if part is not None]
+    return math.isfinite(sum(sum_of_squares(torch.from_numpy(p.reshape(-1))) for p in parts))

@@ -151,6 +151,7 @@ def host_server(
             checked=job.strategy.nonfinite != "pass" or job.strategy.clip_norm is not None,
         ),
     )
+    server.flush = router.pump
     _host(router, job, peer, server)
     return server
 

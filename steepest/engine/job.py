@@ -89,7 +89,7 @@ class Job:
 
     Raises:
         ConfigurationError: `global_batch_size` with data that choose their own batches; tables
-            under a strategy that has none.
+            under a strategy that has none, or that follow a learning rate that is not there.
     """
 
     description: Description
@@ -119,6 +119,34 @@ class Job:
                 f"embedding tables under the strategy {self.strategy.kind!r}: their rows are pulled "
                 "from servers in each step; give strategy='ps', 'allreduce', 'local', 'async' or "
                 "'ssp'"
+            )
+        for table in self.description.tables:
+            self._require_followed(table)
+
+    def _require_followed(self, table: Table) -> None:
+        """Check that a table follows a learning rate that servers know, if any.
+
+        Raises:
+            ConfigurationError: it does not.
+        """
+        if (group := table.optimizer.follows) is None:
+            return
+        groups = self.description.optimizer_spec.groups
+        what = f"follows={group} of table {table.name!r}"
+        if group >= len(groups):
+            raise ConfigurationError(
+                f"{what}: the model's optimizer has {len(groups)} parameter groups: give the index of "
+                "one"
+            )
+        if not groups[group][1].get("lr"):
+            raise ConfigurationError(
+                f"{what}: that parameter group has the learning rate {groups[group][1].get('lr')}: "
+                "give the optimizer the rate of which a schedule's are parts"
+            )
+        if self.strategy.outer is not None:
+            raise ConfigurationError(
+                f"{what} under the strategy {self.strategy.kind!r}: workers have the schedule there, "
+                "and servers update rows; leave it out"
             )
 
     @cached_property

@@ -116,10 +116,10 @@ class LocalReplicas(Replicas):
             result = summarize_batches(parts)
             if result.weight:
                 self._push_difference(result.weight, chunk_ready)
-                if self.rows is not None:
-                    self.rows.end_share(chunk_ready, self._updates)
             else:
                 self._nothing(chunk_ready)
+            if self.rows is not None:
+                self.rows.end_share(chunk_ready, self._updates)
         finally:
             self.weights.copy_(self._base)
             self.weights_changed()

@@ -86,7 +86,14 @@ class OutgoingWeights:
     # -- sending -------------------------------------------------------------------------------
 
     def send(
-        self, reader: Peer, held: StagedChunk, at: Key, sequence: int = 0, *, reload: bool = False
+        self,
+        reader: Peer,
+        held: StagedChunk,
+        at: Key,
+        sequence: int = 0,
+        *,
+        reload: bool = False,
+        skipped: bool = False,
     ) -> None:
         """Send a reader one chunk, if it is this server from which the reader gets that chunk.
 
@@ -98,6 +105,7 @@ class OutgoingWeights:
             at: generation and version of the server.
             sequence: number of the request that this answers; 0 for none.
             reload: whether the reader is sent all chunks of this version, frozen ones included.
+            skipped: whether the commit of this version left its gradients out.
         """
         if held.chunk.has_rows:
             return  # workers pull the rows that they need
@@ -107,7 +115,8 @@ class OutgoingWeights:
             return
         payload = self._as_sent(held, reader, at)
         generation, version = at
-        weights = Weights(generation, sequence, version, held.chunk.index, reload, payload)
+        chunk = held.chunk.index
+        weights = Weights(generation, sequence, version, chunk, reload, skipped, payload)
         self._send(reader, weights.pack())
 
     def _as_sent(self, held: StagedChunk, reader: Peer, at: Key) -> torch.Tensor:

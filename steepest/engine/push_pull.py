@@ -194,6 +194,8 @@ class PushPull:
             return None
         if self.compressor is not None and self._answers(weights):
             self.compressor.commit()
+        if weights.skipped and self.rows is not None and self.rows.delayed is not None:
+            self.rows.delayed.left_out(weights.version - 1)
         if source != self._own and weights.payload is not None:
             self.bytes_pulled += weights.payload.numel()
         key = (weights.generation, weights.version)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +14,11 @@ from steepest.errors import ProtocolError
 from steepest.messages.message import Kind, Message, Peer, Send
 from steepest.messages.snapshots import Put, PutReceived, PutState, ReplaceState
 
-log = logging.getLogger(__name__)
-
 _MOST_PUTS = 16  # states of one client that are not installed
+_MOST_TEXT = 2000  # characters of why a part is refused
+_PARTS: Mapping[Kind, type[Put | PutState | ReplaceState]] = {
+    part.KIND: part for part in (Put, PutState, ReplaceState)
+}
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class PutStates:
         send: sends as the server.
         make_way: called before a chunk's weights change; returns the memory for the new ones, or
             None to write them in place of the old ones.
-        checked: whether an optimizer step is tried with a state before the state is installed.
+        checked: whether an optimizer step is tried with a state before it may be installed.
     """
 
     def __init__(
@@ -64,53 +65,66 @@ class PutStates:
         return len(self._puts)
 
     def receive(self, source: Peer, message: Message) -> None:
-        """Keep a part of a state, and send its client an acknowledgement.
+        """Keep a part of a state, and send its client an acknowledgement, or why it is refused.
+
+        Parts of a state that is installed are dropped without an answer.
 
         Raises:
-            ProtocolError: this server does not hold the part's chunk, or has another optimizer; or
-                the client has put too many states without having one installed.
+            ProtocolError: this server does not hold the part's chunk, or has another optimizer; no
+                step could be taken from the whole state; or the client has put too many states
+                without having one installed.
         """
-        match message.kind:
-            case Kind.PUT:
-                self._put_weights(source, Put.unpack(message))
-            case Kind.PUT_STATE:
-                self._put_state(source, PutState.unpack(message))
-            case Kind.REPLACE_STATE:
-                if (put := self._part_of(source, ReplaceState.unpack(message))) is not None:
-                    put.replaces_state = True
+        part = _PARTS[message.kind].unpack(message)
+        if part.sequence <= self._installed.get(source, 0):
+            return
+        try:
+            self._keep(source, part)
+        except ProtocolError as error:
+            why = str(error)[:_MOST_TEXT]
+            self._send(source, PutReceived(part.sequence, part.number, why).pack())
+            raise
+        self._send(source, PutReceived(part.sequence, part.number).pack())
 
-    def _put_weights(self, source: Peer, part: Put) -> None:
-        """Keep one chunk's weights of a state."""
-        if part.payload is None or part.chunk not in self._chunks:
-            raise ProtocolError(
-                f"PUT of {part.payload} for chunk {part.chunk} at server {self._server}"
-            )
-        if (put := self._part_of(source, part)) is not None:
-            put.weights[part.chunk] = part.payload
+    def _keep(self, source: Peer, part: Put | PutState | ReplaceState) -> None:
+        """Add a part to its state.
 
-    def _put_state(self, source: Peer, part: PutState) -> None:
-        """Keep one tensor of a state's optimizer state."""
-        about = part.about
-        value = state_tensor(about, part.payload)
-        if (held := self._chunks.get(part.chunk)) is None:
-            raise ProtocolError(
-                f"optimizer state for chunk {part.chunk}: server {self._server} does not hold it"
-            )
-        held.check_state(about, value)
-        if (put := self._part_of(source, part)) is not None:
-            put.state.append((part.chunk, about, value))
+        Raises:
+            ProtocolError: see `receive`.
+        """
+        match part:
+            case Put():
+                if part.payload is None or part.chunk not in self._chunks:
+                    raise ProtocolError(
+                        f"PUT of {part.payload} for chunk {part.chunk} at server {self._server}"
+                    )
+                self._put_of(source, part).weights[part.chunk] = part.payload
+            case PutState():
+                value = state_tensor(part.about, part.payload)
+                if (held := self._chunks.get(part.chunk)) is None:
+                    raise ProtocolError(
+                        f"optimizer state for chunk {part.chunk}: server {self._server} does not "
+                        "hold it"
+                    )
+                held.check_state(part.about, value)
+                put = self._put_of(source, part)
+                if put.replaces_state:
+                    raise ProtocolError("optimizer state after REPLACE_STATE, its last message")
+                put.state.append((part.chunk, part.about, value))
+            case ReplaceState():
+                put = self._put_of(source, part)
+                try:
+                    self._try(put)
+                except ProtocolError:
+                    del self._puts[source, part.sequence]
+                    raise
+                put.replaces_state = True
 
-    def _part_of(self, source: Peer, part: Put | PutState | ReplaceState) -> _Put | None:
-        """Acknowledge a part of a state, and return that state.
-
-        Returns:
-            None, without an acknowledgement, if the client's state of that request is installed.
+    def _put_of(self, source: Peer, part: Put | PutState | ReplaceState) -> _Put:
+        """Return the state of which a message is a part.
 
         Raises:
             ProtocolError: this is one state too many.
         """
-        if part.sequence <= self._installed.get(source, 0):
-            return None
         key = (source, part.sequence)
         if key not in self._puts and sum(other == source for other, _ in self._puts) >= _MOST_PUTS:
             raise ProtocolError(
@@ -122,10 +136,27 @@ class PutStates:
             }
             self._lost.clear()
             self._puts[key] = _Put()
-        self._send(source, PutReceived(part.sequence, part.number).pack())
         return self._puts[key]
 
-    def install(self, client: Peer, sequence: int) -> bool:
+    def _try(self, put: _Put) -> None:
+        """Check that a step can be taken from the optimizer state of a put, where that is tried.
+
+        Rows of embedding tables are looked at in any case.
+
+        Raises:
+            ProtocolError: it cannot.
+        """
+        tried = [
+            index for index, held in self._chunks.items() if self._checked or held.chunk.has_rows
+        ]
+        parts: dict[int, list[tuple[dict[str, Any], torch.Tensor]]] = {at: [] for at in tried}
+        for at, about, value in put.state:
+            if at in parts:
+                parts[at].append((about, value))
+        for index in tried:
+            self._chunks[index].try_state(parts[index])
+
+    def install(self, client: Peer, sequence: int) -> None:
         """Make a state that a client has put the state of this server.
 
         Nothing changes if no part of it has come. Weights that are being read stay as they are, in
@@ -134,15 +165,10 @@ class PutStates:
         Args:
             client: that has put it.
             sequence: number of the client's request.
-
-        Returns:
-            False, with nothing changed, if the optimizer cannot take a step from it.
         """
         put = self._puts.pop((client, sequence), None)
         if put is None:
-            return True
-        if not self._can_install(client, put):
-            return False
+            return
         if client not in self._lost:
             self._installed[client] = sequence
         self._puts = {
@@ -160,27 +186,6 @@ class PutStates:
                 self._chunks[index].load_state(about, value)
             for held in self._chunks.values():
                 held.end_state()
-        return True
-
-    def _can_install(self, client: Peer, put: _Put) -> bool:
-        """Return whether a step can be taken from a state; True where none is tried.
-
-        Rows of embedding tables are looked at in any case.
-        """
-        tried = [
-            index for index, held in self._chunks.items() if self._checked or held.chunk.has_rows
-        ]
-        parts: dict[int, list[tuple[dict[str, Any], torch.Tensor]]] = {at: [] for at in tried}
-        for at, about, value in put.state if put.replaces_state else ():
-            if at in parts:
-                parts[at].append((about, value))
-        try:
-            for index in tried if put.replaces_state else ():
-                self._chunks[index].try_state(parts[index])
-        except ProtocolError as error:
-            log.warning("refused what %s has put: %s", client, error)
-            return False
-        return True
 
     def lost(self, peer: Peer) -> None:
         """Note that a client's channel is closed: its successor numbers requests from one again."""

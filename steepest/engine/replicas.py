@@ -399,18 +399,24 @@ class Replicas:
         if not places:
             arrive(None)
             self._nothing(chunk_ready)
-        rows = self.rows if places else None
-        if rows is not None:
-            rows.begin_share(chunk_ready)
+        if self._ahead is not None and places:
+            self._ahead.before(places[0][0], self.models)
+        if self.rows is not None:
+            # After the small requests of `before`, which would wait behind these gradients.
+            self.rows.begin_share(chunk_ready)
         result = summarize_batches([self._compute_each(places, chunk_ready, metrics, arrive)])
-        if rows is not None:
-            rows.end_share(chunk_ready)
+        if self.rows is not None:
+            self.rows.end_share(chunk_ready)
         return result
 
     def _nothing(self, chunk_ready: ChunkReady) -> None:
-        """Call `chunk_ready` for every trainable chunk of an empty share, without a gradient."""
+        """Call `chunk_ready` for the trainable chunks of an empty share, without a gradient.
+
+        Shards of tables are left out: of their rows gradients of the step before may be pushed.
+        """
         for chunk in self.layout.trainable_chunks:
-            chunk_ready(chunk, NOTHING, 0.0, 0.0, frozenset())
+            if not self.layout.chunks[chunk].has_rows:
+                chunk_ready(chunk, NOTHING, 0.0, 0.0, frozenset())
 
     def _compute_each(
         self, places: Sequence[Place], chunk_ready: ChunkReady, metrics: bool, arrive: Arrive
@@ -419,8 +425,6 @@ class Replicas:
         collector = GradientSum(self.layout, self._sum, len(places), chunk_ready)
         results: list[Computed] = []
         loading = computing = 0.0
-        if self._ahead is not None and places:
-            self._ahead.before(places[0][0], self.models)
         for place in places:
             began, replica = time.perf_counter(), place[1]
             batch = self.load(place) if self._ahead is None else self._ahead.take(place)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +14,13 @@ from steepest.engine.chunk_ready import ChunkReady
 from steepest.engine.delayed_rows import DelayedRows
 from steepest.engine.incoming_weights import where_lent
 from steepest.engine.row_collector import Place, RowCollector
+from steepest.engine.row_memory import ROW_MEMORY
 from steepest.errors import ConfigurationError, ProtocolError
 from steepest.messages.message import Message, Peer, Send, server_peer
 from steepest.messages.rows import PullRows, Rows
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import pack_keys
+from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
 
 #: Receives messages until a condition holds; raises where it cannot come to hold any more.
@@ -29,6 +32,19 @@ _REQUESTS_BITS = 29  # of a life; with the bits of an incarnation a sequence has
 _Where = slice | Int64s
 
 
+class _Batch(NamedTuple):
+    """The keys of one look-up in a batch.
+
+    Attributes:
+        tables, ids: (n,), which may repeat.
+        keys: the distinct ones.
+    """
+
+    tables: Int32s
+    ids: Int64s
+    keys: Distinct
+
+
 class _Asked(NamedTuple):
     """A look-up of rows that servers were asked for.
 
@@ -36,12 +52,14 @@ class _Asked(NamedTuple):
         group: of tables.
         tables, ids: the keys.
         parts: number of each request, and the places of its rows among the keys, shard by shard.
+        batch: of which these are the keys; None where it is not kept.
     """
 
     group: int
     tables: Int32s
     ids: Int64s
     parts: list[tuple[int, list[_Where]]]
+    batch: _Batch | None = None
 
 
 class _LookedError(BaseException):
@@ -63,6 +81,7 @@ class RowExchange(RowCollector):
         bytes_pulled: so far.
         lookups: of the last batch, each of one group of tables.
         delayed: the gradients that are pushed a step late; None where each step pushes its own.
+        versions: of the answers that the present gradient is computed with, in their order.
     """
 
     def __init__(
@@ -79,10 +98,12 @@ class RowExchange(RowCollector):
         self._answers: dict[int, Rows] = {}
         self.lookups = self._done = 0
         self.delayed: DelayedRows | None = None
+        self.versions: list[int] = []
         self._looking: list[_Asked] | None = None  # the look-ups of a pass that only asks
         self._later = 0  # versions after the present one, of which its rows are to be
         self._looked: dict[Place, list[_Asked]] = {}
         self._coming: list[_Asked] = []  # the look-ups of the present batch, in order
+        self._batch_looked_at: _Batch | None = None  # of the present look-up
         self._servers = np.array(  # by group and shard
             [
                 [holders[dealing.chunk(group, shard)][0] for shard in range(dealing.num_shards)]
@@ -116,7 +137,8 @@ class RowExchange(RowCollector):
         if self.wait_until is None or self.position[1] < 0:  # or before the first weights
             raise ConfigurationError("rows of embedding tables are pulled while a job runs")
         if self._looking is not None:
-            self._looking.append(self._ask(group, tables, ids, True))
+            asked = self._ask(group, tables, ids, True)
+            self._looking.append(asked._replace(batch=self._batch_looked_at))
             if len(self._looking) == self.lookups:
                 raise _LookedError
             return np.zeros_like(self._empty(group, len(ids)))
@@ -129,6 +151,18 @@ class RowExchange(RowCollector):
         finally:
             self._forget(asked)
 
+    def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
+        """Return the distinct ones of the (table, id) of a batch, perhaps found beforehand."""
+        if self._looking is not None:
+            keys = super().distinct(group, tables, ids)
+            self._batch_looked_at = _Batch(tables, np.array(ids), keys)  # users may change theirs
+            return keys
+        if self._coming and self._coming[0].group == group and (known := self._coming[0].batch):
+            same = np.array_equal(known.ids, ids) and np.array_equal(known.tables, tables)
+            if same:
+                return known.keys
+        return super().distinct(group, tables, ids)
+
     def _empty(self, group: int, count: int) -> Floats:
         one = self.dealing.groups[group][0]
         return np.empty((count, one.dim), one.dtype)
@@ -140,6 +174,7 @@ class RowExchange(RowCollector):
             answer = self._answers[request]
             if answer.refused:
                 raise ConfigurationError(answer.refused)
+            self.versions.append(answer.version)
             assert answer.payload is not None
             self.bytes_pulled += answer.payload.numel()
             rows: Floats = answer.payload.numpy().view(values.dtype).reshape(-1, values.shape[1])
@@ -155,6 +190,7 @@ class RowExchange(RowCollector):
     def begin(self, generation: int, version: int) -> None:
         """Begin a gradient, computed from the weights of a generation and version."""
         self.clear()
+        self.versions = []
         self.position = (generation, version)
         if self.delayed is not None:
             self.delayed.begin(version)
@@ -170,6 +206,14 @@ class RowExchange(RowCollector):
             super().end_share(ready, updates)
         else:
             self.delayed.end_share(self.gradients(), *self.weights(updates), ready)
+
+    def reported(self) -> dict[str, Any]:
+        """Return the "row_versions" and "own_rows" of the report of the present gradient."""
+        runs: list[tuple[int, int]] = []
+        if any(version != self.position[1] for version in self.versions):
+            runs = [(len(list(same)), version) for version, same in groupby(self.versions)]
+        own = self.delayed is not None and self.delayed.is_last
+        return {"row_versions": runs, "own_rows": own}
 
     def look(self, place: Place, forward: Callable[[], None], *, later: bool) -> None:
         """Ask for the rows of a batch that is computed later, and do not wait for them.
@@ -243,7 +287,7 @@ class RowExchange(RowCollector):
         self._sequence += 1
         self._awaited[self._sequence] = server
         generation, version = self.position
-        keys = torch.from_numpy(pack_keys(tables, ids))
+        keys = torch.from_numpy(pack_keys(tables, ids, ROW_MEMORY.empty))
         place = generation, self._sequence, version + self._later
         self._send(server_peer(server), PullRows(*place, group, training, keys).pack())
         return self._sequence

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from steepest.engine.incoming_weights import Key
+from steepest.engine.row_memory import ROW_MEMORY
 from steepest.engine.staged_chunk import StagedChunk
-from steepest.errors import ConfigurationError, ProtocolError
+from steepest.errors import ConfigurationError, ProtocolError, ResourcesError
 from steepest.messages.message import Peer, Send
 from steepest.messages.rows import PullRows, Rows
 
@@ -104,7 +105,7 @@ class RowPulls:
         refused, values = "", None
         try:
             values = self._values(wanted)
-        except ConfigurationError as error:
+        except (ConfigurationError, ResourcesError) as error:
             refused = str(error)
         answer = Rows(generation, wanted.pull.sequence, version, refused, values)
         self._send(source, answer.pack())
@@ -143,11 +144,14 @@ class RowPulls:
 
         Raises:
             ConfigurationError: a table has no room for them.
+            ResourcesError: this machine has no memory for them.
         """
         assert self._tables is not None
         if not wanted.parts:
             return None
-        values = np.empty((len(wanted.ids), wanted.one.dim), wanted.one.dtype)
+        width = wanted.one.dim * np.dtype(wanted.one.dtype).itemsize
+        packed = ROW_MEMORY.empty(len(wanted.ids) * width)
+        values = packed.view(wanted.one.dtype).reshape(-1, wanted.one.dim)
         for shard, part in wanted.parts:
             held = self._chunks[self._tables.chunk(wanted.pull.group, shard)]
             rows = cast("TableChunk", held).rows
@@ -155,4 +159,4 @@ class RowPulls:
             if wanted.pull.training:
                 rows.require_room(*keys)
             rows.pull(*keys, out=values[part])
-        return torch.from_numpy(values.reshape(-1).view(np.uint8))
+        return torch.from_numpy(packed)

@@ -15,7 +15,7 @@ from steepest.engine.optimizer_records import checked_state_size
 from steepest.engine.outgoing_weights import OutgoingWeights
 from steepest.engine.put_states import PutStates
 from steepest.engine.row_pulls import RowPulls
-from steepest.engine.server_chunk import ServerChunk
+from steepest.engine.server_chunk import make_chunk
 from steepest.engine.staged_chunk import StagedChunk, StagedPush
 from steepest.engine.staging_progress import StagingProgress
 from steepest.engine.topology import Topology
@@ -39,7 +39,6 @@ from steepest.messages.users import UserLeft
 from steepest.optim.spec import OptimizerSpec
 from steepest.protocol.decision_log import DecisionLog
 from steepest.protocol.push_tracking import MOST_PUSHES, ClosedPushes
-from steepest.tensors.layout import Chunk
 from steepest.tensors.memory import as_tensor
 
 log = logging.getLogger(__name__)
@@ -89,10 +88,11 @@ class Server:
     Attributes:
         version: of the weights: the number of the last commit.
         generation: the last one that the coordinator began.
-        refused: the number of pushes and puts that were dropped.
+        refused: the number of pushes that were dropped.
         chunks: that this server holds, by index.
         answers_for: indices of those whose copies, if any, are on other servers.
         decisions: the coordinator's decisions, remembered where chunks have copies.
+        flush: sends queued bytes without waiting; does nothing unless it is set.
     """
 
     def __init__(
@@ -123,12 +123,17 @@ class Server:
         self._open_to_all = mode.open_to_all
         self._layout = layout
         self.chunks: dict[int, StagedChunk] = {
-            chunk.index: self._made(chunk, topology, spec, weights, mode.checked)
+            chunk.index: make_chunk(chunk, topology, spec, weights, mode.checked)
             for chunk in layout.chunks
             if index in holders[chunk.index]
         }
         self.answers_for = {chunk for chunk in self.chunks if holders[chunk][0] == index}
         self._trainable = [chunk for chunk in self.chunks.values() if chunk.chunk.trainable]
+        # First layers first, which lie in the last chunks: the next forward pass begins with them.
+        # Rows last, for which no worker waits before it has asked for them.
+        last_first = self._trainable[::-1]
+        self._in_order = sorted(last_first, key=lambda held: held.chunk.has_rows)
+        self.flush: Callable[[], None] = lambda: None
         self._spec = spec
         self._base = [hyper for _, hyper in spec.groups] if spec is not None else []
         self._changed = False  # whether a schedule has ever changed hyperparameters
@@ -150,23 +155,6 @@ class Server:
         self._puts = PutStates(index, self.chunks, send, make_way, checked=mode.open_to_all)
         self._ended: dict[int, int] = {}  # by worker, the incarnation of its last life that is over
         self._pulls = RowPulls(index, topology.tables, self.chunks, send)
-
-    @staticmethod
-    def _made(
-        chunk: Chunk,
-        topology: Topology,
-        spec: OptimizerSpec | None,
-        weights: torch.Tensor,
-        checked: bool,
-    ) -> StagedChunk:
-        """Return a chunk of weights with their optimizer, or a shard of tables."""
-        if chunk.has_rows and topology.tables is not None:
-            from steepest.engine.table_chunk import TableChunk
-
-            return TableChunk(chunk, topology.tables, checked)
-        layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
-        view = layout.chunk_view(weights, chunk.index)
-        return ServerChunk(chunk, layout, spec, view, checked, keeps_mean=copies)
 
     @property
     def vector(self) -> torch.Tensor:
@@ -289,7 +277,8 @@ class Server:
             self._send(COORDINATOR, UserLeft(peer.index).pack())
 
     def tick(self, now: float) -> None:
-        """Do nothing: a server has no deadlines of its own."""
+        """Drop the snapshots whose readers do not read on."""
+        self._weights.rows.tick(now)
 
     # -- stage ---------------------------------------------------------------------------------
 
@@ -457,15 +446,16 @@ class Server:
         self._progress.begin_version()
         workers = ((self._hosts.reader_of(worker), request) for worker, request in commit.readers)
         readers = list(dict.fromkeys(workers))
-        # First layers first, which lie in the last chunks: the next forward pass begins with them.
-        for held in reversed(self._trainable):
+        for held in self._in_order:
+            if held.chunk.has_rows:
+                self.flush()  # the weights, with which workers go on meanwhile
             if not commit.skip:
                 self._apply(held, commit, hyper)
             for push in commit.pushes:
                 if push in held.staged:  # what an aggregator added up is staged as the first push
                     held.forget(push)
             for reader, sequence in readers:
-                self._weights.send(reader, held, self._position, sequence)
+                self._weights.send(reader, held, self._position, sequence, skipped=commit.skip)
         if not self._together:
             for push in commit.pushes:
                 self._done.add(push)
@@ -583,7 +573,7 @@ class Server:
     def _install(self, puts: Iterable[Sequence[Any]]) -> None:
         """Install states that clients have put; each entry is a client's (role, index, request)."""
         for role, index, sequence in puts:
-            self.refused += not self._puts.install(Peer(role, index), sequence)
+            self._puts.install(Peer(role, index), sequence)
 
     def _stage_early(self) -> None:
         """Stage the pushes that came early; those that are still early are kept again."""

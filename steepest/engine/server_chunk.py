@@ -11,6 +11,7 @@ import torch
 
 from steepest.compression.codecs import Codec, Half, sum_of_squares
 from steepest.engine.staged_chunk import StagedChunk, StagedPush
+from steepest.engine.topology import Topology
 from steepest.errors import ProtocolError
 from steepest.messages.message import PushId
 from steepest.optim.spec import Hyperparameters, OptimizerSpec
@@ -65,6 +66,7 @@ class ServerChunk(StagedChunk):
             self._optimizer, self._groups = spec.build(slices)
         # Torch's own optimizers leave gradients as they are; others get one that they may write to.
         gentle = spec is None or type(self._optimizer).__module__.startswith("torch.optim")
+        gentle |= getattr(self._optimizer, "keeps_gradients", False)
         self._lends_mean = gentle and not keeps_mean
 
     def fits(self, size: int, codec: Codec | None) -> bool:
@@ -356,6 +358,33 @@ class ServerChunk(StagedChunk):
         """Drop the optimizer's state: the next step is as its first one."""
         if self._optimizer is not None:
             self._optimizer.state.clear()
+
+
+def make_chunk(
+    chunk: Chunk,
+    topology: Topology,
+    spec: OptimizerSpec | None,
+    weights: torch.Tensor,
+    checked: bool,
+) -> StagedChunk:
+    """Return a chunk of weights with their optimizer, or a shard of tables.
+
+    Args:
+        chunk: of the layout.
+        topology: of the job.
+        spec: the optimizer; None to add pushes to the weights.
+        weights: the flat vector, in which the chunk lies.
+        checked: whether to compute squares, in which NaN and infinity show.
+    """
+    if chunk.has_rows and topology.tables is not None:
+        from steepest.engine.table_chunk import TableChunk
+
+        groups = [] if spec is None else spec.groups
+        rates = [hyper.get("lr", math.nan) for _, hyper in groups]
+        return TableChunk(chunk, topology.tables, checked, rates)
+    layout, copies = topology.layout, len(topology.holders[chunk.index]) > 1
+    view = layout.chunk_view(weights, chunk.index)
+    return ServerChunk(chunk, layout, spec, view, checked, keeps_mean=copies)
 
 
 def _add(total: torch.Tensor, gradient: torch.Tensor, factor: float = 1.0) -> None:

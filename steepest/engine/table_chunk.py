@@ -43,13 +43,17 @@ class TableChunk(StagedChunk):
         chunk: of the layout.
         dealing: of tables into chunks.
         checked: whether to compute squares, in which NaN and infinity show.
+        rates: learning rates of the parameter groups of the model's optimizer, as it was made; NaN for
+            a group that has none.
 
     Attributes:
         rows: of the shard.
         mean: of staged pushes; None before `reduce`, and where no push has a row of this shard.
     """
 
-    def __init__(self, chunk: Chunk, dealing: Dealing, checked: bool = True) -> None:
+    def __init__(
+        self, chunk: Chunk, dealing: Dealing, checked: bool = True, rates: Sequence[float] = ()
+    ) -> None:
         super().__init__(chunk, torch.empty(0, dtype=torch.uint8))
         self.mean: RowGradients | None = None
         self._dealing = dealing
@@ -57,6 +61,7 @@ class TableChunk(StagedChunk):
         self._tables = dealing.groups[dealing.group_of(chunk.index)]
         self._table_names = [table.name for table in self._tables]
         self._checked = checked
+        self._optimizer, self._rates = self._tables[0].optimizer, rates
         self.rows = dealing.make(chunk.index)
         # a state of which parts have come: the pieces of each array, by where they begin
         self._loaded: dict[str, dict[int, npt.NDArray[Any]]] = {}
@@ -187,7 +192,7 @@ class TableChunk(StagedChunk):
         Rows for which a table has no room are left out, counted, and logged once.
 
         Args:
-            hyper: of the model's optimizer, which rows do not have.
+            hyper: of the model's optimizer, by parameter group; tables may follow a learning rate.
             rate: factor of the learning rate.
             buffer: None.
         """
@@ -196,7 +201,13 @@ class TableChunk(StagedChunk):
         if mean is None:
             rows.version = version
         else:
-            lr = None if rate == 1.0 else self._tables[0].optimizer.lr * rate
+            lr, optimizer = None, self._optimizer
+            if (group := optimizer.follows) is not None:
+                rate *= hyper[group].get("lr", self._rates[group]) / self._rates[group]
+            if not optimizer.takes_rate():
+                mean = mean.times(rate)
+            elif rate != 1.0:
+                lr = optimizer.lr * rate
             keys = mean.tables, mean.ids, mean.gradients
             rows.push(*keys, version, lr, mean.sightings, strict=False)
             self._tell_of_full_tables(rows)

@@ -57,12 +57,14 @@ class _Computed:
         version: of the weights from which it was computed.
         result: loss, metrics and times.
         pushes: the arguments of each call of `ChunkReady`.
+        rows: "row_versions" and "own_rows" of its report.
     """
 
     share: int
     version: int
     result: WorkerResult
     pushes: list[tuple[int, torch.Tensor, float, float, frozenset[int]]]
+    rows: dict[str, Any]
 
 
 class Worker:
@@ -517,6 +519,8 @@ class Worker:
             timings = {**result.timings, "wait": self._waited + self._waiting}
             stats = {"loss": result.loss, "metrics": result.metrics, "timings": timings}
         moved = (self._exchange.bytes_pushed, pulled)
+        if self._computed is not None:
+            stats |= self._computed.rows
         return Report(
             *(
                 self.generation,
@@ -548,7 +552,9 @@ class Worker:
             # a worker without samples in this step has waited, and computed nothing
             computing = max(result.timings["compute"] - self._waiting, 0.0)
             result = replace(result, timings={**result.timings, "compute": computing})
-            done = _Computed(share, version, result, pushes)
+            rows = self._exchange.rows
+            about_rows = {} if rows is None else rows.reported()
+            done = _Computed(share, version, result, pushes, about_rows)
         else:
             self._arrive(None)
             for chunk in done.pushes:

@@ -273,6 +273,8 @@ def _pushes(value: Iterable[Iterable[int]]) -> tuple[PushId, ...]:
 PUSHES = replace(rows(3), read=_pushes)
 #: Readers of weights: (worker, sequence number of the push that it awaits them for, or 0).
 READERS = rows(2)
+#: Versions of rows of embedding tables: (number of answers, their version) of each.
+ROW_VERSIONS = many(row(COUNT, COUNT))
 #: The learning rate of each parameter group; None for those of the schedule.
 Rates = Sequence[float] | None
 #: Learning rates that a user has set: (step, rates) of each change, by ascending step; the rates of

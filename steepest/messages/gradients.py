@@ -16,6 +16,7 @@ from steepest.messages.fields import (
     PUSHES,
     READERS,
     RECORD,
+    ROW_VERSIONS,
     STATE,
     WORKER,
     many,
@@ -180,6 +181,11 @@ class Report(Body):
             driver asked for no statistics.
         metrics: means over the samples, by name.
         timings: seconds, by part of the step: "data", "compute", "wait".
+        row_versions: (count, version): so many requests for rows of embedding tables, in the order in
+            which the gradient needed them, were answered at that version; empty where all were at
+            `pulled`, or there were none.
+        own_rows: whether the push has this step's gradients of rows, where gradients of rows are
+            pushed a step late.
     """
 
     generation: Generation
@@ -193,6 +199,8 @@ class Report(Body):
     loss: Annotated[float | None, NUMBER] = None
     metrics: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
     timings: Annotated[dict[str, float], numbers_by_name()] = field(default_factory=dict)
+    row_versions: Annotated[Row[Row[int]], ROW_VERSIONS] = ()
+    own_rows: Annotated[bool, FLAG] = False
 
 
 @dataclass(frozen=True)
@@ -310,6 +318,7 @@ class Weights(Body):
         chunk: index of the chunk.
         reload: whether all chunks are sent, those that are not trained too, as when a generation
             begins.
+        skipped: whether the commit of this version left its gradients out, because of NaN or infinity.
         payload: the chunk's bytes, in its dtype or in half precision.
     """
 
@@ -318,6 +327,7 @@ class Weights(Body):
     version: Version
     chunk: Chunk
     reload: Annotated[bool, FLAG] = False
+    skipped: Annotated[bool, FLAG] = False
     payload: Payload = field(default=None, compare=False)
 
 

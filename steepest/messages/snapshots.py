@@ -170,12 +170,14 @@ class SnapshotEnd(Body):
         sequence: of the reader's request.
         version: of the snapshot.
         state: of the coordinator, where the reader asked for "state" or "standing".
+        given_up: why the rest is not sent, in words; empty where all was.
     """
 
     generation: Generation
     sequence: Sequence
     version: Version
     state: Annotated[dict[str, Any] | None, STATE] = None
+    given_up: Annotated[str, TEXT] = ""
 
 
 @body(Kind.PUT)
@@ -217,7 +219,8 @@ class PutState(_Tensor):
 class ReplaceState(Body):
     """The put replaces all optimizer state, even if it holds no tensor of it.
 
-    A client sends it to every server when it installs weights together with optimizer state.
+    A client sends it to every server, after all other messages of the put, when it installs weights
+    together with optimizer state.
 
     Attributes:
         sequence: of the put.
@@ -238,10 +241,12 @@ class PutReceived(Body):
     Attributes:
         sequence: of the put.
         number: of the message that was received.
+        refused: why the server does not take it, in words; empty if it does.
     """
 
     sequence: Sequence
     number: Number
+    refused: Annotated[str, TEXT] = ""
 
 
 @body(Kind.INSTALL)

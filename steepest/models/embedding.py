@@ -32,15 +32,14 @@ Ids = Tensor | Sequence[Sequence[int]]
 class RowSource(Protocol):
     """Where modules get rows, and send gradients; `steepest.tables.local.LocalRows` is one."""
 
-    @property
-    def num_shards(self) -> int:
-        """The number of shards of each group; keys in the order of their shards are handled fastest."""
-
     def place(self, table: Table) -> tuple[int, int]:
         """Return the number of a table's group, whose rows travel together, and its number there."""
 
+    def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
+        """Return the distinct ones of the (table, id) of a batch, (n,), in an order that suits `pull`."""
+
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> Floats:
-        """Return the values of rows, (n, dim); `training` where gradients of them will come."""
+        """Return the values of distinct rows, (m, dim); `training` where gradients will come."""
 
     def push(
         self, group: int, tables: Int32s, ids: Int64s, gradients: Floats, sightings: Int32s
@@ -153,17 +152,12 @@ class TableModule(nn.Module):
                 "when the job begins; for a loop of your own call steepest.connect(module) before"
             )
         places = [self._places[table.name] for table, _ in wanted]
-        shards = self._source.num_shards
         found = []
         for group in dict.fromkeys(group for group, _ in places):
             of = [at for at, (other, _) in enumerate(places) if other == group]
-            ids = [
-                require_ids(f"ids of table {wanted[at][0].name!r}", wanted[at][1].detach().cpu())
-                for at in of
-            ]
-            sizes = [len(part) for part in ids]
+            sizes = [wanted[at][1].shape[0] for at in of]
             numbers = np.repeat(np.array([places[at][1] for at in of], np.int32), sizes)
-            keys = Distinct(numbers, ids[0] if len(of) == 1 else np.concatenate(ids), shards)
+            keys = self._source.distinct(group, numbers, _joined_ids([wanted[at] for at in of]))
             values = torch.from_numpy(self._pull(group, keys))
             values = values.to(wanted[of[0]][1].device)
             if torch.is_grad_enabled():
@@ -178,6 +172,24 @@ class TableModule(nn.Module):
     def _pull(self, group: int, keys: Distinct) -> Floats:
         assert self._source is not None
         return self._source.pull(group, keys.tables, keys.ids, torch.is_grad_enabled())
+
+
+def _joined_ids(wanted: Sequence[tuple[Table, Tensor]]) -> Int64s:
+    """Return the ids of several tables one after the other.
+
+    Raises:
+        ConfigurationError: some are no integers, or out of range; names their table.
+    """
+    parts = [np.asarray(ids.detach().cpu()) for _, ids in wanted]
+    if all(part.dtype == np.int64 for part in parts):  # one check of all instead of many small ones
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if not joined.size or joined.min() >= 0:
+            return require_ids("ids", joined)
+    checked = [
+        require_ids(f"ids of table {table.name!r}", part)
+        for (table, _), part in zip(wanted, parts, strict=True)
+    ]
+    return np.concatenate(checked)
 
 
 class _Found(NamedTuple):
@@ -390,7 +402,7 @@ class EmbeddingCollection(TableModule):
                 sizes = [len(parts[at][0]) for at in of]
                 pooled = _apart(rows, inverse)
             else:
-                sizes = [len(part) - 1 for part in bounds]
+                sizes = [part.shape[0] - 1 for part in bounds]
                 pooled = _pooled(rows, inverse, _one_after_another(bounds), self.mode, None)
             # one backward pass for all: each would have rows of zeros for the others' ids
             for at, part in zip(of, torch.split(pooled, sizes), strict=True):
@@ -408,8 +420,14 @@ class EmbeddingCollection(TableModule):
 
 def _one_after_another(bounds: Sequence[Tensor]) -> Tensor:
     """Return where bags begin when features' ids stand one after another, and the end."""
+    first = bounds[0]
     if len(bounds) == 1:
-        return bounds[0]
+        return first
+    if len(first) > 1 and all(part is first for part in bounds):
+        count, device = len(first) - 1, first.device
+        size = int(first[-1]) // count
+        if first is _evenly(count, size, device):
+            return _evenly(count * len(bounds), size, device)
     begin, moved = 0, []
     for part in bounds:
         moved.append(part[:-1] + begin)
@@ -492,7 +510,7 @@ def _bags(ids: Tensor, offsets: Tensor | None, includes_last: bool) -> tuple[Ten
     """Return ids (n,), and where each bag begins, with the end, (B + 1,)."""
     if ids.dim() == 2 and offsets is None:
         count, size = ids.shape
-        return ids.reshape(-1), torch.arange(count + 1, device=ids.device) * size
+        return ids.reshape(-1), _evenly(count, size, ids.device)
     if ids.dim() != 1 or offsets is None or offsets.dim() != 1:
         given = "none" if offsets is None else f"of shape {tuple(offsets.shape)}"
         raise ConfigurationError(
@@ -510,6 +528,12 @@ def _bags(ids: Tensor, offsets: Tensor | None, includes_last: bool) -> tuple[Ten
     return ids, bounds
 
 
+@functools.lru_cache(maxsize=16)
+def _evenly(count: int, size: int, device: torch.device) -> Tensor:
+    """Return where bags of one size begin, and the end, (count + 1,); the same tensor each time."""
+    return torch.arange(count + 1, device=device) * size
+
+
 def _bags_of(name: str, ids: Ids) -> tuple[Tensor, Tensor]:
     """Return a feature's ids (n,), and where each sample's begin, with the end, (B + 1,)."""
     if isinstance(ids, Tensor) and ids.is_nested:
@@ -525,7 +549,8 @@ def _bags_of(name: str, ids: Ids) -> tuple[Tensor, Tensor]:
             raise ConfigurationError(
                 f"ids of shape {tuple(ids.shape)} for feature {name!r}: give (B,) or (B, N)"
             )
-        return _bags(ids if ids.dim() == 2 else ids[:, None], None, False)
+        size = ids.shape[1] if ids.dim() == 2 else 1
+        return ids.reshape(-1), _evenly(ids.shape[0], size, ids.device)
     sizes = [len(part) for part in ids]
     flat = np.concatenate([np.empty(0, np.int64), *(require_ids(name, part) for part in ids)])
     bounds = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])

@@ -11,6 +11,7 @@ from steepest.validation import require_count
 
 if TYPE_CHECKING:
     from steepest.models.embedding import RowSource
+    from steepest.tables.hashing import Distinct
     from steepest.tables.kernels import Floats, Int32s, Int64s
     from steepest.tables.table import Table
 
@@ -66,14 +67,13 @@ class ScaledRows:
         self._scale = scale
         self._device = device
 
-    @property
-    def num_shards(self) -> int:
-        """The number of shards of each group of tables."""
-        return self._source.num_shards
-
     def place(self, table: Table) -> tuple[int, int]:
         """Return the number of a table's group, and the table's number in it."""
         return self._source.place(table)
+
+    def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
+        """Return the distinct ones of the (table, id) of a batch."""
+        return self._source.distinct(group, tables, ids)
 
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool) -> Floats:
         """Return the values of rows; a server of this process may update weights meanwhile."""

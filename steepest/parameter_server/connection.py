@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError, SteepestError
 from steepest.parameter_server.pusher import Pusher
-from steepest.tensors.allocator import Recycler, empty_bytes
+from steepest.tensors.allocator import Recycler
 from steepest.tensors.memory import Bytes
-from steepest.tensors.shared_memory import lendable
+from steepest.tensors.shared_memory import lendable_if_possible
 from steepest.transport.router import Router
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Connection:
         self.pusher = pusher
         self.recycler = Recycler()
         # servers may still read the memory of a push whose caller has given up
-        self.updates = Recycler(_for_updates, lambda: pusher.pushing == 0)
+        self.updates = Recycler(lendable_if_possible, lambda: pusher.pushing == 0)
         self._router = router
         self._host_client = host_client
         self._client: Client | None = None
@@ -304,9 +304,3 @@ class Connection:
             self._in_flight.clear()
             while self.pusher.pushing and not self._closed:
                 self._turn_once(_TURN_SECONDS)
-
-
-def _for_updates(nbytes: int) -> Bytes:
-    """Return new memory, of the kind that servers of this host read without a copy if possible."""
-    memory = lendable(nbytes)
-    return empty_bytes(nbytes) if memory is None else memory

@@ -79,6 +79,11 @@ class Blocks:
     def __len__(self) -> int:
         return self.top - self.freed
 
+    @property
+    def room(self) -> int:
+        """For how many more rows there is room."""
+        return min(memory.capacity for memory in (self._memory, *self._known)) - len(self)
+
     def require(self, count: int) -> None:
         """Check that there is room for so many more rows.
 

@@ -29,7 +29,8 @@ def require_ids(name: str, ids: Any) -> Int64s:
         raise ConfigurationError(
             f"{name} are of {found.dtype}: give integers from 0 to 2^63 - 1 (hash texts first)"
         )
-    if found.size and (int(found.min()) < 0 or int(found.max()) > 2**63 - 1):
+    is_wider = found.dtype.kind == "u" and found.dtype.itemsize == 8
+    if found.size and (int(found.min()) < 0 or (is_wider and int(found.max()) > 2**63 - 1)):
         wrong = int(found.min()) if int(found.min()) < 0 else int(found.max())
         raise ConfigurationError(
             f"{name} hold {wrong}: give integers from 0 to 2^63 - 1; a hash is made one by & (2**63 - 1)"

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from steepest.tables.hashing import Distinct, add_up, shard_of
+from steepest.tables.hashing import Distinct, add_up, are_distinct, shard_of
 from steepest.tables.pooling import Bags
 from steepest.tables.shard import TableShard
 from steepest.tables.table import Table, groups
@@ -54,6 +54,7 @@ def _compile_modules(dtype: str) -> None:
     rows = np.ones((1, 1), dtype)
     keys = Distinct(one, one, 2)
     shard_of(keys.tables, keys.ids, 2)
+    are_distinct(keys.tables, keys.ids, 1, 0, 2)
     add_up(rows, keys.inverse, 1)
     add_up(rows.astype(np.float64), keys.inverse, 1)
     bags = Bags(keys.inverse, np.array([0, 1]), np.ones(1, dtype), False)

@@ -79,11 +79,11 @@ class Dealing:
     def description(self) -> list[list[str | int]]:
         """Return what a state of these tables must have in common with them, for checkpoints.
 
-        That is, of each table, its name, dimension, dtype and optimizer.
+        That is, of each table, its name, dimension, dtype, optimizer and the number of its group.
         """
         return [
-            [table.name, table.dim, table.dtype, type(table.optimizer).__name__]
-            for group in self.groups
+            [table.name, table.dim, table.dtype, type(table.optimizer).__name__, number]
+            for number, group in enumerate(self.groups)
             for table in group
         ]
 

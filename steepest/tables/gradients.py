@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,17 @@ import numpy.typing as npt
 
 from steepest.errors import ConfigurationError
 from steepest.tables.checks import require_keys
-from steepest.tables.hashing import Distinct, add_up, shard_of
+from steepest.tables.hashing import Distinct, add_up, are_distinct, shard_of
 from steepest.tables.kernels import Floats, Int32s, Int64s
 
 Bytes = npt.NDArray[np.uint8]
+#: Returns memory of so many bytes, with anything in it.
+Empty = Callable[[int], Bytes]
 _KEY_BYTES = 12  # an id, and a table number
+
+
+def _new(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,13 @@ class RowGradients:
         """Return the number of rows."""
         return len(self.ids)
 
-    def pack(self) -> Bytes:
-        """Return all of it as bytes: ids, gradients, table numbers, sightings."""
-        parts = (self.ids, self.gradients, self.tables, self.sightings)
-        return np.concatenate([_as_bytes(part) for part in parts])
+    def pack(self, empty: Empty = _new) -> Bytes:
+        """Return all of it as bytes: ids, gradients, table numbers, sightings.
+
+        Args:
+            empty: returns memory of so many bytes.
+        """
+        return _joined((self.ids, self.gradients, self.tables, self.sightings), empty)
 
     @classmethod
     def unpack(cls, packed: Bytes, dim: int, dtype: str) -> RowGradients:
@@ -51,13 +60,12 @@ class RowGradients:
         """
         width = np.dtype(dtype).itemsize * dim
         count = require_rows(len(packed), 16 + width)
-        ends = np.cumsum([8 * count, width * count, 4 * count, 4 * count])
-        ids, gradients, tables, sightings = np.split(packed, ends[:-1])
+        begin, end = 8 * count, (8 + width) * count
         return cls(
-            tables.view(np.int32),
-            ids.view(np.int64),
-            gradients.view(dtype).reshape(count, dim),
-            sightings.view(np.int32),
+            packed[end : end + 4 * count].view(np.int32),
+            packed[:begin].view(np.int64),
+            packed[begin:end].view(dtype).reshape(count, dim),
+            packed[end + 4 * count :].view(np.int32),
         )
 
     def require(self, names: Sequence[str], shard: int, num_shards: int) -> None:
@@ -70,6 +78,9 @@ class RowGradients:
         Raises:
             ConfigurationError: they are not.
         """
+        fine = are_distinct(self.tables, self.ids, len(names), shard, num_shards)
+        if fine and (not len(self) or self.sightings.min() > 0):
+            return
         require_keys(self.tables, self.ids, names)
         if len(self) and self.sightings.min() < 1:
             raise ConfigurationError(f"sightings hold {self.sightings.min()}: give at least 1")
@@ -114,9 +125,18 @@ def added(parts: Sequence[RowGradients]) -> RowGradients:
     return RowGradients(keys.tables, keys.ids, gradients, seen)
 
 
-def pack_keys(tables: Int32s, ids: Int64s) -> Bytes:
-    """Return the keys of rows as bytes: ids, then table numbers."""
-    return np.concatenate([_as_bytes(ids), _as_bytes(tables)])
+def pack_keys(tables: Int32s, ids: Int64s, empty: Empty = _new) -> Bytes:
+    """Return the keys of rows as bytes: ids, then table numbers.
+
+    Args:
+        empty: returns memory of so many bytes.
+    """
+    return _joined((ids, tables), empty)
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], empty: Empty) -> Bytes:
+    packed = empty(sum(part.nbytes for part in parts))
+    return np.concatenate([_as_bytes(part) for part in parts], out=packed)
 
 
 def unpack_keys(packed: Bytes) -> tuple[Int32s, Int64s]:

@@ -55,6 +55,42 @@ def shard_of(tables: Int32s, ids: Int64s, count: int) -> Int32s:
 
 
 @kernel
+def _are_distinct(
+    tables: Int32s, ids: Int64s, num_tables: int, shard: int, count: np.uint64, slots: Int32s
+) -> bool:
+    mask = np.uint64(len(slots) - 1)
+    slots[:] = 0
+    for at in range(len(ids)):
+        table, key = tables[at], ids[at]
+        if key < 0 or table < 0 or table >= num_tables:
+            return False
+        hashed = mix(np.uint64(key) ^ (_SHARD_SALT * np.uint64(table + 1)))
+        if ((hashed >> _32) * count) >> _32 != np.uint64(shard):
+            return False
+        slot = hashed & mask
+        while slots[slot]:
+            other = slots[slot] - 1
+            if ids[other] == key and tables[other] == table:
+                return False
+            slot = (slot + np.uint64(1)) & mask
+        slots[slot] = at + 1
+    return True
+
+
+def are_distinct(tables: Int32s, ids: Int64s, num_tables: int, shard: int, count: int) -> bool:
+    """Return whether keys are distinct, all of one shard, and none of them out of range.
+
+    Args:
+        tables, ids: (n,), table numbers and ids.
+        num_tables: table numbers are below it.
+        shard, count: of how many shards it is which.
+    """
+    slots = np.empty(1 << max(3, (2 * len(ids) - 1).bit_length()), np.int32)
+    keys = read_only(tables, np.int32), read_only(ids, np.int64)
+    return bool(_are_distinct(*keys, num_tables, shard, np.uint64(count), slots))
+
+
+@kernel
 def _deal(shards: Int32s, begins: Int64s, order: Int64s) -> bool:
     """Count the keys of each shard, and sort them; return whether they were in order already."""
     ascending = True

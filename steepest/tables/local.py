@@ -8,7 +8,7 @@ import numpy as np
 
 from steepest.errors import ConfigurationError
 from steepest.tables.gradients import RowGradients, added
-from steepest.tables.hashing import deal
+from steepest.tables.hashing import Distinct, deal
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.shard import TableShard
 from steepest.tables.table import Table, groups
@@ -57,6 +57,10 @@ class LocalRows:
                 f"{', '.join(map(repr, self._places)) or 'none'}: give it to LocalRows"
             )
         return group, number
+
+    def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
+        """Return the distinct ones of the (table, id) of a batch, by ascending shard."""
+        return Distinct(tables, ids, len(self.shards[group]))
 
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = False) -> Floats:
         """Return the values of rows, (n, dim).

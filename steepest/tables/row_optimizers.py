@@ -14,7 +14,7 @@ import numpy as np
 
 from steepest.errors import ConfigurationError
 from steepest.tables.kernels import Floats, Int32s, inlined, kernel
-from steepest.validation import require_number, require_positive
+from steepest.validation import require_count, require_number, require_positive
 
 
 @inlined
@@ -151,14 +151,20 @@ class RowOptimizer:
         lr: the learning rate of pushes that come without one.
         weight_decay: times the row is added to its gradient when it is pushed (L2).
         clip_norm: gradients of rows with a greater Euclidean norm are scaled down to it, before weight decay.
+        follows: index of a parameter group of the model's optimizer: in each update `lr` is multiplied by
+            that group's present learning rate over its first one, whether a schedule or a user has
+            changed it. None for a rate that stays.
     """
 
     lr: float = 1e-2
     weight_decay: float = 0.0
     clip_norm: float | None = None
+    follows: int | None = None
 
     def __post_init__(self) -> None:
         self._require("lr", "weight_decay")
+        if self.follows is not None:
+            require_count(f"{type(self).__name__}(follows)", self.follows, 0)
         if self.clip_norm is not None:
             require_positive(f"{type(self).__name__}(clip_norm)", self.clip_norm)
 
@@ -195,6 +201,10 @@ class RowOptimizer:
         rate, own = self._terms(rate, version, gradients.shape[1])
         common = np.array([rate, self.weight_decay, self.clip_norm or 0.0], rows.dtype)
         self._kernel()(rows, numbers, gradients, common, np.array(own, rows.dtype))
+
+    def takes_rate(self) -> bool:
+        """Return whether a factor of an update is one of `lr`, rather than of its gradients."""
+        return True
 
     # what each optimizer has of its own: slots, the rate and numbers for its kernel, and the kernel
 
@@ -323,6 +333,10 @@ class FTRL(RowOptimizer):
         super().__post_init__()
         self._require("beta", "l1", "l2", "initial_accumulator_value")
         require_positive("FTRL(lr)", self.lr)
+
+    def takes_rate(self) -> bool:
+        """Return False: all values of a row are proportional to `lr`, those that it has too."""
+        return False
 
     def _first_slots(self, dim: int) -> list[float]:
         return [self.initial_accumulator_value] * dim + [0.0] * dim

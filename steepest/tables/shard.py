@@ -11,7 +11,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from steepest.errors import ConfigurationError
+from steepest.errors import ConfigurationError, ResourcesError
 from steepest.tables.admission import Admission
 from steepest.tables.blocks import Blocks
 from steepest.tables.capacity import Capacities, Plan
@@ -251,7 +251,7 @@ class TableShard:
             wanted = np.bincount(of[admitted], minlength=len(self._tables))
             self._capacities.require(wanted, known, self._alive)
         plan = self._capacities.fit(of, admitted, known, self._alive)
-        self._blocks.require(int((plan.wanted - plan.excess).sum()))
+        self._require_memory(plan.wanted - plan.excess)
         return plan
 
     def require_room(self, tables: npt.ArrayLike, ids: npt.ArrayLike) -> None:
@@ -265,7 +265,10 @@ class TableShard:
 
         Raises:
             ConfigurationError: what `push` with `strict` would raise for want of room, or for such ids.
+            ResourcesError: the machine has no memory for more rows.
         """
+        if np.size(ids) > self._blocks.room:
+            self._require_memory_for(tables, ids)
         told = self._capacities.told
         if not told.any():
             return
@@ -281,6 +284,30 @@ class TableShard:
         known = np.bincount(distinct.tables[rows >= 0], minlength=len(self._tables))
         wanted = np.bincount(distinct.tables[rows < 0], minlength=len(self._tables))
         self._capacities.require(wanted, known, self._alive)
+
+    def _require_memory_for(self, tables: npt.ArrayLike, ids: npt.ArrayLike) -> None:
+        """Check that there is memory for the rows that a push of ids adds, see `require_room`."""
+        numbers_of, checked = require_keys(tables, ids, self._names)
+        asked = np.array([table.admission is None for table in self._tables])
+        asked[self._frozen] = False
+        mine = asked[numbers_of]
+        distinct = Distinct(numbers_of[mine], checked[mine])
+        rows, _ = self._index.find(distinct.tables, distinct.ids)
+        wanted = np.bincount(distinct.tables[rows < 0], minlength=len(self._tables))
+        excess = (self._alive + wanted - self._capacities.rows).clip(0)
+        self._require_memory(wanted - excess)
+
+    def _require_memory(self, added: Int64s) -> None:
+        """Check that there is memory for so many more rows of each table.
+
+        Raises:
+            ResourcesError: there is not; names the tables.
+        """
+        try:
+            self._blocks.require(int(added.sum()))
+        except ResourcesError as error:
+            names = ", ".join(repr(self._names[table]) for table in np.flatnonzero(added > 0))
+            raise ResourcesError(f"table {names}: {error}") from error
 
     def _count(self, tables: Int32s, ids: Int64s, sightings: Int32s, plan: Plan) -> None:
         """Count the sightings of ids without rows."""

@@ -39,11 +39,15 @@ def empty_bytes(nbytes: int) -> Bytes:
 class Recycler:
     """Blocks of memory that are used again: fresh pages cost more than a transfer.
 
-    Blocks below 1 MB are not kept, and at most two blocks of each size are. Use it on any thread.
+    Use it on any thread.
 
     Args:
         make: returns new memory of so many bytes.
         may_keep: called when a block comes back; where it returns False the block is freed.
+        least: bytes below which blocks are not kept.
+        most: blocks of each size that are kept.
+        rounded: whether the size of a block is the next power of two, so that it serves many sizes;
+            of memory that is mapped, what is not used takes no page.
 
     Example:
         >>> recycler = Recycler()
@@ -58,9 +62,14 @@ class Recycler:
         self,
         make: Callable[[int], Any] = empty_bytes,
         may_keep: Callable[[], bool] = lambda: True,
+        *,
+        least: int = _WORTH_KEEPING,
+        most: int = _KEPT,
+        rounded: bool = False,
     ) -> None:
         self._make = make
         self._may_keep = may_keep
+        self._least, self._most, self._rounded = least, most, rounded
         self._free: dict[int, list[Any]] = {}
 
     def empty(self, nbytes: int) -> Bytes:
@@ -68,20 +77,21 @@ class Recycler:
 
         Its memory comes back to this object when the last view of it is garbage-collected.
         """
-        if nbytes < _WORTH_KEEPING:
+        if nbytes < self._least:
             return empty_bytes(nbytes)
-        kept = self._free.setdefault(nbytes, [])
+        size = 1 << (nbytes - 1).bit_length() if self._rounded else nbytes
+        kept = self._free.setdefault(size, [])
         try:
             memory = kept.pop()
         except IndexError:
-            memory = self._make(nbytes)
+            memory = self._make(size)
         # over a memoryview, so that views of the array hold it, and not `memory`
-        array = np.frombuffer(memoryview(memory), dtype=np.uint8)
+        array = np.frombuffer(memoryview(memory), dtype=np.uint8, count=nbytes)
         weakref.finalize(array, self._keep, kept, memory).atexit = False
         return array
 
     def _keep(self, kept: list[Any], memory: Any) -> None:
-        if len(kept) < _KEPT and self._may_keep():
+        if len(kept) < self._most and self._may_keep():
             kept.append(memory)
 
 

@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import sys
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from steepest.errors import ProtocolError
+from steepest.tensors.allocator import empty_bytes
 from steepest.tensors.memory import Bytes, Memory, address_of, copy_bytes
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ BOARD_BYTES = 4096  # as many payloads may be lent over one channel at a time
 REGION_BYTES = 64 << 20
 OUTBOX_BYTES = 1 << 30
 MAX_DESCRIPTORS = 64  # passed with one message
+_MANY_KEPT = 16  # payloads kept for a reader, from which on it is looked which it has returned
 _SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK, F_SEAL_GROW: its size is fixed, so a mapping stays valid
 _GET_SEALS, _ADD_SEALS = 1034, 1033
 _PAGEMAP = "/proc/self/pagemap"  # one word for each page of this process, see proc(5)
@@ -55,10 +58,12 @@ class Segment(mmap.mmap):
     Attributes:
         descriptor: of the `memfd`.
         address: where it is mapped in this process.
+        reusable: whether its owner uses it again once no array views it.
     """
 
     descriptor: int
     address: int
+    reusable: bool = False
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -133,6 +138,36 @@ def allocate(nbytes: int) -> torch.Tensor:
 
     memory = lendable(nbytes)
     return torch.zeros(nbytes, dtype=torch.uint8) if memory is None else torch.from_numpy(memory)
+
+
+def lendable_if_possible(nbytes: int) -> Bytes:
+    """Return new memory: that of `lendable`, or else this process' own."""
+    memory = lendable(nbytes)
+    return empty_bytes(nbytes) if memory is None else memory
+
+
+class Reusable:
+    """Makes memory for a `Recycler`, that of `lendable` if possible; many blocks share a segment.
+
+    What is sent of it has a view of it until the reader has returned it.
+    """
+
+    def __init__(self) -> None:
+        self._rest: Bytes | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, nbytes: int) -> Bytes:
+        """Return new memory."""
+        with self._lock:
+            if self._rest is None or self._rest.nbytes < nbytes:
+                self._rest = lendable(max(nbytes, REGION_BYTES))
+                if self._rest is None:
+                    return empty_bytes(nbytes)
+                segment = segment_of(self._rest)
+                assert segment is not None
+                segment.reusable = True
+            part, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+            return part
 
 
 def lendable(nbytes: int) -> Bytes | None:
@@ -344,6 +379,10 @@ class Lender:
         self._board: Segment | None = None
         self._free: deque[int] = deque(range(BOARD_BYTES))
         self._out: dict[int, int] = {}  # addresses by slot; the reader's mapping keeps the memory
+        self._kept: dict[
+            int, Memory
+        ] = {}  # by slot, those that would be used again, see `Reusable`
+        self._collect_at = _MANY_KEPT
         self._mapped: set[int] = set()  # numbers of segments
         self._unmapped: set[int] = set()  # numbers of segments that the reader could not map
         # by slot: number of the segment, header, payload
@@ -360,8 +399,9 @@ class Lender:
             header: returns the header of the message, for the case that its payload has to be sent
                 after all.
         """
-        if not self._free:
+        if not self._free or len(self._kept) >= self._collect_at:
             self.collect()
+            self._collect_at = max(_MANY_KEPT, 2 * len(self._kept))
         if not self._free or len(to_pass) > MAX_DESCRIPTORS - 2:
             return b""
         segment = segment_of(payload)
@@ -380,6 +420,8 @@ class Lender:
             to_pass.append(segment)
         slot = self._free.popleft()
         address = self._out[slot] = address_of(payload)
+        if segment.reusable:
+            self._kept[slot] = payload
         self._lending._note(address, 1)
         if number not in self._mapped:
             self._doubts[slot] = number, header(), payload
@@ -437,6 +479,7 @@ class Lender:
         assert self._board is not None
         self._board[slot] = _LENT
         self._lending._note(self._out.pop(slot), -1)
+        self._kept.pop(slot, None)
         self._free.append(slot)
 
     def close(self) -> None:
@@ -444,6 +487,7 @@ class Lender:
         for address in self._out.values():
             self._lending._note(address, -1)
         self._out.clear()
+        self._kept.clear()
         self._doubts.clear()
         self._board = None
         self._lending._lenders.discard(self)
