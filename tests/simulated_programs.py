@@ -28,6 +28,7 @@ from steepest import (
 from steepest.checkpoint import files
 from steepest.config.run import DeadlineConfig
 from steepest.engine.commit_log import CommitLog
+from steepest.engine.strategy import make_strategy
 from steepest.errors import ConfigurationError, PeerLostError, ResourcesError, SteepestError
 from steepest.testing.replay import replay
 from steepest.testing.simulation import Simulation, pause, run_config
@@ -418,8 +419,10 @@ def _check_rows(outcome: Outcome) -> None:
     assert outcome.log is not None
     first = outcome.log.parts[0]
     begins = not first.commits or first.commits[0].version == first.start + 1
-    if not begins or (outcome.begun is None and first.start):
-        outcome.unchecked = "the log does not begin with the run"
+    step = 0 if outcome.begun is None else files.about(outcome.begun)["step"]
+    rule = make_strategy(first.strategy).rule
+    if not begins or first.start != step * rule.versions_per_step(first.num_workers):
+        outcome.unchecked = "the log does not begin with the run, or where it was restored"
         return
     counts, updates = expected_counts(COUNTING, outcome.log)
     values = table_values(COUNTING, outcome.rows)["rows.weight"]

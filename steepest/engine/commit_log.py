@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,11 @@ class LoggedPush(NamedTuple):
         pulled: the version whose weights it was computed from.
         share: its samples: with n shares in a step, part ``share % n`` of step ``share // n`` of
             the plan.
+        row_versions: (count, version): so many requests for rows of embedding tables, in the order in
+            which the gradient needed them, were answered at that version; empty where all were at
+            `pulled`, or there were none.
+        own_rows: whether the push has the gradients of rows of its own samples, where those of rows
+            are pushed a step late; it has those of the step before either way.
     """
 
     worker: int
@@ -27,6 +32,8 @@ class LoggedPush(NamedTuple):
     sequence: int
     pulled: int
     share: int
+    row_versions: Sequence[Sequence[int]] = ()
+    own_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,14 @@ from typing import Any
 
 from steepest.errors import ProtocolError, describe_error
 from steepest.messages import driver
-from steepest.messages.gradients import Commit, Discard, Logged, PushStaged, VersionStaged
+from steepest.messages.gradients import (
+    Commit,
+    Discard,
+    Logged,
+    PushStaged,
+    Report,
+    VersionStaged,
+)
 from steepest.messages.message import Kind, Message, Peer, server_peer
 from steepest.messages.snapshots import Read, Snapshot
 from steepest.protocol.commit_rules import Staged
@@ -16,6 +23,7 @@ from steepest.protocol.commit_state import Outgoing
 from steepest.protocol.membership import Membership
 from steepest.protocol.push_tracking import (
     MOST_CULPRITS,
+    Reports,
     StagedEach,
     StagedTogether,
     clip_factor,
@@ -247,9 +255,9 @@ class Coordinator:
         clip = 1.0
         if norm is not None and self._clip_norm is not None and not skip:
             clip = clip_factor(norm, self._clip_norm)
-        entry = self._entry(pushes, hyper, rate, skip, clip)
-        state.history.add(entry, staleness.values(), skipped=skip)
         reports = state.staging.take(pushes)
+        entry = self._entry(pushes, reports, hyper, rate, skip, clip)
+        state.history.add(entry, staleness.values(), skipped=skip)
         state.advance()
         readers, answers = self.membership.committed(pushes, reports, staleness, norm)
         commit = Commit(
@@ -262,19 +270,23 @@ class Coordinator:
         return state.to_servers(commit) + answers + self._reads_due()
 
     def _entry(
-        self, pushes: Sequence[Staged], hyper: list[dict[str, Any]], *rest: Any
+        self, pushes: Sequence[Staged], reports: Reports, hyper: list[dict[str, Any]], *rest: Any
     ) -> list[Any]:
         """Return the log's entry of the next version.
 
         See `steepest.engine.commit_log.Commit.from_entry`.
         """
         state = self._state
-        rows = []
+        rows: list[list[Any]] = []
         for push in pushes:
             share: int | None = push.pulled * state.pushes_per_step + push.worker
             if not state.rule.together:
                 share = state.leases.share_of(push.worker)
-            rows.append([push.worker, push.incarnation, push.sequence, push.pulled, share])
+            row: list[Any] = [push.worker, push.incarnation, push.sequence, push.pulled, share]
+            report = reports[push.worker]
+            if isinstance(report, Report) and (report.row_versions or report.own_rows):
+                row += [report.row_versions, report.own_rows]
+            rows.append(row)
         return [state.version + 1, rows, hyper if any(hyper) else None, *rest]
 
     def _drop(self, pushes: tuple[Staged, ...]) -> Outgoing:

@@ -24,13 +24,13 @@ from steepest.engine.server import Server, ServerMode
 from steepest.engine.strategy import make_strategy
 from steepest.errors import ConfigurationError
 from steepest.messages import gradients
-from steepest.messages.message import Message, Peer, PushId, aggregator_peer, worker_peer
+from steepest.messages.message import Kind, Message, Peer, PushId, aggregator_peer, worker_peer
 from steepest.models.protocol import Model
 from steepest.tensors.dtypes import Tensors, same_bits
 from steepest.tensors.half_precision import narrow_size, rounded
 
 if TYPE_CHECKING:
-    from steepest.testing.replay_rows import RowsInPlace
+    from steepest.testing.replay_rows import RowsOfVersions
 
 
 def replay(
@@ -56,9 +56,8 @@ def replay(
             weights were set; or its workers have states of their own at the checkpoint, such as
             buffers that differ; or it goes on with other workers under local SGD or compression,
             whose own state it does not tell; or with a worker, added or a dead one's successor, that
-            began with the others' mean of frozen parameters that the model updates; or gradients of
-            embedding tables' rows were computed from older versions than they were added to, since
-            the log does not tell of which.
+            began with the others' mean of frozen parameters that the model updates; or its gradients
+            need other rows of embedding tables than the run's.
 
     Example:
         >>> from steepest.testing import InProcessCluster, linear_model_creator, replay
@@ -193,7 +192,6 @@ class _Run:
             of_layout = carried.weights.keys() & self._layout.index.keys()
             self._layout.write(self._weights, {name: carried.weights[name] for name in of_layout})
         self._server = _server(self._job, self._weights, log.start)
-        self._rows = self._use_rows()
         if carried is not None:
             for chunk, about, value in disassemble(self._layout, carried.state, carried.plain):
                 self._server.chunks[chunk].load_state(about, value.clone())
@@ -203,7 +201,8 @@ class _Run:
             trained = {entry.name for entry in self._layout.entries if entry.trainable}
             own = Tensors((n, value) for n, value in carried.own.items() if n not in trained)
             self._workers[0].begin_with(own)
-        self._senders = _Senders(self._job, self._server)
+        self._rows = self._rows_of_versions()
+        self._senders = _Senders(self._job, self._server, self._rows)
         self._threads = log.threads or [torch.get_num_threads()] * 2  # of workers, of servers
         self._last_use = {
             push.pulled: commit.version for commit in log.commits for push in commit.pushes
@@ -214,16 +213,14 @@ class _Run:
         self._lives: dict[int, int] = {}
         self._succeeded = False  # whether a worker had a successor
 
-    def _use_rows(self) -> RowsInPlace | None:
-        """Let the workers use the server's rows of embedding tables."""
-        rows = None
-        if self._job.tables is not None:
-            from steepest.testing.replay_rows import RowsInPlace
+    def _rows_of_versions(self) -> RowsOfVersions | None:
+        """Return what answers workers' pulls of rows; None without tables."""
+        if self._job.tables is None:
+            return None
+        from steepest.testing.replay_rows import RowsOfVersions
 
-            rows = RowsInPlace(self._job.tables, self._server)
-        for replicas in self._workers:
-            replicas.use_rows(rows)
-        return rows
+        delays = (self._job.strategy.table_staleness or 0) > 1
+        return RowsOfVersions(self._job.tables, self._server, self._log.commits, delays)
 
     def repeat(self, commit: Commit) -> None:
         """Compute the gradients of a commit again, and apply them."""
@@ -244,6 +241,8 @@ class _Run:
         )
         torch.set_num_threads(self._threads[1])
         self._server.handle(worker_peer(0), order.pack())
+        if self._rows is not None:
+            self._rows.committed()
         self._history[commit.version] = self._weights.clone()
         for version in [v for v in self._history if self._last_use.get(v, 0) <= commit.version]:
             del self._history[version]
@@ -256,11 +255,14 @@ class _Run:
         first_life = 0 if self._first_part else push.incarnation
         self._succeeded |= self._lives.setdefault(push.worker, first_life) != push.incarnation
         exchange = self._senders.exchange(push.worker, push.incarnation)
+        if self._rows is not None and exchange.rows is not None:
+            self._rows.begin(push, exchange.rows)
+            replicas.use_rows(exchange.rows)
         exchange.begin(0, push.pulled, push.incarnation)
         exchange.sequence = push.sequence
-        if self._rows is not None:
-            self._rows.begin(push.worker, push.pulled)
         replicas.compute(push.share, exchange.ready, False)
+        if self._rows is not None:
+            self._rows.end()
         self._states[push.worker] = replicas.states()
         exchange.committed(push.sequence)
 
@@ -369,9 +371,10 @@ def _all(states: list[list[Tensors]], workers: list[Replicas]) -> list[Tensors]:
 class _Senders:
     """The workers' ends of pushes, which reach the one server in the form of the run."""
 
-    def __init__(self, job: Job, server: Server) -> None:
+    def __init__(self, job: Job, server: Server, rows: RowsOfVersions | None) -> None:
         self._job = job
         self._server = server
+        self._rows = rows
         self._exchanges: dict[int, tuple[int, PushPull]] = {}  # by worker: incarnation, end
         self._aggregators = {
             index: HostAggregator(
@@ -403,6 +406,12 @@ class _Senders:
         return exchange
 
     def _arrive(self, source: Peer, target: Peer, message: Message) -> None:
+        if message.kind is Kind.PULL_ROWS:
+            rows = self._exchanges[source.index][1].rows
+            assert self._rows is not None
+            assert rows is not None
+            self._rows.answer(source, target, message, rows)
+            return
         if target.role == "server" and target.index != self._job.owners[message.chunk]:
             return  # other holders of the chunk get the same push
         message.source, message.target = source, target

@@ -1,57 +1,131 @@
-"""Rows of embedding tables for a replay, read where the one server has them."""
+"""Rows of embedding tables for a replay, of the versions that they had in the run."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterator
+from dataclasses import replace
 
-import numpy as np
-
-from steepest.engine.row_collector import RowCollector
+from steepest.engine.commit_log import Commit, LoggedPush
+from steepest.engine.delayed_rows import DelayedRows
+from steepest.engine.row_exchange import RowExchange
+from steepest.engine.row_pulls import RowPulls
 from steepest.engine.server import Server
 from steepest.engine.table_chunk import TableChunk
 from steepest.errors import ConfigurationError
+from steepest.messages.message import Message, Peer
+from steepest.messages.rows import PullRows
 from steepest.tables.dealing import Dealing
-from steepest.tables.kernels import Floats, Int32s, Int64s
 
 
-class RowsInPlace(RowCollector):
-    """Rows of the tables of one server in this process.
+class RowsOfVersions:
+    """Answers workers' pulls of rows, each from the version that answered it in the run.
+
+    The one server of a replay has the newest rows; those of an older version that a later push needs
+    are copied before they change.
 
     Args:
         dealing: of tables into chunks.
-        server: that holds all chunks.
+        server: that holds all chunks, at the version with which the log begins.
+        commits: of the log.
+        delays: whether gradients of rows were pushed a step late.
     """
 
-    def __init__(self, dealing: Dealing, server: Server) -> None:
-        super().__init__(dealing)
+    def __init__(
+        self, dealing: Dealing, server: Server, commits: tuple[Commit, ...], delays: bool
+    ) -> None:
+        self._dealing = dealing
         self._server = server
+        self._delays = delays
+        self._left_out = {commit.version for commit in commits if commit.skipped}
+        self._last_use: dict[int, int] = {}  # by version: the last one made from its rows
+        for commit in commits:
+            for push in commit.pushes:
+                for version in {push.pulled, *(version for _, version in push.row_versions)}:
+                    self._last_use[version] = commit.version
+        self._old: dict[int, dict[int, TableChunk]] = {}  # by version, chunk
+        self._push: LoggedPush | None = None
+        self._versions: Iterator[int] = iter(())
+        self._keep()
 
-    def begin(self, worker: int, pulled: int) -> None:
-        """Begin a worker's gradient.
+    @property
+    def _chunks(self) -> dict[int, TableChunk]:
+        """The newest rows, by chunk."""
+        held = self._server.chunks.items()
+        return {index: chunk for index, chunk in held if isinstance(chunk, TableChunk)}
+
+    def begin(self, push: LoggedPush, rows: RowExchange) -> None:
+        """Begin a worker's gradient, before its `RowExchange.begin`.
 
         Args:
-            worker: its index, for the error.
-            pulled: version of the weights from which it was computed.
+            push: of the log.
+            rows: of that life of the worker.
+        """
+        self._push = push
+        runs = push.row_versions
+        self._versions = (version for count, version in runs for _ in range(count))
+        if rows.wait_until is None:
+            rows.begin_life(push.incarnation, lambda has_come: None)  # answers come at once
+            rows.delayed = DelayedRows(rows) if self._delays else None
+        if rows.delayed is not None:
+            rows.delayed.is_last = push.own_rows
+            if push.pulled in self._left_out:
+                rows.delayed.left_out(push.pulled - 1)
+
+    def end(self) -> None:
+        """End a worker's gradient.
 
         Raises:
-            ConfigurationError: the rows of that version are not here any more.
+            ConfigurationError: it needed fewer rows than in the run.
         """
-        if pulled != self._server.version:
-            raise ConfigurationError(
-                f"a push of worker {worker} from version {pulled} was committed after version "
-                f"{self._server.version}: the log does not tell of which version its rows of "
-                "embedding tables were, so only runs without staleness can be replayed"
-            )
-        self.clear()
+        if next(self._versions, None) is not None:
+            raise self._other_rows()
 
-    def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = True) -> Floats:
-        """Return the values of rows, (n, dim)."""
-        order, begins = self.dealing.deal(tables, ids)
-        one = self.dealing.groups[group][0]
-        values = np.empty((len(ids), one.dim), one.dtype)
-        for shard in range(self.dealing.num_shards):
-            part = slice(begins[shard], begins[shard + 1])
-            mine = part if order is None else order[part]
-            held = self._server.chunks[self.dealing.chunk(group, shard)]
-            values[mine] = cast(TableChunk, held).rows.pull(tables[mine], ids[mine])
-        return values
+    def answer(self, source: Peer, server: Peer, message: Message, rows: RowExchange) -> None:
+        """Answer a pull with rows of the version that its run's answer had.
+
+        Args:
+            source: the worker.
+            server: that it asks.
+            message: PULL_ROWS.
+            rows: of the worker.
+
+        Raises:
+            ConfigurationError: the gradient needs other rows than in the run.
+        """
+        assert self._push is not None
+        pull = PullRows.unpack(message)
+        version = next(self._versions, None) if self._push.row_versions else self._push.pulled
+        now = version == self._server.version
+        chunks = self._chunks if now else self._old.get(-1 if version is None else version)
+        if version is None or chunks is None:
+            raise self._other_rows()
+        pulls = RowPulls(
+            server.index, self._dealing, chunks, lambda _, answer: rows.receive(server, answer)
+        )
+        pulls.receive(source, replace(pull, version=version), (pull.generation, version))
+
+    def _other_rows(self) -> ConfigurationError:
+        assert self._push is not None
+        worker, sequence = self._push.worker, self._push.sequence
+        return ConfigurationError(
+            f"push {sequence} of worker {worker} needs other rows than in the run: give the model and "
+            "the data that it had"
+        )
+
+    def committed(self) -> None:
+        """Note that the server has come to a new version."""
+        now = self._server.version
+        self._old = {v: rows for v, rows in self._old.items() if self._last_use[v] > now}
+        self._keep()
+
+    def _keep(self) -> None:
+        """Copy the rows of now, if a push after the next commit needs them."""
+        now = self._server.version
+        if self._last_use.get(now, 0) <= now + 1:
+            return
+        copies = self._old[now] = {}
+        for index, held in self._chunks.items():
+            rows = self._dealing.make(index, held.rows.seed)
+            rows.load([held.rows.export()], held.rows.version)
+            copies[index] = TableChunk(held.chunk, self._dealing)
+            copies[index].rows = rows
