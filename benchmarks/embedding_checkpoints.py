@@ -9,7 +9,8 @@ A first epoch makes all rows; then each worker takes 4,096 x 26 ids by a power l
 steps a checkpoint is due. A step counts as one during a checkpoint while that is being read or written.
 
 A ratio is that of the steps during a checkpoint over those from its end to the next one: of the mean and the median
-time, the longest, and the seconds that all processes of the job use of the processor in a step, driver included. Give
+time, the longest, and the seconds that all processes of the job use of the processor in a step, driver included.
+``driver_bytes`` is how much the driver's memory has grown since the first step, at its highest until then. Give
 ``--every`` so that a checkpoint is written in half of the time. The first checkpoint is whole; the others, with
 ``--increments``, hold what has changed.
 """
@@ -87,12 +88,14 @@ class Clock(Callback, logging.Handler):
         self.processor: list[float] = []  # seconds that the job's processes have used until then
         self.processes: set[int] = set()
         self.checkpoints: list[dict[str, Any]] = []
+        self.before = 0  # bytes that the driver had before the first checkpoint
 
     def on_step(self, trainer: DistributedSGD, result: StepResult) -> None:
         if not self.processes:
             places = trainer._training.cluster.places.values()
             self.processes = {os.getpid(), *(place.pid for place in places)}
         self.steps.append(time.monotonic())
+        self.before = self.before or memory("VmRSS")
         used = [processor_use(pid) for pid in self.processes]
         self.processor.append(sum(each[0] for each in used if each is not None))
 
@@ -102,8 +105,16 @@ class Clock(Callback, logging.Handler):
             size = sum(file.stat().st_size for file in Path(str(path)).glob("*"))
             end = time.monotonic()
             about = {"end": end, "paused": paused, "seconds": written, "bytes": size}
+            about["driver_bytes"] = memory("VmHWM") - self.before
             self.checkpoints.append(about)
             progress(f"{paused:.3f} s pause, {written:.1f} s, {size:,} bytes")
+
+
+def memory(name: str) -> int:
+    """Return a figure of this process in /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
+    return int(found) * 1024
 
 
 def run(rows: int, every: int, rounds: int, increments: int, snapshots: bool) -> dict[str, Any]:
@@ -142,7 +153,7 @@ def windows(clock: Clock) -> dict[str, Any]:
     begins = [each["end"] - each["paused"] - each["seconds"] for each in clock.checkpoints]
     for at, each in enumerate(clock.checkpoints[:-1]):  # the last one is that of the end
         parts = {"during": (begins[at], each["end"]), "after": (each["end"], begins[at + 1])}
-        row = {name: each[name] for name in ("paused", "seconds", "bytes")}
+        row = {name: each[name] for name in ("paused", "seconds", "bytes", "driver_bytes")}
         for name, (begin, end) in parts.items():
             which = [n for n, (a, b) in enumerate(steps) if a >= begin and b <= end]
             if which:

@@ -32,13 +32,17 @@ class Job:
     running: bool = False
     last: StepResult | None = None
     history: History = field(default_factory=History)
+    given_up: list[int] = field(
+        default_factory=list
+    )  # steps at which rows were not awaited any more
 
     @property
     def version(self) -> int:
         return self.step
 
     def collect(self, since: Bases = ()) -> tuple[Checkpoint, RowRead]:
-        return content(float(self.step), self.step), RowRead(layouts()[0], None)
+        rows = RowRead(layouts()[0], None, give_up=lambda: self.given_up.append(self.step))
+        return content(float(self.step), self.step), rows
 
 
 @dataclass
@@ -114,6 +118,7 @@ def test_training_goes_on_and_what_is_due_later_is_kept(
         ]
         assert ["step 30" in told[0], "step 40" in told[1], len(told)] == [True, True, 2]
         assert all(f"{tmp_path}/000002-step-20/weights" in line for line in told)
+        assert job.given_up == [30, 40]  # servers keep nothing more for what hangs
         disk.error = error
         disk.works.set()
         assert disk.over.acquire(timeout=60)  # it has come back

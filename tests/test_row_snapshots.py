@@ -10,8 +10,9 @@ from table_tools import push, table
 
 from steepest.engine import table_chunk
 from steepest.engine.client import Client
-from steepest.engine.row_snapshots import RowSnapshots
+from steepest.engine.row_snapshots import READER_SECONDS, RowSnapshots
 from steepest.engine.table_chunk import TableChunk
+from steepest.errors import CheckpointError, DeadlineError
 from steepest.messages.message import Kind, Message, Peer, server_peer
 from steepest.messages.snapshots import ReadOn, Snapshot, SnapshotEnd
 from steepest.tables.dealing import Dealing
@@ -81,7 +82,41 @@ def test_a_client_takes_a_read_that_was_given_up_to_its_end(held: TableChunk) ->
     assert {ReadOn.unpack(message).sequence for _, message in sent} == {99}
 
 
-def test_a_read_that_is_held_goes_on_when_it_is_told_to(held: TableChunk) -> None:
+def test_a_read_that_is_held_goes_on_as_its_records_are_taken(held: TableChunk) -> None:
+    sent: list[Message] = []
+    layout = ParameterLayout((), (CHUNK,))
+    client = Client(layout, [[0]], 1, lambda peer, message: sent.append(message))
+    answers: list[Message] = []
+
+    def answer(peer: Peer, message: Message) -> None:
+        answers.append(message)
+        client.handle(server_peer(0), message)
+
+    snapshots = RowSnapshots(answer)
+    future = client.read("state", held=True)
+    sequence = sent.pop().sequence
+    snapshots.begin(order(sequence), [held], SnapshotEnd(1, sequence, 4))
+    taken, turns = [], 0
+    while not future.done():
+        assert not sent
+        taken.append(client.take(future))
+        turns += 1
+        while sent:
+            snapshots.go_on(READER, sent.pop().sequence)
+        for message in answers:  # copies change nothing
+            client.handle(server_peer(0), message)
+    assert turns == 2  # of five pieces two came at once, and two in each turn
+    found = [record for part in (*taken, future.result().records) for record in part]
+    assert [about["start"] for _, about, _ in found if about["key"] == "values"] == [
+        0,
+        4,
+        8,
+        12,
+        16,
+    ]
+
+
+def test_a_read_that_is_given_up_is_sent_to_its_end(held: TableChunk) -> None:
     sent: list[Message] = []
     layout = ParameterLayout((), (CHUNK,))
     client = Client(layout, [[0]], 1, lambda peer, message: sent.append(message))
@@ -89,12 +124,34 @@ def test_a_read_that_is_held_goes_on_when_it_is_told_to(held: TableChunk) -> Non
     future = client.read("state", held=True)
     sequence = sent.pop().sequence
     snapshots.begin(order(sequence), [held], SnapshotEnd(1, sequence, 4))
-    turns = 0
-    while not future.done():
-        assert not sent
-        client.read_on(future, freely=False)
-        turns += 1
-        while sent:
-            snapshots.go_on(READER, sent.pop().sequence)
-    assert turns == 2  # of five pieces two came at once, and two in each turn
-    assert sum(about["key"] == "values" for _, about, _ in future.result().records) >= 5
+    client.give_up(future, CheckpointError("given up"))
+    with pytest.raises(CheckpointError):
+        future.result(0)
+    while sent:
+        snapshots.go_on(READER, sent.pop().sequence)
+    assert not snapshots._begun
+    assert not len(held.rows._cuts)
+    assert client.take(future) == []
+
+
+def test_a_snapshot_that_is_not_read_on_is_dropped_and_its_reader_hears_of_it(
+    held: TableChunk, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[Message] = []
+    layout = ParameterLayout((), (CHUNK,))
+    client = Client(layout, [[0]], 1, lambda peer, message: sent.append(message))
+    snapshots = RowSnapshots(lambda peer, message: client.handle(server_peer(0), message))
+    future = client.read("state", held=True)
+    sequence = sent.pop().sequence
+    snapshots.begin(order(sequence), [held], SnapshotEnd(1, sequence, 4))
+    snapshots.tick(5.0)
+    snapshots.tick(READER_SECONDS)
+    snapshots.go_on(READER, sequence)
+    snapshots.tick(READER_SECONDS + 6.0)  # the reader has read on since
+    assert len(held.rows._cuts) == 1
+    assert not future.done()
+    snapshots.tick(2 * READER_SECONDS + 6.0)
+    assert not len(held.rows._cuts)
+    assert "has not read on for 1800 s" in caplog.text
+    with pytest.raises(DeadlineError, match=r"server 0.* has not read on for 1800 s"):
+        future.result(0)

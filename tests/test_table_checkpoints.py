@@ -26,6 +26,7 @@ from steepest import (
 )
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
+from steepest.cluster import row_read
 from steepest.engine import table_chunk
 from steepest.engine.row_snapshots import RowSnapshots
 from steepest.errors import CheckpointError
@@ -37,6 +38,7 @@ from steepest.tables.state import TableState
 from steepest.tensors.layout import Chunk, ElementType, ParameterLayout
 from steepest.tensors.safetensors_file import write_tensors
 from steepest.testing.simulation import Simulation, run_config
+from tests.reference import same_bits
 from tests.table_jobs import trainer, words
 
 
@@ -75,6 +77,28 @@ def test_a_job_with_other_shards_and_servers_goes_on(
     saved = files.read(tmp_path / "again").optimizer
     names = {name.split("/")[1] for name in saved if name.startswith("tables/")}
     assert names == set(map(str, range(shards)))
+
+
+def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than a part lies in the driver's memory; all parts together are the rows."""
+    monkeypatch.setattr(table_chunk, "_PIECE_BYTES", 150)
+    settings: Any = {"optimizer": Adagrad(), "admission": CounterFilter(filter_freq=1)}
+    strategy = ParameterServerStrategy(num_servers=2)
+    with trainer(words(shards=2, **settings), strategy) as sgd:
+        sgd.fit(steps=3, progress=False)
+        sgd.save(tmp_path / "whole")
+        monkeypatch.setattr(row_read, "_PART_BYTES", 200)
+        sgd.save(tmp_path / "parts")
+        sgd.save(tmp_path / "parts")
+    counts = [len(list((tmp_path / name).glob("tables-*"))) for name in ("whole", "parts")]
+    assert counts[0] == 1
+    assert counts[1] > 3
+    whole, parts = (files.read(tmp_path / name).optimizer for name in ("whole", "parts"))
+    assert same_bits(whole, parts)
+    path = next((tmp_path / "parts").glob("tables-*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\7")
+    with pytest.raises(CheckpointError, match=path.name):
+        files.read(tmp_path / "parts")
 
 
 @pytest.mark.long
@@ -116,6 +140,24 @@ def test_a_job_with_other_capacities_goes_on(tmp_path: Path) -> None:
     with trainer(words(capacity=100)) as sgd:
         sgd.restore(tmp_path)
         assert same(sgd.export_table("words"), before)
+
+
+def test_rows_that_servers_refuse_are_told_and_nothing_is_restored(tmp_path: Path) -> None:
+    """The damage is one that no checksum shows and the driver does not look for."""
+    with trainer(words(shards=1)) as sgd:
+        sgd.fit(steps=3, progress=False)
+        sgd.save(tmp_path / "sound")
+        found = files.read(tmp_path / "sound")
+        found.optimizer["tables/0/written"] += 9
+        files.write(tmp_path / "damaged", found)
+        sgd.fit(steps=1, progress=False)
+        before, rows = sgd.weights(), sgd.export_table("words")
+        refused = r"damaged is damaged: server \d refuses the state, .*: tables/0 .* hold 10 to 12"
+        with pytest.raises(CheckpointError, match=refused):
+            sgd.restore(tmp_path / "damaged")
+        assert same(sgd.export_table("words"), rows)
+        assert same_bits(sgd.weights(), before)
+        sgd.fit(steps=1, progress=False)
 
 
 MANY = torch.randint(400, (96,), generator=torch.Generator().manual_seed(0))
@@ -163,8 +205,7 @@ def test_a_chain_of_increments_is_a_whole_checkpoint(
 def test_an_increment_has_the_rows_that_were_changed(tmp_path: Path) -> None:
     kept(tmp_path, 4)
     _, first, *_, last = CheckpointDirectory(tmp_path, 2).paths()
-    optimizer = {path: next(path.glob("optimizer-*")) for path in (first, last)}
-    for path in optimizer.values():
+    for path in (next(path.glob("tables-*")) for path in (first, last)):
         rows = [v for name, v in load_file(path).items() if name.endswith("/ids")]
         assert 0 < sum(map(len, rows)) <= 12  # of two tables, six samples
 
@@ -184,7 +225,7 @@ def test_without_a_link_the_checkpoint_before_is_taken(damage: str, tmp_path: Pa
     if damage == "missing":
         shutil.rmtree(middle)
     elif damage == "file":
-        path = next(middle.glob("optimizer-*"))
+        path = next(middle.glob("tables-*"))
         path.write_bytes(path.read_bytes()[:-1] + b"\7")
     else:
         files.write(middle, files.read(middle))  # whole, and not what the newest continues

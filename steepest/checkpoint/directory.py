@@ -10,7 +10,7 @@ from pathlib import Path
 
 from steepest.checkpoint import files
 from steepest.checkpoint.manifest import MANIFEST
-from steepest.errors import CheckpointError
+from steepest.errors import CheckpointError, SteepestError
 from steepest.tensors.safetensors_file import Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class CheckpointDirectory:
 
         Raises:
             CheckpointError: it cannot be written; all others stay.
+            PeerLostError, ShutdownError, DeadlineError: its rows do not come; likewise.
         """
         path = self._path
         progress(path)
@@ -102,7 +103,7 @@ class CheckpointDirectory:
         except BaseException as error:
             if path != self._path:
                 shutil.rmtree(path, ignore_errors=True)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not isinstance(error, SteepestError):
                 raise CheckpointError(
                     f"cannot keep a checkpoint in {self._path}: {error}"
                 ) from error

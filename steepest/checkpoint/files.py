@@ -5,8 +5,9 @@ its own; it is written last and replaced in one step, so that a directory always
 checkpoint.
 
     weights-*.safetensors    parameters and buffers by the user's own names, for the plain module
-    optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however split; the
-                             rows of embedding tables as "tables/shard/key"
+    optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however split
+    tables-*.safetensors     rows of embedding tables as "tables/shard/key", a part in each file: an
+                             array is what all files have of it, one after the other
     replicas-*.safetensors   each replica's own buffers as "replica/buffer"
 """
 
@@ -16,16 +17,16 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from steepest.checkpoint import rows
-from steepest.checkpoint.manifest import KINDS, MANIFEST, decode_manifest, encode_manifest
-from steepest.errors import CheckpointError, ConfigurationError
+from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
+from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
 from steepest.validation import (
@@ -84,13 +85,23 @@ class Checkpoints:
             require_instance("best", self.best, str)
 
 
+class RowParts(Protocol):
+    """Rows of embedding tables that come part by part while a checkpoint is written."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the parts, by "tables/shard/key"; further parts of an array in later ones."""
+
+    def about(self) -> dict[str, Any]:
+        """Return what is known of the checkpoint when all parts have come, see `Checkpoint.about`."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The state from which training continues.
 
     Attributes:
         weights: parameters and buffers by name.
-        optimizer: state by "parameter/key".
+        optimizer: state by "parameter/key", and rows of embedding tables by "tables/shard/key".
         replicas: buffers by "replica/buffer".
         about: JSON-able: step, epoch, offset, seed, samples, optimizer, flags (switches of the
             optimizer that decide which state it keeps), plain (state keys that are Python numbers),
@@ -99,14 +110,16 @@ class Checkpoint:
             of each weight by the model's optimizer, which its schedule counts), schedule (see
             `Schedule.state`; or None), ends (the first steps after epoch 0, 1, ...), unfrozen (see
             `Job.unfrozen`), rates (that were set instead of the schedule's, by parameter group; or
-            None), tables (the name, dimension, dtype and optimizer of each embedding table),
+            None), tables (the name, dimension, dtype, optimizer and group of each embedding table),
             evaluations, and of an increment base (see `Link`).
+        rows: those that are not in `optimizer` yet, and are written beside it; None for none.
     """
 
     weights: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
     replicas: dict[str, torch.Tensor]
     about: dict[str, Any]
+    rows: RowParts | None = None
 
 
 @dataclass(frozen=True)
@@ -146,8 +159,8 @@ class JobSignature:
         if theirs_of_rows != [list(each) for each in self.tables]:
             raise CheckpointError(
                 f"it has the embedding tables {theirs_of_rows}, this job has {self.tables}: tables "
-                "must have the same names, dimensions, dtypes and optimizers; their capacities and "
-                "table_shards may differ"
+                "must have the same names, dimensions, dtypes and optimizers, and the same of them must "
+                "have equal optimizers; their capacities and table_shards may differ"
             )
         wanted = {entry.name: (entry.shape, entry.dtype) for entry in self.layout.entries}
         wanted |= {
@@ -336,28 +349,38 @@ def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) 
 
     Raises:
         CheckpointError: the path is a file, or cannot be written.
+        PeerLostError, ShutdownError, DeadlineError: rows do not come, see `Checkpoint.rows`.
     """
     stamp = f"{checkpoint.about['step']}-{secrets.token_hex(4)}"
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, Any] = {}
+    about = checkpoint.about
+
+    def written(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        file = path / f"{name}.safetensors"
+        return {"name": file.name, **write_tensors(file, tensors, progress)}
+
     try:
         progress(path)
         path.mkdir(parents=True, exist_ok=True)
         for kind in KINDS:
-            name = f"{kind}-{stamp}.safetensors"
-            files[kind] = {
-                "name": name,
-                **write_tensors(path / name, getattr(checkpoint, kind), progress),
-            }
+            files[kind] = written(f"{kind}-{stamp}", getattr(checkpoint, kind))
+        files[TABLES] = []
+        if checkpoint.rows is not None:
+            for number, part in enumerate(checkpoint.rows):
+                files[TABLES].append(written(f"{TABLES}-{stamp}-{number}", part))
+            about = {**about, **checkpoint.rows.about()}
         unfinished = path / f".{MANIFEST}-{stamp}"
         progress(unfinished)
-        manifest = encode_manifest(files, checkpoint.about)
+        manifest = encode_manifest(files, about)
         unfinished.write_bytes(manifest)
         _sync(unfinished)
         os.replace(unfinished, path / MANIFEST)
         _sync(path)
+    except SteepestError:  # of the rows that come; some are errors of the system too
+        raise
     except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {path}: {error}") from error
-    kept = {entry["name"] for entry in files.values()}
+    kept = {entry["name"] for entry in (*(files[kind] for kind in KINDS), *files[TABLES])}
     mine = [old for old in path.glob("*.safetensors") if old.name.split("-")[0] in files]
     for old in (*mine, *path.glob(f".{MANIFEST}-*")):  # of the last checkpoint, or of a crash
         if old.name not in kept:
@@ -375,13 +398,13 @@ def read(path: Path) -> Checkpoint:
             damaged.
     """
     files, about = _manifest(path)
-    tensors = {kind: _tensors(path, kind, files[kind]) for kind in KINDS}
-    optimizer, earlier = [tensors["optimizer"]], about
+    weights, replicas = (_tensors(path, files[kind]) for kind in ("weights", "replicas"))
+    optimizer, earlier = [_optimizer(path, files)], about
     while (base := base_of(earlier)) is not None:
         folder = path.parent / base.name
         try:
             files, earlier = _manifest(folder, base.sha256)
-            optimizer.append(_tensors(folder, "optimizer", files["optimizer"]))
+            optimizer.append(_optimizer(folder, files))
         except CheckpointError as error:
             raise CheckpointError(
                 f"the checkpoint at {path} has changes since the one at {folder}, which is to be "
@@ -394,7 +417,7 @@ def read(path: Path) -> Checkpoint:
     except CheckpointError as error:
         raise CheckpointError(f"damaged checkpoint at {path}: {error}") from error
     about = {key: value for key, value in about.items() if key != "base"}
-    return Checkpoint(tensors["weights"], state, tensors["replicas"], about)
+    return Checkpoint(weights, state, replicas, about)
 
 
 def about(path: Path) -> dict[str, Any]:
@@ -434,7 +457,20 @@ def _manifest(path: Path, sha256: str | None = None) -> tuple[dict[str, Any], di
     return found
 
 
-def _tensors(path: Path, kind: str, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _optimizer(path: Path, files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the optimizer state of a checkpoint, with its rows of embedding tables.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    parts = [_tensors(path, about) for about in files[TABLES]]
+    try:
+        return _tensors(path, files["optimizer"]) | rows.together(parts)
+    except RuntimeError as error:  # arrays of other widths or dtypes
+        raise CheckpointError(f"damaged checkpoint at {path}: {error}") from error
+
+
+def _tensors(path: Path, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of one file of a checkpoint.
 
     Raises:

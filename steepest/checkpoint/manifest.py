@@ -14,6 +14,8 @@ from steepest.errors import CheckpointError
 FORMAT = 2
 MANIFEST = "manifest.json"
 KINDS = ("weights", "optimizer", "replicas")
+#: Any number of files of rows of embedding tables.
+TABLES = "tables"
 
 
 def encode_manifest(files: Mapping[str, Any], about: Mapping[str, Any]) -> bytes:
@@ -21,7 +23,7 @@ def encode_manifest(files: Mapping[str, Any], about: Mapping[str, Any]) -> bytes
 
     Args:
         files: by kind ("weights", "optimizer", "replicas"): "name", "sha256" and "dtypes" of its
-            file.
+            file; a list of these for "tables".
         about: see `Checkpoint`.
     """
     text = json.dumps({"format": FORMAT, "files": files, **about}, indent=1)
@@ -54,6 +56,8 @@ def decode_manifest(raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     for kind in KINDS:
         if not isinstance(files, dict) or not _is_file(kind, files.get(kind)):
             raise CheckpointError(f"it names no file of {kind} in its directory")
+    if not _is_list(files.get(TABLES), lambda file: _is_file(TABLES, file)):
+        raise CheckpointError(f"it names no files of {TABLES} in its directory")
     for key, (fits, required) in _ABOUT.items():
         if (key in content or required) and not fits(content.get(key)):
             raise CheckpointError(f"{key!r} is {content.get(key, 'not there')!r:.100}")
@@ -108,8 +112,8 @@ def _is_part(value: Any) -> bool:
 
 
 def _is_table(value: Any) -> bool:
-    """Return whether a value is (name, dimension, dtype, optimizer) of an embedding table."""
-    kinds = (str, int, str, str)
+    """Return whether a value is (name, dimension, dtype, optimizer, group) of an embedding table."""
+    kinds = (str, int, str, str, int)
     return isinstance(value, list) and list(map(type, value)) == list(kinds)
 
 

@@ -20,6 +20,20 @@ _Shards = dict[int, dict[str, torch.Tensor]]
 _NO_ARRAYS = ("updates", "since", "life", "seed")
 
 
+def together(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return arrays of which parts are in several mappings, one after the other; empties the mappings."""
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for part in parts:
+        while part:
+            name, value = part.popitem()
+            pieces.setdefault(name, []).append(value)
+    found = {}
+    for name in list(pieces):
+        values = pieces.pop(name)
+        found[name] = values[0] if len(values) == 1 else torch.cat(values)
+    return found
+
+
 def dealt(state: Mapping[str, torch.Tensor], dealing: Dealing | None) -> dict[str, torch.Tensor]:
     """Return optimizer state with rows in the shards of a job, however many there were.
 

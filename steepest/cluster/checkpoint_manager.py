@@ -17,7 +17,7 @@ from steepest.checkpoint.files import Checkpoints
 from steepest.cluster.checkpoint_writer import Writer
 from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.job_state import JobState
-from steepest.cluster.row_read import RowRead, Rows
+from steepest.cluster.row_read import RowRead, RowsAsTheyCome
 from steepest.cluster.training import Training
 from steepest.data.sampler import SamplePlan
 from steepest.errors import (
@@ -40,10 +40,6 @@ _TRIES = 3
 _PAUSE_SECONDS = (
     0.1  # after each block of 4 MB, where there are rows of tables: they may be many GB
 )
-
-
-#: A checkpoint without rows, and those.
-Collected = tuple[files.Checkpoint, RowRead]
 
 
 class _Chain(NamedTuple):
@@ -87,7 +83,7 @@ class CheckpointManager:
         lock: DirectoryLock,
         training: Training,
         state: JobState,
-        surviving: Callable[[Callable[[], Collected]], Collected],
+        surviving: Callable[[Callable[[], Any]], Any],
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.begun = 0
@@ -99,6 +95,7 @@ class CheckpointManager:
         self._training = training
         self._state = state
         self._surviving = surviving
+        self._rows: RowRead | None = None  # those of the checkpoint that is being written
         self._shelf = (
             CheckpointDirectory(Path(policy.path), policy.keep) if policy is not None else None
         )
@@ -264,15 +261,20 @@ class CheckpointManager:
 
     # -- keeping -------------------------------------------------------------------------------
 
-    def collect(self) -> files.Checkpoint:
-        """Return the state, with the last step's result and the loggers' runs, which have all steps."""
+    def save(self, path: Path) -> None:
+        """Write the state, with the last step's result and the loggers' runs, which have all steps.
 
-        def whole() -> Collected:
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+
+        def whole() -> None:
             saved, rows = self._state.collect()
-            state = rows.wait().state
-            return replace(saved, optimizer={**saved.optimizer, **state}), rows
+            with rows.given_up_on_error():
+                saved = replace(self._with_history(saved), rows=RowsAsTheyCome(rows))
+                files.write(path, saved)
 
-        return self._with_history(self._surviving(whole)[0])
+        self._surviving(whole)
 
     def _with_history(self, saved: files.Checkpoint) -> files.Checkpoint:
         """Return a checkpoint with what is known on the driver's side."""
@@ -414,6 +416,7 @@ class CheckpointManager:
             return
         since = () if self._chain is None else self._chain.place
         saved, rows = self._surviving(lambda: self._state.collect(since))
+        self._rows = rows
         saved, history = self._with_history(saved), self._training.history.unwritten()
         self._written, paused = self._place, time.monotonic() - began
         best = self._best_step
@@ -443,14 +446,15 @@ class CheckpointManager:
         """Write a checkpoint, on the writer's thread; log how long it took."""
         assert self._shelf is not None
         step, began = saved.about["step"], time.monotonic()
+        base = None if self._chain is None else self._chain.link
         try:
-            with rows.dropped_on_error():
+            with rows.given_up_on_error():
                 self._write_history(history, progress)  # before, so that no row is missing
-                found = rows.wait(lambda: self._is_awaited(progress))
-            paced = progress if rows.snapshot is None else self._paced(progress)
-            path, link = self._shelf.put(self._joined(saved, found), paced, best)
+                found = RowsAsTheyCome(rows, lambda: self._is_awaited(progress), base)
+                paced = progress if rows.snapshot is None else self._paced(progress)
+                path, link = self._shelf.put(replace(saved, rows=found), paced, best)
             self._chain = self._next_link(link, found)
-        except (PeerLostError, ShutdownError) as error:  # of the servers that sent rows
+        except (PeerLostError, ShutdownError, DeadlineError) as error:  # of servers that send rows
             self._written = None
             log.warning("the checkpoint of step %d is not kept, training goes on: %s", step, error)
             return
@@ -481,15 +485,7 @@ class CheckpointManager:
 
         return paced
 
-    def _joined(self, saved: files.Checkpoint, found: Rows) -> files.Checkpoint:
-        """Return a checkpoint with its rows, as an increment where these are changes."""
-        saved = replace(saved, optimizer={**saved.optimizer, **found.state})
-        if not found.changes:
-            return saved
-        assert self._chain is not None
-        return replace(saved, about={**saved.about, "base": asdict(self._chain.link)})
-
-    def _next_link(self, link: files.Link, found: Rows) -> _Chain | None:
+    def _next_link(self, link: files.Link, found: RowsAsTheyCome) -> _Chain | None:
         """Return what the next checkpoint continues; None if it is to be whole."""
         increments = self._chain.increments + 1 if self._chain and found.changes else 0
         if not found.place or self._policy is None or increments >= self._policy.increments:
@@ -504,6 +500,8 @@ class CheckpointManager:
         finally:
             if not settled:
                 self._written = None
+                if self._rows is not None:
+                    self._rows.give_up()
         return settled
 
     def _settle_or_raise(self) -> None:

@@ -292,7 +292,7 @@ class JobState:
             All but the rows of tables; the rows of that version, which are yet to come.
         """
         snapshot, rows_to_come = read_apart(self._cluster, since)
-        with rows_to_come.dropped_on_error():
+        with rows_to_come.given_up_on_error():
             return self._without_rows(snapshot), rows_to_come
 
     def _without_rows(self, snapshot: Snapshot) -> files.Checkpoint:
@@ -329,7 +329,8 @@ class JobState:
             where: it was read, for the error.
 
         Raises:
-            CheckpointError: it is of another model, optimizer or data set; nothing has changed.
+            CheckpointError: it is of another model, optimizer or data set, or holds what no job
+                does; nothing has changed.
         """
         cluster, about = self._cluster, saved.about
         layout = cluster.job.description.layout
@@ -353,7 +354,10 @@ class JobState:
             (name, value) for name, value in saved.weights.items() if name not in layout.index
         )
         version = cluster.job.version_of(about["step"])
-        self.install(version, weights, records, schedule=about.get("schedule"))
+        try:
+            self.install(version, weights, records, schedule=about.get("schedule"))
+        except ConfigurationError as error:
+            raise CheckpointError(f"the checkpoint at {where} is damaged: {error}") from error
         cluster.rates.restore(about["step"], about.get("rates"), about.get("schedule"))
         left = tuple((e, b, t) for e, b, t in about.get("left", ()))
         begun = tuple(

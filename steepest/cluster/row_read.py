@@ -1,4 +1,4 @@
-"""The rows of a checkpoint, which servers send while training goes on."""
+"""The rows of a checkpoint, which servers send while training goes on, and which are written as they come."""
 
 from __future__ import annotations
 
@@ -6,32 +6,20 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from steepest.checkpoint import files, rows
 from steepest.cluster.launch import Cluster
 from steepest.engine.client import Snapshot
+from steepest.errors import CheckpointError
 from steepest.messages.snapshots import Bases
 from steepest.tensors.layout import ParameterLayout
 
-_LOOK_SECONDS = 0.2
-
-
-class Rows(NamedTuple):
-    """All rows of all tables at one instant, or what has changed of them.
-
-    Attributes:
-        state: by "tables/shard/key".
-        place: the instant, for a later read of what has changed.
-        changes: whether of any shard there is only what has changed.
-    """
-
-    state: dict[str, torch.Tensor]
-    place: Bases
-    changes: bool
+_LOOK_SECONDS, _HURRIED_SECONDS = 0.2, 0.01
+_PART_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -41,47 +29,102 @@ class RowRead:
     Attributes:
         layout: of the job.
         snapshot: what the servers send; None without tables.
-        read_on: has servers send further rows, as `Client.read_on`.
+        take: has servers send further rows, and returns those that have come, as `Client.take`.
+        give_up: fails `snapshot`, unless it is done.
     """
 
     layout: ParameterLayout
     snapshot: Future[Snapshot] | None
-    read_on: Callable[[bool], object] = lambda freely: None
-
-    def wait(self, hurried: Callable[[], bool] = lambda: True) -> Rows:
-        """Return the rows when all have come.
-
-        Args:
-            hurried: returns whether they are to come as fast as can be; called five times a second.
-
-        Raises:
-            PeerLostError, ShutdownError: the servers have ended, or have got other chunks.
-        """
-        if self.snapshot is None:
-            return Rows({}, (), False)
-        while True:
-            self.read_on(hurried())
-            try:
-                found = self.snapshot.result(_LOOK_SECONDS)
-                break
-            except FutureTimeoutError:
-                pass
-        state, _ = files.assemble(self.layout, _taken_out(found.records))
-        place = []
-        for number, chunk in enumerate(self.layout.table_shards):
-            name = f"{rows.TABLES}{number}"
-            life, version = state.pop(f"{name}/life"), state[f"{name}/updates"]
-            place.append([chunk, int(life), int(version)])
-        return Rows(state, place, any(name.endswith("/since") for name in state))
+    take: Callable[[], list[files.Record]] = list
+    give_up: Callable[[], object] = lambda: None
 
     @contextlib.contextmanager
-    def dropped_on_error(self) -> Iterator[None]:
-        """Have servers send all rows at once if a block raises: they keep what changes until then."""
+    def given_up_on_error(self) -> Iterator[None]:
+        """Give up the rows if a block raises: servers keep what changes until all are sent."""
         try:
             yield
         except BaseException:
-            self.read_on(True)
+            self.give_up()
             raise
+
+
+class RowsAsTheyCome(files.RowParts):
+    """The rows of a read as parts of a checkpoint: no more than one part lies in memory.
+
+    Args:
+        read: of the rows.
+        hurried: returns whether they are to come as fast as can be; called with each look at what
+            has come, at least five times a second.
+        base: what the checkpoint continues, if the read is of changes.
+
+    Attributes:
+        place: the instant, for a later read of what has changed; known when all parts have come.
+        changes: whether of any shard there is only what has changed; known then, too.
+    """
+
+    def __init__(
+        self,
+        read: RowRead,
+        hurried: Callable[[], bool] = lambda: True,
+        base: files.Link | None = None,
+    ) -> None:
+        self.place: Bases = ()
+        self.changes = False
+        self._read, self._hurried, self._base = read, hurried, base
+        self._marks: dict[str, int] = {}  # life and version of each shard
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the rows in parts of some 64 MB.
+
+        Raises:
+            PeerLostError, ShutdownError: the servers have ended, or have got other chunks.
+            DeadlineError: a server has waited too long for a part to be taken.
+            CheckpointError: the rows were given up.
+        """
+        records: list[files.Record] = []
+        size = 0
+        for found in self._looks():
+            records += found
+            size += sum(value.nbytes for *_, value in found)
+            found.clear()
+            if size >= _PART_BYTES:
+                yield self._part(records)
+                size = 0
+        if records:
+            yield self._part(records)
+        numbered = enumerate(self._read.layout.table_shards if self._marks else ())
+        self.place = [
+            [chunk, *(self._marks[f"{rows.TABLES}{number}/{key}"] for key in ("life", "updates"))]
+            for number, chunk in numbered
+        ]
+
+    def _looks(self) -> Iterator[list[files.Record]]:
+        """Yield the records that have come at each look."""
+        snapshot = self._read.snapshot
+        while snapshot is not None:
+            hurried = self._hurried()
+            try:
+                yield snapshot.result(_HURRIED_SECONDS if hurried else _LOOK_SECONDS).records
+                return
+            except FutureTimeoutError:
+                yield self._read.take()
+
+    def _part(self, records: list[files.Record]) -> dict[str, torch.Tensor]:
+        """Return records as arrays by name; empties the list."""
+        part, _ = files.assemble(self._read.layout, _taken_out(records))
+        for name in [name for name in part if name.endswith(("/life", "/updates"))]:
+            self._marks[name] = int(part[name])
+            if name.endswith("/life"):
+                del part[name]
+        self.changes |= any(name.endswith("/since") for name in part)
+        return part
+
+    def about(self) -> dict[str, Any]:
+        """Return the base of the checkpoint, if it has only changes."""
+        if not self.changes:
+            return {}
+        assert self._base is not None
+        return {"base": asdict(self._base)}
 
 
 def _taken_out(records: list[files.Record]) -> Iterator[files.Record]:
@@ -110,9 +153,14 @@ def read_apart(cluster: Cluster, since: Bases) -> tuple[Snapshot, RowRead]:
         later = client.read("state", chunks=layout.table_shards, since=since, held=True)
         return client.read("state", chunks=dense), later
 
-    def read_on(freely: bool) -> None:
-        router.call(lambda: client.read_on(later, freely=freely))
+    def take() -> list[files.Record]:
+        found: list[files.Record] = cluster.on_router(lambda: client.take(later))
+        return found
+
+    def give_up() -> None:
+        error = CheckpointError("the rows of a checkpoint were given up")
+        router.call(lambda: client.give_up(later, error))
 
     router = cluster.router
     state, later = cluster.on_router(read)
-    return cluster.wait(state, "a snapshot of the state"), RowRead(layout, later, read_on)
+    return cluster.wait(state, "a snapshot of the state"), RowRead(layout, later, take, give_up)

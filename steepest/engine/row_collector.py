@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.engine.row_memory import ROW_MEMORY
 from steepest.models.embedding import RowSource
 from steepest.tables.dealing import Dealing
 from steepest.tables.gradients import RowGradients, added
+from steepest.tables.hashing import Distinct
 from steepest.tables.kernels import Floats, Int32s, Int64s
 from steepest.tables.table import Table
 
@@ -38,14 +40,13 @@ class RowCollector(RowSource, ABC):
         self._batch: list[list[RowGradients]] = [[] for _ in dealing.groups]
         self._batches: list[tuple[float, list[list[RowGradients]]]] = []  # with their weights
 
-    @property
-    def num_shards(self) -> int:
-        """The number of shards of each group of tables."""
-        return self.dealing.num_shards
-
     def place(self, table: Table) -> tuple[int, int]:
         """Return the number of a table's group, and the table's number in it."""
         return self.dealing.place(table)
+
+    def distinct(self, group: int, tables: Int32s, ids: Int64s) -> Distinct:
+        """Return the distinct ones of the (table, id) of a batch, by ascending shard."""
+        return Distinct(tables, ids, self.dealing.num_shards)
 
     @abstractmethod
     def pull(self, group: int, tables: Int32s, ids: Int64s, training: bool = True) -> Floats:
@@ -132,5 +133,7 @@ class RowCollector(RowSource, ABC):
                 part = slice(begins[shard], begins[shard + 1])
                 if part.start < part.stop:
                     mine = total.taken(part if order is None else order[part])
-                    packed[self.dealing.chunk(group, shard)] = torch.from_numpy(mine.pack())
+                    packed[self.dealing.chunk(group, shard)] = torch.from_numpy(
+                        mine.pack(ROW_MEMORY.empty)
+                    )
         return packed

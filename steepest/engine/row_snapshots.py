@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,27 @@ from steepest.messages.snapshots import Snapshot, SnapshotEnd, StateTensor
 if TYPE_CHECKING:
     from steepest.engine.table_chunk import TableChunk
 
+log = logging.getLogger(__name__)
+
 _AHEAD = 2  # pieces that a reader is sent before it has taken the first
+#: Seconds that a reader may take for one piece. Until it has all of them, the old values of rows that
+#: change are kept for it.
+READER_SECONDS = 1800.0
+
+
+@dataclass
+class _Begun:
+    """A snapshot of which not all is sent.
+
+    Attributes:
+        messages: the rest, piece by piece.
+        end: to be sent after them.
+        since: the time at which it was first seen that the reader has not read on; None before.
+    """
+
+    messages: Iterator[list[StateTensor]]
+    end: SnapshotEnd
+    since: float | None = None
 
 
 class RowSnapshots:
@@ -30,7 +52,7 @@ class RowSnapshots:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._begun: dict[tuple[Peer, int], tuple[Iterator[list[StateTensor]], SnapshotEnd]] = {}
+        self._begun: dict[tuple[Peer, int], _Begun] = {}
 
     def begin(self, order: Snapshot, shards: Sequence[TableChunk], end: SnapshotEnd) -> None:
         """Send the rows of some shards as they are now, or the first of them.
@@ -48,7 +70,7 @@ class RowSnapshots:
         messages = chain.from_iterable(
             (_messages(order.sequence, chunk, piece) for piece in each) for chunk, each in pieces
         )
-        self._begun[order.reader, order.sequence] = messages, end
+        self._begun[order.reader, order.sequence] = _Begun(messages, end)
         for _ in range(_AHEAD):
             self.go_on(order.reader, order.sequence)
 
@@ -56,13 +78,28 @@ class RowSnapshots:
         """Send a reader the next piece of a snapshot, or its end; nothing if that is sent."""
         if (begun := self._begun.get((reader, sequence))) is None:
             return
-        messages, end = begun
-        if piece := next(messages, None):
+        begun.since = None
+        if piece := next(begun.messages, None):
             for message in piece:
                 self._send(reader, message.pack())
         else:
             del self._begun[reader, sequence]
-            self._send(reader, end.pack())
+            self._send(reader, begun.end.pack())
+
+    def tick(self, now: float) -> None:
+        """Give up the snapshots whose readers have not read on for `READER_SECONDS`.
+
+        Args:
+            now: seconds on a clock that does not go back.
+        """
+        for (reader, sequence), begun in list(self._begun.items()):
+            if begun.since is None:
+                begun.since = now
+            elif now - begun.since >= READER_SECONDS:
+                del self._begun[reader, sequence]
+                why = f"its reader has not read on for {READER_SECONDS:g} s"
+                log.warning("a snapshot of rows for %s is dropped: %s", reader, why)
+                self._send(reader, replace(begun.end, given_up=why).pack())
 
     def lost(self, peer: Peer) -> None:
         """Forget the snapshots of a reader that is lost."""
