@@ -54,6 +54,22 @@ def test_a_call_survives_deaths_just_before_it(victims: list[Peer], tmp_path: Pa
                 assert same_bits(found, undisturbed)
 
 
+def test_a_loss_that_was_handled_meanwhile_is_no_second_death() -> None:
+    """A call notices a closed channel, and another thread has put the job together before it says so."""
+    with DistributedSGD(TASK.creator(), num_workers=3, strategy=COPIES) as trainer:
+        train(trainer, 5)
+        supervisor = trainer._supervisor
+        before = supervisor._processes()
+        kill(trainer, server_peer(1))
+        trainer.evaluate(TASK.data)  # handles it
+        assert before[0].lost_peer == server_peer(1)
+        assert supervisor.is_struck(before)
+        assert supervisor.suspects(server_peer(1), "its channel closed", before[0])
+        train(trainer, 5)
+        assert trainer.stats().step == 10
+        assert len([event for event in trainer.stats().events if event.kind == "left"]) == 1
+
+
 @pytest.mark.parametrize("name", ["set_strategy", "resize"])
 def test_a_change_survives_deaths_just_before_it(name: str, tmp_path: Path) -> None:
     with DistributedSGD(TASK.creator(), num_workers=3, strategy=COPIES) as trainer:

@@ -288,14 +288,19 @@ class Supervisor:
             self.observation.hear(lost)
             self._looked = 0.0
 
-    def suspects(self, peer: Peer, why: str) -> bool:
+    def suspects(self, peer: Peer, why: str, client: Client) -> bool:
         """Note that a role's channel has closed; return False if its process cannot be replaced.
+
+        Nothing is noted where the job was put together meanwhile: other processes have the roles.
 
         Args:
             peer: the role.
             why: what is said of it.
+            client: which has seen it.
         """
         with self._lock:
+            if self._cluster.client is not client:
+                return True
             process = self._cluster.process_of(peer)
             if not self.observation.can_replace(process):
                 return False
@@ -460,12 +465,11 @@ class Supervisor:
         """
         while True:
             self.settle()
-            before = self._cluster.client, {*self._cluster.watches.values()}
+            before = self._processes()
             try:
                 return function()
             except (PeerLostError, DeadlineError):
-                now = self._cluster.client, {*self._cluster.watches.values()}
-                if now == before and not self.is_struck():
+                if not self.is_struck(before):
                     raise
 
     def replacing(self, function: Callable[[], None]) -> None:
@@ -502,13 +506,14 @@ class Supervisor:
         """
         cluster = self._cluster
         while True:
-            changing, client, failed = self._is_changing, cluster.client, False
+            before = self._processes()
+            (client, _), changing, failed = before, self._is_changing, False
             if not changing:
                 try:
                     found = function()
                 except (PeerLostError, DeadlineError, ShutdownError):
-                    same = not self._is_changing and cluster.client is client
-                    if self._ended.is_set() or (same and not self.is_struck()):
+                    struck = self._is_changing or self.is_struck(before)
+                    if self._ended.is_set() or not struck:
                         raise
                     failed = True
                 else:  # what was read amid a change may be of no version
@@ -521,6 +526,10 @@ class Supervisor:
                     self._in_use.release()
             else:
                 self._await_change(client if failed else None)
+
+    def _processes(self) -> tuple[Client, set[Any]]:
+        """Return what differs after each change of the job's processes."""
+        return self._cluster.client, {*self._cluster.watches.values()}
 
     @property
     def _is_changing(self) -> bool:
@@ -547,15 +556,20 @@ class Supervisor:
                 raise DeadlineError(f"the job was not put together again within {limit:g} s")
             time.sleep(_SHORT_SECONDS)
 
-    def is_struck(self) -> bool:
-        """Return whether a process is dead, or a channel has closed; the next change handles it."""
-        cluster = self._cluster
-        if self._state.pending is not None or self._suspect is not None:
+    def is_struck(self, before: tuple[Client, set[Any]]) -> bool:
+        """Return whether a process is dead, or a channel has closed; the next change handles it.
+
+        Args:
+            before: the processes when what failed began, see `_processes`; if others are there now,
+                one has died, and was handled.
+        """
+        known = self._state.pending is not None or self._suspect is not None
+        if known or self._processes() != before:
             return True
-        if (peer := cluster.client.lost_peer) is not None:
-            return self.suspects(peer, "its channel closed")
-        ray.wait(list(cluster.watches.values()), timeout=_NOTICE_SECONDS)
-        return bool(self.observation.dead())
+        if (peer := before[0].lost_peer) is not None:
+            return self.suspects(peer, "its channel closed", before[0])
+        ray.wait(list(self._cluster.watches.values()), timeout=_NOTICE_SECONDS)
+        return bool(self.observation.dead()) or self._processes() != before
 
     @property
     def lacks_copies(self) -> bool:

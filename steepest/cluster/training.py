@@ -15,7 +15,7 @@ from steepest.cluster.diagnostics import raise_step_error
 from steepest.cluster.launch import Cluster
 from steepest.cluster.supervisor import Supervisor
 from steepest.data.sampler import SamplePlan
-from steepest.engine.client import Client
+from steepest.engine.client import Client, Position
 from steepest.errors import DeadlineError, PeerLostError, ShutdownError
 from steepest.messages.driver import Failure, Result, WorkerLost
 from steepest.messages.message import Peer
@@ -26,6 +26,16 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 _SHORT_SECONDS = 0.02
 _LATER_SECONDS = 5.0  # that the coordinator has to say that a step is late, before the driver does
+
+
+def _loss(outcome: Result | Failure | PeerLostError, client: Client) -> tuple[Peer, str] | None:
+    """Return the role that is lost, and why, if an outcome of a client says so."""
+    if isinstance(outcome, PeerLostError):
+        return client.lost_peer or Peer("server", 0), str(outcome)
+    if isinstance(outcome, Failure) and outcome.reason == "lost":
+        assert outcome.peer is not None
+        return outcome.peer, outcome.why
+    return None
 
 
 def _unheard(step: int, plan: SamplePlan | None) -> Result:
@@ -271,7 +281,7 @@ class Training:
             return self.cluster.job.step_of(stopping.result(self._timeout))
         except PeerLostError as error:
             if client.lost_peer is None or not self._supervisor.suspects(
-                client.lost_peer, str(error)
+                client.lost_peer, str(error), client
             ):
                 self._raise_lost(error)
             return None
@@ -294,9 +304,9 @@ class Training:
 
     def _next_outcome(self) -> Result | Failure | None:
         """Return the next outcome; None when none comes soon, or the supervisor must look at one."""
-        supervisor = self._supervisor
+        supervisor, client = self._supervisor, self.cluster.client
         try:
-            outcome = self.cluster.client.outcomes.get(timeout=supervisor.pause)
+            outcome = client.outcomes.get(timeout=supervisor.pause)
         except queue.Empty:
             self.cluster.deaths.raise_if_dead(replaced=supervisor.observation.can_replace)
             # the coordinator's word first
@@ -312,8 +322,8 @@ class Training:
         if isinstance(outcome, WorkerLost):
             supervisor.hear(outcome)
             return None
-        lost = self._loss(outcome)
-        if lost is not None and supervisor.suspects(*lost):
+        lost = _loss(outcome, client)
+        if lost is not None and supervisor.suspects(*lost, client):
             return None
         if isinstance(outcome, PeerLostError):
             self._raise_lost(outcome)
@@ -323,23 +333,13 @@ class Training:
             return None
         return outcome
 
-    def _loss(self, outcome: Result | Failure | PeerLostError) -> tuple[Peer, str] | None:
-        """Return the role that is lost, and why, if an outcome says so."""
-        if isinstance(outcome, PeerLostError):
-            return self.cluster.client.lost_peer or Peer("server", 0), str(outcome)
-        if isinstance(outcome, Failure) and outcome.reason == "lost":
-            assert outcome.peer is not None
-            return outcome.peer, outcome.why
-        return None
-
     def _revoke(self) -> None:
         """Take back steps after an error or Ctrl-C; those that were committed meanwhile stay."""
         client = self.cluster.client
         try:
-            self.cluster.wait(
-                self.cluster.on_router(client.revoke), "the coordinator to stop the workers"
-            )
-        except (PeerLostError, DeadlineError, ShutdownError):
+            revoking: Future[Position] = self.cluster.on_router(client.revoke)
+            revoking.result(self._timeout)  # results come before it, whoever is silent meanwhile
+        except (PeerLostError, DeadlineError, ShutdownError, FutureTimeoutError):
             return  # nobody is left to be stopped; the first error says why
         while not client.outcomes.empty():
             outcome = client.outcomes.get()
