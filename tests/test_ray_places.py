@@ -310,8 +310,13 @@ def signalled(
     return process.returncode, "".join(printed) + output
 
 
-@pytest.mark.full  # about one time in four the status is 1, why is not known yet
-@pytest.mark.parametrize("everybody", [False, True], ids=["driver", "process group"])
+@pytest.mark.parametrize(
+    "everybody",
+    [
+        pytest.param(False, id="driver"),
+        pytest.param(True, id="process group", marks=pytest.mark.full),
+    ],
+)
 def test_sigterm_ends_everything_and_the_same_program_continues(
     place: Place, everybody: bool
 ) -> None:
@@ -334,7 +339,8 @@ def test_sigterm_ends_everything_and_the_same_program_continues(
     began = []
     for _ in range(2):
         status, output = signalled(place, program, signal.SIGTERM, everybody=everybody)
-        assert status == 143, output
+        # of a group Ray's processes are, and Ray may end the driver itself, see docs/limits.md
+        assert status in ((143, 1) if everybody else (143,)), output
         assert "Traceback" not in output
         began.append(int(re.findall(r"from step (\d+)", output)[0]))
     assert began[0] == 0
@@ -342,6 +348,32 @@ def test_sigterm_ends_everything_and_the_same_program_continues(
         assert began[1] >= 4, "the newest checkpoint, for workers were told to end too"
     else:
         assert began[1] >= 5, "the state at SIGTERM was not kept"
+
+
+def test_sigterm_ends_a_program_that_waits_for_a_ray_that_is_gone(place: Place) -> None:
+    """Ray itself ends it after a minute, with another status."""
+    program = place.script(
+        """
+        import re, signal
+        from pathlib import Path
+        from steepest.cluster.termination import end_on_sigterm
+
+        ray.init(num_cpus=1, include_dashboard=False)
+        end_on_sigterm()
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            name, parent = re.match(r"\\d+ \\((.*)\\) . (\\d+)", stat.read_text()).groups()
+            if name == "gcs_server" and parent == str(os.getpid()):
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            ray.nodes()
+        """
+    )
+    with place.start(sys.executable, program) as process:
+        output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 143, output
+    assert "Ray is gone" in output
 
 
 def doctor(place: Place, seconds: float) -> str:

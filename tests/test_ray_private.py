@@ -54,6 +54,14 @@ def test_what_ray_has_no_more_is_named_with_its_version(monkeypatch: pytest.Monk
             ask()
 
 
+def test_without_rays_private_api_a_warning_says_that_sigterms_status_may_be_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr("ray._raylet.raise_sys_exit_with_custom_error_message")
+    ray_private.keep_exit_status.__wrapped__(143)
+    assert "SIGTERM may end this program with exit status 1: Ray" in caplog.text
+
+
 def test_the_tested_version_is_the_one_that_is_required() -> None:
     required = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert f'"ray>={ray_private.TESTED}"' in required

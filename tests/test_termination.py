@@ -1,19 +1,23 @@
-"""SIGTERM's handler: which one it replaces, and what a second signal does."""
+"""SIGTERM's handler: which one it replaces, what a second signal does, and the status amid Ray's calls."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+import ray
 
 from steepest.cluster import termination
 
 
 @pytest.fixture(autouse=True)
-def handler() -> Iterator[None]:
-    """Puts the handler back, and forgets that this process began to end."""
+def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts the handler back, and forgets that this process began to end, which goes on."""
+    monkeypatch.setattr(termination, "_end_without_ray", lambda: None)
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -51,3 +55,23 @@ def test_a_signal_ends_the_process_and_its_repetition_does_not_cut_that_short(
         assert ended.value.code == 143
         now[0] += 2.0
         signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.ray
+def test_a_signal_while_the_driver_waits_in_ray_keeps_the_exit_status(ray_cluster: None) -> None:
+    """Ray runs the handler there, and raises another SystemExit than the handler did."""
+    signal.signal(signal.SIGTERM, rays)
+    termination.end_on_sigterm()
+
+    @ray.remote(num_cpus=0, max_retries=0)
+    def end(driver: int) -> None:
+        os.kill(driver, signal.SIGTERM)
+        threading.Event().wait()
+
+    call = end.remote(os.getpid())
+    try:
+        with pytest.raises(SystemExit) as ended:
+            ray.wait([call])
+    finally:
+        ray.cancel(call, force=True)
+    assert ended.value.code == 143

@@ -33,7 +33,6 @@ from steepest.errors import (
     described_error,
 )
 from steepest.messages.driver import Failure, Result
-from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.protocol import Computed
 from steepest.testing import InProcessCluster
 from tests.reference import same_bits, samples
@@ -506,12 +505,12 @@ def test_a_loss_weighs_what_any_kind_of_number_says() -> None:
 
 def test_a_loss_that_is_not_finite_is_reported_as_it_is() -> None:
     def create(worker: int, device: int) -> Any:
-        class Infinite(NumpyLogisticRegression):
+        class Infinite(TorchModel):
             def compute_gradients(self, *arguments: Any, **more: Any) -> Computed:
                 computed = super().compute_gradients(*arguments, **more)
                 return Computed(float("inf"), computed.weight, computed.samples, computed.metrics)
 
-        return Infinite((np.eye(4), np.arange(4)), classes=4, batch_size=2)
+        return torch_model(Switch(), Infinite)
 
     (result,) = InProcessCluster(create, num_workers=2).step()
     assert result.loss == float("inf")

@@ -29,7 +29,7 @@ from steepest.transport.router import Router
 log = logging.getLogger(__name__)
 #: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
 _UP_FACTOR = 4.0
-_LOOK_SECONDS = 0.3
+LOOK_SECONDS = 0.3
 
 
 class JobContext:
@@ -195,10 +195,10 @@ def _awaited(refs: list[Any], deadline: float, meanwhile: Callable[[], None]) ->
     while True:
         left = max(deadline - time.monotonic(), 0.1)
         try:
-            results: list[Any] = ray.get(refs, timeout=min(left, _LOOK_SECONDS))
+            results: list[Any] = ray.get(refs, timeout=min(left, LOOK_SECONDS))
             return results
         except ray.exceptions.GetTimeoutError:
-            if left <= _LOOK_SECONDS:
+            if left <= LOOK_SECONDS:
                 raise
         except ray.exceptions.RayError:
             drop_calls(refs)

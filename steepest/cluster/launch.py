@@ -6,9 +6,10 @@ import functools
 import itertools
 import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import ray
 
 from steepest.cluster.chunk_transport import Holdings, carry, holdings
-from steepest.cluster.context import JobContext
+from steepest.cluster.context import LOOK_SECONDS, JobContext
 from steepest.cluster.deaths import Deaths
 from steepest.cluster.diagnostics import (
     travelling,
@@ -494,11 +495,16 @@ class Cluster(JobContext):
         """Return what a future of the router's thread holds, within `DeadlineConfig.step` seconds.
 
         Raises:
-            DeadlineError, PeerLostError
+            DeadlineError: the future is not done by then.
+            PeerLostError: a process died, or gave no sign of life for `heartbeat` seconds.
         """
         limit = self.run_config.deadlines.step
+        deadline = time.monotonic() + limit
+        # no other thread looks for silent processes while the job is put together
+        while not wait([future], min(LOOK_SECONDS, limit))[0] and time.monotonic() < deadline:
+            self.meanwhile()
         try:
-            return future.result(limit)
+            return future.result(0)
         except FutureTimeoutError:
             self.deaths.raise_if_dead()
             raise DeadlineError(f"waited {limit:g} s in vain for {what}") from None

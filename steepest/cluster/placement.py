@@ -121,8 +121,8 @@ def reserve(
 ) -> Reservation:
     """Reserve room for workers, all at once, and wait for it.
 
-    Inside a placement group (a Ray Tune trial) its bundles are used; where it has more than there
-    are workers, the first ones are left to the trial.
+    Inside a placement group that takes in what its processes start (a Ray Tune trial) its bundles
+    are used; where it has more than there are workers, the first ones are left to the trial.
 
     Args:
         workers: how many.
@@ -133,7 +133,7 @@ def reserve(
     Raises:
         ResourcesError: there was no room in time, or can never be.
     """
-    current = ray.util.get_current_placement_group()
+    current = _group_around()
     if current is not None:
         specs = current.bundle_specs
         fitting = [
@@ -214,6 +214,18 @@ def may_grow() -> bool:
     return not started_here()
 
 
+def _group_around() -> PlacementGroup | None:
+    """Return the placement group whose bundles this process' own workers are to use, or None.
+
+    A worker of Ray Train fills the bundle that it runs in, so what it starts goes elsewhere.
+    """
+    group = ray.util.get_current_placement_group()
+    if group is None:
+        return None
+    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return group if captures else None
+
+
 def _reserved_by_others(table: Mapping[str, Mapping[str, Any]], own: str) -> str:
     """Return what other placement groups hold, in words; "" if that is nothing."""
     held: Counter[str] = Counter()
@@ -252,7 +264,7 @@ def ask_for_room(
     Raises:
         ResourcesError: this process runs in a placement group, which cannot grow.
     """
-    if ray.util.get_current_placement_group() is not None:
+    if _group_around() is not None:
         raise ResourcesError(
             f"{workers} more workers do not fit into the placement group that this runs in: give "
             "it more bundles with tune.with_resources(trainable, DistributedSGD.resources(...))"

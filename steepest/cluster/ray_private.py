@@ -96,6 +96,31 @@ def is_drivers_sigterm_handler(handler: object) -> bool:
     return getattr(handler, "__module__", "") == "ray._private.worker" and name.startswith("init.")
 
 
+@functools.cache
+def keep_exit_status(status: int) -> None:
+    """Let the exit status of a signal's handler pass through Ray's calls.
+
+    While the main thread waits in a call of Ray, Ray runs the handlers of signals, and for the
+    `SystemExit` of one it raises another, whose status is 1. From now on it has this status if the
+    handler's has. Without the private API a warning is logged and the status stays 1.
+
+    Args:
+        status: with which a handler of this process calls `sys.exit`.
+    """
+    name = "raise_sys_exit_with_custom_error_message"
+    try:
+        raise_exit = _look_up("ray._raylet", name)
+    except ConfigurationError as error:
+        log.warning("SIGTERM may end this program with exit status 1: %s", error)
+        return
+
+    def raise_same(ray_terminate_msg: str, exit_code: int = 0) -> None:
+        same = f"Exit code: {status}." in ray_terminate_msg  # of which Ray tells in words alone
+        raise_exit(ray_terminate_msg, status if same else exit_code)
+
+    setattr(importlib.import_module("ray._raylet"), name, raise_same)
+
+
 def hush_unreadable() -> None:
     """Let Ray print no traceback when this process cannot unpickle what it is sent.
 
