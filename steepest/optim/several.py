@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -67,6 +67,11 @@ class SeveralOptimizers(torch.optim.Optimizer):
                 groups.append({**group, _WHICH: index})
             seen |= {id(p) for group in optimizer.param_groups for p in group["params"]}
         return cls(groups, makers)
+
+    @staticmethod
+    def describe(defaults: Mapping[str, Any]) -> str:
+        """Return the names of the optimizers' classes."""
+        return " + ".join(cls.__name__ for cls, _ in defaults["makers"])
 
     @overload
     def step(self, closure: None = None) -> None: ...

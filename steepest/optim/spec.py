@@ -117,10 +117,9 @@ class OptimizerSpec:
 
     @property
     def name(self) -> str:
-        """The optimizer's class name, or those of several optimizers."""
-        if self.cls is SeveralOptimizers:
-            return " + ".join(cls.__name__ for cls, _ in self.defaults["makers"])
-        return self.cls.__name__
+        """The optimizer's class name, or what its class says with a function `describe`."""
+        describe: Callable[[Hyperparameters], str] | None = getattr(self.cls, "describe", None)
+        return self.cls.__name__ if describe is None else describe(self.defaults)
 
     def state_flags(self) -> dict[str, bool]:
         """Return the switches that change what state the optimizer keeps (amsgrad, centered).
@@ -156,6 +155,8 @@ class OptimizerSpec:
     ) -> tuple[torch.optim.Optimizer, list[int]]:
         """Return an optimizer over slices of parameters, fused where torch has that.
 
+        A class with ``takes_names=True`` is given (name, tensor) pairs, the others tensors.
+
         Args:
             slices: (parameter name, tensor) pairs.
 
@@ -165,8 +166,10 @@ class OptimizerSpec:
         groups, indices = [], []
         for index, (names, hyper) in enumerate(self.groups):
             members = set(names)
-            tensors = [tensor for name, tensor in slices if name in members]
-            if tensors:
+            own = [pair for pair in slices if pair[0] in members]
+            if own:
+                named = getattr(self.cls, "takes_names", False)
+                tensors = own if named else [tensor for _, tensor in own]
                 groups.append({"params": tensors, **hyper})
                 indices.append(index)
         arguments = self._arguments()

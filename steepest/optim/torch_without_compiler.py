@@ -41,12 +41,12 @@ def without_compiler() -> Iterator[None]:
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer; torch's own ones without the wrappers that profile and compile `step`."""
+    """Step an optimizer; torch's and ours without the wrappers that profile and compile `step`."""
     step: Any = type(optimizer).step
     hooks = any(getattr(torch_optimizer, name, None) for name in _HOOKS)
     if (
         hooks
-        or not type(optimizer).__module__.startswith("torch.optim.")
+        or not type(optimizer).__module__.startswith(("torch.optim.", "steepest.optim."))
         or optimizer.defaults.get("differentiable")
     ):
         optimizer.step()
