@@ -322,6 +322,8 @@ def test_settings_are_checked(make: Any, said: str) -> None:
 
 def test_arguments_are_checked() -> None:
     with Simulation(7).running(), trainer_of("ps") as trainer:
+        with pytest.raises(ConfigurationError, match="fetch_stats=2: give one of False, True"):
+            trainer.step(2)  # type: ignore[arg-type]
         for wrong, said in (
             ({"evaluate_every": 3}, "without validation="),
             ({"evaluate_every": 0, "validation": HELD_OUT}, "evaluate_every=0"),

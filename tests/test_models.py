@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +15,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
-from steepest.errors import ConfigurationError
-from steepest.models.numpy import NumpyLogisticRegression
 from steepest.models.protocol import Computed, Model
 from steepest.models.torch import TorchModel, accuracy
 from steepest.tensors.layout import ChunkSpec
+from steepest.testing.simulation import Simulation
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(12, 3, generator=GENERATOR, dtype=torch.float64)
 Y = torch.randint(0, 2, (12,), generator=GENERATOR)
+
+
+OWN = runpy.run_path(str(Path(__file__).resolve().parent.parent / "examples" / "own_model.py"))
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -61,13 +66,23 @@ class DictModel(TorchModel):
         return {"accuracy": float(accuracy(self.scores, batch["y"]))}
 
 
+def jax_model() -> Any:
+    from tests.jax_tasks import classifier
+
+    return classifier(X, Y)
+
+
 CONTRACT: dict[str, Callable[[], Any]] = {
     "constructor": lambda: torch_model(metrics={"accuracy": accuracy}),
     "subclass": lambda: DictModel(network(), data=Records(), batch_size=4, optimizer=sgd),
-    "numpy": lambda: NumpyLogisticRegression(
-        (X.numpy(), Y.numpy()), classes=2, batch_size=4, l2=0.1
-    ),
+    "example": lambda: OWN["LogisticRegression"]((X.numpy(), Y.numpy()), 2, 4),
+    "jax": jax_model,
 }
+needs_jax = pytest.mark.skipif(not find_spec("jax"), reason="needs JAX: make test-jax")
+EACH = [
+    pytest.param(make, id=name, marks=needs_jax if name == "jax" else ())
+    for name, make in CONTRACT.items()
+]
 
 
 class Bound:
@@ -110,9 +125,9 @@ class Bound:
         return [self.weights.clone(), self.gradients.clone(), *self.model.state().values()]
 
 
-@pytest.fixture(params=CONTRACT)
+@pytest.fixture(params=EACH)
 def bound(request: pytest.FixtureRequest) -> Bound:
-    return Bound(CONTRACT[request.param]())
+    return Bound(request.param())
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -205,7 +220,7 @@ def test_state_can_be_set_again(bound: Bound) -> None:
     assert bound.model.state() == state == {}
 
 
-@pytest.mark.parametrize("make", CONTRACT.values(), ids=CONTRACT)
+@pytest.mark.parametrize("make", EACH)
 def test_chunks_of_another_size_change_no_gradient(make: Callable[[], Any]) -> None:
     whole, model = Bound(make()), make()
     model.relayout(ChunkSpec(32))
@@ -215,7 +230,7 @@ def test_chunks_of_another_size_change_no_gradient(make: Callable[[], Any]) -> N
     assert torch.equal(whole.gradients, cut.gradients)
 
 
-@pytest.mark.parametrize("make", CONTRACT.values(), ids=CONTRACT)
+@pytest.mark.parametrize("make", EACH)
 def test_replicas_may_share_one_copy_of_the_weights(make: Callable[[], Any]) -> None:
     first, second = Bound(make()), Bound(make())
     other = make()
@@ -227,29 +242,18 @@ def test_replicas_may_share_one_copy_of_the_weights(make: Callable[[], Any]) -> 
     assert torch.equal(gradients, second.gradients)
 
 
-# -- numpy --------------------------------------------------------------------------------------
+# -- the example --------------------------------------------------------------------------------
 
 
-def test_numpy_parameters_are_views_too() -> None:
-    bound = Bound(CONTRACT["numpy"]())
+def test_parameters_of_the_example_are_views_too() -> None:
+    bound = Bound(CONTRACT["example"]())
     assert not bound.weights.any()
     before = bound.model.evaluate(bound.batch()).loss
     bound.weight("weight").fill_(1.0).view(-1)[0] = 5.0
     assert bound.model.evaluate(bound.batch()).loss != before
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        (X[0], Y),
-        (X, Y.view(3, 4)),
-        (X, Y - 1),
-        (X, Y + 1),
-        (X, Y.double()),
-        (X[:0], Y[:0]),
-        (X, Y[:5]),
-    ],
-)
-def test_numpy_models_that_cannot_be_are_refused(data: Any) -> None:
-    with pytest.raises(ConfigurationError, match="give"):
-        NumpyLogisticRegression(data, classes=2, batch_size=4)
+def test_the_example_learns_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    with Simulation(1).running():
+        assert OWN["main"](["--strategy", "allreduce"]) > 0.85
+    assert capsys.readouterr().out.startswith("test accuracy ")

@@ -15,7 +15,7 @@ from steepest.config.compression import TopK
 from steepest.config.strategies import LocalStrategy, ParameterServerStrategy, StrategyConfig
 from steepest.engine.server import Server
 from steepest.engine.topology import HostMap
-from steepest.errors import ProtocolError
+from steepest.errors import ConfigurationError, ProtocolError
 from steepest.messages.driver import Result
 from steepest.messages.message import (
     COORDINATOR,
@@ -538,9 +538,9 @@ def test_optimizer_state_of_another_size_is_refused_as_it_comes(value: torch.Ten
         optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0, momentum=0.5),
     )
     crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
-    future = state_of(crowd, "momentum_buffer", value)
-    crowd.settle()
-    assert (refusals(crowd), future.done()) == (1, False)
+    with pytest.raises(ConfigurationError, match="server 0 refuses the state, nothing of which"):
+        crowd.wait(state_of(crowd, "momentum_buffer", value))
+    assert refusals(crowd) == 1
     crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
     crowd.wait(state_of(crowd, "momentum_buffer", torch.ones(8)))
 
@@ -551,8 +551,9 @@ def test_optimizer_state_with_which_no_step_can_be_taken_is_not_installed() -> N
     )
     crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
     before = crowd.pull()[1]
-    crowd.wait(state_of(crowd, "square_avg", torch.ones(8)))
-    assert crowd.servers[0].refused == 1
+    with pytest.raises(ConfigurationError, match="with which no step can be taken: 'step'"):
+        crowd.wait(state_of(crowd, "square_avg", torch.ones(8)))
+    assert refusals(crowd) == 1
     assert torch.equal(crowd.pull()[1]["a"], before["a"])
     crowd.wait(crowd.users[0].push(like(crowd.initial, 1.0)))
 

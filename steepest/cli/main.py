@@ -100,14 +100,20 @@ class _Checkup:
 
     def _try_strategies(self, workers: int) -> None:
         """Take a step in each strategy, with the same processes."""
-        import numpy as np
+        import torch
 
         from steepest.config.run import FailureConfig, RunConfig
-        from steepest.models.numpy import NumpyLogisticRegression
+        from steepest.models.torch import TorchModel
         from steepest.trainer import DistributedSGD
 
-        def model_creator(worker_index: int, device_index: int) -> NumpyLogisticRegression:
-            return NumpyLogisticRegression((np.eye(8), np.arange(8) % 2), classes=2, batch_size=2)
+        def model_creator(worker_index: int, device_index: int) -> TorchModel:
+            return TorchModel(
+                torch.nn.Linear(8, 2),
+                loss=torch.nn.functional.cross_entropy,
+                data=(torch.eye(8), torch.arange(8) % 2),
+                batch_size=2,
+                optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+            )
 
         config = RunConfig(failure=FailureConfig(max_failures=0, spares=0, snapshot_every=0))
         # each change of strategy is news to a user of a trainer, but not here

@@ -21,6 +21,7 @@ from steepest.cluster.remote_error import RemoteError
 from steepest.cluster.remote_functions import sent
 from steepest.collectives import operations
 from steepest.collectives.members import MemberCollective
+from steepest.config.run import tell_frameworks_of_threads
 from steepest.data.sampler import SamplePlan
 from steepest.engine.chunk_transfer import ChunkState, RetainedChunks
 from steepest.engine.hosting import (
@@ -171,7 +172,7 @@ class Process:
 
     @on_router
     def _set_threads(self, threads: int) -> None:
-        torch.set_num_threads(threads)
+        _use_threads(threads)
 
     def alive(self) -> None:
         """Return, as a sign of life; also while the router is in the middle of a long step."""
@@ -305,7 +306,7 @@ class Process:
         if self._replicas is not None:
             peers = (*peers, worker_peer(self._index), member_peer(self._index))
         else:
-            torch.set_num_threads(1)  # also where it was started as a spare worker
+            _use_threads(1)  # also where it was started as a spare worker
         self._use(
             make_transport(job, self._token, peers, self._place.node, self.router.destination)
         )
@@ -558,6 +559,12 @@ def _as_text() -> Iterator[None]:
         raise
     except BaseException as error:  # noqa: BLE001 - raised again by the driver
         raise RemoteError(describe_error(error)) from None
+
+
+def _use_threads(threads: int) -> None:
+    """Have torch compute on this number of threads, and JAX and TensorFlow, which begin later."""
+    torch.set_num_threads(threads)
+    tell_frameworks_of_threads(threads)
 
 
 def _resident_bytes() -> int:

@@ -172,3 +172,10 @@ def data_directory() -> Path | None:
     """Return the folder of data sets that STEEPEST_DATA names, or None when it is not set."""
     named = os.environ.get("STEEPEST_DATA")
     return Path(named) if named else None
+
+
+def tell_frameworks_of_threads(threads: int) -> None:
+    """Have JAX and TensorFlow, where they begin later in this process, use so many threads."""
+    os.environ["PJRT_NPROC"] = str(threads)  # of XLA, for JAX
+    for kind in ("INTRAOP", "INTEROP"):
+        os.environ.setdefault(f"TF_NUM_{kind}_THREADS", str(threads))

@@ -1,1 +1,1 @@
-"""Models: the protocol that the engine drives, and the adapters for PyTorch and NumPy."""
+"""Models: the protocol that the engine drives, and the adapters for PyTorch and JAX."""

@@ -54,7 +54,7 @@ def weigh(batch: Any, result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor
     Raises:
         ModelError: it is no loss.
     """
-    samples = _count(batch)
+    samples = sample_count(batch)
     if isinstance(result, tuple) and len(result) != 2:
         raise ModelError(
             f"the loss is a tuple of {len(result)}: return it alone, or (loss, weight)"
@@ -92,7 +92,7 @@ def with_parts(parts: Mapping[str, torch.Tensor], metrics: Mapping[str, float]) 
     return found
 
 
-def _count(batch: Any) -> int:
+def sample_count(batch: Any) -> int:
     """Return the number of samples in a batch: the length of its first array, or first list.
 
     A list of dicts, such as a detector's targets, has one for each sample, whose images may then

@@ -1,0 +1,107 @@
+"""Modules of Flax, linen's and nnx's, as the parameters, state and loss of a `JaxModel`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from steepest.errors import ModelError
+
+try:
+    from flax import linen, nnx
+    from flax.core import unfreeze
+except ImportError as error:
+    raise ModelError("modules of Flax need Flax: pip install 'steepest[jax]'") from error
+
+#: names of a linen module's argument that tells training from evaluation
+_TRAINING = ("train", "training", "is_training")
+_EVALUATION = ("deterministic", "use_running_average")
+
+#: Parameters, state (None without any), and the loss of a `JaxModel`.
+Parts = tuple[Any, Any, Callable[..., Any]]
+
+
+def parts_of(module: Any, variables: Any, loss: Callable[..., Any]) -> Parts:
+    """Return what a `JaxModel` is made of, for batches ``(*inputs, target)``.
+
+    Args:
+        module: of linen or nnx.
+        variables: of a linen module.
+        loss: function of (output, target).
+
+    Raises:
+        ModelError: the module is neither, or has no parameters, or its variables are missing.
+    """
+    if isinstance(module, nnx.Module):
+        if variables is not None:
+            raise ModelError("an nnx.Module has its variables itself: leave variables out")
+        return _of_nnx(module, loss)
+    if not isinstance(module, linen.Module):
+        raise ModelError(f"module is a {type(module).__name__}: give a module of flax linen or nnx")
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        raise ModelError(
+            'a linen module needs its variables, a dict with "params": give what '
+            "module.init(key, *inputs) returned"
+        )
+    return _of_linen(module, variables, loss)
+
+
+def _of_linen(module: Any, variables: Any, loss: Callable[..., Any]) -> Parts:
+    variables = unfreeze(variables)  # as `apply` returns what has changed of them
+    state = {name: value for name, value in variables.items() if name != "params"}
+    arguments = inspect.signature(type(module).__call__).parameters
+
+    def run(params: Any, batch: Any, rng: Any, state: Any, train: bool) -> Any:
+        *inputs, target = batch
+        modes = {name: train for name in _TRAINING if name in arguments}
+        modes |= {name: not train for name in _EVALUATION if name in arguments}
+        keys = dict(zip(("params", "dropout"), jax.random.split(rng), strict=True))
+        mutable = [*state] if train and state else False
+        output = module.apply(
+            {"params": params, **(state or {})}, *inputs, rngs=keys, mutable=mutable, **modes
+        )
+        if mutable:
+            output, state = output
+        result = loss(output, target), output
+        return (*result, state) if state else result
+
+    return variables["params"], state or None, run
+
+
+def _of_nnx(module: Any, loss: Callable[..., Any]) -> Parts:
+    graph, kept, random, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    state = nnx.to_pure_dict(rest)
+
+    def run(params: Any, batch: Any, rng: Any, state: Any, train: bool) -> Any:
+        *inputs, target = batch
+        own = _filled(kept, params), _reseeded(random, rng), _filled(rest, state or {})
+        whole = nnx.merge(graph, *own)
+        (whole.train if train else whole.eval)()
+        output = whole(*inputs)
+        result = loss(output, target), output
+        changed = nnx.to_pure_dict(nnx.split(whole, nnx.Param, nnx.RngState, ...)[3])
+        return (*result, changed) if state else result
+
+    return nnx.to_pure_dict(kept), state or None, run
+
+
+def _filled(form: Any, values: Any) -> Any:
+    """Return an nnx.State like another one, with the values of a dict."""
+    filled = jax.tree.map(lambda value: value, form)
+    nnx.replace_by_pure_dict(filled, values)
+    return filled
+
+
+def _reseeded(random: Any, rng: Any) -> Any:
+    """Return the nnx.State of random streams, each with a key of its own, before its first draw."""
+    leaves, structure = jax.tree.flatten(random)
+    keys = jax.random.split(rng, max(len(leaves), 1))
+    for index, leaf in enumerate(leaves):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaves[index] = jax.random.split(keys[index], leaf.shape) if leaf.shape else keys[index]
+        else:
+            leaves[index] = jax.numpy.zeros_like(leaf)
+    return jax.tree.unflatten(structure, leaves)
