@@ -1,0 +1,275 @@
+"""Keras models under every strategy: the weights of Keras' own training in one process."""
+
+# ruff: noqa: I001 - keras_tools comes first: it skips the module where there is no TensorFlow
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tests.keras_tools import compute_in, double  # noqa: F401 - a fixture
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+from steepest.config.strategies import (
+    AllreduceStrategy,
+    LocalStrategy,
+    ParameterServerStrategy,
+    SimpleStrategy,
+)
+from steepest.data.sampler import SamplePlan
+from steepest.engine.replica_states import mean_states
+from steepest.models.keras_variables import KerasVariables
+from steepest.models.tensorflow import TensorFlowModel
+from steepest.testing import Fault, InProcessCluster, replay
+from tests.pairs import grid
+from tests.reference import Weights, difference, same_bits
+
+pytestmark = pytest.mark.usefixtures("double")
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(13, 3)), RNG.normal(size=(13, 2))
+WORDS, WEIGHTS = RNG.integers(0, 5, (13, 4)), RNG.random(13)
+STEPS, BATCH = 9, 2
+
+
+def dense() -> Any:
+    layers = [keras.layers.Dense(4, "tanh", kernel_regularizer="l2"), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+
+def words() -> Any:
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((4,)), layers.Embedding(5, 3), layers.Flatten(), layers.Dense(2)]
+    )
+
+
+def with_frozen() -> Any:
+    module = dense()
+    module.layers[0].trainable = False
+    return module
+
+
+def stairs() -> Any:
+    return keras.optimizers.schedules.PiecewiseConstantDecay([2, 5], [0.03, 0.02, 0.01])
+
+
+def nesterov() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to train, by the library (`creator`) or by Keras alone (`trace`)."""
+
+    module: Callable[[], Any] = dense
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.SGD(0.1, momentum=0.9)
+    data: tuple[Any, ...] = (X, Y)
+    metrics: tuple[str, ...] = ()
+
+    def compiled(self) -> Any:
+        keras.utils.set_random_seed(1)
+        module = self.module()
+        module.compile(self.optimizer(), "mse", metrics=list(self.metrics))
+        return module
+
+    def creator(self) -> Callable[[int, int], TensorFlowModel]:
+        def create(worker_index: int, device_index: int) -> TensorFlowModel:
+            return TensorFlowModel(self.compiled(), data=self.data, batch_size=BATCH)
+
+        return create
+
+    def trace(self, replicas: int) -> list[Weights]:
+        """The weights before the first step of Keras' `train_on_batch` and after each."""
+        module = self.compiled()
+        plan = SamplePlan(len(X), replicas * BATCH, 0)
+        found = [named(module)]
+        for step in range(STEPS):
+            index = plan.share(step, 0, 1)
+            module.train_on_batch(*(array[index] for array in self.data))
+            found.append(named(module))
+        return found
+
+
+def named(module: Any) -> Weights:
+    parameters = KerasVariables(module).parameters
+    return {name: torch.from_numpy(v.numpy().copy()) for name, v in parameters.items()}
+
+
+TASKS = {
+    "momentum": Task(),
+    "adam": Task(optimizer=lambda: keras.optimizers.Adam(stairs(), amsgrad=True)),
+    "weights": Task(data=(X, Y, WEIGHTS), optimizer=lambda: keras.optimizers.Adagrad(0.1)),
+    "words": Task(words, nesterov, (WORDS, Y)),
+    "frozen": Task(with_frozen, lambda: keras.optimizers.RMSprop(0.01, clipnorm=0.5)),
+}
+
+
+@cache
+def serial(name: str, replicas: int) -> list[Weights]:
+    return TASKS[name].trace(replicas)
+
+
+TOGETHER = {
+    "ps": ParameterServerStrategy(num_servers=2, chunk_bytes=64),
+    "allreduce": AllreduceStrategy(chunk_bytes=64),
+    "simple": SimpleStrategy(),
+}
+
+
+@grid(name=TASKS, workers=[1, 2, 3], strategy=TOGETHER)
+def test_synchronous_training_equals_keras_in_one_process(
+    name: str, workers: int, strategy: str
+) -> None:
+    cluster = InProcessCluster(
+        TASKS[name].creator(), num_workers=workers, strategy=TOGETHER[strategy]
+    )
+    cluster.step(STEPS)
+    expected = serial(name, workers)
+    assert difference(cluster.weights(), expected[STEPS]) < 1e-12
+    assert difference(expected[0], expected[STEPS]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParameterServerStrategy(mode="async"),
+        ParameterServerStrategy(mode="ssp", staleness=1),
+        LocalStrategy(sync_every=1),
+    ],
+    ids=["async", "ssp", "local"],
+)
+def test_one_worker_takes_the_steps_of_keras_whatever_the_strategy(strategy: Any) -> None:
+    cluster = InProcessCluster(TASKS["adam"].creator(), strategy=strategy)
+    cluster.step(STEPS)
+    assert difference(cluster.weights(), serial("adam", 1)[STEPS]) < 1e-12
+
+
+def dropout() -> Any:
+    layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    return keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(2)])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers"),
+    [
+        (ParameterServerStrategy(mode="async"), 2),
+        (ParameterServerStrategy(mode="async", correction="learning_rate"), 3),
+        (ParameterServerStrategy(mode="ssp", staleness=1), 3),
+        (LocalStrategy(sync_every=2), 2),
+        (ParameterServerStrategy(), 2),
+    ],
+)
+def test_a_run_is_replayed_serially_to_the_same_bits(strategy: Any, workers: int) -> None:
+    creator = Task(dropout, lambda: keras.optimizers.Adam(0.01)).creator()
+    cluster = InProcessCluster(
+        creator, num_workers=workers, strategy=strategy, keep_log=True, shuffle=1
+    )
+    cluster.step(STEPS)
+    assert same_bits(replay(cluster.log(), creator), cluster.weights())
+
+
+def test_a_worker_that_dies_is_replaced_and_the_weights_are_those_of_keras() -> None:
+    cluster = InProcessCluster(
+        TASKS["adam"].creator(),
+        num_workers=3,
+        strategy=TOGETHER["ps"],
+        faults=[Fault.kill("worker", 1, step=3, at="push")],
+        replaces=True,
+    )
+    cluster.step(STEPS)
+    assert cluster.unmet == []
+    assert difference(cluster.weights(), serial("adam", 3)[STEPS]) < 1e-12
+
+
+def test_a_local_run_equals_keras_models_that_are_averaged() -> None:
+    task = Task()
+    cluster = InProcessCluster(task.creator(), num_workers=2, strategy=LocalStrategy(sync_every=2))
+    cluster.step(2)
+    modules, shared = [task.compiled() for _ in range(2)], task.compiled().get_weights()
+    plan = SamplePlan(len(X), 2 * 2 * BATCH, 0)
+    for step in range(2):
+        seen, changes = [], []
+        for worker, module in enumerate(modules):
+            module.set_weights(shared)
+            shares = [plan.share(step, 2 * worker + update, 4) for update in range(2)]
+            for index in shares:
+                module.train_on_batch(X[index], Y[index])
+            seen.append(sum(map(len, shares)))
+            changes.append([w - old for w, old in zip(module.get_weights(), shared, strict=True)])
+        both = zip(shared, *changes, strict=True)
+        shared = [w + (seen[0] * a + seen[1] * b) / sum(seen) for w, a, b in both]
+    modules[0].set_weights(shared)
+    assert difference(cluster.weights(), named(modules[0])) < 1e-12
+
+
+def test_loss_and_metrics_are_those_of_keras() -> None:
+    task = Task(metrics=("mae",))
+    cluster = InProcessCluster(task.creator(), num_workers=3, strategy=TOGETHER["ps"])
+    module, plan = task.compiled(), SamplePlan(len(X), 3 * BATCH, 0)
+    for step, result in enumerate(cluster.step(4)):
+        index = plan.share(step, 0, 1)
+        loss, error = module.train_on_batch(X[index], Y[index])
+        module.reset_metrics()
+        assert result.loss == pytest.approx(float(loss), abs=1e-12)
+        assert result.metrics["mae"] == pytest.approx(float(error), abs=1e-12)
+        assert result.samples == len(index)
+
+
+def test_float32_equals_keras_to_rounding() -> None:
+    compute_in("float32")
+    data = X.astype(np.float32), Y.astype(np.float32)
+    task = Task(data=data, optimizer=lambda: keras.optimizers.Adam(0.01))
+    cluster = InProcessCluster(task.creator(), num_workers=2, strategy=TOGETHER["ps"])
+    cluster.step(STEPS)
+    assert difference(cluster.weights(), task.trace(2)[STEPS]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"devices_per_worker": 2, "num_workers": 1},
+        {"accumulate": 2, "num_workers": 2},
+        {"global_batch_size": 5, "num_workers": 2},
+    ],
+)
+def test_a_step_may_be_cut_into_devices_micro_batches_and_uneven_shares(settings: Any) -> None:
+    task = TASKS["weights"]
+    cluster = InProcessCluster(task.creator(), strategy=TOGETHER["ps"], **settings)
+    cluster.step(4)
+    module = task.compiled()
+    plan = cluster.job.plan()
+    for step in range(4):
+        index = plan.share(step, 0, 1)
+        module.train_on_batch(*(array[index] for array in task.data))
+    assert difference(cluster.weights(), named(module)) < 1e-12
+
+
+def test_running_means_of_all_workers_make_the_model_that_keras_evaluates() -> None:
+    task = Task(dropout, lambda: keras.optimizers.Adam(0.01))
+    cluster = InProcessCluster(task.creator(), num_workers=2, strategy=TOGETHER["ps"])
+    cluster.step(3)
+    futures = [
+        worker.at_version(0, 3, lambda replicas: replicas.models[0].state())
+        for worker in cluster.workers
+    ]
+    states = [cluster.wait(future, "the running means") for future in futures]
+    assert states[0].keys() == {
+        "batch_normalization/moving_mean",
+        "batch_normalization/moving_variance",
+    }
+    assert not torch.equal(*(state["batch_normalization/moving_mean"] for state in states))
+    merged = mean_states(states, [1.0, 1.0])
+    model = task.creator()(0, 0)
+    weights = model.layout.allocate()
+    model.bind(weights, model.layout.allocate())
+    model.load_state(merged)
+    model.layout.write(weights, cluster.weights())
+    first = model.evaluate((X, Y))
+    module = model.keras_model
+    assert first.loss == pytest.approx(float(module.evaluate(X, Y, verbose=0)), abs=1e-12)
