@@ -1,0 +1,153 @@
+"""A transformers.Trainer's model here and under the Trainer itself; see `make test-adapters`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from steepest import DistributedSGD, HuggingFaceModel
+from steepest.errors import ConfigurationError, ModelError
+from steepest.testing.simulation import Simulation, run_config
+from tests.reference import difference, snapshot
+from tests.test_pages import said_by
+
+transformers = pytest.importorskip("transformers", reason="make test-adapters installs it")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+STEPS = 10
+TEXT = torch.randint(0, 16, (12, 9), generator=torch.Generator().manual_seed(1))
+LENGTHS = [9, 3, 5, 2, 9, 9, 4, 2, 2, 7, 9, 6]  # of which the rest is padding
+
+
+def examples() -> list[dict[str, Any]]:
+    found = []
+    for row, length in zip(TEXT, LENGTHS, strict=True):
+        labels = row.clone()
+        labels[length:] = -100
+        found.append({"input_ids": row, "labels": labels, "name": torch.tensor(1)})
+    return found
+
+
+class Weighted(transformers.Trainer):
+    """A Trainer with a loss of its own, as users write them."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **settings: Any) -> Any:
+        loss, outputs = super().compute_loss(
+            model, inputs, *args, **settings | {"return_outputs": True}
+        )
+        loss = 0.5 * loss
+        return (loss, outputs) if settings.get("return_outputs") else loss
+
+
+def trainer(folder: Path, kind: Any = transformers.Trainer, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=16, n_embd=8, n_layer=1, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    chosen = {"max_steps": STEPS, "max_grad_norm": 0.0, "per_device_train_batch_size": len(LENGTHS)}
+    chosen["per_device_eval_batch_size"] = len(LENGTHS)
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True,
+        save_strategy="no", learning_rate=0.01, weight_decay=0.1, **chosen | settings,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).double()
+    return kind(model=model, args=args, train_dataset=examples(), eval_dataset=examples())
+
+
+def share_of_right(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    right = output.logits[:, :-1].argmax(dim=-1) == labels[:, 1:]
+    return right.double().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "strategy", "settings"),
+    [
+        (transformers.Trainer, 2, "allreduce", {"lr_scheduler_type": "linear", "warmup_steps": 3}),
+        (transformers.Trainer, 3, "ps", {"lr_scheduler_type": "constant", "optim": "adagrad"}),
+        (Weighted, 2, "ps", {"lr_scheduler_type": "cosine", "label_smoothing_factor": 0.1}),
+    ],
+)
+def test_a_model_ends_with_the_weights_that_its_trainer_gives_it(
+    tmp_path: Path, kind: Any, workers: int, strategy: str, settings: dict[str, Any]
+) -> None:
+    theirs = trainer(tmp_path, kind, **settings)
+    begin = snapshot(theirs.model)
+    theirs.train()
+    expected = snapshot(theirs.model)
+    assert difference(expected, begin) > 0.05
+
+    def create(worker_index: int, device_index: int) -> HuggingFaceModel:
+        size = len(LENGTHS) // workers
+        ours = trainer(tmp_path, kind, per_device_train_batch_size=size, **settings)
+        return HuggingFaceModel(ours, metrics={"right": share_of_right})
+
+    with (
+        Simulation(1).running(),
+        DistributedSGD(create, workers, strategy=strategy, run_config=run_config()) as sgd,
+    ):
+        last = sgd.fit(steps=STEPS, progress=False)
+        assert difference(sgd.weights(), expected) < 1e-6  # transformers' loss is in float32
+        assert 0 < last.metrics["right"] < 1
+        found = sgd.evaluate(examples())
+    assert found.samples == len(LENGTHS)
+    if "label_smoothing_factor" not in settings:
+        assert found.loss == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_grad_norm": 1.0}, "give clip_norm=1.0 to the strategy"),
+        ({"gradient_accumulation_steps": 4}, "give accumulate=4 to DistributedSGD"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"max_steps": -1}, "lr_scheduler_type='linear' needs to know"),
+        (
+            {
+                "lr_scheduler_type": "reduce_lr_on_plateau",
+                "eval_strategy": "steps",
+                "eval_steps": 5,
+            },
+            "steepest.ReduceOnPlateau",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(
+    tmp_path: Path, settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        HuggingFaceModel(trainer(tmp_path, **settings))
+
+
+def test_a_training_step_of_ones_own_is_refused(tmp_path: Path) -> None:
+    kind = type("Own", (Weighted,), {"training_step": lambda self, *batch: None})
+    with pytest.raises(ModelError, match="Own overrides training_step, which is not called"):
+        HuggingFaceModel(trainer(tmp_path, kind))
+
+
+def test_a_stream_of_samples_is_trained_on(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(examples())
+
+    theirs = trainer(tmp_path, lr_scheduler_type="constant")
+    theirs.train_dataset = Stream()
+    model = HuggingFaceModel(theirs)
+    batch = next(model.data.open(iter([])))
+    assert batch["input_ids"].shape == (len(LENGTHS), 9)
+    assert torch.isfinite(model.loss(batch)[0])
+
+
+def test_a_model_alone_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"is a Linear: give a transformers.Trainer"):
+        HuggingFaceModel(torch.nn.Linear(1, 1))
+
+
+def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said_by("hugging_face.md", monkeypatch) == "learned: True\n"
+    said = said_by("hugging_face.md", monkeypatch, 1)
+    assert said.endswith("equal to the rounding of float32: True\n")

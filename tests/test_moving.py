@@ -1,0 +1,81 @@
+"""The pages for those who come from other trainers: both sides run as they stand, and end with the same weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from tests.test_docs import blocks_of, run_block
+from tests.test_pages import said_by
+
+
+@pytest.fixture
+def address(ray_cluster: None) -> str:
+    found = ray.get_runtime_context().gcs_address
+    assert isinstance(found, str)
+    return found
+
+
+def assert_same_weights(folder: Path) -> None:
+    """Compare what both sides saved; 30 steps of SGD with momentum have moved it far from its beginning."""
+    theirs, ours = (
+        torch.load(folder / f"{name}.pt", weights_only=True) for name in ("theirs", "ours")
+    )
+    assert theirs.keys() == ours.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    torch.manual_seed(0)
+    begin = torch.nn.Linear(8, 16).double().weight.detach()
+    assert float((theirs["0.weight"] - begin).abs().max()) > 0.1
+    for name, weight in theirs.items():
+        assert weight.dtype == torch.float64
+        assert float((weight - ours[name]).abs().max()) < 1e-12
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_distributed_data_parallel_and_allreduce_end_with_the_same_weights(
+    tmp_path: Path, address: str
+) -> None:
+    theirs, ours = blocks_of("docs/from_ddp.md")
+    (tmp_path / "ddp.py").write_text(theirs)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    run_block(ours, tmp_path, address)
+    assert_same_weights(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_ray_train_and_steepest_end_with_the_same_weights(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, *_ = blocks_of("docs/from_ray_train.md")
+    run_block(theirs, tmp_path, address)
+    monkeypatch.chdir(tmp_path)
+    said_by(
+        "from_ray_train.md", monkeypatch, 1
+    )  # the page of DistributedDataParallel has real processes
+    assert_same_weights(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_a_trainer_runs_inside_a_train_loop_of_ray_train(tmp_path: Path, address: str) -> None:
+    *_, inside = blocks_of("docs/from_ray_train.md")
+    assert "loss: 0.0" in run_block(inside, tmp_path, address)
+
+
+def test_the_program_for_those_who_come_from_horovod_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said_by("from_horovod.md", monkeypatch) == (
+        "epochs: 12 steps: 120 right: True\nepochs: 20 steps: 200 right: True\n"
+    )
