@@ -1,11 +1,11 @@
 # make demo: install and train; make test: the tests, in five minutes; make test-cluster: those that start Ray clusters
 # of their own, or take long; make bench-check: those of the benchmarks; make test-full: all of them, with whole products
 # of settings and ten times as many random examples, in some hours; make test-loggers: TensorBoard and the other trackers,
-# which it installs.
+# which it installs; make test-adapters, test-jax, test-tensorflow: Lightning and Hugging Face, JAX, Keras, likewise.
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die;
 # make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
-# make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check and
-# test-cluster.
+# make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check,
+# test-cluster, test-adapters, test-jax, test-tensorflow.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,8 @@ PYTEST := $(BIN)/python -m pytest
 # also where the environment says otherwise: the tests start many processes, which would compile the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-cluster test-loggers bench-check test-full mutants coverage check bench soak clean
+.PHONY: demo test test-cluster test-loggers test-adapters test-jax test-tensorflow bench-check test-full \
+  mutants coverage check bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +30,40 @@ $(VENV)-loggers/.installed: pyproject.toml constraints.txt
 
 test-loggers: $(VENV)-loggers/.installed
 	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/test_real_loggers.py tests/test_loggers.py
+
+# as the trackers do
+$(VENV)-adapters/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)-adapters/bin/python || $(PYTHON) -m venv $(VENV)-adapters
+	$(VENV)-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[dev,lightning,transformers]"
+	touch $(VENV)-adapters/.installed
+
+test-adapters: $(VENV)-adapters/.installed
+	$(VENV)-adapters/bin/python -m pytest tests/test_lightning.py tests/test_hugging_face.py
+
+# JAX has an environment of its own, too, so that those who have no use for it need not wait for it
+$(VENV)-jax/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)-jax/bin/python || $(PYTHON) -m venv $(VENV)-jax
+	$(VENV)-jax/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,jax]"
+	touch $(VENV)-jax/.installed
+
+# compiled once for all tests and their processes, and for those of the next time
+test-jax: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV)-jax/compiled)
+test-jax: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
+test-jax: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
+test-jax: $(VENV)-jax/.installed
+	$(VENV)-jax/bin/python -m pytest -k "jax or flax or optax" tests/test_jax_*.py \
+	  tests/test_models.py tests/test_docs.py tests/test_imports.py
+
+# tens of packages and a gigabyte that nothing else needs
+$(VENV)-tensorflow/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)-tensorflow/bin/python || $(PYTHON) -m venv $(VENV)-tensorflow
+	$(VENV)-tensorflow/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,tensorflow]"
+	touch $(VENV)-tensorflow/.installed
+
+test-tensorflow: $(VENV)-tensorflow/.installed
+	$(VENV)-tensorflow/bin/python -m pytest -m "not ray" --numprocesses=2 tests/test_keras_*.py
+	$(VENV)-tensorflow/bin/python -m pytest -m ray tests/test_keras_*.py
 
 demo: $(STAMP)
 	$(BIN)/steepest demo
@@ -67,4 +102,5 @@ soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes 10
 
 clean:
-	rm -rf $(VENV) $(VENV)-loggers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-loggers $(VENV)-adapters $(VENV)-jax $(VENV)-tensorflow build dist *.egg-info \
+	  .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -33,9 +33,12 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.models.embedding import EmbeddingBag as EmbeddingBag
     from steepest.models.embedding import EmbeddingCollection as EmbeddingCollection
     from steepest.models.embedding import connect as connect
-    from steepest.models.numpy import NumpyLogisticRegression as NumpyLogisticRegression
+    from steepest.models.hugging_face import HuggingFaceModel as HuggingFaceModel
+    from steepest.models.jax import JaxModel as JaxModel
+    from steepest.models.lightning import LightningModel as LightningModel
     from steepest.models.protocol import Computed as Computed
     from steepest.models.protocol import Model as Model
+    from steepest.models.tensorflow import TensorFlowModel as TensorFlowModel
     from steepest.models.torch import TorchModel as TorchModel
     from steepest.models.torch import accuracy as accuracy
     from steepest.observe.evaluations import EarlyStopping as EarlyStopping
@@ -77,13 +80,15 @@ _MODULES = {
     "ExportedTable": "checkpoint.exported_table",
     "FailureConfig": "config.run",
     "History": "observe.history",
+    "HuggingFaceModel": "models.hugging_face",
     "IndexedStream": "data.sources",
     "Int8": "config.compression",
+    "JaxModel": "models.jax",
+    "LightningModel": "models.lightning",
     "LocalStrategy": "config.strategies",
     "LoggedPush": "engine.commit_log",
     "MLflow": "observe.loggers",
     "Model": "models.protocol",
-    "NumpyLogisticRegression": "models.numpy",
     "OptimizerSpec": "optim.spec",
     "ParameterLayout": "tensors.layout",
     "ParameterServer": "parameter_server.api",
@@ -100,6 +105,7 @@ _MODULES = {
     "StepResult": "observe.results",
     "Table": "tables.table",
     "TensorBoard": "observe.loggers",
+    "TensorFlowModel": "models.tensorflow",
     "TopK": "config.compression",
     "TorchModel": "models.torch",
     "Trackio": "observe.loggers",
@@ -109,8 +115,11 @@ _MODULES = {
     "ring_allreduce": "collectives.ring",
 }
 _NEED_NUMBA = {"Embedding", "EmbeddingBag", "EmbeddingCollection", "Table", "connect"}
+_NEEDS = {"numba": _NEED_NUMBA, "jax": {"JaxModel"}}
 # what `from steepest import *` takes can be had without an extra
-__all__ = sorted(_MODULES if find_spec("numba") else _MODULES.keys() - _NEED_NUMBA)
+__all__ = sorted(
+    _MODULES.keys() - {name for extra in _NEEDS if not find_spec(extra) for name in _NEEDS[extra]}
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -45,6 +45,7 @@ from steepest.observe.history import History
 from steepest.observe.progress import Callback, EventFeed
 from steepest.observe.results import EvaluationResult, Stats, StepResult
 from steepest.validation import (
+    require_choice,
     require_count,
     require_instance,
     require_model_creator,
@@ -223,6 +224,7 @@ class DistributedSGD(Steering):
             fetch_stats: whether to compute and return loss, metrics and timings too.
 
         Raises:
+            ConfigurationError: `fetch_stats` is not True or False.
             StepError: the step was not committed, for one of these causes.
             ModelRaisedError: the model or its data raised; the traceback is the cause.
             ModelError: the model breaks its protocol: it writes to trained parameters, or a metric
@@ -232,6 +234,7 @@ class DistributedSGD(Steering):
             PeerLostError: a process died and cannot be replaced.
             ShutdownError: the trainer is shut down.
         """
+        require_choice("fetch_stats", fetch_stats, (False, True))
         with self._idle():
             results: list[StepResult] = []
             end = self._training.step + self._training.lost_before() + 1
@@ -455,7 +458,7 @@ class DistributedSGD(Steering):
             CheckpointError: it cannot be written.
         """
         with self._idle():
-            files.write(Path(path), self._keeping.collect())
+            self._keeping.save(Path(path))
 
     def restore(self, path: str | Path) -> None:
         """Continue from a checkpoint, at any number of workers and servers, under any strategy.

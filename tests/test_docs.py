@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -21,15 +22,18 @@ from steepest.testing import InProcessCluster, linear_model_creator
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md"))
+NEED_JAX = re.compile(r"steepest\.\w+\.(jax|flax|optax)")  # make test-jax has it
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(steepest.__path__, "steepest.")
-    if module.name != "steepest.cli.main"
+    if module.name != "steepest.cli.main" and (find_spec("jax") or not NEED_JAX.match(module.name))
 )
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name: str) -> None:
+    if name.startswith("steepest.models.keras_"):
+        pytest.importorskip("tensorflow", reason="needs TensorFlow: make test-tensorflow has it")
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert result.failed == 0
 

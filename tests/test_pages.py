@@ -19,11 +19,10 @@ from steepest.testing.simulation import Simulation
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def said_by(page: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the only example of a page prints when it runs on a simulated Ray."""
-    (block,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL
-    )
+def said_by(page: str, monkeypatch: pytest.MonkeyPatch, number: int = 0) -> str:
+    """What one of a page's examples prints when it runs on a simulated Ray."""
+    text = (ROOT / "docs" / page).read_text()
+    block = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[number]
     # workers are threads of this process, whose memory is left as it is
     monkeypatch.setattr("steepest.cluster.process.keep_freed_memory", lambda: False)
     printed = io.StringIO()
