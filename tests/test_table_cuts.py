@@ -53,6 +53,19 @@ def test_a_push_that_is_refused_leaves_a_cut_as_it_is() -> None:
     assert not len(rows.take(9)["ids"])
 
 
+def test_rows_that_change_soon_after_a_cut_come_in_few_pieces() -> None:
+    """Each piece is several messages: rows kept by many small pushes are joined."""
+    shard = TableShard([table()])
+    push(shard, range(1000), 1)
+    expected, (rest, rows) = shard.export(), shard.cut()
+    for version in range(2, 102):
+        push(shard, range(10 * (version - 2), 10 * (version - 1)), version)
+    pieces = [rows.take(400) for _ in range(4)]
+    assert [len(piece["ids"]) for piece in pieces] == [400, 400, 200, 0]
+    found = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    assert same(replace(rest, **found).sorted(), expected)
+
+
 def test_a_cut_of_one_table_has_no_other_rows() -> None:
     shard = TableShard([table("a"), table("b")])
     push(shard, range(6), 1, tables=np.arange(6) % 2)

@@ -28,10 +28,12 @@ def _compile(tables: tuple[Table, ...]) -> None:
     for group in groups(tables):
         shard = TableShard(group, num_shards=2)
         numbers = np.arange(len(group), dtype=np.int32)
+        cut = shard.cut()[1]
         for version in (1, 2):
             gradients = np.ones((len(group), shard.dim), shard.dtype)
             shard.push(numbers, np.full(len(group), version), gradients, version)
             shard.pull(numbers, numbers)
+        cut.take(1)
         shard.evict(2)
         shard.load([shard.export()], 2)
         for table in group:

@@ -7,11 +7,24 @@ from typing import Any
 import numpy as np
 
 from steepest.tables.blocks import FREE, Blocks
-from steepest.tables.kernels import Int32s
+from steepest.tables.kernels import Int32s, Int64s, kernel, read_only
 
 #: NumPy arrays of rows by the names that `TableState` has for them.
 RowArrays = dict[str, Any]
 _MOST_LOOKED_AT = 1 << 20  # rows in a call of `take`, few of which may be wanted: a millisecond
+
+
+@kernel
+def _to_keep(
+    numbers: Int32s, written: Int64s, begin: int, end: int, after: int, version: int, kept: Int32s
+) -> int:
+    """Write those of some rows from `begin` to `end` - 1 that belong to a cut; return how many they are."""
+    count = 0
+    for number in numbers:
+        if begin <= number < end and after < written[number] <= version:
+            kept[count] = number
+            count += 1
+    return count
 
 
 class RowCut:
@@ -38,17 +51,28 @@ class RowCut:
         self._next, self._top = 0, blocks.top  # rows below `_next` are copied
         self._kept: list[RowArrays] = []
 
-    def before(self, numbers: Int32s) -> RowArrays:
-        """Return copies of those of some rows that are yet to be taken; negative numbers are none."""
-        return self._copied(self._wanted(numbers[(numbers >= self._next) & (numbers < self._top)]))
+    def before(self, numbers: Int32s) -> RowArrays | None:
+        """Return copies of those of some rows that are yet to be taken, or None; negative numbers are none."""
+        wanted = np.empty(len(numbers), np.int32)
+        count = _to_keep(
+            read_only(numbers, np.int32),
+            self._blocks.written,
+            self._next,
+            self._top,
+            self._after,
+            self._version,
+            wanted,
+        )
+        found = self._of_table(wanted[:count])
+        return self._copied(found) if len(found) else None
 
-    def keep(self, rows: RowArrays) -> None:
+    def keep(self, rows: RowArrays | None) -> None:
         """Keep copies that `before` returned, because the rows change now."""
-        if len(rows["ids"]):
+        if rows is not None:
             self._kept.append(rows)
 
     def take(self, most: int) -> RowArrays:
-        """Return copies of further rows, half of `most` to twice as many; of no rows when all are taken."""
+        """Return copies of further rows, about `most`; of no rows when all are taken."""
         parts: list[Int32s] = []
         count = looked_at = 0
         while self._next < self._top and 2 * count < most and looked_at < _MOST_LOOKED_AT:
@@ -61,15 +85,30 @@ class RowCut:
             return self._copied(np.concatenate(parts))
         if self._next < self._top:
             return self.take(most)
-        return self._kept.pop() if self._kept else self._copied(np.empty(0, np.int32))
+        return self._joined(most)
+
+    def no_rows(self) -> RowArrays:
+        """Return the arrays that `take` returns, of no rows."""
+        return self._copied(np.empty(0, np.int32))
+
+    def _joined(self, most: int) -> RowArrays:
+        """Return rows that were kept: at least `most`, where there are as many."""
+        parts, count = [self.no_rows()], 0
+        while self._kept and count < most:
+            parts.append(self._kept.pop())
+            count += len(parts[-1]["ids"])
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _wanted(self, numbers: Int32s) -> Int32s:
         """Return those of some rows that belong to the cut and have not changed since."""
         written = self._blocks.written[numbers]
-        wanted = (written > self._after) & (written <= self._version)
-        if self._table is not None:
-            wanted &= self._blocks.tables[numbers] == self._table
-        return numbers[wanted]
+        return self._of_table(numbers[(written > self._after) & (written <= self._version)])
+
+    def _of_table(self, numbers: Int32s) -> Int32s:
+        if self._table is None:
+            return numbers
+        mine: Int32s = numbers[self._blocks.tables[numbers] == self._table]
+        return mine
 
     def _copied(self, numbers: Int32s) -> RowArrays:
         blocks = self._blocks

@@ -441,9 +441,8 @@ class TableShard:
             known = [part[of] for part, of in zip(known, mine, strict=True)]
         names = ("counted_tables", "counted_ids", "counted", "removed_tables", "removed_ids")
         counters = {of: counter.copy() for of, counter in self._admission.counters.items()}
-        none = rows.before(np.empty(0, np.int32))
         rest = dict(zip(names, known, strict=True))
-        return TableState(**none, **rest, counters=counters), rows
+        return TableState(**rows.no_rows(), **rest, counters=counters), rows
 
     def load(self, states: Iterable[TableState], version: int) -> None:
         """Replace everything by this shard's part of a state; counters of events begin at 0.
