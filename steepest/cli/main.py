@@ -1,4 +1,4 @@
-"""The `steepest` command: `steepest demo`, `steepest doctor`."""
+"""The `steepest` command: `steepest demo`, `steepest doctor`, `steepest launch`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from steepest.cli import launch
 from steepest.config.run import cluster_address
 from steepest.errors import SteepestError
 
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "doctor", help="what Ray, torch and devices there are; one step in each strategy"
     )
+    launch.add_parser(commands)
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "demo":
@@ -37,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             rows = run(chosen.epochs, progress=not chosen.no_progress)
             return 0 if all(row.accuracy >= _ENOUGH for row in rows) else 1
+        if chosen.command == "launch":
+            return launch.run(chosen)
         return doctor()
     except SteepestError as error:
         print(f"steepest: {error}", file=sys.stderr)
