@@ -1,14 +1,19 @@
-"""Room for processes that leave a node is asked for once, and its answer is awaited."""
+"""Nodes that will go: callbacks hear of it, and room elsewhere is asked for once and its answer awaited."""
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from steepest.cluster import growth
+from steepest import Callback, DistributedSGD, Event
+from steepest.cluster import growth, leaving
 from steepest.cluster.growth import Room
+from steepest.messages.message import worker_peer
+from steepest.testing import linear_model_creator
+from steepest.testing.simulation import Simulation, run_config
 
 
 class Group:
@@ -42,3 +47,48 @@ def test_an_answer_that_comes_late_is_heard(monkeypatch: pytest.MonkeyPatch) -> 
     assert room.is_there
     assert group.asked == 1
     assert room.take() == [5, 6]
+
+
+class Notice(Callback):
+    """Gives notice to the node of the last worker at a step, and notes what it hears."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.patch, self.seconds = monkeypatch, seconds
+        self.heard: list[Event] = []
+        self.hosts: list[str] = []
+
+    def on_step(self, sgd: Any, result: Any) -> None:
+        if result.step == 5:
+            place = sgd._live().places[worker_peer(sgd.num_workers - 1)]
+            self.hosts.append(place.host)
+            deadline = leaving.time.time() + self.seconds if self.seconds else 0.0
+            self.patch.setattr(leaving, "draining_nodes", lambda: {place.node: deadline})
+
+    def on_event(self, sgd: Any, event: Event) -> None:
+        self.heard.append(event)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "when"), [(25.0, r"in \d\d s"), (0.0, "at a time that is not known")]
+)
+def test_callbacks_hear_of_a_notice_before_anything_has_moved(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, when: str
+) -> None:
+    """A node that goes is announced once, then left; what callbacks hear is what `stats` has."""
+    notice = Notice(monkeypatch, seconds)
+    with Simulation(3, cpus=(2, 2, 2)).running():
+        config = run_config()
+        with DistributedSGD(linear_model_creator(), 4, run_config=config) as sgd:
+            while "moved" not in {event.kind for event in notice.heard}:
+                sgd.fit(steps=20, callbacks=[notice], progress=False)
+            sgd.fit(steps=20, callbacks=[notice], progress=False)
+            assert list(sgd.stats().events) == notice.heard
+            assert sgd.num_workers == 4
+            hosts = {place.host for place in sgd._live().places.values()}
+    (gone,) = notice.hosts
+    assert [event.kind for event in notice.heard] == ["draining", "moved"]
+    line = notice.heard[0].line
+    assert re.fullmatch(
+        rf"{re.escape(gone)} will go {when}: .*worker 3 (is|are) to move away .*", line
+    ), line
+    assert gone not in hosts

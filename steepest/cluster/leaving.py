@@ -15,6 +15,7 @@ from steepest.messages.message import Peer
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0
+_WILL_GO = "will go"
 
 
 class Leaving:
@@ -35,6 +36,7 @@ class Leaving:
         self._cluster = cluster
         self._starting = starting
         self._known: set[str] = set()
+        self._told: set[str] = set()
         self._looked = 0.0
         self._room: Room | None = None
         self._patience = 0.0  # seconds that room is waited for
@@ -55,7 +57,7 @@ class Leaving:
         if now - self._looked >= _LOOK_SECONDS and not self.nodes:
             self._looked = now
             failing = dict.fromkeys(self._cluster.placement.failing, 0.0)
-            for nodes, why in ((draining_nodes(), "will go"), (failing, "failed again and again")):
+            for nodes, why in ((draining_nodes(), _WILL_GO), (failing, "failed again and again")):
                 if not self.nodes:
                     self._begin(nodes, why)
         if not self.nodes or self.full:
@@ -77,6 +79,8 @@ class Leaving:
         self._patience = min([cluster.run_config.deadlines.start, *left])
         if not going:
             return
+        if why == _WILL_GO:
+            self._tell(going)
         workers = sum(peer.role == "worker" for peer in self.peers)
         try:
             if workers:
@@ -86,6 +90,20 @@ class Leaving:
         except ResourcesError as error:
             log.warning("%s", error)
             self.nodes = {}
+
+    def _tell(self, going: Mapping[str, float]) -> None:
+        """Note, once for each node, that it goes, when, and what is moved away from it."""
+        places = self._cluster.places
+        for node in sorted(going.keys() - self._told):
+            self._told.add(node)
+            peers = sorted(peer for peer, place in places.items() if place.node == node)
+            left = max(going[node] - time.time(), 0.0)
+            when = f"in {left:.0f} s" if going[node] else "at a time that is not known"
+            self._cluster.note(
+                "draining",
+                f"{places[peers[0]].host} {_WILL_GO} {when}: {', '.join(map(str, peers))} "
+                f"{'is' if len(peers) == 1 else 'are'} to move away while training goes on",
+            )
 
     def _without_room(self, least: int) -> None:
         """Give up the room that was asked for; the others go on without the workers, or nobody moves."""

@@ -46,15 +46,37 @@ def ensure_ray(num_cpus: int | None = None, *, verbose: bool = False) -> bool:
     if ray.is_initialized():
         return False
     if (address := cluster_address()) is not None:
-        ray.init(address=address, logging_level=logging.WARNING)
+        connect(address)
     else:
-        cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
-        # "local": not what an earlier `ray start` on this machine left, which may be dead and is
-        # asked for minutes
-        level = logging.WARNING if verbose else logging.ERROR
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
-        logging.getLogger("ray").setLevel(logging.WARNING)  # what it warns of later is heard
+        start_ray(num_cpus, verbose=verbose)
     return True
+
+
+def connect(address: str) -> None:
+    """Connect this process to a running cluster.
+
+    Args:
+        address: of the cluster's control store, as `RAY_ADDRESS` has it.
+    """
+    ray.init(address=address, logging_level=logging.WARNING)
+
+
+def start_ray(num_cpus: int | None = None, *, verbose: bool = False) -> None:
+    """Start a cluster on this machine, and connect to it.
+
+    Ray asks for a token from then on: one of the environment, or of the user's home, or a new one
+    that Ray keeps there.
+
+    Args:
+        num_cpus: CPUs that the cluster has at least, whatever the machine has.
+        verbose: see `RunConfig`.
+    """
+    cpus = num_cpus if num_cpus is not None and (os.cpu_count() or 1) < num_cpus else None
+    # "local": not what an earlier `ray start` on this machine left, which may be dead and is
+    # asked for minutes
+    level = logging.WARNING if verbose else logging.ERROR
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
+    logging.getLogger("ray").setLevel(logging.WARNING)  # what it warns of later is heard
 
 
 @contextlib.contextmanager

@@ -155,8 +155,9 @@ class Event(NamedTuple):
         time: seconds since the epoch, as `time.time` has it.
         kind: "replaced" (a successor took a dead worker's place), "left" (the other workers
             continue without a dead one), "returned" (its successor joined them), "recovered" (other
-            processes took over the chunks of a dead one), "moved" (processes moved away from a node
-            that is about to be removed), "resized".
+            processes took over the chunks of a dead one), "draining" (a node will be removed, such as
+            a spot machine that was given notice), "moved" (processes moved away from such a node),
+            "resized".
         step: number of steps committed by then.
         line: the line of the log.
     """

@@ -1,0 +1,156 @@
+"""A Ray of this process' own, and the connection to one that runs already."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+from steepest.config.run import cluster_address
+from steepest.errors import ConfigurationError, DeadlineError
+from steepest.validation import require_choice, require_count, require_seconds
+
+
+@contextlib.contextmanager
+def local(
+    workers: int | None = None, *, cpus_per_worker: int = 1, verbose: bool = False
+) -> Iterator[str]:
+    """Start a Ray on this machine for the length of a block, and end it with all its processes.
+
+    It is a new one also where RAY_ADDRESS names another or an earlier `ray start` left one here. It
+    ends after an error, Ctrl-C and SIGTERM too. Trainers in the block use it. Who wants to talk to
+    it needs its token, which Ray takes from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or the file
+    ``.ray/auth_token`` in the home directory, where it writes a new one if there is none; with
+    RAY_AUTH_MODE=disabled it asks for none.
+
+    Args:
+        workers: how many there is room for, also where the machine has fewer CPUs; None for as many
+            as the machine has CPUs.
+        cpus_per_worker: as `ResourceConfig` has it.
+        verbose: whether Ray's notices about itself are shown.
+
+    Yields:
+        The address of the cluster's control store, "host:port".
+
+    Raises:
+        ConfigurationError: an argument is wrong, or this process is connected to Ray already.
+
+    Example:
+        >>> with local(workers=2) as address:  # doctest: +SKIP
+        ...     sgd = DistributedSGD(model_creator, num_workers=2)
+    """
+    if workers is not None:
+        require_count("workers", workers)
+    require_count("cpus_per_worker", cpus_per_worker)
+    require_choice("verbose", verbose, (False, True))
+    cpus = None if workers is None else workers * cpus_per_worker
+    from steepest.cluster.placement import start_ray
+
+    with _session("start a Ray", lambda: start_ray(cpus, verbose=verbose)) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def existing(address: str | None = None, *, timeout: float = 10.0) -> Iterator[str]:
+    """Connect to a running Ray for the length of a block, and disconnect; the cluster stays.
+
+    This process must run on a node of the cluster. A cluster that asks for a token wants the same
+    one here: in RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names, or in ``.ray/auth_token``
+    in the home directory; RAY_AUTH_MODE must be "token" or not set.
+
+    Args:
+        address: of the cluster's control store, "host:port"; None for what RAY_ADDRESS says.
+        timeout: seconds until something must have taken a connection there.
+
+    Yields:
+        The address, as the cluster has it.
+
+    Raises:
+        ConfigurationError: an argument is wrong, this process is connected to Ray already, nothing
+            listens at the address, or Ray refuses: the message has its words.
+        DeadlineError: nothing has answered at the address in time.
+    """
+    require_seconds("timeout", timeout)
+    found = cluster_address() if address is None else address
+    if found is None:
+        raise ConfigurationError(
+            "existing() was given no address and RAY_ADDRESS is not set: give the one that "
+            "`ray start --head` printed, such as existing('10.0.0.1:6379'), or use local()"
+        )
+    host, port = _host_and_port(found)
+    from steepest.cluster.placement import connect
+
+    def begin() -> None:
+        _knock(host, port, timeout)
+        connect(found)
+
+    with _session(f"connect to the Ray at {found}", begin) as connected:
+        yield connected
+
+
+@contextlib.contextmanager
+def _session(what: str, begin: Callable[[], None]) -> Iterator[str]:
+    """Connect for the length of a block; disconnect also when the connecting itself is interrupted.
+
+    Args:
+        what: is done, for errors.
+        begin: connects this process.
+    """
+    import ray
+
+    from steepest.cluster.termination import end_on_sigterm
+
+    if ray.is_initialized():
+        raise ConfigurationError(
+            f"asked to {what}, but this process is connected to the Ray at "
+            f"{ray.get_runtime_context().gcs_address} already: leave that first (ray.shutdown()), "
+            "or train without this block, on the Ray that is there"
+        )
+    try:
+        try:
+            begin()
+        except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"could not {what}: {error}") from error
+        end_on_sigterm()
+        yield str(ray.get_runtime_context().gcs_address)
+    finally:
+        ray.shutdown()
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Return the parts of an address.
+
+    Raises:
+        ConfigurationError: it is not "host:port".
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigurationError(
+            f"the address of a running Ray must be 'host:port', as `ray start --head` prints it, not "
+            f"{address!r}; a ray:// client is not enough, since the driver and the workers talk to "
+            "each other: run on a node of the cluster"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _knock(host: str, port: int, timeout: float) -> None:
+    """Check that something takes connections at an address; Ray itself would ask for minutes.
+
+    Raises:
+        ConfigurationError: nothing does, or there is no such host.
+        DeadlineError: there was no answer in time.
+    """
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except TimeoutError:
+        raise DeadlineError(
+            f"{host}:{port} did not take a connection within {timeout:g} s: is the head node up, and "
+            "does a firewall let this machine through?"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"no Ray at {host}:{port}: {error}; start one there with `ray start --head --port={port}`, "
+            "or correct the address"
+        ) from None

@@ -1,0 +1,245 @@
+"""A Ray of one's own for a block, and the connection to one that runs: what they yield, refuse, and leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from steepest.errors import ConfigurationError, DeadlineError
+from steepest.launch import existing, local
+from steepest.launch.sessions import _knock
+from tests.forked_workers import RAY
+from tests.test_ray_places import Place, place, signalled  # noqa: F401 - the fixture
+
+
+class Calls:
+    """Stands for Ray: notes the calls, and can raise in `init`."""
+
+    def __init__(self) -> None:
+        self.made: list[object] = []
+        self.connected = False
+        self.raises: BaseException | None = None
+
+    def init(self, **settings: object) -> None:
+        self.made.append(settings["address"])
+        self.connected = True  # Ray's processes exist before it fails
+        if self.raises is not None:
+            raise self.raises
+
+    def shutdown(self) -> None:
+        self.connected = False
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    made = Calls()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", made.init)
+    monkeypatch.setattr(ray, "shutdown", made.shutdown)
+    monkeypatch.setattr(ray, "is_initialized", lambda: made.connected)
+    context = SimpleNamespace(gcs_address="10.0.0.1:6379")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    yield made
+    assert not made.connected
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_local_ray_ends_with_its_block(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")
+    with local(2) as address:
+        assert address == "10.0.0.1:6379"
+        assert calls.connected
+    assert calls.made == ["local"]
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), OSError("of the block")])
+def test_a_local_ray_ends_after_an_error_in_the_block(calls: Calls, raised: BaseException) -> None:
+    with pytest.raises(type(raised)), local():
+        raise raised
+    assert calls.made == ["local"]
+
+
+def test_a_ray_that_was_interrupted_while_it_started_is_ended(calls: Calls) -> None:
+    calls.raises = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt), local():
+        pytest.fail("the block must not run")
+
+
+def test_what_ray_raises_is_told_in_words(calls: Calls, listening: str) -> None:
+    calls.raises = RuntimeError("no token")
+    with (
+        pytest.raises(
+            ConfigurationError, match=f"could not connect to the Ray at {listening}: no token"
+        ),
+        existing(listening),
+    ):
+        pytest.fail("the block must not run")
+
+
+def test_an_existing_ray_is_found_by_its_address(
+    calls: Calls, listening: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with existing(listening) as address:
+        assert address == "10.0.0.1:6379"
+    monkeypatch.setenv("RAY_ADDRESS", listening)
+    with existing():
+        pass
+    assert calls.made == [listening] * 2
+
+
+@pytest.mark.parametrize(
+    "address", ["auto", "ray://10.0.0.1:10001", "10.0.0.1", "10.0.0.1:0", "10.0.0.1:65536", ":6379"]
+)
+def test_an_address_that_is_none_is_refused(calls: Calls, address: str) -> None:
+    with (
+        pytest.raises(ConfigurationError, match=f"must be 'host:port'.* not '{address}'"),
+        existing(address),
+    ):
+        pytest.fail("the block must not run")
+    assert calls.made == []
+
+
+def test_without_an_address_existing_says_what_to_give(calls: Calls) -> None:
+    with pytest.raises(ConfigurationError, match="RAY_ADDRESS is not set"), existing():
+        pytest.fail("the block must not run")
+
+
+def test_an_address_where_nothing_listens_is_refused_at_once(calls: Calls) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with (
+        pytest.raises(ConfigurationError, match=rf"no Ray at 127\.0\.0\.1:{port}: .*refused"),
+        existing(f"127.0.0.1:{port}"),
+    ):
+        pytest.fail("the block must not run")
+    assert calls.made == []
+
+
+def test_an_address_that_does_not_answer_is_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(address: tuple[str, int], timeout: float) -> socket.socket:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", late)
+    with pytest.raises(DeadlineError, match=r"10\.0\.0\.1:6379 did not take .* within 3 s"):
+        _knock("10.0.0.1", 6379, 3.0)
+
+
+def test_a_process_that_is_connected_already_is_refused(calls: Calls) -> None:
+    with (
+        local(),
+        pytest.raises(
+            ConfigurationError, match=r"connected to the Ray at 10\.0\.0\.1:6379 already"
+        ),
+        local(),
+    ):
+        pytest.fail("the block must not run")
+    assert calls.made == ["local"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"workers": 0}, {"workers": 1.5}, {"cpus_per_worker": 0}, {"verbose": "no"}],
+)
+def test_what_is_no_number_of_workers_is_refused(calls: Calls, settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError), local(**settings):  # type: ignore[arg-type]
+        pytest.fail("the block must not run")
+    assert calls.made == []
+
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="looks in /proc")
+
+
+@pytest.mark.cluster
+@needs_proc
+def test_trainers_use_the_local_ray_and_its_processes_end(place: Place) -> None:  # noqa: F811
+    place.environment["RAY_ADDRESS"] = "10.255.255.1:6379"  # is not asked
+    place.python(
+        """
+        from steepest.launch import local
+        workers = os.cpu_count() + 1
+        try:
+            with local(workers) as address:
+                assert ray.cluster_resources()["CPU"] == workers
+                assert ray.get_runtime_context().gcs_address == address
+                check(train())
+                assert ray.is_initialized()  # it is the block's, not the trainer's
+                raise OSError("of the block")
+        except OSError:
+            assert not ray.is_initialized()
+        """
+    )
+
+
+@pytest.mark.cluster
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_local_ray(place: Place, number: signal.Signals) -> None:  # noqa: F811
+    program = place.script(
+        """
+        import signal
+        from steepest.launch import local
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with local(1):
+            print("training", flush=True)
+            signal.pause()
+        """
+    )
+    status, output = signalled(place, program, number, everybody=number == signal.SIGINT)
+    assert status == (143 if number == signal.SIGTERM else -signal.SIGINT), output
+
+
+@pytest.mark.cluster
+@needs_proc
+def test_an_existing_ray_outlives_the_block_and_wants_its_token(place: Place) -> None:  # noqa: F811
+    place.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.mark * 2}
+    start = ["start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block"]
+    with place.start(sys.executable, *RAY, *start) as cluster:
+        try:
+            assert cluster.stdout is not None
+            found = next(
+                filter(
+                    None, (re.search(r"--address='([0-9.]+:\d+)'", line) for line in cluster.stdout)
+                )
+            )
+            output = place.python(
+                f"""
+                from steepest.launch import existing
+                for _ in range(2):
+                    with existing({found[1]!r}) as address:
+                        assert address == {found[1]!r}
+                        check(train())
+                    assert not ray.is_initialized()
+                print("trained")
+                """
+            )
+            assert "trained" in output
+            place.environment["RAY_AUTH_TOKEN"] = "f" * 32
+            output = place.python(
+                f"""
+                from steepest.errors import ConfigurationError
+                from steepest.launch import existing
+                try:
+                    with existing({found[1]!r}):
+                        print("let in")
+                except ConfigurationError as error:
+                    assert "f" * 32 not in str(error)
+                    print("refused:", error)
+                """
+            )
+            assert "refused: could not connect to the Ray at" in output
+            assert cluster.poll() is None, "the cluster must outlive the block"
+        finally:
+            place.kill()
