@@ -228,7 +228,8 @@ class Watch(Callback):
             self.began = time.monotonic()
             self._plan.start()
         self.workers = sgd.num_workers
-        whole = self.workers == self.case.workers and len(self.kinds) > 0
+        # "draining" is a notice: nothing has changed by then
+        whole = self.workers == self.case.workers and bool({*self.kinds} - {"draining"})
         if self.began < math.inf and not self._plan.is_alive():
             late = time.monotonic() > self.began + self.limit
             if self._last is None and (whole or late):

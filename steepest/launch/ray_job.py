@@ -1,0 +1,278 @@
+"""KubeRay's RayJob and RayCluster for a training program, as plain values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from steepest.errors import ConfigurationError
+from steepest.launch import spot_nodes
+from steepest.launch.program import Program
+from steepest.validation import require_count
+
+#: Where the files of the ConfigMap, and the volume of checkpoints, are found in the containers.
+CODE, CHECKPOINTS = "/mnt/code", "/checkpoints"
+_API = "ray.io/v1"
+_MOST_CODE = 1_000_000  # bytes; Kubernetes keeps 1 MiB in a ConfigMap
+_MARGIN = 5  # seconds between what Ray is told, and the kubelet's SIGKILL
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTP]i?)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pods:
+    """The pods of a Ray cluster: one head, and workers.
+
+    Attributes:
+        image: with Ray, torch and steepest.
+        ray_version: of Ray in the image.
+        workers: pods with which the cluster starts.
+        least, most: bounds between which Ray's autoscaler keeps their number; equal for none.
+        cpus, gpus, memory: of each worker's pod; a Kubernetes quantity for memory.
+        head_cpus, head_memory: of the head's pod, which runs the driver and no worker.
+        grace: seconds from the notice that a pod goes to its end.
+        service_account: in whose name all pods run, such as one that may use a bucket.
+        token_secret: a Secret whose `auth_token` is Ray's token; None for one that KubeRay makes.
+        spot: the labels of spot nodes, on which workers run; None for nodes of any kind.
+        never: the labels of nodes on which the head does not run.
+        worker_nodes, head_nodes: labels that the nodes must have.
+        tolerations: of workers, beside those for spot nodes.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    image: str
+    ray_version: str
+    workers: int
+    least: int
+    most: int
+    cpus: int = 1
+    gpus: int = 0
+    memory: str = "4Gi"
+    head_cpus: int = 2
+    head_memory: str = "8Gi"
+    grace: int = 25
+    service_account: str | None = None
+    token_secret: str | None = None
+    spot: Mapping[str, str] | None = None
+    never: Mapping[str, str] = field(default_factory=dict)
+    worker_nodes: Mapping[str, str] = field(default_factory=dict)
+    head_nodes: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Mapping[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, lowest in (
+            ("workers", 1), ("cpus", 1), ("gpus", 0), ("head_cpus", 1), ("grace", 2 * _MARGIN),
+        ):  # fmt: skip
+            require_count(f"--{name.replace('_', '-')}", getattr(self, name), lowest)
+        require_count("--min-workers", self.least, 0)
+        if not self.least <= self.workers <= self.most:
+            raise ConfigurationError(
+                f"--min-workers={self.least} --workers={self.workers} --max-workers={self.most}: they "
+                "must not fall"
+            )
+        for name in ("memory", "head_memory"):
+            if not _QUANTITY.fullmatch(value := getattr(self, name)):
+                raise ConfigurationError(
+                    f"--{name.replace('_', '-')}={value!r}: give a number of bytes, or such as '16Gi'"
+                )
+        if re.search(r"\s", self.image) or not self.image:
+            raise ConfigurationError(f"--image={self.image!r}: give the name of a container image")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A RayJob: a program that runs on a Ray cluster of its own, which ends with it.
+
+    Attributes:
+        name: of the RayJob; the ConfigMap has it too.
+        program: what runs; its script's path in the image, where `files` is empty.
+        files: texts by file name, the script among them, that travel in a ConfigMap.
+        checkpoints: a volume claim, mounted in the head's pod, or a URL; the program finds its
+            directory or the URL in STEEPEST_CHECKPOINTS.
+        retries: how often all is started again after the program, or the head, has failed.
+        keep: seconds for which the cluster stays after the program's end, for its logs.
+
+    Raises:
+        ConfigurationError: the files are too large for a ConfigMap, or a value is out of range.
+    """
+
+    name: str
+    program: Program | None
+    files: Mapping[str, str] = field(default_factory=dict)
+    checkpoints: str | None = None
+    retries: int = 3
+    keep: int = 300
+    namespace: str | None = None
+
+    def __post_init__(self) -> None:
+        require_count("--retries", self.retries, 0)
+        require_count("--keep", self.keep, 0)
+        for name in self.files:
+            if not re.fullmatch(r"[-._a-zA-Z0-9]+", name):
+                raise ConfigurationError(
+                    f"a ConfigMap takes no file of the name {name!r}: give letters, digits, '-', '_', '.'"
+                )
+        size = sum(len(text.encode()) for text in self.files.values())
+        if size > _MOST_CODE:
+            raise ConfigurationError(
+                f"the files have {size:,} bytes, and a ConfigMap takes {_MOST_CODE:,}: put them into "
+                "the image, and use --in-image"
+            )
+        if self.checkpoints is not None and not re.fullmatch(
+            r"[a-z0-9]+://[^\s@]+|[a-z0-9]([-.a-z0-9]*[a-z0-9])?", self.checkpoints
+        ):
+            raise ConfigurationError(
+                f"--checkpoints={self.checkpoints!r}: give the name of a volume claim, or the URL of a "
+                "bucket, such as s3://bucket/run, without credentials in it (see --service-account)"
+            )
+
+    @property
+    def claim(self) -> str | None:
+        """The volume claim of the checkpoints, if they are on one."""
+        return None if self.checkpoints is None or "://" in self.checkpoints else self.checkpoints
+
+
+def manifests(job: Job, pods: Pods, *, cluster: bool = False) -> list[dict[str, Any]]:
+    """Return the objects to apply: a RayJob, with a ConfigMap before it if files travel.
+
+    Args:
+        job: what runs, and its name.
+        pods: on which cluster.
+        cluster: whether to return a RayCluster instead, on which nothing runs.
+    """
+    metadata = {"name": job.name, **({"namespace": job.namespace} if job.namespace else {})}
+    spec = _cluster(job, pods)
+    found: list[dict[str, Any]] = []
+    if job.files:
+        found.append(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {**job.files}}
+        )
+    if cluster:
+        found.append({"apiVersion": _API, "kind": "RayCluster", "metadata": metadata, "spec": spec})
+        return found
+    assert job.program is not None
+    script = PurePosixPath(job.program.script).name
+    about = {
+        "entrypoint": job.program.command(f"{CODE}/{script}" if job.files else None),
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": job.keep,
+        "backoffLimit": job.retries,
+        "rayClusterSpec": spec,
+        "submitterPodTemplate": _submitter(pods),
+    }
+    found.append({"apiVersion": _API, "kind": "RayJob", "metadata": metadata, "spec": about})
+    return found
+
+
+def _cluster(job: Job, pods: Pods) -> dict[str, Any]:
+    """Return the specification of a Ray cluster."""
+    authentication = {"mode": "token"}
+    if pods.token_secret is not None:
+        authentication["secretName"] = pods.token_secret
+    found: dict[str, Any] = {"rayVersion": pods.ray_version, "authOptions": authentication}
+    if pods.least < pods.most:
+        found["enableInTreeAutoscaling"] = True
+        found["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": 120}
+    found["headGroupSpec"] = {
+        "rayStartParams": {"num-cpus": "0"},  # no worker runs beside the driver
+        "template": {"spec": _head(job, pods)},
+    }
+    group = {
+        "groupName": "workers",
+        "replicas": pods.workers,
+        "minReplicas": pods.least,
+        "maxReplicas": pods.most,
+        "rayStartParams": {},
+        "template": {"spec": _worker(job, pods)},
+    }
+    found["workerGroupSpecs"] = [group]
+    return found
+
+
+def _head(job: Job, pods: Pods) -> dict[str, Any]:
+    """Return the specification of the head's pod."""
+    container = _container(
+        "ray-head", job, pods, {"cpu": pods.head_cpus, "memory": pods.head_memory}
+    )
+    container["ports"] = [
+        {"name": name, "containerPort": port}
+        for name, port in (("gcs-server", 6379), ("dashboard", 8265), ("client", 10001))
+    ]
+    spec = _pod(job, pods, container)
+    if job.checkpoints is not None:
+        place = CHECKPOINTS if job.claim else job.checkpoints
+        container.setdefault("env", []).append({"name": "STEEPEST_CHECKPOINTS", "value": place})
+    if job.claim:
+        mounted = {"name": "checkpoints", "mountPath": CHECKPOINTS}
+        container.setdefault("volumeMounts", []).append(mounted)
+        volume = {"name": "checkpoints", "persistentVolumeClaim": {"claimName": job.claim}}
+        spec.setdefault("volumes", []).append(volume)
+    if pods.head_nodes:
+        spec["nodeSelector"] = {**pods.head_nodes}
+    return spec | {"affinity": spot_nodes.never_on(pods.never)}
+
+
+def _worker(job: Job, pods: Pods) -> dict[str, Any]:
+    """Return the specification of a worker's pod, which tells Ray when it has to go."""
+    resources = {"cpu": pods.cpus, "memory": pods.memory}
+    if pods.gpus:
+        resources["nvidia.com/gpu"] = pods.gpus
+    container = _container("ray-worker", job, pods, resources)
+    seconds = pods.grace - _MARGIN
+    notice = (
+        "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod goes' "
+        f"--deadline-remaining-seconds {seconds}; sleep {seconds}"
+    )
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", notice]}}}
+    # KubeRay makes another pod; a container that was started again would be a node of the same name
+    spec = {"restartPolicy": "Never", **_pod(job, pods, container)}
+    if pods.worker_nodes:
+        spec["nodeSelector"] = {**pods.worker_nodes}
+    tolerations = [dict(each) for each in pods.tolerations]
+    if pods.spot is not None:
+        spec["affinity"] = spot_nodes.only_on(pods.spot)
+        tolerations += spot_nodes.tolerations_of(pods.spot)
+    if tolerations:
+        spec["tolerations"] = tolerations
+    return spec
+
+
+def _container(name: str, job: Job, pods: Pods, resources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a container of Ray, whose limits are what it asks for."""
+    asked = {key: str(value) for key, value in resources.items()}
+    found: dict[str, Any] = {"name": name, "image": pods.image}
+    if job.files:
+        found["env"] = [{"name": "PYTHONPATH", "value": CODE}]
+        found["volumeMounts"] = [{"name": "code", "mountPath": CODE, "readOnly": True}]
+    return found | {"resources": {"requests": asked, "limits": {**asked}}}
+
+
+def _pod(job: Job, pods: Pods, container: dict[str, Any]) -> dict[str, Any]:
+    """Return the specification of a pod with one container."""
+    spec: dict[str, Any] = {
+        "terminationGracePeriodSeconds": pods.grace,
+        "containers": [container],
+    }
+    if pods.service_account is not None:
+        spec["serviceAccountName"] = pods.service_account
+    if job.files:
+        spec["volumes"] = [{"name": "code", "configMap": {"name": job.name}}]
+    return spec
+
+
+def _submitter(pods: Pods) -> dict[str, Any]:
+    """Return the pod that hands the program to Ray and shows its output; not on spot nodes either."""
+    resources = {"cpu": "500m", "memory": "512Mi"}
+    container = {
+        "name": "submitter",
+        "image": pods.image,
+        "resources": {"requests": resources, "limits": {"cpu": "1", "memory": "1Gi"}},
+    }
+    spec: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
+    if pods.head_nodes:
+        spec["nodeSelector"] = {**pods.head_nodes}
+    return {"spec": spec | {"affinity": spot_nodes.never_on(pods.never)}}
