@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from steepest.launch import kubernetes
+from steepest.launch import kubernetes, slurm
 
 #: Modules by the name of their place. Each has `add_arguments(parser)`, which fills in the parser of its
 #: command, and `run(options)`, which returns the exit status. They import what they need when they run.
-PLACES: dict[str, ModuleType] = {"kubernetes": kubernetes}
+PLACES: dict[str, ModuleType] = {"kubernetes": kubernetes, "slurm": slurm}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
