@@ -217,6 +217,16 @@ def test_a_pod_that_goes_drains_its_ray_node_before_it_is_killed(
     assert "lifecycle" not in head["containers"][0]
 
 
+@pytest.mark.parametrize(
+    ("cloud", "seconds"), [("any", 15), ("gke", 15), ("eks", 110), ("aks", 25)]
+)
+def test_a_pod_has_the_time_that_its_cloud_gives(
+    capsys: pytest.CaptureFixture[str], script: Path, cloud: str, seconds: int
+) -> None:
+    for pod in pods_of(rendered(capsys, script, f"--cloud={cloud}")[-1]):
+        assert pod["terminationGracePeriodSeconds"] == seconds
+
+
 def test_rays_command_takes_the_notice_as_it_is_written(
     capsys: pytest.CaptureFixture[str], script: Path, tmp_path: Path
 ) -> None:
@@ -233,7 +243,7 @@ def test_rays_command_takes_the_notice_as_it_is_written(
     context = scripts.drain_node.make_context("drain-node", words[2:])
     assert context.params["reason"] == "DRAIN_NODE_REASON_PREEMPTION"
     assert context.params["reason_message"] == "the pod goes"
-    assert context.params["deadline_remaining_seconds"] == 20
+    assert context.params["deadline_remaining_seconds"] == 10
     assert CliRunner().invoke(scripts.drain_node, ["--reason", "spot"]).exit_code == 2
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -14,8 +16,7 @@ import pytest
 import ray
 
 from steepest.errors import ConfigurationError, DeadlineError
-from steepest.launch import existing, local
-from steepest.launch.sessions import _knock
+from steepest.launch import existing, local, sessions
 from tests.forked_workers import RAY
 from tests.test_ray_places import Place, place, signalled  # noqa: F401 - the fixture
 
@@ -51,10 +52,30 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     assert not made.connected
 
 
+@contextlib.contextmanager
+def server(answer: bytes | None) -> Iterator[str]:
+    """The address of something that takes one connection and answers so; None for never."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(len(sessions._PREFACE), socket.MSG_WAITALL)
+                if answer is None:
+                    connection.recv(1)  # until the other end closes
+                else:
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
 @pytest.fixture
 def listening() -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
+    with server(b"\0\0\x06\4\0\0\0\0\0" + b"\0\3\0\0\0\1") as address:
+        yield address
 
 
 def test_a_local_ray_ends_with_its_block(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,15 +110,49 @@ def test_what_ray_raises_is_told_in_words(calls: Calls, listening: str) -> None:
         pytest.fail("the block must not run")
 
 
-def test_an_existing_ray_is_found_by_its_address(
-    calls: Calls, listening: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_existing_ray_is_found_by_its_address(calls: Calls, listening: str) -> None:
     with existing(listening) as address:
         assert address == "10.0.0.1:6379"
+    assert calls.made == [listening]
+
+
+def test_an_existing_ray_is_found_by_the_environment(
+    calls: Calls, listening: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", listening)
     with existing():
         pass
-    assert calls.made == [listening] * 2
+    assert calls.made == [listening]
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"220"])
+def test_what_is_no_control_store_is_refused(calls: Calls, answer: bytes) -> None:
+    with (
+        server(answer) as address,
+        pytest.raises(ConfigurationError, match="is not the control store"),
+        existing(address),
+    ):
+        pytest.fail("the block must not run")
+    assert calls.made == []
+
+
+def test_what_takes_a_connection_and_says_nothing_is_a_deadline(calls: Calls) -> None:
+    with (
+        server(None) as address,
+        pytest.raises(DeadlineError, match=f"nothing at {address} answered within 0.1 s"),
+        existing(address, timeout=0.1),
+    ):
+        pytest.fail("the block must not run")
+    assert calls.made == []
+
+
+def test_a_ray_that_uses_tls_is_not_asked_in_plain_words(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with server(b"") as address, existing(address):
+        pass
+    assert calls.made == [address]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +188,8 @@ def test_an_address_that_does_not_answer_is_a_deadline(monkeypatch: pytest.Monke
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", late)
-    with pytest.raises(DeadlineError, match=r"10\.0\.0\.1:6379 did not take .* within 3 s"):
-        _knock("10.0.0.1", 6379, 3.0)
+    with pytest.raises(DeadlineError, match=r"nothing at 10\.0\.0\.1:6379 answered within 3 s"):
+        sessions._knock("10.0.0.1", 6379, 3.0)
 
 
 def test_a_process_that_is_connected_already_is_refused(calls: Calls) -> None:

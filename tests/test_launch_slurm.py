@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from steepest.cli.main import main
+from steepest.launch.ray_job import Pods, drain_notice
 from tests.forked_workers import RAY
 from tests.test_nodes import ip, until
 from tests.test_ray_places import SECONDS, Place
@@ -138,6 +139,9 @@ PROGRAM = """
             if result.step == 5:
                 print("training", flush=True)
 
+        def on_event(self, sgd, event):
+            print("event", event.kind, event.line, flush=True)
+
     if __name__ == "__main__":
         config = RunConfig(resources=ResourceConfig(cpus_per_worker=2))
         kept = Checkpoints("run", every=10**6)
@@ -201,10 +205,27 @@ def hosts() -> Iterator[tuple[Place, tuple[str, str]]]:
         shutil.rmtree(place.directory, ignore_errors=True)
 
 
+def inside(place: Place, space: str, command: str) -> subprocess.Popen[str]:
+    """Starts a shell's command beside the raylet of a namespace, with the job's token."""
+    listed = subprocess.run(["ip", "netns", "pids", space], check=True, capture_output=True)
+    left = place.left()
+    raylet = next(
+        int(pid) for pid in listed.stdout.split() if "raylet/raylet" in left.get(int(pid), "")
+    )
+    about = {
+        "RAY_ADDRESS": f"{ADDRESSES[0]}:6379", "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(place.directory / ".steepest-77" / "token"),
+    }  # fmt: skip
+    settings = [f"{name}={value}" for name, value in about.items()]
+    enter = ["nsenter", f"--target={raylet}", "--pid", "--net", "--mount"]
+    return place.start(*enter, "env", *settings, "/bin/sh", "-c", command)
+
+
 @pytest.mark.cluster
-def test_a_job_trains_on_two_hosts_and_writes_a_checkpoint_before_its_time_is_over(
+def test_a_job_trains_on_two_hosts_leaves_one_and_writes_a_checkpoint_before_its_time_is_over(
     hosts: tuple[Place, tuple[str, str]],
 ) -> None:
+    """The other host is given notice as a pod of `steepest launch kubernetes` gives it."""
     place, spaces = hosts
     script = place.script(PROGRAM)
     job = place.directory / "job.sh"
@@ -229,6 +250,15 @@ def test_a_job_trains_on_two_hosts_and_writes_a_checkpoint_before_its_time_is_ov
             for pid in place.left():
                 with contextlib.suppress(OSError):  # it has ended
                     assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pods = Pods(image="app", ray_version="2.60.0", workers=1, least=1, most=1)
+            with inside(place, spaces[1], drain_notice(pods)) as notice:
+                while not re.search("event moved .*\n", seen):
+                    seen += until(process.stdout, "\n")
+                notice.kill()
+            assert f"event draining {ADDRESSES[1]} will go in" in seen
+            assert re.search(
+                rf"event moved {ADDRESSES[1]} will go: .*worker 1 moved away; 1 workers", seen
+            ), seen
             (shell,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(shell), signal.SIGTERM)  # as --signal=B:TERM@60 has it
             output, _ = process.communicate(timeout=SECONDS)

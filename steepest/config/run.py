@@ -168,6 +168,11 @@ def cluster_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
+def ray_uses_tls() -> bool:
+    """Return whether RAY_USE_TLS says that Ray's own connections are encrypted."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false")
+
+
 def data_directory() -> Path | None:
     """Return the folder of data sets that STEEPEST_DATA names, or None when it is not set."""
     named = os.environ.get("STEEPEST_DATA")

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pods.add_argument("--memory", default="4Gi", help="of a worker pod (default 4Gi)")
     pods.add_argument("--head-cpus", type=int, default=2, help="(default 2)")
     pods.add_argument("--head-memory", default="8Gi", help="(default 8Gi)")
-    pods.add_argument("--grace", type=int, default=25, help="seconds to leave a node (default 25)")
+    pods.add_argument("--grace", type=int, help="seconds to leave a node (default: the cloud's)")
     nodes = parser.add_argument_group("nodes")
     nodes.add_argument("--spot", action="store_true", help="workers on spot nodes alone")
     nodes.add_argument("--cloud", choices=["any", *spot_nodes.LABELS], default="any")
@@ -157,7 +157,7 @@ def _pods(options: argparse.Namespace) -> Pods:
         memory=options.memory,
         head_cpus=options.head_cpus,
         head_memory=options.head_memory,
-        grace=options.grace,
+        grace=spot_nodes.GRACE[options.cloud] if options.grace is None else options.grace,
         service_account=options.service_account,
         token_secret=options.token_secret,
         spot=(own or spot_nodes.labels_of(options.cloud)) if options.spot else None,

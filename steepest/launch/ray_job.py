@@ -54,7 +54,7 @@ class Pods:
     memory: str = "4Gi"
     head_cpus: int = 2
     head_memory: str = "8Gi"
-    grace: int = 25
+    grace: int = 15
     service_account: str | None = None
     token_secret: str | None = None
     spot: Mapping[str, str] | None = None
@@ -222,12 +222,9 @@ def _worker(job: Job, pods: Pods) -> dict[str, Any]:
     if pods.gpus:
         resources["nvidia.com/gpu"] = pods.gpus
     container = _container("ray-worker", job, pods, resources)
-    seconds = pods.grace - _MARGIN
-    notice = (
-        "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod goes' "
-        f"--deadline-remaining-seconds {seconds}; sleep {seconds}"
-    )
-    container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", notice]}}}
+    container["lifecycle"] = {
+        "preStop": {"exec": {"command": ["/bin/sh", "-c", drain_notice(pods)]}}
+    }
     # KubeRay makes another pod; a container that was started again would be a node of the same name
     spec = {"restartPolicy": "Never", **_pod(job, pods, container)}
     if pods.worker_nodes:
@@ -239,6 +236,18 @@ def _worker(job: Job, pods: Pods) -> dict[str, Any]:
     if tolerations:
         spec["tolerations"] = tolerations
     return spec
+
+
+def drain_notice(pods: Pods) -> str:
+    """Return the shell's command that tells Ray that the node it runs on goes, and waits as long.
+
+    Ray's node ends by itself when all has moved away.
+    """
+    seconds = pods.grace - _MARGIN
+    return (
+        "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod goes' "
+        f"--deadline-remaining-seconds {seconds}; sleep {seconds}"
+    )
 
 
 def _container(name: str, job: Job, pods: Pods, resources: Mapping[str, Any]) -> dict[str, Any]:

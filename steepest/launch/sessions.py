@@ -6,9 +6,12 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 
-from steepest.config.run import cluster_address
+from steepest.config.run import cluster_address, ray_uses_tls
 from steepest.errors import ConfigurationError, DeadlineError
 from steepest.validation import require_choice, require_count, require_seconds
+
+_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # a frame of HTTP/2 of type 4, empty
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS
 
 
 @contextlib.contextmanager
@@ -60,14 +63,14 @@ def existing(address: str | None = None, *, timeout: float = 10.0) -> Iterator[s
 
     Args:
         address: of the cluster's control store, "host:port"; None for what RAY_ADDRESS says.
-        timeout: seconds until something must have taken a connection there.
+        timeout: seconds until a control store must have answered there.
 
     Yields:
         The address, as the cluster has it.
 
     Raises:
-        ConfigurationError: an argument is wrong, this process is connected to Ray already, nothing
-            listens at the address, or Ray refuses: the message has its words.
+        ConfigurationError: an argument is wrong, this process is connected to Ray already, no Ray
+            listens at the address, or it refuses: the message has its words.
         DeadlineError: nothing has answered at the address in time.
     """
     require_seconds("timeout", timeout)
@@ -136,21 +139,37 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _knock(host: str, port: int, timeout: float) -> None:
-    """Check that something takes connections at an address; Ray itself would ask for minutes.
+    """Check that a server of the kind of Ray's control store answers; Ray itself would ask for minutes.
+
+    It speaks HTTP/2 (gRPC), whose first frame in each direction holds settings. Where Ray uses TLS
+    it is only checked that something takes connections.
 
     Raises:
-        ConfigurationError: nothing does, or there is no such host.
+        ConfigurationError: nothing listens there, something else does, or there is no such host.
         DeadlineError: there was no answer in time.
     """
+    answer = b""
     try:
-        socket.create_connection((host, port), timeout).close()
+        with socket.create_connection((host, port), timeout) as connection:
+            if ray_uses_tls():
+                return
+            connection.sendall(_PREFACE)
+            while len(answer) < len(_SETTINGS) and (part := connection.recv(len(_SETTINGS))):
+                answer += part
     except TimeoutError:
         raise DeadlineError(
-            f"{host}:{port} did not take a connection within {timeout:g} s: is the head node up, and "
-            "does a firewall let this machine through?"
+            f"nothing at {host}:{port} answered within {timeout:g} s: is the head node up, is this the "
+            "port of its control store (GCS), and does a firewall let this machine through?"
         ) from None
+    except ConnectionResetError:
+        pass  # by something that has not understood
     except OSError as error:
         raise ConfigurationError(
             f"no Ray at {host}:{port}: {error}; start one there with `ray start --head --port={port}`, "
             "or correct the address"
         ) from None
+    if answer[3:4] != _SETTINGS[3:4]:
+        raise ConfigurationError(
+            f"what listens at {host}:{port} is not the control store (GCS) of a Ray: give the address "
+            "that `ray start --head` printed, not that of the dashboard"
+        )

@@ -13,6 +13,9 @@ LABELS = {
     "aks": ("kubernetes.azure.com/scalesetpriority", "spot"),
 }
 
+#: Seconds that a pod has to leave a spot node: of 30 GKE keeps half for its own pods; EKS gives two minutes.
+GRACE = {"any": 15, "gke": 15, "karpenter": 110, "eks": 110, "aks": 25}
+
 
 def labels_of(cloud: str) -> dict[str, str]:
     """Return the labels of spot nodes in a cloud, or of all clouds for "any"."""

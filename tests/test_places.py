@@ -1,0 +1,72 @@
+"""The page about places to run does what it says: its programs run, its commands write what places take."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from steepest.cli.main import main
+from tests.test_docs import ROOT, blocks_of, run_block
+from tests.test_ray_places import FORK, Place, place  # noqa: F401 - the fixture
+
+PAGE = "docs/places.md"
+
+
+def commands() -> list[str]:
+    """Lines of the page's shell examples."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / PAGE).read_text(), flags=re.DOTALL)
+    for block in blocks:
+        assert len(block.splitlines()) <= 3, "three commands from a fresh machine"
+    return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_program_for_all_places_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEEPEST_CHECKPOINTS", str(tmp_path / "kept"))
+    address = ray.get_runtime_context().gcs_address
+    assert "learned: True" in run_block(blocks_of(PAGE)[0], tmp_path, address)
+    assert list((tmp_path / "kept").glob("*/manifest.json"))
+
+
+@pytest.mark.cluster
+def test_the_example_of_a_ray_for_a_block_runs_as_it_stands(place: Place) -> None:  # noqa: F811
+    path = place.directory / "page.py"
+    path.write_text(FORK + blocks_of(PAGE)[1])
+    printed = place.run(sys.executable, str(path))
+    assert "ps 5\n" in printed
+    assert "allreduce 5\n" in printed
+
+
+def test_each_launch_command_of_the_page_writes_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(blocks_of(PAGE)[0])
+    words = [shlex.split(line) for line in commands() if line.startswith("steepest ")]
+    places = []
+    for command in words:
+        assert main(command[1:]) == 0
+        places.append(command[2])
+        assert (tmp_path / command[command.index("--output") + 1]).stat().st_size > 0
+    assert places == ["kubernetes", "slurm"]
+    applied = {line.split()[-1] for line in commands() if line.startswith(("kubectl", "sbatch"))}
+    assert applied == {"job.yaml", "job.sh"}
+
+
+@pytest.mark.parametrize("place_name", ["kubernetes", "slurm"])
+def test_the_page_names_every_option(place_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", place_name, "--help"])
+    options = set(re.findall(r"--[a-z][-a-z]+", capsys.readouterr().out))
+    # those that say themselves what they are, in `--help`
+    options -= {"--help", "--name", "--output", "--namespace", "--keep", "--ray-version"}
+    text = (ROOT / PAGE).read_text()
+    assert {option for option in options if f"{option}" not in text} == set()
