@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import threading
@@ -231,8 +232,6 @@ def test_rays_command_takes_the_notice_as_it_is_written(
     capsys: pytest.CaptureFixture[str], script: Path, tmp_path: Path
 ) -> None:
     """Ray's own parser reads the hook's options; its control store is not there to ask."""
-    import shlex
-
     from click.testing import CliRunner
     from ray.scripts import scripts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -75,8 +76,6 @@ def test_rays_command_takes_its_options_as_they_are_written(
     capsys: pytest.CaptureFixture[str], script: Path
 ) -> None:
     """Ray's own parser reads them; those that are not its own go to `ray start`."""
-    import shlex
-
     from ray.scripts import scripts, symmetric_run
 
     text = rendered(capsys, script, "--gpus-per-node=2").replace("\\\n", " ")
