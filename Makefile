@@ -5,7 +5,7 @@
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die;
 # make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check,
-# test-cluster, test-adapters, test-jax, test-tensorflow.
+# test-cluster, test-adapters, test-jax, test-tensorflow, test-storage.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest
 # also where the environment says otherwise: the tests start many processes, which would compile the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-cluster test-loggers test-adapters test-jax test-tensorflow bench-check test-full \
+.PHONY: demo test test-cluster test-loggers test-adapters test-jax test-tensorflow test-storage bench-check test-full \
   mutants coverage check bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -54,6 +54,16 @@ test-jax: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
 test-jax: $(VENV)-jax/.installed
 	$(VENV)-jax/bin/python -m pytest -k "jax or flax or optax" tests/test_jax_*.py \
 	  tests/test_models.py tests/test_docs.py tests/test_imports.py
+
+# S3 has an environment of its own because its client and the tests' server bring twenty packages
+$(VENV)-storage/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)-storage/bin/python || $(PYTHON) -m venv $(VENV)-storage
+	$(VENV)-storage/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[dev,storage-tests]"
+	touch $(VENV)-storage/.installed
+
+test-storage: $(VENV)-storage/.installed
+	$(VENV)-storage/bin/python -m pytest tests/test_storage.py tests/test_s3_storage.py
 
 # tens of packages and a gigabyte that nothing else needs
 $(VENV)-tensorflow/.installed: pyproject.toml constraints.txt
@@ -102,5 +112,5 @@ soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes 10
 
 clean:
-	rm -rf $(VENV) $(VENV)-loggers $(VENV)-adapters $(VENV)-jax $(VENV)-tensorflow build dist *.egg-info \
+	rm -rf $(VENV) $(VENV)-loggers $(VENV)-adapters $(VENV)-jax $(VENV)-tensorflow $(VENV)-storage build dist *.egg-info \
 	  .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,6 +16,7 @@ import torch
 from steepest.checkpoint import files
 from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
+from steepest.checkpoint.places import place_of
 from steepest.cluster import remote_functions
 from steepest.cluster.checkpoint_manager import CheckpointManager
 from steepest.cluster.deaths import persistently
@@ -452,13 +453,16 @@ class DistributedSGD(Steering):
         """Write a checkpoint: weights, optimizer state, buffers, and the position in the data.
 
         Args:
-            path: a directory; a checkpoint in it is replaced when the new one is whole.
+            path: a directory, or a URL such as ``s3://bucket/best``; a checkpoint in it is replaced
+                when the new one is whole.
 
         Raises:
             CheckpointError: it cannot be written.
+            ConfigurationError: a URL of a kind that is not known.
         """
+        place = place_of(path)
         with self._idle():
-            self._keeping.save(Path(path))
+            self._keeping.save(place)
 
     def restore(self, path: str | Path) -> None:
         """Continue from a checkpoint, at any number of workers and servers, under any strategy.
@@ -466,12 +470,17 @@ class DistributedSGD(Steering):
         Training continues at exactly the sample after the last one. With the same global batch it
         takes the same steps, to rounding, at any number of workers.
 
+        Args:
+            path: a directory, or a URL such as ``s3://bucket/best``.
+
         Raises:
             CheckpointError: it is missing, damaged, or of another model, optimizer or data set;
                 nothing has changed.
+            ConfigurationError: a URL of a kind that is not known.
         """
+        place = place_of(path)
         with self._idle():
-            saved = files.read(Path(path))
+            saved = files.read(place)
             self._supervisor.replacing(lambda: self._state.place(saved, path))
             self._training.lost_before()  # of another past
             self._keeping.restored(saved)

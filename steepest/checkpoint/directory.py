@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from collections.abc import Iterable
-from pathlib import Path
 
 from steepest.checkpoint import files
 from steepest.checkpoint.manifest import MANIFEST
+from steepest.checkpoint.places import Place
+from steepest.checkpoint.storage import storage_of
 from steepest.errors import CheckpointError, SteepestError
 from steepest.tensors.safetensors_file import Progress, no_progress
 
@@ -21,31 +21,30 @@ class CheckpointDirectory:
     """Checkpoints in one directory, numbered in the order of writing: ``000012-step-340``.
 
     Args:
-        path: the directory; made if it is missing.
+        path: the directory, made if it is missing; or the prefix of an object store.
         keep: how many whole checkpoints stay.
 
     Raises:
         CheckpointError: the directory cannot be made.
     """
 
-    def __init__(self, path: Path, keep: int) -> None:
+    def __init__(self, path: Place, keep: int) -> None:
         self._path = path
+        self._storage = storage_of(path)
         self._keep = keep
-        self._damaged: set[Path] = set()
-        self._bases: dict[Path, Path | None] = {}  # of checkpoints, those that they continue
+        self._damaged: set[Place] = set()
+        self._bases: dict[Place, Place | None] = {}  # of checkpoints, those that they continue
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            self._storage.make(path)
         except OSError as error:
             raise CheckpointError(f"cannot keep checkpoints in {path}: {error}") from error
 
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[Place]:
         """Return the paths of all checkpoints, damaged and unfinished ones too, oldest first."""
-        found = [
-            path for path in self._path.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()
-        ]
+        found = [path for path in self._storage.folders(self._path) if _NAME.fullmatch(path.name)]
         return sorted(found, key=_number)
 
-    def newest(self) -> tuple[Path, files.Checkpoint] | None:
+    def newest(self) -> tuple[Place, files.Checkpoint] | None:
         """Return the newest whole checkpoint with its path; None if no checkpoint was finished.
 
         Newer ones that are not whole are named in a warning.
@@ -58,7 +57,7 @@ class CheckpointDirectory:
                 return path, files.read(path)
             except CheckpointError as error:
                 log.warning("passed over: %s", error)
-                if _is_finished(path):
+                if self._is_finished(path):
                     self._damaged.add(path)
         if self._damaged:
             raise CheckpointError(
@@ -67,17 +66,19 @@ class CheckpointDirectory:
             )
         return None
 
-    def of_step(self, step: int) -> Path | None:
+    def of_step(self, step: int) -> Place | None:
         """Return the path of the newest whole checkpoint of a step; None if there is none."""
         found = [path for path in self._whole() if _step(path) == step]
         return found[-1] if found else None
 
-    def _whole(self) -> list[Path]:
-        return [path for path in self.paths() if _is_finished(path) and path not in self._damaged]
+    def _whole(self) -> list[Place]:
+        return [
+            path for path in self.paths() if self._is_finished(path) and path not in self._damaged
+        ]
 
     def put(
         self, saved: files.Checkpoint, progress: Progress = no_progress, best: int | None = None
-    ) -> tuple[Path, files.Link]:
+    ) -> tuple[Place, files.Link]:
         """Write another checkpoint and, when it is whole, delete those that are too many.
 
         Those that one which stays continues stay too.
@@ -102,7 +103,7 @@ class CheckpointDirectory:
             link = files.write(path, saved, progress)
         except BaseException as error:
             if path != self._path:
-                shutil.rmtree(path, ignore_errors=True)
+                self._storage.remove_unfinished(path)
             if isinstance(error, OSError) and not isinstance(error, SteepestError):
                 raise CheckpointError(
                     f"cannot keep a checkpoint in {self._path}: {error}"
@@ -111,21 +112,23 @@ class CheckpointDirectory:
         newest = self._whole()[-self._keep :]
         stays = self._continued([*newest, None if best is None else self.of_step(best)])
         for old in self.paths():
-            if (_number(old) < _number(newest[0]) and old not in stays) or not _is_finished(old):
+            if (_number(old) < _number(newest[0]) and old not in stays) or not self._is_finished(
+                old
+            ):
                 progress(old)
                 self._delete(old)
         return path, link
 
-    def _continued(self, paths: Iterable[Path | None]) -> set[Path | None]:
+    def _continued(self, paths: Iterable[Place | None]) -> set[Place | None]:
         """Return the paths of some checkpoints, and of those that they continue."""
-        found: set[Path | None] = set()
+        found: set[Place | None] = set()
         for path in paths:
             while path is not None and path not in found:
                 found.add(path)
                 path = self._base(path)
         return found
 
-    def _base(self, path: Path) -> Path | None:
+    def _base(self, path: Place) -> Place | None:
         """Return the path of the checkpoint that another one continues, if it does."""
         if path not in self._bases:
             try:
@@ -135,23 +138,21 @@ class CheckpointDirectory:
             self._bases[path] = None if base is None else self._path / base.name
         return self._bases[path]
 
-    @staticmethod
-    def _delete(path: Path) -> None:
+    def _is_finished(self, path: Place) -> bool:
+        return self._storage.exists(path / MANIFEST)
+
+    def _delete(self, path: Place) -> None:
         """Delete a checkpoint, its manifest first: half deleted it does not count as one."""
         try:
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
+            self._storage.remove(path / MANIFEST)
+            self._storage.remove_folder(path)
         except OSError as error:
             log.warning("an old checkpoint stays, half deleted: %s", error)
 
 
-def _number(path: Path) -> int:
+def _number(path: Place) -> int:
     return int(path.name.partition("-")[0])
 
 
-def _step(path: Path) -> int:
+def _step(path: Place) -> int:
     return int(path.name.rpartition("-")[2])
-
-
-def _is_finished(path: Path) -> bool:
-    return (path / MANIFEST).exists()

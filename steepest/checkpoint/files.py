@@ -1,8 +1,8 @@
 """Checkpoints: safetensors files and a JSON manifest, replaced atomically; nothing is unpickled.
 
-A checkpoint is a directory. `manifest.json` names the other files and their SHA-256, and ends with
-its own; it is written last and replaced in one step, so that a directory always holds one whole
-checkpoint.
+A checkpoint is a directory, or a prefix of an object store. `manifest.json` names the other files
+and their SHA-256, and ends with its own; it is written last and replaced in one step, so that a
+directory always holds one whole checkpoint.
 
     weights-*.safetensors    parameters and buffers by the user's own names, for the plain module
     optimizer-*.safetensors  optimizer state as "parameter/key", whole tensors, however split
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ import torch
 
 from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
+from steepest.checkpoint.places import Place, place_of
+from steepest.checkpoint.storage import storage_of
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.tensors.layout import ParameterLayout
 from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
@@ -45,8 +46,9 @@ class Checkpoints:
     """The checkpoints that `DistributedSGD.fit` keeps, and from which a trainer continues.
 
     Attributes:
-        path: a directory of this job's own on the driver's side; each checkpoint is a directory in
-            it, which `DistributedSGD.restore` reads as any other.
+        path: a directory of this job's own on the driver's side, or a URL such as
+            ``s3://bucket/run7``; each checkpoint is a directory in it, which
+            `DistributedSGD.restore` reads as any other.
         every: steps from one to the next; the last state of each `fit` is written too.
         keep: how many whole ones stay there; older ones are deleted once a newer one is whole.
         write_timeout: seconds without any progress after which a write counts as hung: training
@@ -76,6 +78,7 @@ class Checkpoints:
             raise ConfigurationError(
                 f"path={self.path!r}: give the directory in which checkpoints are to be kept"
             )
+        place_of(self.path)
         require_count("every", self.every)
         require_count("keep", self.keep)
         require_seconds("write_timeout", self.write_timeout)
@@ -334,34 +337,40 @@ class Link:
     sha256: str
 
 
-def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) -> Link:
+def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress) -> Link:
     """Write a checkpoint.
 
     An older one at `path` stays whole until this one is, and is deleted then.
 
     Args:
-        path: a directory; made if it does not exist.
+        path: a directory, made if it does not exist; or the prefix of an object store.
         checkpoint: what to write.
-        progress: called with the file that is worked on.
+        progress: called with the file that is worked on; it may raise to end the write.
 
     Returns:
         What an increment after it has as its base.
 
     Raises:
-        CheckpointError: the path is a file, or cannot be written.
+        CheckpointError: the path is a file, or cannot be written; or another process has written a
+            checkpoint at the same URL meanwhile.
         PeerLostError, ShutdownError, DeadlineError: rows do not come, see `Checkpoint.rows`.
     """
     stamp = f"{checkpoint.about['step']}-{secrets.token_hex(4)}"
     files: dict[str, Any] = {}
     about = checkpoint.about
+    storage = storage_of(path)
+    begun: list[Place] = []
+    asked = False  # for the manifest: then it may be there whatever was answered
 
     def written(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         file = path / f"{name}.safetensors"
-        return {"name": file.name, **write_tensors(file, tensors, progress)}
+        begun.append(file)
+        return {"name": file.name, **write_tensors(file, tensors, progress, storage.write)}
 
     try:
         progress(path)
-        path.mkdir(parents=True, exist_ok=True)
+        storage.make(path)
+        replace = storage.exists(path / MANIFEST)
         for kind in KINDS:
             files[kind] = written(f"{kind}-{stamp}", getattr(checkpoint, kind))
         files[TABLES] = []
@@ -369,28 +378,37 @@ def write(path: Path, checkpoint: Checkpoint, progress: Progress = no_progress) 
             for number, part in enumerate(checkpoint.rows):
                 files[TABLES].append(written(f"{TABLES}-{stamp}-{number}", part))
             about = {**about, **checkpoint.rows.about()}
-        unfinished = path / f".{MANIFEST}-{stamp}"
-        progress(unfinished)
         manifest = encode_manifest(files, about)
-        unfinished.write_bytes(manifest)
-        _sync(unfinished)
-        os.replace(unfinished, path / MANIFEST)
-        _sync(path)
-    except SteepestError:  # of the rows that come; some are errors of the system too
+        asked = True
+        storage.commit(path / MANIFEST, manifest, stamp, replace, progress)
+    except BaseException as error:
+        if not asked or isinstance(error, (FileExistsError, SteepestError)):
+            storage.discard(begun)
+        # of the rows that come, some are errors of the system too
+        if isinstance(error, OSError) and not isinstance(error, SteepestError):
+            raise CheckpointError(f"cannot write a checkpoint to {path}: {error}") from error
         raise
-    except OSError as error:
-        raise CheckpointError(f"cannot write a checkpoint to {path}: {error}") from error
-    kept = {entry["name"] for entry in (*(files[kind] for kind in KINDS), *files[TABLES])}
-    mine = [old for old in path.glob("*.safetensors") if old.name.split("-")[0] in files]
-    for old in (*mine, *path.glob(f".{MANIFEST}-*")):  # of the last checkpoint, or of a crash
-        if old.name not in kept:
-            progress(old)
-            with contextlib.suppress(OSError):  # one that stays does no harm
-                old.unlink()
+    with contextlib.suppress(OSError):  # those that stay do no harm
+        _clear(path, begun, progress)
     return Link(path.name, hashlib.sha256(manifest).hexdigest())
 
 
-def read(path: Path) -> Checkpoint:
+def _clear(path: Place, kept: Sequence[Place], progress: Progress) -> None:
+    """Remove the files of the last checkpoint at a path, and those that a crash has left.
+
+    Raises:
+        OSError: they cannot be listed.
+    """
+    storage = storage_of(path)
+    for old in storage.files(path):
+        mine = old.name.endswith(".safetensors") and old.name.split("-")[0] in (*KINDS, TABLES)
+        if old not in kept and (mine or old.name.startswith(f".{MANIFEST}-")):
+            progress(old)
+            with contextlib.suppress(OSError):
+                storage.remove(old)
+
+
+def read(path: Place) -> Checkpoint:
     """Return the checkpoint at a path, with the rows of those that it continues.
 
     Raises:
@@ -420,7 +438,7 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(weights, state, replicas, about)
 
 
-def about(path: Path) -> dict[str, Any]:
+def about(path: Place) -> dict[str, Any]:
     """Return what the manifest of a checkpoint says of it, see `Checkpoint.about`.
 
     Raises:
@@ -435,7 +453,7 @@ def base_of(about: Mapping[str, Any]) -> Link | None:
     return None if base is None else Link(**base)
 
 
-def _manifest(path: Path, sha256: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _manifest(path: Place, sha256: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the manifest of one checkpoint holds, see `decode_manifest`.
 
     Args:
@@ -446,7 +464,7 @@ def _manifest(path: Path, sha256: str | None = None) -> tuple[dict[str, Any], di
         CheckpointError: it is missing, damaged, or another one.
     """
     try:
-        raw = (path / MANIFEST).read_bytes()
+        raw = storage_of(path).read(path / MANIFEST)
         found = decode_manifest(raw)
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}: there is no {MANIFEST}") from None
@@ -457,7 +475,7 @@ def _manifest(path: Path, sha256: str | None = None) -> tuple[dict[str, Any], di
     return found
 
 
-def _optimizer(path: Path, files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _optimizer(path: Place, files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the optimizer state of a checkpoint, with its rows of embedding tables.
 
     Raises:
@@ -470,21 +488,14 @@ def _optimizer(path: Path, files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"damaged checkpoint at {path}: {error}") from error
 
 
-def _tensors(path: Path, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _tensors(path: Place, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of one file of a checkpoint.
 
     Raises:
         CheckpointError: it is missing or damaged.
     """
     try:
-        return read_tensors(path / about["name"], about)
+        with storage_of(path).on_disk(path / about["name"]) as file:
+            return read_tensors(file, about)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"damaged checkpoint at {path}: {about['name']}: {error}") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,12 +8,12 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoints
+from steepest.checkpoint.places import Place, place_of
 from steepest.cluster.checkpoint_writer import Writer
 from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.job_state import JobState
@@ -30,12 +30,11 @@ from steepest.errors import (
 )
 from steepest.messages.snapshots import Bases
 from steepest.observe.evaluations import best_of, value_of
-from steepest.observe.history_file import HistoryFile
+from steepest.observe.history_file import history_file
 from steepest.observe.results import EvaluationResult, StepResult
 from steepest.tensors.safetensors_file import Progress
 
 log = logging.getLogger(__name__)
-HISTORY = "history.jsonl"
 _TRIES = 3
 _PAUSE_SECONDS = (
     0.1  # after each block of 4 MB, where there are rows of tables: they may be many GB
@@ -97,12 +96,14 @@ class CheckpointManager:
         self._surviving = surviving
         self._rows: RowRead | None = None  # those of the checkpoint that is being written
         self._shelf = (
-            CheckpointDirectory(Path(policy.path), policy.keep) if policy is not None else None
+            CheckpointDirectory(place_of(policy.path), policy.keep) if policy is not None else None
         )
         self._writer = (
-            Writer(Path(policy.path), policy.write_timeout, clock) if policy is not None else None
+            Writer(place_of(policy.path), policy.write_timeout, clock)
+            if policy is not None
+            else None
         )
-        self._file = HistoryFile(Path(policy.path) / HISTORY) if policy is not None else None
+        self._file = history_file(place_of(policy.path)) if policy is not None else None
         self._written: tuple[int, int] | None = self._place  # what is on disk, or need not be
         self._chain: _Chain | None = None
         self._doubtful = False
@@ -248,7 +249,7 @@ class CheckpointManager:
         if self._best_step == self._training.step:
             self._keep()
 
-    def best(self) -> Path | None:
+    def best(self) -> Place | None:
         """Return the path of the best evaluation's checkpoint, once it is written; None if there is none.
 
         Raises:
@@ -261,7 +262,7 @@ class CheckpointManager:
 
     # -- keeping -------------------------------------------------------------------------------
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Place) -> None:
         """Write the state, with the last step's result and the loggers' runs, which have all steps.
 
         Raises:
@@ -393,7 +394,7 @@ class CheckpointManager:
                     return
             raise CheckpointError("the last state is not kept: servers died while they sent it")
         if (rows := self._training.history.unwritten())[0]:  # such as a last evaluation
-            self._writer.start(lambda progress: self._write_history(rows, progress))
+            self._writer.start(lambda progress: self._write_history(rows, self._held(progress)))
         self._settle_or_raise()
 
     def _finish_quietly(self, ask: bool = True) -> None:
@@ -449,9 +450,10 @@ class CheckpointManager:
         base = None if self._chain is None else self._chain.link
         try:
             with rows.given_up_on_error():
-                self._write_history(history, progress)  # before, so that no row is missing
-                found = RowsAsTheyCome(rows, lambda: self._is_awaited(progress), base)
-                paced = progress if rows.snapshot is None else self._paced(progress)
+                held = self._held(progress)
+                self._write_history(history, held)  # before, so that no row is missing
+                found = RowsAsTheyCome(rows, lambda: self._is_awaited(held), base)
+                paced = held if rows.snapshot is None else self._paced(held)
                 path, link = self._shelf.put(replace(saved, rows=found), paced, best)
             self._chain = self._next_link(link, found)
         except (PeerLostError, ShutdownError, DeadlineError) as error:  # of servers that send rows
@@ -472,13 +474,22 @@ class CheckpointManager:
         """Note progress; return whether the trainer waits for what is being written."""
         assert self._writer is not None
         assert self._policy is not None
-        progress(Path(self._policy.path))
+        progress(self._policy.path)
         return self._writer.pause(0.0)
+
+    def _held(self, progress: Progress) -> Progress:
+        """Return a function that notes progress, and ends a write when the lease is lost."""
+
+        def held(file: object) -> None:
+            progress(file)
+            self._lock.check()
+
+        return held
 
     def _paced(self, progress: Progress) -> Progress:
         """Return a function that notes progress and leaves training the processor for a while."""
 
-        def paced(file: Path) -> None:
+        def paced(file: object) -> None:
             assert self._writer is not None
             progress(file)
             self._writer.pause(_PAUSE_SECONDS)

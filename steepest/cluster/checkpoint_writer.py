@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from steepest.errors import CheckpointError
 from steepest.tensors.safetensors_file import Progress
@@ -18,7 +17,7 @@ class _Work:
 
     Attributes:
         moved: time of its last progress, by the writer's clock.
-        file: that was worked on then.
+        file: the path or URL that was worked on then.
         done: set when it is over.
         error: that ended it.
         awaited: set while the trainer waits for it.
@@ -27,7 +26,7 @@ class _Work:
     """
 
     moved: float
-    file: Path
+    file: object
     done: threading.Event = field(default_factory=lambda: threading.Event())
     awaited: threading.Event = field(default_factory=lambda: threading.Event())
     error: BaseException | None = None
@@ -42,13 +41,13 @@ class Writer:
     written until it returns.
 
     Args:
-        folder: where it writes, for messages.
+        folder: the path or URL where it writes, for messages.
         patience: seconds without progress after which a write is said to hang.
         clock: returns seconds; None for `time.monotonic`.
     """
 
     def __init__(
-        self, folder: Path, patience: float, clock: Callable[[], float] | None = None
+        self, folder: object, patience: float, clock: Callable[[], float] | None = None
     ) -> None:
         self._folder = folder
         self._patience = patience
@@ -63,7 +62,7 @@ class Writer:
         """
         self._work = work = _Work(self._clock(), self._folder)
 
-        def progress(file: Path) -> None:
+        def progress(file: object) -> None:
             work.moved, work.file = self._clock(), file
             if work.hung and work.then is not None:
                 raise CheckpointError("the trainer was shut down meanwhile")

@@ -1,4 +1,4 @@
-"""A lock on a directory of kept checkpoints: one driver at a time writes there."""
+"""A lock on a directory of kept checkpoints: one driver at a time writes there; at a URL it is a lease."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from steepest.checkpoint.files import Checkpoints
+from steepest.checkpoint.lease import Lease
+from steepest.checkpoint.places import ObjectUrl, place_of
 from steepest.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -21,13 +22,14 @@ class DirectoryLock:
     """A lock on a directory, which the kernel releases when this process ends, however it ends.
 
     It is a lock on the file `lock` there, which says which process holds it, and stays. On file
-    systems without locks a warning is logged, and nothing is locked.
+    systems without locks a warning is logged, and nothing is locked. At a URL it is a `Lease`.
 
     Args:
         policy: where checkpoints are to be kept; None for nowhere.
 
     Attributes:
         release: releases the lock; may be called twice.
+        check: raises CheckpointError if a lease is lost; a lock is not.
 
     Raises:
         CheckpointError: another driver holds the lock, which is named; or the directory cannot be
@@ -36,9 +38,14 @@ class DirectoryLock:
 
     def __init__(self, policy: Checkpoints | None) -> None:
         self.release: Callable[[], None] = lambda: None
+        self.check: Callable[[], None] = lambda: None
         if policy is None:
             return
-        folder = Path(policy.path)
+        folder = place_of(policy.path)
+        if isinstance(folder, ObjectUrl):
+            lease = Lease(folder)
+            self.release, self.check = lease.release, lease.check
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = open(folder / LOCK, "a+b", buffering=0)  # noqa: SIM115 - it is open as long as the lock is held

@@ -52,15 +52,16 @@ class Steering:
         return self._keeping.begun
 
     @property
-    def best_checkpoint(self) -> Path | None:
-        """The path of the checkpoint of the best evaluation, for `restore`; None if there is none.
+    def best_checkpoint(self) -> Path | str | None:
+        """The path or URL of the best evaluation's checkpoint, for `restore`; None if there is none.
 
         Returned when it is written, see `Checkpoints`.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        return self._keeping.best()
+        found = self._keeping.best()
+        return found if found is None or isinstance(found, Path) else str(found)
 
     def stop(self) -> None:
         """End the present `fit` after the last committed step, with workers idle.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -30,16 +30,39 @@ _NAMES = {
 _BLOCK = 4 << 20
 _SYNC = 256 << 20  # bytes after which the writer waits for the disk: then progress is real
 
-#: Called with the path of the file that is written, before the first and after each block of it.
-Progress = Callable[[Path], None]
+#: Called with the path or URL of the file that is written, before the first and after each block of it.
+Progress = Callable[[object], None]
+#: The blocks of a file, from the first one whenever it is called.
+Blocks = Callable[[], Iterator[memoryview]]
+File = TypeVar("File")
 
 
-def no_progress(path: Path) -> None:
+def no_progress(path: object) -> None:
     """Do nothing."""
 
 
+def write_blocks(path: Path, blocks: Blocks) -> None:
+    """Write a file, and return when it is on the disk.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    unsynced = 0
+    with open(path, "wb") as file:
+        for block in blocks():
+            file.write(block)
+            unsynced += len(block)
+            if unsynced >= _SYNC:
+                _sync(file)
+                unsynced = 0
+        _sync(file)
+
+
 def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], progress: Progress = no_progress
+    path: File,
+    tensors: Mapping[str, torch.Tensor],
+    progress: Progress = no_progress,
+    write: Callable[[File, Blocks], None] = write_blocks,  # type: ignore[assignment]
 ) -> dict[str, Any]:
     """Write a safetensors file, and return when it is on the disk.
 
@@ -47,6 +70,7 @@ def write_tensors(
         path: the file; overwritten if it exists.
         tensors: by name, on the CPU.
         progress: called with `path` before the first and after each block.
+        write: writes blocks of at most 4 MB to `path`; it may begin anew.
 
     Returns:
         JSON-able: "sha256" of the file, and "dtypes" by name of what is stored as another dtype.
@@ -70,20 +94,21 @@ def write_tensors(
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest, unsynced = hashlib.sha256(), 0
-    with open(path, "wb") as file:
-        prologue = memoryview(len(text).to_bytes(8, "little") + text)
-        for part in (prologue, *(as_bytes(stored[name]).numpy().data for name in order)):
+    prologue = memoryview(len(text).to_bytes(8, "little") + text)
+    parts = (prologue, *(as_bytes(stored[name]).numpy().data for name in order))
+    digest = hashlib.sha256()
+
+    def blocks() -> Iterator[memoryview]:
+        nonlocal digest
+        digest = hashlib.sha256()
+        for part in parts:
             for begin in range(0, len(part), _BLOCK):
                 block = part[begin : begin + _BLOCK]
                 digest.update(block)
-                file.write(block)
-                unsynced += len(block)
-                if unsynced >= _SYNC:
-                    _sync(file)
-                    unsynced = 0
+                yield block
                 progress(path)
-        _sync(file)
+
+    write(path, blocks)
     progress(path)
     return {"sha256": digest.hexdigest(), "dtypes": dtypes}
 

@@ -1,0 +1,342 @@
+"""Files in object stores, by fsspec: written whole, retried with a deadline, never renamed.
+
+Errors name the URL and the step, and what the store's client says of it without anything that looks
+like a credential. They have no cause, because the client's own errors may quote requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from steepest.checkpoint.places import ObjectUrl
+from steepest.errors import SteepestError
+from steepest.tensors.safetensors_file import Blocks, Progress
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+#: Of an upload and of a download; an upload has at most 10,000 parts, so a file at most 320 GB.
+PART = 32 << 20
+_MOST_PAUSE = 10.0
+#: Keys of AWS and of Google's interoperability, tokens, signatures, and what a name says to be secret.
+_SECRET = re.compile(
+    r"(?:A[KS]IA|GOOG)[A-Z0-9]{12,}|[A-Za-z0-9+/_=-]{32,}"
+    r"|(?i:(?:signature|token|credential|password|secret)[\w-]*\s*[=:]\s*)[^\s&,;]+"
+)
+
+
+class _RefusedError(OSError):
+    """The client has refused a request, and would refuse it again."""
+
+
+_LASTING = (FileNotFoundError, FileExistsError, PermissionError, _RefusedError)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long an object store is waited for, in seconds.
+
+    Attributes:
+        call: for one call's answer: a listing, an object, a part of one.
+        retry: from the first of several failures in a row to the last.
+        pause: after the first failure; twice as long after each other, up to ten seconds.
+    """
+
+    call: float = 120.0
+    retry: float = 120.0
+    pause: float = 0.2
+
+
+class ObjectStorage:
+    """Files in an object store; see `Storage` for the methods.
+
+    Stores make folders of objects' names, so there are none to make. They have no rename and no lock
+    either: `commit` is one request that the store does whole or not at all, under the condition
+    that nothing is there yet unless it is to replace something.
+
+    Args:
+        filesystem: of fsspec.
+        patience: how long the store is waited for.
+        clock, wait: the time in seconds; what waits for so many.
+    """
+
+    def __init__(
+        self,
+        filesystem: Any,
+        patience: Patience | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._filesystem = filesystem
+        self._patience = patience or Patience()
+        self._clock = clock
+        self._wait = wait
+
+    @classmethod
+    def of(cls, scheme: str, patience: Patience | None = None) -> ObjectStorage:
+        """Return the store of a scheme, with the configuration of this process' environment."""
+        return cls(filesystem(scheme, os.getpid()), patience)
+
+    def make(self, folder: ObjectUrl) -> None:
+        """Check that the store answers."""
+        self._listed(folder)
+
+    def folders(self, folder: ObjectUrl) -> list[ObjectUrl]:
+        """Return the prefixes that objects in a prefix have."""
+        return [folder / name for name, kind in self._listed(folder) if kind == "directory"]
+
+    def files(self, folder: ObjectUrl) -> list[ObjectUrl]:
+        """Return the objects in a prefix, without those of longer prefixes."""
+        return [folder / name for name, kind in self._listed(folder) if kind != "directory"]
+
+    def _listed(self, folder: ObjectUrl) -> list[tuple[str, str]]:
+        """Return names and kinds of what is in a prefix."""
+        list_once = self._once("listing", folder, lambda: self._filesystem.ls(str(folder), True))
+        try:
+            found = self._persistently(list_once)
+        except FileNotFoundError:
+            return []
+        names = ((str(each["name"]).rstrip("/").rpartition("/")[2], each["type"]) for each in found)
+        return [(name, kind) for name, kind in names if name]
+
+    def exists(self, file: ObjectUrl) -> bool:
+        """Return whether there is such an object."""
+        look = self._once("looking for", file, lambda: self._filesystem.info(str(file)))
+        try:
+            return bool(self._persistently(look)["type"] != "directory")
+        except FileNotFoundError:
+            return False
+
+    def read(self, file: ObjectUrl) -> bytes:
+        """Return what an object holds."""
+        found = self._persistently(
+            self._once("reading", file, lambda: self._filesystem.cat_file(str(file)))
+        )
+        return bytes(found)
+
+    @contextlib.contextmanager
+    def on_disk(self, file: ObjectUrl) -> Iterator[Path]:
+        """Have a copy of an object as a temporary file, which is removed after the block."""
+        look = self._once("looking for", file, lambda: self._filesystem.info(str(file)))
+        size = int(self._persistently(look)["size"])
+        with tempfile.NamedTemporaryFile(prefix="steepest-", suffix=f"-{file.name}") as copy:
+            for begin in range(0, size, PART):
+                copy.write(self._part(file, begin, min(begin + PART, size)))
+            copy.flush()
+            yield Path(copy.name)
+
+    def _part(self, file: ObjectUrl, begin: int, end: int) -> bytes:
+        """Return the bytes of an object from one position to another."""
+
+        def whole() -> bytes:
+            part = bytes(self._filesystem.cat_file(str(file), begin, end))
+            if len(part) != end - begin:
+                raise OSError(f"{len(part)} of {end - begin} bytes came")
+            return part
+
+        return self._persistently(self._once("reading", file, whole))
+
+    def write(self, file: ObjectUrl, blocks: Blocks) -> None:
+        """Upload an object in parts of 32 MB, from its beginning again after a failure."""
+
+        def upload() -> None:
+            begin = self._once(
+                "writing", file, lambda: self._filesystem.open(str(file), "wb", block_size=PART)
+            )
+            target = begin()
+            try:
+                for block in blocks():
+                    self._once("writing", file, partial(target.write, block))()
+                self._once("writing", file, target.close)()
+            except BaseException:
+                self._give_up(file, target)
+                raise
+
+        self._persistently(upload)
+
+    def _give_up(self, file: ObjectUrl, target: Any) -> None:
+        """End an upload so that no object comes of it, not even when its file is collected."""
+        with contextlib.suppress(OSError):
+            self._once("giving up", file, target.discard)()
+        with contextlib.suppress(AttributeError):  # a file in memory is none that uploads
+            target.closed = True
+
+    def commit(
+        self, file: ObjectUrl, data: bytes, stamp: str, replace: bool, progress: Progress
+    ) -> None:
+        """Write an object by one request."""
+        progress(file)
+        if replace:
+            self.put(file, data)
+        else:
+            self.create(file, data)
+
+    def put(self, file: ObjectUrl, data: bytes) -> None:
+        """Write a small object by one request, whatever was there."""
+        self._persistently(
+            self._once("writing", file, lambda: self._filesystem.pipe_file(str(file), data))
+        )
+
+    def create(self, file: ObjectUrl, data: bytes) -> None:
+        """Write a small object by one request, unless there is one.
+
+        Args:
+            file: its URL.
+            data: what it holds; no two writers write the same.
+
+        Raises:
+            FileExistsError: there is one.
+        """
+        create_once = self._once(
+            "creating", file, lambda: self._filesystem.pipe_file(str(file), data, mode="create")
+        )
+
+        def attempt() -> None:
+            try:
+                create_once()
+            except FileExistsError:
+                if self.read(file) != data:  # else an earlier attempt was done, its answer lost
+                    raise
+
+        self._persistently(attempt)
+
+    def remove(self, file: ObjectUrl) -> None:
+        """Remove an object, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._persistently(
+                self._once("removing", file, lambda: self._filesystem.rm_file(str(file)))
+            )
+
+    def remove_folder(self, folder: ObjectUrl) -> None:
+        """Remove all objects of a prefix."""
+        with contextlib.suppress(FileNotFoundError):
+            self._persistently(
+                self._once("removing", folder, lambda: self._filesystem.rm(str(folder), True))
+            )
+
+    def discard(self, files: list[ObjectUrl]) -> None:
+        """Remove objects as long as the store answers."""
+        for file in files:
+            try:
+                self._once("removing", file, partial(self._filesystem.rm_file, str(file)))()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                log.warning("what was not finished stays: %s", error)
+                return
+
+    def remove_unfinished(self, folder: ObjectUrl) -> None:
+        """Do nothing: `discard` has removed this writer's objects, others may be another driver's."""
+
+    def _once(self, step: str, url: ObjectUrl, call: Callable[[], T]) -> Callable[[], T]:
+        """Return a function that makes a call and waits for it for as long as a call may take.
+
+        Its errors are OSError, with the step, the URL and what the client says, less credentials.
+        """
+
+        def once() -> T:
+            found = _answer(call, self._patience.call)
+            if isinstance(found, _Failed):
+                raise _told(step, url, found.error)
+            return found[0]
+
+        return once
+
+    def _persistently(self, attempt: Callable[[], T]) -> T:
+        """Make attempts until one succeeds, or fails in a way that stays, or too long has passed.
+
+        Raises:
+            OSError: of the last attempt.
+        """
+        since, pause = None, self._patience.pause
+        while True:
+            try:
+                return attempt()
+            except (*_LASTING, SteepestError):
+                raise
+            except OSError as error:
+                now = self._clock()
+                since = now if since is None else since
+                if now + pause - since > self._patience.retry:
+                    raise OSError(f"{error}, {now - since:.0f} s after its first failure") from None
+                log.info("%s; the next attempt is in %.1f s", error, pause)
+            self._wait(pause)
+            pause = min(2 * pause, _MOST_PAUSE)
+
+
+@cache
+def filesystem(scheme: str, process: int) -> Any:
+    """Return fsspec's file system of a scheme, without its cache of listings.
+
+    Args:
+        scheme: such as "s3".
+        process: this one's number: a child has connections of its own.
+    """
+    import fsspec
+
+    return fsspec.filesystem(scheme, use_listings_cache=False)
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """The error of a call."""
+
+    error: BaseException
+
+
+def _answer(call: Callable[[], T], seconds: float) -> tuple[T] | _Failed:
+    """Return what a call returns; it runs on a thread, which is left behind if it takes too long."""
+    found: list[tuple[T] | _Failed] = []
+
+    def run() -> None:
+        try:
+            found.append((call(),))
+        except BaseException as error:  # noqa: BLE001 - clients raise what they like; it is raised by whoever waits
+            found.append(_Failed(error))
+
+    thread = threading.Thread(target=run, name="steepest-storage", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else _Failed(TimeoutError(f"no answer for {seconds:g} s"))
+
+
+def _told(step: str, url: ObjectUrl, error: BaseException) -> OSError:
+    """Return an error that says of a client's error what may be said."""
+    if isinstance(error, SteepestError):
+        raise error
+    said = _SECRET.sub("...", str(error))[:300]
+    text = f"{step} {url}: {type(error).__name__}" + (f": {said}" if said else "")
+    codes = _codes(error)
+    if isinstance(error, FileExistsError) or codes & {"412", "PreconditionFailed"}:
+        return FileExistsError(text)
+    if isinstance(error, FileNotFoundError) or "404" in codes:
+        return FileNotFoundError(text)
+    kind = type(error).__name__
+    if isinstance(error, PermissionError) or codes & {"401", "403"} or "Credential" in kind:
+        return PermissionError(
+            f"{text}; credentials are found where the cloud's own tools find them, see docs/storage.md"
+        )
+    if isinstance(error, (ValueError, TypeError, ImportError)) or kind == "ParamValidationError":
+        return _RefusedError(text)
+    return OSError(text)
+
+
+def _codes(error: BaseException) -> set[str]:
+    """Return the store's codes of an error and of what caused it."""
+    codes: set[str] = set()
+    for each in (error, error.__cause__):
+        response = getattr(each, "response", None)
+        if isinstance(response, dict):
+            codes.add(str(response.get("Error", {}).get("Code")))
+        codes.add(str(getattr(each, "code", None)))
+    return codes

@@ -1,0 +1,158 @@
+"""How checkpoints lie in a place: one interface over directories and object stores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from steepest.checkpoint.places import ObjectUrl, Place
+from steepest.tensors.safetensors_file import Blocks, Progress, write_blocks
+
+P = TypeVar("P")
+
+
+class Storage(Protocol[P]):
+    """Files in folders, of which one by one is written or replaced as a whole.
+
+    Every method raises OSError if the place cannot be reached or used, within a deadline where it
+    is remote; the error names the place and what was done there.
+    """
+
+    def make(self, folder: P) -> None:
+        """Make a folder, and those that it is in, unless they are there."""
+
+    def folders(self, folder: P) -> list[P]:
+        """Return the folders in a folder, in any order."""
+
+    def files(self, folder: P) -> list[P]:
+        """Return the files in a folder, in any order; none if there is no such folder."""
+
+    def exists(self, file: P) -> bool:
+        """Return whether there is such a file."""
+
+    def read(self, file: P) -> bytes:
+        """Return what a small file holds.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+    def on_disk(self, file: P) -> contextlib.AbstractContextManager[Path]:
+        """Have a file on this machine's disk during a block.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+
+    def write(self, file: P, blocks: Blocks) -> None:
+        """Write a file in blocks, and return when it is durable; a reader may see it unfinished.
+
+        Args:
+            file: its place.
+            blocks: of the file; called again when the write begins anew.
+        """
+
+    def commit(self, file: P, data: bytes, stamp: str, replace: bool, progress: Progress) -> None:
+        """Write a small file in one step: a reader sees all of it, or what was there before.
+
+        Args:
+            file: its place.
+            data: what it holds; no two writers write the same.
+            stamp: a name that no other write has.
+            replace: whether the file was there when the writer began.
+            progress: called with the file that is worked on.
+
+        Raises:
+            FileExistsError: an object store has got it since from another writer, and keeps that;
+                one writer at a time has a directory, by its lock.
+        """
+
+    def remove(self, file: P) -> None:
+        """Remove a file, if it is there."""
+
+    def remove_folder(self, folder: P) -> None:
+        """Remove a folder with all that it holds."""
+
+    def discard(self, files: list[P]) -> None:
+        """Remove what a write that failed has written, if nothing else does; raises nothing."""
+
+    def remove_unfinished(self, folder: P) -> None:
+        """Remove the folder of a write that failed, if nobody else writes there; raises nothing."""
+
+
+class LocalStorage:
+    """Directories: files are renamed to be committed, and synced to be durable."""
+
+    def make(self, folder: Path) -> None:
+        """Make a directory, and those that it is in."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def folders(self, folder: Path) -> list[Path]:
+        """Return the directories in a directory."""
+        return [path for path in folder.iterdir() if path.is_dir()]
+
+    def files(self, folder: Path) -> list[Path]:
+        """Return the files in a directory."""
+        return [path for path in folder.glob("*") if not path.is_dir()]
+
+    def exists(self, file: Path) -> bool:
+        """Return whether there is such a file."""
+        return file.exists()
+
+    def read(self, file: Path) -> bytes:
+        """Return what a file holds."""
+        return file.read_bytes()
+
+    def on_disk(self, file: Path) -> contextlib.AbstractContextManager[Path]:
+        """Return the file itself."""
+        return contextlib.nullcontext(file)
+
+    def write(self, file: Path, blocks: Blocks) -> None:
+        """Write a file, and sync it."""
+        write_blocks(file, blocks)
+
+    def commit(
+        self, file: Path, data: bytes, stamp: str, replace: bool, progress: Progress
+    ) -> None:
+        """Write a file beside its place, sync it, and rename it; a lock excludes other writers."""
+        unfinished = file.with_name(f".{file.name}-{stamp}")
+        progress(unfinished)
+        unfinished.write_bytes(data)
+        _sync(unfinished)
+        os.replace(unfinished, file)
+        _sync(file.parent)
+
+    def remove(self, file: Path) -> None:
+        """Remove a file, if it is there."""
+        file.unlink(missing_ok=True)
+
+    def remove_folder(self, folder: Path) -> None:
+        """Remove a directory with all that it holds."""
+        shutil.rmtree(folder)
+
+    def discard(self, files: list[Path]) -> None:
+        """Do nothing: the next write there removes them, or `remove_unfinished` does."""
+
+    def remove_unfinished(self, folder: Path) -> None:
+        """Remove a directory, in which the holder of the lock alone writes."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def storage_of(place: Place) -> Storage[Any]:
+    """Return how files lie in a place."""
+    if not isinstance(place, ObjectUrl):
+        return LocalStorage()
+    from steepest.checkpoint.object_storage import ObjectStorage
+
+    return ObjectStorage.of(place.scheme)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
