@@ -67,20 +67,20 @@ class ObjectStorage:
     Args:
         filesystem: of fsspec.
         patience: how long the store is waited for.
-        clock, wait: the time in seconds; what waits for so many.
+        clock, wait: the time in seconds, and what waits for so many; None for the system's.
     """
 
     def __init__(
         self,
         filesystem: Any,
         patience: Patience | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] | None = None,
+        wait: Callable[[float], None] | None = None,
     ) -> None:
         self._filesystem = filesystem
         self._patience = patience or Patience()
-        self._clock = clock
-        self._wait = wait
+        self._clock = clock or time.monotonic
+        self._wait = wait or time.sleep
 
     @classmethod
     def of(cls, scheme: str, patience: Patience | None = None) -> ObjectStorage:

@@ -20,7 +20,7 @@ _SCHEMES = {
     "memory": ("memory", "fsspec", "pip install fsspec"),
 }
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
-_HIDDEN = re.compile(r"://[^/]*@|[?#].*", re.DOTALL)
+_HIDDEN = re.compile(r"://.*@|[?#].*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def place_of(where: str | os.PathLike[str]) -> Place:
     scheme, package, install = _SCHEMES[scheme]
     path = rest.lstrip("/") if scheme == "memory" else rest
     parts = path.rstrip("/").split("/")
-    if any(part in ("", ".", "..") or not part.isprintable() for part in parts):
+    if ":" in parts[0] or any(part in ("", ".", "..") or not part.isprintable() for part in parts):
         raise ConfigurationError(f"{shown!r}: give a bucket and the names of folders, each once")
     if scheme != "memory" and len(parts) < 2:
         raise ConfigurationError(f"{shown!r}: give a folder in the bucket, {shown}/run7")

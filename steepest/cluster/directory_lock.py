@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 
 from steepest.checkpoint.files import Checkpoints
-from steepest.checkpoint.lease import Lease
 from steepest.checkpoint.places import ObjectUrl, place_of
+from steepest.checkpoint.prefix_lease import PrefixLease
 from steepest.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class DirectoryLock:
     """A lock on a directory, which the kernel releases when this process ends, however it ends.
 
     It is a lock on the file `lock` there, which says which process holds it, and stays. On file
-    systems without locks a warning is logged, and nothing is locked. At a URL it is a `Lease`.
+    systems without locks a warning is logged, and nothing is locked. At a URL it is a `PrefixLease`.
 
     Args:
         policy: where checkpoints are to be kept; None for nowhere.
@@ -43,7 +43,7 @@ class DirectoryLock:
             return
         folder = place_of(policy.path)
         if isinstance(folder, ObjectUrl):
-            lease = Lease(folder)
+            lease = PrefixLease(folder)
             self.release, self.check = lease.release, lease.check
             return
         try:

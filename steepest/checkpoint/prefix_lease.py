@@ -45,14 +45,14 @@ class LeaseTimes:
     look: float = 2.0
 
 
-class Lease:
+class PrefixLease:
     """The right to keep checkpoints in a prefix, until it is released or this process ends.
 
     Args:
         folder: the prefix.
         times: of the lease.
         storage: of the prefix; None for that of its scheme.
-        clock, wait: the time in seconds; what waits for so many.
+        clock, wait: the time in seconds, and what waits for so many; None for the system's.
 
     Raises:
         CheckpointError: another driver has it, which is named; or the store cannot be used.
@@ -63,20 +63,20 @@ class Lease:
         folder: ObjectUrl,
         times: LeaseTimes | None = None,
         storage: ObjectStorage | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] | None = None,
+        wait: Callable[[float], None] | None = None,
     ) -> None:
         self._folder = folder
         self._times = times or LeaseTimes()
         # two of them, one after the other, end well before the lease
         patience = Patience(self._times.lasts / 6, self._times.lasts / 6)
         self._storage = storage or ObjectStorage.of(folder.scheme, patience)
-        self._clock, self._wait = clock, wait
+        self._clock, self._wait = clock or time.monotonic, wait or time.sleep
         self._token, self._count = secrets.token_hex(8), 0
         self._lost: str | None = None
         self._ended = threading.Event()
         self._renewing = threading.Lock()
-        self._renewed = clock()
+        self._renewed = self._clock()
         try:
             self._number = self._take()
         except OSError as error:

@@ -1,0 +1,293 @@
+"""What holds of checkpoints wherever they lie: run over directories, fsspec's memory and a server that speaks S3."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from steepest.checkpoint import files
+from steepest.checkpoint.directory import CheckpointDirectory
+from steepest.checkpoint.files import MANIFEST, Checkpoint
+from steepest.checkpoint.places import ObjectUrl, Place
+from steepest.checkpoint.storage import storage_of
+from steepest.errors import CheckpointError
+from steepest.observe.history_file import history_file
+from steepest.tensors.safetensors_file import no_progress
+from tests.reference import same_bits
+from tests.test_checkpoint import content
+
+
+def kept(place: Place) -> list[int]:
+    """The steps of the checkpoints there, the oldest first."""
+    return [int(found.name.rpartition("-")[2]) for found in CheckpointDirectory(place, 1).paths()]
+
+
+def holds(place: Place, value: float) -> bool:
+    found = files.read(place)
+    return (
+        same_bits(found.weights, content(value).weights)
+        and same_bits(found.optimizer, content(value).optimizer)
+        and found.about["step"] == int(value)
+    )
+
+
+def names(place: Place) -> list[str]:
+    return sorted(each.name for each in storage_of(place).files(place))
+
+
+def blocks(*parts: bytes) -> Any:
+    return lambda: iter(map(memoryview, parts))
+
+
+class Parts:
+    """Rows that come in two parts; each is written before the next is asked for."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.seen: list[int] = []
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(2):
+            self.seen.append(sum(name.startswith("tables-") for name in names(self.place)))
+            yield {"tables/0/keys": torch.full((3,), number)}
+
+    def about(self) -> dict[str, Any]:
+        return {}
+
+
+def step(row: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "step", "step": row, "time": 0.5, **more}
+
+
+class StorageContract:
+    """Tests over the fixture `place`, where there is nothing yet."""
+
+    # -- the interface ---------------------------------------------------------------------------
+
+    def test_files_are_read_as_they_were_written(self, place: Place) -> None:
+        storage = storage_of(place)
+        storage.make(place)
+        assert storage.files(place) == []
+        file = place / "a-file"
+        for missing in (storage.read, lambda file: storage.on_disk(file).__enter__().read_bytes()):
+            with pytest.raises(FileNotFoundError):
+                missing(file)
+        storage.write(file, blocks(b"one", b"two"))
+        with storage.on_disk(file) as path:
+            assert path.read_bytes() == b"onetwo"
+        assert storage.read(file) == b"onetwo"
+        storage.write(file, blocks(b"three"))
+        assert storage.read(file) == b"three"
+        storage.make(place / "folder")
+        storage.write(place / "folder" / "other", blocks(b"-"))
+        assert storage.files(place) == [file]
+        assert storage.folders(place) == [place / "folder"]
+        assert (storage.exists(file), storage.exists(place / "a")) == (True, False)
+
+    def test_removing_removes_that_alone(self, place: Place) -> None:
+        storage = storage_of(place)
+        for folder in ("1", "10"):
+            storage.make(place / folder)
+            for name in ("a", "ab"):
+                storage.write(place / folder / name, blocks(b"-"))
+        for _ in range(2):
+            storage.remove(place / "10" / "a")
+        assert names(place / "10") == ["ab"]
+        storage.remove_folder(place / "1")
+        assert [folder.name for folder in storage.folders(place)] == ["10"]
+        assert names(place / "10") == ["ab"]
+
+    def test_a_commit_is_whole_and_replaces_only_what_it_knew(self, place: Place) -> None:
+        storage, worked_on = storage_of(place), []
+        storage.make(place)
+        file = place / "manifest"
+        storage.commit(file, b"first", "1", False, worked_on.append)
+        storage.commit(file, b"second", "2", True, no_progress)
+        assert storage.read(file) == b"second"
+        assert len(worked_on) == 1
+        if isinstance(place, ObjectUrl):  # a directory has a lock
+            with pytest.raises(FileExistsError, match=str(file)):
+                storage.commit(file, b"third", "3", False, no_progress)
+            assert storage.read(file) == b"second"
+        assert names(place) == ["manifest"]
+
+    def test_of_many_who_create_at_once_one_does(self, place: Place) -> None:
+        if not isinstance(place, ObjectUrl):
+            pytest.skip("a directory has a lock")
+        done: list[bytes] = []
+
+        def create(content: bytes) -> None:
+            try:
+                storage_of(place).commit(place / "manifest", content, "", False, no_progress)
+            except FileExistsError:
+                return
+            done.append(content)
+
+        writers = [threading.Thread(target=create, args=(b"%d" % i,)) for i in range(8)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(60)
+        assert [storage_of(place).read(place / "manifest")] == done
+
+    # -- one checkpoint --------------------------------------------------------------------------
+
+    def test_a_checkpoint_takes_the_place_of_the_last(self, place: Place) -> None:
+        with pytest.raises(CheckpointError, match=f"no checkpoint at {place}"):
+            files.read(place)
+        for value in (1, 2, 3):
+            files.write(place, content(float(value), value))
+            assert holds(place, float(value))
+            assert len(names(place)) == 4
+
+    def test_rows_come_in_files_of_their_own(self, place: Place) -> None:
+        parts = Parts(place)
+        files.write(place, replace(content(), rows=parts))
+        assert parts.seen == [0, 1]
+        assert files.read(place).optimizer["tables/0/keys"].tolist() == [0, 0, 0, 1, 1, 1]
+
+    def test_blocks_are_small(self, place: Place) -> None:
+        seen: list[object] = []
+        big = replace(content(), weights={"w": torch.arange(6 << 20, dtype=torch.int32)})
+        files.write(place, big, seen.append)
+        weights = next(each for each in seen if "weights-" in str(each))
+        assert seen.count(weights) >= 24 / 4
+        assert same_bits(files.read(place).weights, big.weights)
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
+    @pytest.mark.parametrize("at", ["optimizer-", MANIFEST])
+    def test_a_write_that_ends_early_leaves_the_last_one(
+        self, place: Place, at: str, error: type[BaseException]
+    ) -> None:
+        def end(file: object) -> None:
+            if at in str(file):
+                raise error
+
+        with pytest.raises(error):
+            files.write(place, content(1.0, 1), end)
+        with pytest.raises(CheckpointError, match="no checkpoint at"):
+            files.read(place)
+        files.write(place, content(2.0, 2))
+        with pytest.raises(error):
+            files.write(place, content(3.0, 3), end)
+        assert holds(place, 2.0)
+        files.write(place, content(4.0, 4))
+        assert holds(place, 4.0)
+        assert len(names(place)) == 4
+
+    def test_damage_is_found(self, place: Place) -> None:
+        files.write(place, content())
+        storage = storage_of(place)
+        weights = next(file for file in storage.files(place) if file.name.startswith("weights"))
+        raw = storage.read(weights)
+        storage.write(weights, blocks(raw[:-1], b"!"))
+        with pytest.raises(CheckpointError, match=f"damaged checkpoint at {place}.*checksum"):
+            files.read(place)
+        storage.remove(weights)
+        with pytest.raises(CheckpointError, match=f"damaged checkpoint at {place}"):
+            files.read(place)
+
+    # -- those of a job --------------------------------------------------------------------------
+
+    def test_the_newest_and_the_best_stay(self, place: Place) -> None:
+        directory = CheckpointDirectory(place, 2)
+        assert directory.newest() is None
+        for value in (10, 20, 30, 40):
+            directory.put(content(float(value), value), best=10)
+        assert kept(place) == [10, 30, 40]
+        found = CheckpointDirectory(place, 2).newest()
+        assert found is not None
+        assert found[0].name == "000004-step-40"
+        assert same_bits(found[1].weights, content(40.0).weights)
+        assert directory.of_step(10) == place / "000001-step-10"
+        assert directory.of_step(20) is None
+        directory.put(content(50.0, 50))
+        assert kept(place) == [40, 50]
+
+    def test_what_has_no_manifest_does_not_count_and_is_removed_by_the_next(
+        self, place: Place
+    ) -> None:
+        directory = CheckpointDirectory(place, 2)
+        storage = storage_of(place)
+        for name in ("000001-step-1", "000002-step-2"):
+            storage.make(place / name)
+            storage.write(place / name / "weights-1.safetensors", blocks(b"half a"))
+        assert directory.newest() is None
+        directory.put(content(3.0, 3))
+        assert kept(place) == [3]
+        storage.remove(place / "000003-step-3" / MANIFEST)  # a deletion that was cut off
+        assert directory.newest() is None
+
+    def test_a_manifest_is_removed_before_its_files(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        directory = CheckpointDirectory(place, 1)
+        directory.put(content(1.0, 1))
+
+        def die(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(storage_of(place)), "remove_folder", die)
+            with pytest.raises(KeyboardInterrupt):
+                directory.put(content(2.0, 2))
+        old = place / "000001-step-1"
+        assert MANIFEST not in names(old)
+        assert len(names(old)) == 3
+        again = CheckpointDirectory(place, 1)
+        assert again.newest() is not None
+        again.put(content(3.0, 3))
+        assert kept(place) == [3]
+
+    def test_increments_are_read_with_what_they_continue(self, place: Place) -> None:
+        directory = CheckpointDirectory(place, 1)
+
+        class Rows:
+            def __init__(self, link: files.Link | None) -> None:
+                self.link = link
+
+            def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+                return iter(())
+
+            def about(self) -> dict[str, Any]:
+                return {} if self.link is None else {"base": vars(self.link)}
+
+        link = None
+        for value in (1, 2):
+            _, link = directory.put(replace(content(float(value), value), rows=Rows(link)))
+        assert kept(place) == [1, 2]
+        assert CheckpointDirectory(place, 1).newest() is not None
+        storage_of(place).remove_folder(place / "000001-step-1")
+        with pytest.raises(CheckpointError, match=f"{place}/000001-step-1, which is to be"):
+            files.read(place / "000002-step-2")
+
+    # -- the history -----------------------------------------------------------------------------
+
+    def test_a_history_is_cut_back_and_appended_to(self, place: Place) -> None:
+        storage_of(place).make(place)
+        rows = history_file(place)
+        assert rows.resume(0) == []
+        rows.append([step(1), step(2, loss=float("nan"))])
+        rows.append([step(3), {"kind": "event", "step": 3, "time": 0.0}])
+        rows.append([])
+        rows.append([step(3, again=True), step(4)])
+
+        def found(at: int) -> list[tuple[str, int]]:
+            return [(row["kind"], row["step"]) for row in history_file(place).resume(at)]
+
+        assert found(9) == [("step", 1), ("step", 2), ("event", 3), ("step", 3), ("step", 4)]
+        again = history_file(place)
+        assert [row.get("again") for row in again.resume(3)] == [None, None, None, True]
+        again.append([step(4)])
+        assert found(2) == [("step", 1), ("step", 2), ("event", 3)]
+        assert found(0) == []
+
+
+def whole(value: float, size: int) -> Checkpoint:
+    """A checkpoint with so many numbers."""
+    return replace(content(value), weights={"w": torch.full((size,), value)})

@@ -1,0 +1,253 @@
+"""Checkpoints on a server that speaks S3, with s3fs; see `make test-storage`, which installs both."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from steepest.checkpoint import files, object_storage
+from steepest.checkpoint.directory import CheckpointDirectory
+from steepest.checkpoint.object_storage import ObjectStorage, Patience
+from steepest.checkpoint.places import ObjectUrl, Place, place_of
+from steepest.checkpoint.prefix_lease import LEASES, PrefixLease
+from steepest.checkpoint.storage import storage_of
+from steepest.errors import CheckpointError
+from steepest.observe.history_file import history_file
+from tests.conftest import ROOT
+from tests.storage_contract import StorageContract, holds, kept, names, whole
+from tests.test_checkpoint import content
+
+s3fs = pytest.importorskip("s3fs", reason="make test-storage installs it")
+moto = pytest.importorskip("moto.server", reason="make test-storage installs it")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+BUCKET = "steepest-tests"
+SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEYxx"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """A server with an empty bucket, and the environment in which AWS' own tools find it."""
+    server = moto.ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("AWS_", "FSSPEC_"))]:
+            patch.delenv(name)
+        patch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        object_storage.filesystem.cache_clear()
+        object_storage.filesystem("s3", os.getpid()).mkdir(BUCKET)
+        try:
+            yield f"http://{host}:{port}"
+        finally:
+            object_storage.filesystem.cache_clear()
+            s3fs.S3FileSystem.clear_instance_cache()
+            server.stop()
+
+
+@pytest.fixture
+def url(endpoint: str) -> ObjectUrl:
+    """A prefix in which there is nothing."""
+    found = place_of(f"s3://{BUCKET}/{secrets.token_hex(4)}/run")
+    assert isinstance(found, ObjectUrl)
+    return found
+
+
+@pytest.fixture
+def store(endpoint: str) -> Any:
+    return object_storage.filesystem("s3", os.getpid())
+
+
+class TestS3(StorageContract):
+    @pytest.fixture
+    def place(self, url: ObjectUrl) -> Place:
+        return url
+
+
+class Requests:
+    """Requests of a kind fail from one on, so many of them."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, method: str, first: int, count: int
+    ) -> None:
+        self.seen = 0
+        original = s3fs.S3FileSystem._call_s3
+
+        async def call(store: Any, name: str, *lists: Any, **arguments: Any) -> Any:
+            if name == method:
+                self.seen += 1
+                if first <= self.seen < first + count:
+                    raise ConnectionResetError("the connection is reset")
+            return await original(store, name, *lists, **arguments)
+
+        monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
+
+
+def uploads(store: Any) -> list[Any]:
+    """Uploads that were begun and neither finished nor given up."""
+    return list(store.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads", []))
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 5 MB, the least that S3 takes."""
+    monkeypatch.setattr(object_storage, "PART", 5 << 20)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_upload_that_fails_midway_is_done_again(
+    url: ObjectUrl, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests(monkeypatch, "upload_part", 2, 1)
+    saved = whole(1.0, 4 << 20)
+    files.write(url, saved)
+    assert requests.seen == 2 + 4
+    assert torch.equal(files.read(url).weights["w"], saved.weights["w"])
+    assert uploads(store) == []
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_an_upload_that_keeps_failing_leaves_the_last_checkpoint_and_nothing_else(
+    url: ObjectUrl, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(url, content(1.0, 1))
+    monkeypatch.setattr(ObjectStorage, "of", lambda scheme: ObjectStorage(store, Patience(retry=0)))
+    with monkeypatch.context() as patch:
+        Requests(patch, "upload_part", 2, 99)
+        with pytest.raises(CheckpointError, match=f"writing {url}/weights.*reset") as caught:
+            files.write(url, whole(2.0, 4 << 20))
+    assert SECRET not in str(caught.value)
+    assert holds(url, 1.0)
+    assert len(names(url)) == 4
+    assert uploads(store) == []
+
+
+def test_a_lost_race_is_found_out_and_the_winner_stays(url: ObjectUrl) -> None:
+    def other(file: object) -> None:
+        if "manifest" in str(file):
+            files.write(url, content(1.0, 1))
+
+    with pytest.raises(CheckpointError, match=f"cannot write a checkpoint to {url}: creating"):
+        files.write(url, content(2.0, 2), other)
+    assert holds(url, 1.0)
+    assert len(names(url)) == 4
+
+
+def test_two_leases_exclude_each_other(url: ObjectUrl, caplog: pytest.LogCaptureFixture) -> None:
+    first = PrefixLease(url)
+
+    def renew(seconds: float) -> None:
+        first.renew()
+
+    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* keeps its own there"):
+        PrefixLease(url, wait=renew)
+    first.release()
+    PrefixLease(url).release()
+    assert names(url / LEASES) == ["000002"]
+    assert "under conditions" not in caplog.text
+
+
+def test_a_bucket_that_is_not_there_is_named(endpoint: str) -> None:
+    missing = place_of("s3://no-such-bucket-is-here/run")
+    with pytest.raises(CheckpointError, match="s3://no-such-bucket-is-here/run"):
+        PrefixLease(missing)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="no-such-bucket-is-here/run.*bucket"):
+        files.write(missing, content())
+
+
+def test_without_credentials_the_error_says_where_they_are_found(
+    url: ObjectUrl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    fresh = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+    monkeypatch.setattr(ObjectStorage, "of", lambda scheme: ObjectStorage(fresh))
+    with pytest.raises(CheckpointError, match=r"cloud's own tools.*docs/storage\.md"):
+        files.write(url, content())
+
+
+PROGRAM = """
+    import sys
+    import torch
+    from torch import nn
+    from steepest import Callback, Checkpoints, DistributedSGD, TorchModel
+
+    def creator(worker, device):
+        x = torch.arange(64, dtype=torch.float64).reshape(16, 4) / 64
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
+        data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+        return TorchModel(
+            model, nn.MSELoss(), data, batch_size=4,
+            optimizer=lambda module: torch.optim.Adam(module.parameters(), lr=0.01),
+        )
+
+    class Tell(Callback):
+        def on_step(self, sgd, result):
+            if result.step == int(sys.argv[2]):
+                print("killed here", flush=True)
+                sys.stdin.read()
+
+    if __name__ == "__main__":
+        kept = None if sys.argv[1] == "-" else Checkpoints(sys.argv[1], every=5, keep=2)
+        with DistributedSGD(creator, checkpoints=kept) as sgd:
+            begun = sgd.stats().step
+            sgd.fit(steps=23, callbacks=[Tell()], progress=False)
+            print(begun, [value.tolist() for value in sgd.weights().values()], flush=True)
+"""
+
+
+def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    return subprocess.Popen(
+        [sys.executable, program, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}, cwd=folder, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    said, warned = process.communicate(timeout=120)
+    assert process.returncode == 0, warned
+    return said.splitlines()[-1], warned
+
+
+def test_a_job_that_is_killed_continues_from_its_url(url: ObjectUrl, tmp_path: Path) -> None:
+    expected, _ = ended(start(tmp_path, "-", 0))
+    process = start(tmp_path, url, 13)
+    try:
+        assert process.stdout is not None
+        assert "killed here" in next(line for line in process.stdout if "killed" in line)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    begun = kept(url)[-1]
+    assert begun in (5, 10)
+    said, warned = ended(start(tmp_path, url, 0))  # at once: the lease is of a dead process
+    assert said == expected.replace("0 ", f"{begun} ", 1)
+    assert f"going on from step {begun}" in warned
+    assert SECRET not in said + warned
+    assert kept(url) == [20, 23]
+    rows = history_file(url).resume(99)
+    assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(1, 24))
+    lease = json.loads(storage_of(url).read(url / LEASES / "000002"))
+    assert lease["released"] is True
+    found = CheckpointDirectory(url, 1).newest()
+    assert found is not None
+    assert found[1].about["step"] == 23
