@@ -139,7 +139,7 @@ class ObjectStorage:
         """Return the bytes of an object from one position to another."""
 
         def whole() -> bytes:
-            part = bytes(self._filesystem.cat_file(str(file), begin, end))
+            part = bytes(self._filesystem.cat_file(str(file), start=begin, end=end))
             if len(part) != end - begin:
                 raise OSError(f"{len(part)} of {end - begin} bytes came")
             return part
