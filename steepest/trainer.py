@@ -7,18 +7,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
-from steepest.checkpoint import files
 from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.files import Checkpoints
-from steepest.checkpoint.places import place_of
 from steepest.cluster import remote_functions
 from steepest.cluster.checkpoint_manager import CheckpointManager
+from steepest.cluster.checkpointing import Checkpointing
 from steepest.cluster.deaths import persistently
 from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.dropped_trainers import drop
@@ -29,7 +27,6 @@ from steepest.cluster.launch import Cluster
 from steepest.cluster.placement import worker_bundle
 from steepest.cluster.process import WorkerView
 from steepest.cluster.remote_functions import name_of
-from steepest.cluster.steering import Steering
 from steepest.cluster.supervisor import Supervisor
 from steepest.cluster.table_export import export_table
 from steepest.cluster.training import Training
@@ -56,7 +53,7 @@ from steepest.validation import (
 T = TypeVar("T")
 
 
-class DistributedSGD(Steering):
+class DistributedSGD(Checkpointing):
     """Train one model on many worker processes.
 
     The constructor starts Ray when it is not running, places the workers, builds the model on each
@@ -448,42 +445,6 @@ class DistributedSGD(Steering):
         return self._supervisor.reading(self._state.log)
 
     # -- checkpoints ---------------------------------------------------------------------------
-
-    def save(self, path: str | Path) -> None:
-        """Write a checkpoint: weights, optimizer state, buffers, and the position in the data.
-
-        Args:
-            path: a directory, or a URL such as ``s3://bucket/best``; a checkpoint in it is replaced
-                when the new one is whole.
-
-        Raises:
-            CheckpointError: it cannot be written.
-            ConfigurationError: a URL of a kind that is not known.
-        """
-        place = place_of(path)
-        with self._idle():
-            self._keeping.save(place)
-
-    def restore(self, path: str | Path) -> None:
-        """Continue from a checkpoint, at any number of workers and servers, under any strategy.
-
-        Training continues at exactly the sample after the last one. With the same global batch it
-        takes the same steps, to rounding, at any number of workers.
-
-        Args:
-            path: a directory, or a URL such as ``s3://bucket/best``.
-
-        Raises:
-            CheckpointError: it is missing, damaged, or of another model, optimizer or data set;
-                nothing has changed.
-            ConfigurationError: a URL of a kind that is not known.
-        """
-        place = place_of(path)
-        with self._idle():
-            saved = files.read(place)
-            self._supervisor.replacing(lambda: self._state.place(saved, path))
-            self._training.lost_before()  # of another past
-            self._keeping.restored(saved)
 
     def export_table(self, name: str, since: ExportedTable | None = None) -> ExportedTable:
         """Return the rows of an embedding table at one version, for serving.

@@ -8,6 +8,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from steepest.checkpoint import files
@@ -262,18 +263,20 @@ class CheckpointManager:
 
     # -- keeping -------------------------------------------------------------------------------
 
-    def save(self, path: Place) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the state, with the last step's result and the loggers' runs, which have all steps.
 
         Raises:
             CheckpointError: it cannot be written.
+            ConfigurationError: the path is a URL of a kind that is not known.
         """
+        place = place_of(path)
 
         def whole() -> None:
             saved, rows = self._state.collect()
             with rows.given_up_on_error():
                 saved = replace(self._with_history(saved), rows=RowsAsTheyCome(rows))
-                files.write(path, saved)
+                files.write(place, saved)
 
         self._surviving(whole)
 
@@ -309,8 +312,20 @@ class CheckpointManager:
         if due and self._written != self._place:
             self._keep()
 
-    def restored(self, saved: files.Checkpoint) -> None:
-        """Note that the user has restored a checkpoint: later steps are to be done again."""
+    def restore(self, path: str | Path, replacing: Callable[[Callable[[], None]], object]) -> None:
+        """Continue from a checkpoint that the user chose: later steps are to be done again.
+
+        Args:
+            path: its path or URL.
+            replacing: calls a function that replaces the job's state, once more when a process dies.
+
+        Raises:
+            CheckpointError: it is missing, damaged or of another job; nothing has changed.
+            ConfigurationError: the path is a URL of a kind that is not known.
+        """
+        saved = files.read(place_of(path))
+        replacing(lambda: self._state.place(saved, path))
+        self._training.lost_before()  # of another past
         self._ahead = 0
         self.evaluations = _evaluations(saved)
         self._training.history.resume(saved.about["step"], saved.about.get("runs") or {})

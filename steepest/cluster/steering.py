@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 from steepest.cluster.checkpoint_manager import CheckpointManager
 from steepest.cluster.launch import Cluster
@@ -50,18 +49,6 @@ class Steering:
         Steps that `fit` left out, because the restored checkpoint has them, count as its own.
         """
         return self._keeping.begun
-
-    @property
-    def best_checkpoint(self) -> Path | str | None:
-        """The path or URL of the best evaluation's checkpoint, for `restore`; None if there is none.
-
-        Returned when it is written, see `Checkpoints`.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        found = self._keeping.best()
-        return found if found is None or isinstance(found, Path) else str(found)
 
     def stop(self) -> None:
         """End the present `fit` after the last committed step, with workers idle.

@@ -1,0 +1,54 @@
+"""The methods of a trainer by which a user writes checkpoints and continues from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from steepest.cluster.steering import Steering
+
+
+class Checkpointing(Steering):
+    """Part of `DistributedSGD` that has its checkpoints."""
+
+    @property
+    def best_checkpoint(self) -> Path | str | None:
+        """The path or URL of the best evaluation's checkpoint, for `restore`; None if there is none.
+
+        Returned when it is written, see `Checkpoints`.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        found = self._keeping.best()
+        return found if found is None or isinstance(found, Path) else str(found)
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint: weights, optimizer state, buffers, and the position in the data.
+
+        Args:
+            path: a directory, or a URL such as ``s3://bucket/best``; a checkpoint in it is replaced
+                when the new one is whole.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            ConfigurationError: a URL of a kind that is not known.
+        """
+        with self._idle():
+            self._keeping.save(path)
+
+    def restore(self, path: str | Path) -> None:
+        """Continue from a checkpoint, at any number of workers and servers, under any strategy.
+
+        Training continues at exactly the sample after the last one. With the same global batch it
+        takes the same steps, to rounding, at any number of workers.
+
+        Args:
+            path: a directory, or a URL such as ``s3://bucket/best``.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of another model, optimizer or data set;
+                nothing has changed.
+            ConfigurationError: a URL of a kind that is not known.
+        """
+        with self._idle():
+            self._keeping.restore(path, self._supervisor.replacing)
