@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; `_MODULES` says the sam
     from steepest.config.run import FailureConfig as FailureConfig
     from steepest.config.run import ResourceConfig as ResourceConfig
     from steepest.config.run import RunConfig as RunConfig
+    from steepest.config.run import TLSConfig as TLSConfig
     from steepest.config.strategies import AllreduceStrategy as AllreduceStrategy
     from steepest.config.strategies import LocalStrategy as LocalStrategy
     from steepest.config.strategies import ParameterServerStrategy as ParameterServerStrategy
@@ -103,6 +104,7 @@ _MODULES = {
     "Staleness": "observe.results",
     "Stats": "observe.results",
     "StepResult": "observe.results",
+    "TLSConfig": "config.run",
     "Table": "tables.table",
     "TensorBoard": "observe.loggers",
     "TensorFlowModel": "models.tensorflow",

@@ -91,7 +91,7 @@ class ProtocolError(SteepestError):
 
 
 class AuthenticationError(ProtocolError):
-    """A peer did not prove that it knows the job's token."""
+    """A peer did not prove that it knows the job's token, or has another certificate."""
 
 
 class CheckpointError(SteepestError):

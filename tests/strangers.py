@@ -8,7 +8,7 @@ import itertools
 import socket
 
 from steepest.transport.channel import Address
-from tests.test_sockets import GREETING, RUDE
+from tests.test_sockets import GREETING, RUDE, client_hello
 
 SAID = [said for said in RUDE.values() if b"M" * 32 not in said]
 
@@ -20,7 +20,10 @@ class Strangers:
         self.made = 0
         self._address, self._family = address, family
         self._held: list[socket.socket] = []
-        self._said = itertools.cycle([*SAID, b"at once", b"byte by byte", b"at length"])
+        hello = client_hello() if family == "tls" else b""
+        self._said = itertools.cycle(
+            [*SAID, hello, hello[:20], b"at once", b"byte by byte", b"at length"]
+        )
         self._slow: list[socket.socket] = []
 
     def come(self, number: int) -> None:

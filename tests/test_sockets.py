@@ -8,9 +8,11 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 
 import pytest
 import torch
@@ -19,8 +21,10 @@ from steepest.errors import AuthenticationError, DeadlineError, PeerLostError, P
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, worker_peer
 from steepest.tensors.memory import as_tensor
 from steepest.transport import handshake, sockets
+from steepest.transport.certificates import JobCertificate, make_certificate
 from steepest.transport.channel import Address, Channel
 from steepest.transport.frames import encode
+from steepest.transport.tls import Identity, Tls
 
 TOKEN = b"correct horse battery staple"
 WORKER = worker_peer(2)
@@ -28,8 +32,14 @@ GREETING = b"steepest/1\n"
 NONCE = bytes(range(32))
 HELLO = 2 + 5 + 5  # bytes: how many roles are its own, one of its own, one that it means
 MIRROR = b"M" * 32  # stands for what the other end sent: its nonce, its proof
-FAMILIES = {"tcp": socket.AF_INET, "unix": socket.AF_UNIX}
+FAMILIES = {"tcp": socket.AF_INET, "unix": socket.AF_UNIX, "tls": socket.AF_INET}
 LIMIT = 15.0  # seconds until a test gives up
+
+
+@cache
+def certificate() -> JobCertificate:
+    """That of the job that the tests under TLS are about."""
+    return make_certificate()
 
 
 class Node:
@@ -38,12 +48,20 @@ class Node:
     alive: list[Node] = []
 
     def __init__(
-        self, peer: Peer, node: str = "here", token: bytes = TOKEN, ways: str = "wire"
+        self,
+        peer: Peer,
+        node: str = "here",
+        token: bytes = TOKEN,
+        ways: str = "wire",
+        identity: Identity | None = None,
     ) -> None:
         self.alive.append(self)
         self.messages, self.opened, self.lost, self.landed = [], [], [], []
         self.place = None  # instead of fresh memory, where a payload goes
-        self.transport = sockets.WireTransport(token, (peer,), node, self.sink, ways)
+        self.identity = identity
+        self.transport = sockets.WireTransport(
+            token, (peer,), node, self.sink, ways, identity=identity
+        )
 
     def sink(self, channel: Channel, message: Message, size: int) -> torch.Tensor | None:
         if self.place is not None:
@@ -92,15 +110,22 @@ def family(request):
 
 
 @pytest.fixture
-def server(node):
-    made = node(COORDINATOR)
+def identity(request):
+    """The certificate of all nodes of a test; none unless it is about TLS."""
+    asked = "family" in request.fixturenames and request.getfixturevalue("family") == "tls"
+    return certificate() if asked else None
+
+
+@pytest.fixture
+def server(node, identity):
+    made = node(COORDINATOR, identity=identity)
     made.address = made.transport.listen("127.0.0.1")
     return made
 
 
 @pytest.fixture
-def client(node, family):
-    return node(WORKER, node="here" if family == "unix" else "elsewhere")
+def client(node, family, identity):
+    return node(WORKER, node="here" if family == "unix" else "elsewhere", identity=identity)
 
 
 @pytest.fixture
@@ -118,7 +143,7 @@ def message_of(sequence: int, size: int | None = None) -> Message:
 
 def assert_serves(server: Node, make) -> None:
     """The listener still welcomes a peer that knows the token, and hears it."""
-    good = make(worker_peer(7), node="elsewhere")
+    good = make(worker_peer(7), node="elsewhere", identity=server.identity)
     together(lambda: good.transport.connect(server.address), server).send(message_of(77, size=10))
     until(lambda: 77 in [message.sequence for message in server.messages], server)
 
@@ -210,11 +235,11 @@ def test_wake_ends_a_poll_of_another_thread(node):
             assert future.result(LIMIT / 2) == []
 
 
-def test_close_is_idempotent_and_leaves_no_descriptors(family):
+def test_close_is_idempotent_and_leaves_no_descriptors(family, identity):
     before = len(os.listdir("/proc/self/fd"))
     server, client = (
-        Node(COORDINATOR),
-        Node(WORKER, node="here" if family == "unix" else "elsewhere"),
+        Node(COORDINATOR, identity=identity),
+        Node(WORKER, node="here" if family == "unix" else "elsewhere", identity=identity),
     )
     address = server.transport.listen("127.0.0.1")
     channel = together(lambda: client.transport.connect(address), server)
@@ -236,7 +261,10 @@ def test_a_short_token_is_no_token():
 def test_a_wrong_token_is_refused_and_named_and_never_logged(node, server, family, caplog):
     caplog.set_level(logging.DEBUG)
     wrong = node(
-        worker_peer(1), "here" if family == "unix" else "elsewhere", b"wrong horse battery staple"
+        worker_peer(1),
+        "here" if family == "unix" else "elsewhere",
+        b"wrong horse battery staple",
+        identity=server.identity,
     )
     with pytest.raises(AuthenticationError, match="token"):
         together(lambda: wrong.transport.connect(server.address), server)
@@ -244,7 +272,10 @@ def test_a_wrong_token_is_refused_and_named_and_never_logged(node, server, famil
     assert server.opened == server.lost == []
     assert_serves(server, node)
     assert "token" in caplog.text
-    for secret in ("horse battery staple", b"horse battery staple".hex()):
+    secrets = ["horse battery staple", b"horse battery staple".hex()]
+    if server.identity:
+        secrets += server.identity.key.decode().splitlines()[1:-1]
+    for secret in secrets:
         assert secret not in caplog.text
 
 
@@ -252,17 +283,38 @@ def dial(address: Address, family: str) -> socket.socket:
     sock = socket.socket(FAMILIES[family])
     sock.settimeout(LIMIT)
     sock.connect(address.unix if family == "unix" else (address.host, address.port))
+    if family == "tls":  # a stranger who has come by the certificate, but not by the token
+        deadline = time.monotonic() + LIMIT
+        return together(lambda: handshake.secure(sock, Tls(certificate()), deadline), *Node.alive)
     return sock
 
 
+def bare(family: str) -> str:
+    """The family of the socket itself, for those who do not speak TLS."""
+    return "tcp" if family == "tls" else family
+
+
+def client_hello() -> bytes:
+    """The first words of a TLS client that has no certificate."""
+    context, out = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.MemoryBIO()
+    context.check_hostname = False
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), out).do_handshake()
+    return out.read()
+
+
 def receive(sock: socket.socket, size: int) -> bytes:
-    return sock.recv(size, socket.MSG_WAITALL)
+    """That many bytes, or fewer at the end of the stream."""
+    received = b""
+    while len(received) < size and (part := sock.recv(size - len(received))):
+        received += part
+    return received
 
 
-def opening(theirs: bytes) -> bytes:
+def opening(theirs: bytes, key: bytes = TOKEN) -> bytes:
     """What a connecting worker 0 says to a listener with that nonce; the proof written down again."""
     hello = struct.pack("<HBi", 1, 2, 0)
-    proof = hmac.digest(TOKEN, b"\0".join((b"connect", theirs, NONCE, hello)), "sha256")
+    proof = hmac.digest(key, b"\0".join((b"connect", theirs, NONCE, hello)), "sha256")
     return GREETING + NONCE + struct.pack("<I", len(hello)) + hello + proof
 
 
@@ -305,13 +357,15 @@ def test_a_truncated_or_damaged_frame_after_the_handshake_is_refused(ending, end
     assert_serves(server, node)
 
 
-@pytest.mark.parametrize("said", [b"", GREETING + NONCE[:9]], ids=["silent", "half"])
-def test_silent_connections_are_dropped_at_the_deadline(said, server, family, monkeypatch):
+@pytest.mark.parametrize("half", [False, True], ids=["silent", "half"])
+def test_silent_connections_are_dropped_at_the_deadline(half, server, family, monkeypatch):
     monkeypatch.setattr(handshake, "OPENING_SECONDS", 0.0)
-    with dial(server.address, family) as silent:
-        silent.sendall(said)
+    said = client_hello() if family == "tls" else GREETING + NONCE
+    with dial(server.address, bare(family)) as silent:
+        silent.sendall(said[:20] if half else b"")
         until(lambda: server.transport.refused == 1, server)
-        assert len(receive(silent, 100)) == 43 + 4  # the greeting, that it may try again, the end
+        # the greeting, that it may try again (which TLS cannot say yet), the end
+        assert len(receive(silent, 100)) == (43 if family == "tls" else 43 + 4)
 
 
 def test_running_out_of_descriptors_drops_the_unproven_and_ends_nothing(server, node):

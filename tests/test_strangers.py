@@ -28,6 +28,7 @@ from steepest.transport.handshake import (
     OPENING_SECONDS,
 )
 from steepest.transport.sockets import WireTransport
+from steepest.transport.tls import Identity
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group
@@ -37,7 +38,10 @@ from tests.test_sockets import (
     LIMIT,
     TOKEN,
     Node,
+    bare,
+    certificate,
     dial,
+    identity,  # noqa: F401 - a fixture
     node,  # noqa: F401 - a fixture
     opening,
     receive,
@@ -64,15 +68,17 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def server(node: Any, clock: Clock) -> Node:
-    made: Node = node(COORDINATOR)
+def server(node: Any, clock: Clock, identity: Identity | None) -> Node:
+    made: Node = node(COORDINATOR, identity=identity)
     made.transport.close()
-    made.transport = WireTransport(TOKEN, (COORDINATOR,), "here", made.sink, clock=clock)
+    made.transport = WireTransport(
+        TOKEN, (COORDINATOR,), "here", made.sink, clock=clock, identity=identity
+    )
     made.address = made.transport.listen("127.0.0.1")  # type: ignore[attr-defined]
     return made
 
 
-@pytest.fixture(params=["tcp", "unix"])
+@pytest.fixture(params=["tcp", "unix", "tls"])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -114,7 +120,7 @@ def test_ten_thousand_connections_cost_no_step_little_memory_and_a_line_a_minute
                 server.turn()
             server.landed.clear()
             if newcomer is None and newcomers < 8:  # each keeps its descriptors
-                honest = node(worker_peer(steps), node="elsewhere")
+                honest = node(worker_peer(steps), node="elsewhere", identity=server.identity)
                 newcomer = pool.submit(honest.transport.connect, server.address, LIMIT)
             elif newcomer is not None and newcomer.done():
                 newcomer.result().close()
@@ -186,37 +192,47 @@ def test_strangers_take_no_place_of_who_comes_from_another_address(server: Node)
         until(lambda: server.opened, server)
 
 
+def hear_nobody(server: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_hear", "_shake"):
+        monkeypatch.setattr(server.transport._openings, name, lambda opening: None)
+
+
 def test_who_loses_its_place_to_a_stranger_tries_again(
-    server: Node, node: Any, family: str
+    server: Node, node: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first time nobody hears it, because its place goes to others as soon as it is let in."""
-    honest = node(WORKER, node="here" if family == "unix" else "elsewhere")
+    honest = node(
+        WORKER, node="here" if family == "unix" else "elsewhere", identity=server.identity
+    )
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         for _ in range(MOST_OPENINGS):
-            stack.enter_context(dial(server.address, family))
+            stack.enter_context(dial(server.address, bare(family)))
             server.turn()
-        openings = server.transport._openings
-        hear, openings._hear = openings._hear, lambda opening: None  # type: ignore[method-assign]
+        hear_nobody(server, monkeypatch)
         connecting = pool.submit(honest.transport.connect, server.address, LIMIT)
         until(lambda: server.transport.refused > 0, server)
         for _ in range(20 * MOST_OPENINGS):
-            stack.enter_context(dial(server.address, family))
+            stack.enter_context(dial(server.address, bare(family)))
             server.turn()
-        openings._hear = hear  # type: ignore[method-assign]
+        monkeypatch.undo()
         until(connecting.done, server)
         assert connecting.result().peers == (COORDINATOR,)
 
 
-def test_who_is_too_slow_tries_again(server: Node, node: Any, family: str, clock: Clock) -> None:
-    honest = node(WORKER, node="here" if family == "unix" else "elsewhere")
+def test_who_is_too_slow_tries_again(
+    server: Node, node: Any, family: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = node(
+        WORKER, node="here" if family == "unix" else "elsewhere", identity=server.identity
+    )
     openings = server.transport._openings
-    hear, openings._hear = openings._hear, lambda opening: None  # type: ignore[method-assign]
+    hear_nobody(server, monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(honest.transport.connect, server.address, LIMIT)
         until(lambda: len(openings._open) == 1, server)
         clock.now += OPENING_SECONDS
         until(lambda: server.transport.refused == 1, server)
-        openings._hear = hear  # type: ignore[method-assign]
+        monkeypatch.undo()
         until(connecting.done, server)
         assert connecting.result().peers == (COORDINATOR,)
 
@@ -224,12 +240,14 @@ def test_who_is_too_slow_tries_again(server: Node, node: Any, family: str, clock
 def test_without_a_descriptor_who_comes_is_turned_away_and_the_listener_is_quiet(
     server: Node, node: Any, family: str
 ) -> None:
-    honest = node(WORKER, node="here" if family == "unix" else "elsewhere")
+    honest = node(
+        WORKER, node="here" if family == "unix" else "elsewhere", identity=server.identity
+    )
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
-        with dial(server.address, family) as stranger, limited(0):
+        with dial(server.address, bare(family)) as stranger, limited(0):
             until(lambda: server.transport.refused == 1, server)
-            assert receive(stranger, 100)[: len(GREETING)] == GREETING
+            assert receive(stranger, 100)[: len(GREETING) - 1] == GREETING[:-1]
             assert server.transport.poll(0.0) == []
             assert server.transport.refused == 1
             connecting = pool.submit(honest.transport.connect, server.address, LIMIT)
@@ -280,7 +298,9 @@ def test_refusals_are_one_line_a_minute_and_none_is_forgotten(
 
 def test_who_answers_is_who_was_meant(server: Node, node: Any, family: str) -> None:
     """An address that is out of date: neither end takes the other for somebody else."""
-    caller = node(WORKER, node="here" if family == "unix" else "elsewhere")
+    caller = node(
+        WORKER, node="here" if family == "unix" else "elsewhere", identity=server.identity
+    )
     old = server.address._replace(peers=(server_peer(3), worker_peer(9)))
     with pytest.raises(
         ProtocolError, match=r"server 3 \+ worker 9 was meant, but coordinator answers"
@@ -301,8 +321,11 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
-def test_over_ipv6(node: Any) -> None:
-    server, client = node(COORDINATOR), node(WORKER, node="elsewhere")
+@pytest.mark.parametrize("tls", [False, True])
+def test_over_ipv6(node: Any, tls: bool) -> None:
+    mine = certificate() if tls else None
+    server = node(COORDINATOR, identity=mine)
+    client = node(WORKER, node="elsewhere", identity=mine)
     address = server.transport.listen("::1")
     near = together(lambda: client.transport.connect(address), server)
     assert f"[::1]:{address.port}" in near.name

@@ -25,6 +25,7 @@ from steepest.observe.results import Event
 from steepest.transport.channel import Address
 from steepest.transport.ray_calls import Callee
 from steepest.transport.router import Router
+from steepest.transport.tls import identity_of
 
 log = logging.getLogger(__name__)
 #: Processes may take this many times `DeadlineConfig.start` to import, build the model and connect.
@@ -54,6 +55,7 @@ class JobContext:
             ends the waiting.
         router: of the driver.
         token: the job's secret.
+        identity: the certificate of the job's processes; None without TLS.
         ends, listening: see `connect_processes`.
     """
 
@@ -76,6 +78,7 @@ class JobContext:
         self.unfrozen: frozenset[str] = frozenset()
         self.router = Router()
         self.token = secrets.token_bytes(32)
+        self.identity = identity_of(run_config.tls)
         self.meanwhile: Callable[[], None] = lambda: None
         self.extend_deadline()
 

@@ -34,7 +34,7 @@ from steepest.cluster.termination import end_on_sigterm
 from steepest.cluster.wiring import connect_processes
 from steepest.cluster.worker_calls import WorkerCalls
 from steepest.config.job import JobConfig
-from steepest.config.run import RunConfig
+from steepest.config.run import RunConfig, check_tls
 from steepest.config.strategies import StrategyConfig
 from steepest.engine.hosting import host_client, host_coordinator, host_server
 from steepest.engine.job import Description, Job, ModelCreator, check_agreement
@@ -160,6 +160,7 @@ class Cluster(JobContext):
         Raises:
             ConfigurationError: they cannot.
         """
+        check_tls(self.run_config.tls, ways_of(config))
         driver = ray.get_runtime_context().get_node_id()
         check_ways(ways_of(config), driver, *self.placement.nodes(seats))
 
@@ -434,7 +435,9 @@ class Cluster(JobContext):
             scheduling_strategy=self.placement.strategy(beside),
         )
         keep_memory, lease = self.run_config.resources.keep_memory, self.lease.seconds
-        actor = made.remote(f"steepest {name}", self.token, threads, keep_memory, lease)
+        actor = made.remote(
+            f"steepest {name}", self.token, threads, keep_memory, lease, self.identity
+        )
         self.lease.add(actor)
         return actor
 
@@ -451,7 +454,9 @@ class Cluster(JobContext):
             peers = (*peers, COORDINATOR, server_peer(0))
             self._host_in_driver(initial)
         node = ray.get_runtime_context().get_node_id()
-        transport = make_transport(self.job, self.token, peers, node, self.router.destination)
+        transport = make_transport(
+            self.job, self.token, peers, node, self.router.destination, self.identity
+        )
         self.router.use(transport)
         self.client = host_client(self.router, self.job, index)
         for end in self.ends:

@@ -14,6 +14,7 @@ from steepest.tensors.shared_memory import AVAILABLE
 from steepest.transport.channel import ChannelSink
 from steepest.transport.ray_calls import CallTransport
 from steepest.transport.sockets import WireTransport
+from steepest.transport.tls import Identity
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,12 @@ def hosts_of(places: Mapping[Peer, Place], num_servers: int, config: StrategyCon
 
 
 def make_transport(
-    job: Job, token: bytes, peers: tuple[Peer, ...], node: str, sink: ChannelSink
+    job: Job,
+    token: bytes,
+    peers: tuple[Peer, ...],
+    node: str,
+    sink: ChannelSink,
+    identity: Identity | None = None,
 ) -> WireTransport | CallTransport:
     """Return a transport for one of a job's processes.
 
@@ -81,10 +87,14 @@ def make_transport(
         peers: the roles of the process.
         node: Ray's id of its node.
         sink: called for the memory that takes an arriving payload.
+        identity: the certificate of the process; None without TLS.
+
+    Raises:
+        ConfigurationError: the certificate cannot be read on this node.
     """
     ways = ways_of(job.config)
     return (
         CallTransport(sink, peers)
         if ways == "ray"
-        else WireTransport(token, peers, node, sink, ways)
+        else WireTransport(token, peers, node, sink, ways, identity=identity)
     )

@@ -60,6 +60,7 @@ from steepest.transport.connect import connect
 from steepest.transport.ray_calls import Answer, Callee, CallTransport
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
+from steepest.transport.tls import Identity
 
 ProcessType = TypeVar("ProcessType", bound="Process")
 Parameters = ParamSpec("Parameters")
@@ -117,6 +118,7 @@ class Process:
         threads: torch threads.
         keep_memory: whether to keep memory that is freed, see `steepest.tensors.allocator`.
         lease: seconds without a word from the driver after which the process ends; None for ever.
+        identity: the certificate of the process; None without TLS.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Process:
         threads: int,
         keep_memory: bool = False,
         lease: float | None = None,
+        identity: Identity | None = None,
     ) -> None:
         self._name = ""
         self._take_name(name)
@@ -147,7 +150,7 @@ class Process:
         self._change = 0  # for which they are retained
         self._member: MemberCollective | None = None
         self._index = -1
-        self._token = token
+        self._token, self._identity = token, identity
         self.router = Router()
         self._use(CallTransport(self.router.destination))
         if keep_memory and keep_freed_memory():
@@ -308,7 +311,9 @@ class Process:
         else:
             _use_threads(1)  # also where it was started as a spare worker
         self._use(
-            make_transport(job, self._token, peers, self._place.node, self.router.destination)
+            make_transport(
+                job, self._token, peers, self._place.node, self.router.destination, self._identity
+            )
         )
         if servers:
             self._host_servers(job, servers, aggregators, None if initial is None else initial[0])

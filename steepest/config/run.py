@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from steepest.errors import ConfigurationError
 from steepest.validation import (
     require_choice,
     require_count,
@@ -119,6 +120,59 @@ class ResourceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TLSConfig:
+    """A certificate of the user's own, for connections between hosts.
+
+    Every process of the job reads the three files, PEM, on its own node; no key travels. They may
+    differ from node to node. Both ends of a connection demand a certificate that the authority has
+    signed, for servers and clients alike; names and addresses in it are not looked at.
+
+    Attributes:
+        certificate: path of the certificate, followed by those between it and the authority's.
+        key: path of its private key, not encrypted.
+        ca: path of the authority's certificate.
+
+    Raises:
+        ConfigurationError: a value is no path.
+    """
+
+    certificate: str | Path
+    key: str | Path
+    ca: str | Path
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, (str, Path)) or not str(value):
+                raise ConfigurationError(
+                    f"TLSConfig {each.name}={value!r:.40}: give the path of a PEM file"
+                )
+
+
+def check_tls(value: object, transport: str = "wire") -> None:
+    """Check that a value is False, True or a `TLSConfig`, and goes with a transport.
+
+    Args:
+        value: as of `RunConfig.tls`.
+        transport: as of `ParameterServerStrategy`.
+
+    Raises:
+        ConfigurationError: it is neither, or processes talk by Ray's channels.
+    """
+    if not isinstance(value, (bool, TLSConfig)):
+        raise ConfigurationError(
+            f"tls={value!r:.40}: give True for a certificate that the job makes, a TLSConfig for "
+            "one of your own, or False"
+        )
+    if value and transport == "ray":
+        raise ConfigurationError(
+            f'tls={value!r} where processes talk by Ray\'s channels, with transport="ray" or the '
+            'strategy "simple": encrypt these by RAY_USE_TLS, see docs/security.md, or give '
+            'transport="wire"'
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """How a job is run, apart from what it computes; the defaults suit most jobs.
 
@@ -132,6 +186,11 @@ class RunConfig:
             memory, about 1 kB each.
         verbose: whether Ray's notices about itself are shown when the trainer starts Ray. Its
             errors are, and what it warns of later. A Ray that runs already is left as it is.
+        tls: whether connections between hosts are encrypted, and their ends known by certificates
+            (TLS 1.3); inside a host, over Unix-domain sockets, they are plain. True: by a
+            certificate that the job makes for itself; needs the openssl command on the driver's
+            host. A `TLSConfig`: by files of your own. Ray's channels are Ray's own matter, see
+            `docs/security.md`.
 
     Raises:
         ConfigurationError: a value is of another type.
@@ -148,6 +207,7 @@ class RunConfig:
     keep_log: bool = False
     history_rows: int = 100_000
     verbose: bool = False
+    tls: bool | TLSConfig = False
 
     def __post_init__(self) -> None:
         require_instance("failure", self.failure, FailureConfig)
@@ -156,6 +216,7 @@ class RunConfig:
         require_choice("keep_log", self.keep_log, (False, True))
         require_count("history_rows", self.history_rows)
         require_choice("verbose", self.verbose, (False, True))
+        check_tls(self.tls)
 
 
 def is_dumb_terminal() -> bool:

@@ -19,6 +19,7 @@ from steepest.transport.connect import connect
 from steepest.transport.ray_calls import Callee, CallTransport
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
+from steepest.transport.tls import Identity
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Access:
         timeout: seconds that a call may take.
         max_in_flight: asynchronous pushes of one process that may be uncommitted.
         ways: the transport, see `ParameterServer`; "ray" for actor calls.
+        identity: the certificate of processes of this parameter server; None without TLS.
     """
 
     group: ServerGroup
@@ -42,6 +44,7 @@ class Access:
     timeout: float
     max_in_flight: int
     ways: str
+    identity: Identity | None = None
 
     @property
     def name(self) -> str:
@@ -63,7 +66,8 @@ class Access:
         Raises:
             PeerLostError: a server was shut down or died.
             DeadlineError: a server does not answer.
-            ConfigurationError: this process is on another node, which the transport excludes.
+            ConfigurationError: this process is on another node, which the transport excludes, or
+                the certificate cannot be read there.
         """
         deadline, group = time.monotonic() + self.timeout, self.group
         router = Router()
@@ -74,7 +78,9 @@ class Access:
         if self.addresses:
             usable = _always
             node = ray.get_runtime_context().get_node_id()
-            transport = WireTransport(self.token, peers, node, router.destination, self.ways)
+            transport = WireTransport(
+                self.token, peers, node, router.destination, self.ways, identity=self.identity
+            )
         router.use(transport)
         pusher = group.host_user(router, index)
         connection = Connection(

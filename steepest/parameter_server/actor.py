@@ -13,6 +13,7 @@ from steepest.transport.ray_calls import Answer, Callee
 if TYPE_CHECKING:
     from steepest.cluster.locations import Place
     from steepest.optim.spec import OptimizerSpec
+    from steepest.transport.tls import Identity
 
 
 class ServerActor:
@@ -24,12 +25,13 @@ class ServerActor:
     Args:
         name: of the server's threads, and in logs.
         token: the secret by which processes of this parameter server know each other.
+        identity: their certificate; None without TLS.
     """
 
-    def __init__(self, name: str, token: bytes) -> None:
+    def __init__(self, name: str, token: bytes, identity: Identity | None = None) -> None:
         from steepest.parameter_server.process import ServerProcess
 
-        self._process = ServerProcess(name, token, 1)
+        self._process = ServerProcess(name, token, 1, identity=identity)
 
     def open_group(
         self,

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from steepest.cluster.held_resources import Holder, hold, let_go
 from steepest.cluster.remote_error import RemoteError
+from steepest.config.run import TLSConfig, check_tls
 from steepest.config.strategies import TRANSPORTS
 from steepest.errors import (
     ConfigurationError,
@@ -37,6 +38,7 @@ from steepest.tensors.memory import Bytes
 from steepest.tensors.shared_memory import segment_of
 from steepest.transport.ray_calls import threads_for
 from steepest.transport.sockets import check_ways
+from steepest.transport.tls import identity_of
 from steepest.validation import require_choice, require_count, require_seconds
 
 if TYPE_CHECKING:
@@ -78,6 +80,8 @@ class ParameterServer:
         transport: "wire", "shared", "unix", "tcp" or "ray": how processes communicate, as for
             `ParameterServerStrategy`. With "shared" the servers, and all processes that use them,
             must be on this node.
+        tls: whether connections between hosts are encrypted, as of `RunConfig`: False, True or a
+            `TLSConfig`.
         timeout: seconds that any call may take; the start of the servers may take a minute in any
             case.
         max_in_flight: asynchronous pushes of one process that can be uncommitted; one more waits
@@ -109,12 +113,14 @@ class ParameterServer:
         optimizer: OptimizerFactory | None = None,
         nonfinite: str = "refuse",
         transport: str = "wire",
+        tls: bool | TLSConfig = False,
         timeout: float = 60.0,
         max_in_flight: int = 8,
     ) -> None:
         require_choice("nonfinite", nonfinite, ("refuse", "skip", "pass"))
         require_choice("transport", transport, TRANSPORTS)
         check_ways(transport)
+        check_tls(tls, transport)
         count = require_count("num_servers", num_servers)
         spec = None if optimizer is None else _read_optimizer(optimizer, initial)
         arrays = Arrays.plan(initial, spec, None)
@@ -124,6 +130,7 @@ class ParameterServer:
             require_count("max_in_flight", max_in_flight),
         )
         patience = max(timeout, _START_SECONDS)
+        identity = identity_of(tls)
         self._holder: Holder | None = hold("a parameter server")
         self._shut_down = False
         token = secrets.token_bytes(32)
@@ -137,7 +144,7 @@ class ParameterServer:
             actor = ray.remote(ServerActor).options(
                 num_cpus=0, scheduling_strategy=where, max_concurrency=concurrency, max_restarts=0
             )
-            servers = [actor.remote(f"steepest server {i}", token) for i in range(count)]
+            servers = [actor.remote(f"steepest server {i}", token, identity) for i in range(count)]
             memory = arrays.bytes_of(initial, "initial")
             stored = ray.put(memory)
             opened = [
@@ -145,8 +152,9 @@ class ParameterServer:
                 for i, s in enumerate(servers)
             ]
             addresses = _get(opened, patience, "the servers to start")
+            listening = tuple(address for address in addresses if address)
             self._access = Access(
-                group, tuple(servers), tuple(a for a in addresses if a), token, *limits, transport
+                group, tuple(servers), listening, token, *limits, transport, identity
             )
             _handles[id(self)] = self
             first = self._access.callees(1)

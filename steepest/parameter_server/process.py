@@ -72,7 +72,14 @@ class ServerProcess(Process):
         if ways == "ray":
             self._use(CallTransport(self.router.destination, peers))
             return None
-        wire = WireTransport(self._token, peers, self._place.node, self.router.destination, ways)
+        wire = WireTransport(
+            self._token,
+            peers,
+            self._place.node,
+            self.router.destination,
+            ways,
+            identity=self._identity,
+        )
         self._use(wire)
         return wire.listen(self._place.host)
 

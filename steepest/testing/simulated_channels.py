@@ -167,6 +167,7 @@ class SimulatedTransport:
         sink: ChannelSink,
         ways: str = "wire",
         clock: Any = None,
+        identity: Any = None,
     ) -> None:
         self.process = self.wires.here()
         self.ways, self.lends = ways, False

@@ -8,6 +8,12 @@
 A proof is an HMAC-SHA256 of both nonces and of the hello or answer of the same end. In place of the
 answer's size the acceptor may say that the proof is wrong, or that it needs the place for another
 connection. Until then no other byte of a connection is understood.
+
+Under TLS (`steepest.transport.tls`) all of this is said inside of the encrypted channel. Before it,
+the acceptor says in plain text that it speaks TLS, so that ends of which only one does so know at
+once; neither takes anything else for TLS because of what was said. The key of the proofs is then
+made of the token and of the TLS session, so that an end in the middle, which has two sessions, can
+pass no proof on.
 """
 
 from __future__ import annotations
@@ -31,17 +37,20 @@ from dataclasses import dataclass, field
 from steepest.errors import AuthenticationError, ProtocolError
 from steepest.messages.message import Peer
 from steepest.transport.frames import ROLES
+from steepest.transport.tls import Tls, TlsSocket
 
 log = logging.getLogger(__name__)
 
 MOST_OPENINGS = 48
 ACCEPTED_AT_ONCE = 16  # in one turn, which may come in the middle of a training step
+SHAKEN_AT_ONCE = 8  # steps of TLS handshakes in one turn, each of some tenths of a millisecond
 OPENING_SECONDS = 5.0
 LOG_SECONDS = 60.0
 _GREETING = b"steepest/1\n"
 _NONCE = 32
 _PROOF = 32
 _FIXED = len(_GREETING) + _NONCE + 4
+_SPEAKS_TLS = b"steepest/1 speaks TLS\n".ljust(len(_GREETING) + _NONCE)
 _HELLO_LIMIT = 4096
 _REFUSED = struct.pack("<I", 0xFFFFFFFF)
 _BUSY = struct.pack("<I", 0xFFFFFFFE)
@@ -60,6 +69,13 @@ def names_of(peers: tuple[Peer, ...]) -> str:
 
 def _proof(token: bytes, side: bytes, first: bytes, second: bytes, content: bytes) -> bytes:
     return hmac.new(token, b"\0".join((side, first, second, content)), hashlib.sha256).digest()
+
+
+def bound(token: bytes, sock: socket.socket) -> bytes:
+    """Return the key of proofs on a connection: the token, or one of this TLS session too."""
+    if not isinstance(sock, TlsSocket):
+        return token
+    return hmac.new(token, b"TLS\0" + sock.binding, hashlib.sha256).digest()
 
 
 def _pack(peers: tuple[Peer, ...]) -> bytes:
@@ -88,6 +104,41 @@ def _unpack_hello(data: bytes) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
 # -- the caller's end ------------------------------------------------------------------------------
 
 
+def secure(sock: socket.socket, tls: Tls, deadline: float) -> TlsSocket:
+    """Return a connected socket under TLS; blocks until the acceptor has answered.
+
+    The socket is closed if that fails.
+
+    Args:
+        sock: a connected socket.
+        tls: the settings.
+        deadline: on the clock of `time.monotonic`, in seconds.
+
+    Raises:
+        AuthenticationError: one end does not accept the other's certificate.
+        ProtocolError: the other end does not speak TLS.
+        BusyError: the acceptor needs the place for another connection.
+        TimeoutError: no answer by the deadline.
+        OSError: the connection broke.
+    """
+    with contextlib.ExitStack() as closing:
+        closing.callback(sock.close)
+        said = _receive_exactly(sock, len(_SPEAKS_TLS), deadline)
+        if said.startswith(_GREETING):
+            raise ProtocolError(
+                "the other end does not speak TLS, and this process speaks nothing else: give the "
+                "same tls= to both"
+            )
+        if said != _SPEAKS_TLS:
+            raise ProtocolError("the other end is not a steepest process of this version")
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        closing.pop_all()
+    try:
+        return tls.call(sock)
+    except ConnectionError:
+        raise BusyError from None  # it cannot say so before there is a channel to say it in
+
+
 def prove(
     sock: socket.socket,
     token: bytes,
@@ -100,7 +151,7 @@ def prove(
     Blocks until the acceptor has answered.
 
     Args:
-        sock: a connected socket.
+        sock: a connected socket, under TLS if the job's connections are.
         token: the job's secret.
         own: roles of this process.
         meant: roles that the acceptor should host; none for any.
@@ -114,7 +165,12 @@ def prove(
         TimeoutError: no answer by the deadline.
         OSError: the connection broke.
     """
+    token = bound(token, sock)
     greeting = _receive_exactly(sock, len(_GREETING) + _NONCE, deadline)
+    if greeting == _SPEAKS_TLS:
+        raise ProtocolError(
+            "the other end speaks TLS alone, and this process does not: give the same tls= to both"
+        )
     if not greeting.startswith(_GREETING):
         raise ProtocolError("the other end is not a steepest process of this version")
     first, second = greeting[len(_GREETING) :], secrets.token_bytes(_NONCE)
@@ -203,7 +259,7 @@ class Refusals:
 
 @dataclass(eq=False)
 class _Opening:
-    """A connection that has proven nothing: a bare socket and at most `_HELLO_LIMIT` bytes."""
+    """A connection that has proven nothing: a socket and at most `_HELLO_LIMIT` bytes."""
 
     sock: socket.socket
     origin: str
@@ -217,7 +273,10 @@ class Openings:
 
     Strangers can cost only so much: `MOST_OPENINGS` sockets without buffers of this process, each
     for at most `OPENING_SECONDS`, `ACCEPTED_AT_ONCE` new ones in a turn, a line of the log a
-    minute. When descriptors run out, one of these sockets is closed; if there is none, a reserved
+    minute. Under TLS each of them may also make OpenSSL keep about 100 kB and do one signature;
+    `SHAKEN_AT_ONCE` steps of such handshakes are taken in a turn.
+
+    When descriptors run out, one of these sockets is closed; if there is none, a reserved
     descriptor serves to accept and turn away a caller, so that a listener never stays ready for a
     connection that cannot be accepted.
 
@@ -238,6 +297,7 @@ class Openings:
             the socket is ready.
         adopt: takes over a socket whose other end has proven to host these roles.
         clock: in seconds, monotonic.
+        tls: the settings of TLS for connections over TCP; None for plain ones.
     """
 
     def __init__(
@@ -247,8 +307,11 @@ class Openings:
         selector: selectors.BaseSelector,
         adopt: Callable[[socket.socket, tuple[Peer, ...]], None],
         clock: Callable[[], float] = time.monotonic,
+        tls: Tls | None = None,
     ) -> None:
         self.refusals = Refusals(clock)
+        self._tls = tls
+        self._shaken = 0  # steps of TLS handshakes in this turn
         self._token = token
         self._peers = peers
         self._selector = selector
@@ -278,6 +341,7 @@ class Openings:
 
         Call it after each wait.
         """
+        self._shaken = 0
         ready, self._ready = self._ready, []
         for listener in ready:
             for _ in range(ACCEPTED_AT_ONCE):
@@ -318,13 +382,24 @@ class Openings:
     def _greet(self, sock: socket.socket, origin: str) -> None:
         opening = _Opening(sock, origin, self._clock() + OPENING_SECONDS)
         try:
-            sock.send(_GREETING + opening.nonce)
-            self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(opening))
+            if (tls := self._tls_of(sock)) is None:
+                sock.send(_GREETING + opening.nonce)
+            else:
+                sock.send(_SPEAKS_TLS)
+                opening.sock = sock = tls.accept(sock)
+            self._selector.register(
+                sock,
+                selectors.EVENT_READ,
+                lambda: self._hear(opening) if tls is None else self._shake(opening),
+            )
         except OSError as error:  # the caller has closed it, or the selector can take no more
             sock.close()
             self.refusals.add(origin, f"handshake: {error}")
         else:
             self._open[opening] = None
+
+    def _tls_of(self, sock: socket.socket) -> Tls | None:
+        return None if sock.family == socket.AF_UNIX else self._tls
 
     def _turn_away(self, listener: socket.socket) -> bool:
         """Free a descriptor, and return whether another connection may be accepted.
@@ -345,7 +420,8 @@ class Openings:
             with sock:
                 sock.setblocking(False)
                 self.refusals.add(_origin(sock, address)[0], "this process has no descriptor left")
-                sock.send(_GREETING + bytes(_NONCE) + _BUSY)
+                plain = self._tls_of(sock) is None  # under TLS the end of the connection says it
+                sock.send(_GREETING + bytes(_NONCE) + _BUSY if plain else _SPEAKS_TLS)
         self._reserve()
         return True
 
@@ -362,12 +438,32 @@ class Openings:
         )
         self._refuse(victim, "others want its place", _BUSY)
 
+    def _shake(self, opening: _Opening) -> None:
+        """Go on with a TLS handshake; greet the other end when it is done."""
+        if opening not in self._open or self._shaken >= SHAKEN_AT_ONCE:
+            return  # it was closed a moment ago, or is ready again in the next turn
+        self._shaken += 1
+        sock = opening.sock
+        assert isinstance(sock, TlsSocket)
+        try:
+            if wanted := sock.advance():
+                self._selector.modify(sock, wanted, lambda: self._shake(opening))
+                return
+            sock.send(_GREETING + opening.nonce)
+            self._selector.modify(sock, selectors.EVENT_READ, lambda: self._hear(opening))
+        except ProtocolError as error:
+            self._refuse(opening, str(error))
+        except OSError as error:
+            self._refuse(opening, f"handshake: {error}")
+
     def _hear(self, opening: _Opening) -> None:
         if opening not in self._open:
             return  # it was closed a moment ago
         try:
-            if (proven := self._receive(opening)) is not None:
-                self._answer(opening, *proven)
+            # Until no byte is there: the selector does not know of those that TLS has decrypted.
+            while (proven := self._receive(opening)) is None:
+                pass
+            self._answer(opening, *proven)
         except BlockingIOError:
             return
         except AuthenticationError as error:
@@ -405,7 +501,8 @@ class Openings:
         ):
             return None
         second, hello = bytes(data[len(_GREETING) : _FIXED - 4]), bytes(data[_FIXED:-_PROOF])
-        expected = _proof(self._token, b"connect", opening.nonce, second, hello)
+        key = bound(self._token, opening.sock)
+        expected = _proof(key, b"connect", opening.nonce, second, hello)
         if not hmac.compare_digest(bytes(data[-_PROOF:]), expected):
             raise AuthenticationError("a peer that does not know this job's token")
         return second, hello
@@ -418,7 +515,7 @@ class Openings:
         """
         peers, meant = _unpack_hello(hello)
         mine = _pack(self._peers)
-        proof = _proof(self._token, b"accept", second, opening.nonce, mine)
+        proof = _proof(bound(self._token, opening.sock), b"accept", second, opening.nonce, mine)
         # It fits into the socket's buffer, to which only the greeting was written.
         opening.sock.send(struct.pack("<I", len(mine)) + mine + proof)
         if meant and set(meant) != set(self._peers):

@@ -16,7 +16,10 @@ ways     inside a host                       between hosts
 "tcp"    TCP                                 TCP
 ======== =================================== ==============
 
-All processes of a job are given the same `ways`. The sender decides whether it lends a payload: an
+With `tls`, connections over TCP are encrypted (`steepest.transport.tls`), and no other is made or
+accepted there. Unix-domain sockets, which do not leave the host, are plain.
+
+All processes of a job are given the same `ways` and the same `tls`. The sender decides whether it lends a payload: an
 end that does not lend still reads what is lent to it.
 """
 
@@ -43,8 +46,9 @@ from steepest.messages.message import Message, Peer
 from steepest.tensors.memory import Memory
 from steepest.tensors.shared_memory import AVAILABLE, SHARED_FROM, Lending
 from steepest.transport.channel import Address, ChannelSink, Event
-from steepest.transport.handshake import BusyError, Openings, names_of, prove
+from steepest.transport.handshake import BusyError, Openings, names_of, prove, secure
 from steepest.transport.stream import WireChannel
+from steepest.transport.tls import WITHHELD, Identity, Tls, TlsSocket
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +105,7 @@ class WireTransport:
         sink: returns the memory for an arriving payload.
         ways: "wire", "shared", "unix" or "tcp"; see above.
         clock: for the deadlines of connections that have proven nothing; in seconds, monotonic.
+        identity: the certificate of this process, for TLS over TCP; None for plain TCP.
 
     Attributes:
         bytes_sent: of payloads, lent ones included.
@@ -108,7 +113,8 @@ class WireTransport:
 
     Raises:
         AuthenticationError: the token is too short.
-        ConfigurationError: this platform does not have what `ways` needs.
+        ConfigurationError: this platform does not have what `ways` needs, or the certificate is of
+            no use (see `Tls`).
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class WireTransport:
         sink: ChannelSink,
         ways: str = "wire",
         clock: Callable[[], float] = time.monotonic,
+        identity: Identity | None = None,
     ) -> None:
         if len(token) < 16:
             raise AuthenticationError("the job's token is shorter than 16 bytes")
@@ -131,13 +138,14 @@ class WireTransport:
         self._broke_off = 0  # peers that broke the protocol
         self.bytes_sent = 0
         self._token = token
+        self._tls = None if identity is None else Tls(identity)
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         self._channels: set[WireChannel] = set()
         self._events: list[Event] = []
         self._gathering: list[WireChannel] = []
         self.lending = Lending()
-        self._openings = Openings(token, peers, self._selector, self._welcome, clock)
+        self._openings = Openings(token, peers, self._selector, self._welcome, clock, self._tls)
         self._wake_in, self._wake_out = socket.socketpair()
         for sock in (self._wake_in, self._wake_out):
             sock.setblocking(False)
@@ -194,9 +202,10 @@ class WireTransport:
 
         Raises:
             PeerLostError: no process listens there, or it closes the connection.
-            AuthenticationError: the two ends do not know the same token.
+            AuthenticationError: the two ends do not know the same token, or one does not accept the
+                other's certificate.
             ProtocolError: it is not a steepest process of this version, or not the one that the
-                address names.
+                address names, or only one of the two speaks TLS.
             DeadlineError: no answer within `timeout` seconds.
             ConfigurationError: it is on another node, which `ways` excludes.
         """
@@ -210,6 +219,8 @@ class WireTransport:
             sock = None
             try:
                 sock = self._dial(address, deadline)
+                if self._tls is not None and sock.family != socket.AF_UNIX:
+                    sock = secure(sock, self._tls, deadline)
                 return self._adopt(
                     sock, where, prove(sock, self._token, self.peers, address.peers, deadline)
                 )
@@ -245,7 +256,8 @@ class WireTransport:
         return _dial_tcp(address, deadline)
 
     def _adopt(self, sock: socket.socket, name: str, peers: tuple[Peer, ...]) -> WireChannel:
-        channel = WireChannel(self, sock, name, peers)
+        withheld = WITHHELD if isinstance(sock, TlsSocket) else 0
+        channel = WireChannel(self, sock, name, peers, withheld)
         _tune(sock)
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_READ, channel)

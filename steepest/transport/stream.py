@@ -70,10 +70,16 @@ class WireChannel:
         sock: connected, with the token proven.
         name: of the other end, for errors.
         peers: the roles at the other end.
+        withheld: bytes that the socket may have taken from the kernel and not returned, at most.
     """
 
     def __init__(
-        self, transport: StreamOwner, sock: socket.socket, name: str, peers: tuple[Peer, ...]
+        self,
+        transport: StreamOwner,
+        sock: socket.socket,
+        name: str,
+        peers: tuple[Peer, ...],
+        withheld: int = 0,
     ) -> None:
         self.name = name
         self.peers = peers
@@ -84,6 +90,7 @@ class WireChannel:
         self._socket = sock
         # Bytes to send, and their address in memory; 0 for bytes that no owner changes.
         self._queue: deque[tuple[memoryview, int]] = deque()
+        self._withheld = withheld
         self._awaited = 1  # number of bytes that must have come before the transport is woken
         self._watched = False  # whether the transport waits for the socket to take more
         sink = functools.partial(transport.sink, self)
@@ -186,6 +193,7 @@ class WireChannel:
         Args:
             missing: bytes of the payload that is being received, still to come.
         """
+        missing -= self._withheld
         wanted = 1 if self._lender is not None else max(min(missing, _WORTH_WAKING), 1)
         if wanted != self._awaited:
             self._awaited = wanted
