@@ -306,8 +306,9 @@ def client_hello() -> bytes:
 def receive(sock: socket.socket, size: int) -> bytes:
     """That many bytes, or fewer at the end of the stream."""
     received = b""
-    while len(received) < size and (part := sock.recv(size - len(received))):
-        received += part
+    with contextlib.suppress(ConnectionResetError):  # it closed before it had read all
+        while len(received) < size and (part := sock.recv(size - len(received))):
+            received += part
     return received
 
 

@@ -166,7 +166,12 @@ def prove(
         OSError: the connection broke.
     """
     token = bound(token, sock)
-    greeting = _receive_exactly(sock, len(_GREETING) + _NONCE, deadline)
+    try:
+        greeting = _receive_exactly(sock, len(_GREETING) + _NONCE, deadline)
+    except ConnectionError:
+        if isinstance(sock, TlsSocket):
+            raise BusyError from None  # as in `secure`: the acceptor's end of TLS is ready last
+        raise
     if greeting == _SPEAKS_TLS:
         raise ProtocolError(
             "the other end speaks TLS alone, and this process does not: give the same tls= to both"

@@ -76,6 +76,17 @@ class TlsSocket(ssl.SSLSocket):
             self._owed, limit = 0, RECORD
         return sent
 
+    def send(self, data: Any, flags: int = 0) -> int:
+        """Send bytes; return how many, which are all if the socket does not block.
+
+        Raises:
+            ConnectionError: the other end takes no more.
+        """
+        try:
+            return super().send(data, flags)
+        except ssl.SSLEOFError:
+            raise ConnectionError("it closed the connection") from None
+
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         """Receive as many bytes as are there; return how many, 0 at the end of the stream.
 
