@@ -17,8 +17,10 @@ from steepest.collectives.members import MemberCollective
 from steepest.messages.message import member_peer
 from steepest.tensors.allocator import keep_freed_memory
 from steepest.tensors.shared_memory import AVAILABLE
+from steepest.transport.certificates import make_certificate
 from steepest.transport.router import Router
 from steepest.transport.sockets import WireTransport
+from steepest.transport.tls import Identity
 
 ELEMENTS = 25_000_000  # of float32
 
@@ -34,12 +36,19 @@ def gloo(orders: Orders, namespace: Namespace, url: str, rank: int, world: int) 
 
 
 def ours(
-    orders: Orders, namespace: Namespace, meeting: str, token: bytes, rank: int, world: int
+    orders: Orders,
+    namespace: Namespace,
+    meeting: str,
+    token: bytes,
+    rank: int,
+    world: int,
+    identity: Identity | None = None,
 ) -> None:
     """One process of ours, as a worker of a trainer has it; the result is a new tensor."""
     keep_freed_memory()
     router = Router()
-    wire = WireTransport(token, (member_peer(rank),), namespace.name, router.destination)
+    peers = (member_peer(rank),)
+    wire = WireTransport(token, peers, namespace.name, router.destination, identity=identity)
     router.use(wire)
     write(Path(meeting) / str(rank), wire.listen(namespace.address))
     addresses = [read(Path(meeting) / str(other)) for other in range(world)]
@@ -55,6 +64,38 @@ def ours(
     tensor = torch.zeros(ELEMENTS).fill_(0.0)
     with collectives.using(member):
         orders.serve(lambda: collectives.all_reduce(tensor))
+
+
+def secured(spaces: list[Namespace], plain: str, encrypted: str) -> dict[str, Team]:
+    """Ours without and with TLS, a process in each of these namespaces.
+
+    Args:
+        plain, encrypted: empty folders in which they write where they listen.
+    """
+    return {
+        name: Team(
+            name,
+            [
+                Member(
+                    space,
+                    ours,
+                    {
+                        "namespace": space,
+                        "rank": rank,
+                        "world": len(spaces),
+                        "meeting": meeting,
+                        "token": token,
+                        "identity": identity,
+                    },
+                )
+                for rank, space in enumerate(spaces)
+            ],
+        )
+        for name, meeting, token, identity in (
+            ("plain", plain, secrets.token_bytes(32), None),
+            ("TLS", encrypted, secrets.token_bytes(32), make_certificate()),
+        )
+    }
 
 
 def teams(spaces: list[Namespace], port: int, meeting: str) -> dict[str, Team]:
