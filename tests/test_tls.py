@@ -326,6 +326,37 @@ def test_the_kernel_is_not_asked_to_wait_for_bytes_that_the_session_has_taken(
     near.close()
 
 
+def test_a_record_that_did_not_leave_is_repeated_at_its_length(
+    server: Node, client: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL wants that, also when more has been queued meanwhile."""
+    near = together(lambda: client.transport.connect(server.address), server)
+    calls: list[tuple[int, bool]] = []
+    send = ssl.SSLSocket.send
+
+    def seen(sock: ssl.SSLSocket, data: Any, flags: int = 0) -> int:
+        try:
+            sent = send(sock, data, flags)
+        except ssl.SSLWantWriteError:
+            calls.append((len(data), True))
+            raise
+        calls.append((len(data), False))
+        return sent
+
+    monkeypatch.setattr(ssl.SSLSocket, "send", seen)
+    number = 0
+    while not near.pending:
+        near.send(message_of(number := number + 1, 90_000))
+    blocked = len(calls) - 1
+    for _ in range(20):
+        near.send(message_of(number := number + 1, 900))
+    until(lambda: len(server.messages) == number, client, server)
+    assert calls[blocked][1]
+    for (length, stopped), (again, _) in zip(calls, calls[1:], strict=False):
+        assert again == length or not stopped
+    assert len({length for length, _ in calls}) > 1
+
+
 # -- certificates ------------------------------------------------------------------------------------
 
 
