@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -352,7 +353,7 @@ def test_a_record_that_did_not_leave_is_repeated_at_its_length(
         near.send(message_of(number := number + 1, 900))
     until(lambda: len(server.messages) == number, client, server)
     assert calls[blocked][1]
-    for (length, stopped), (again, _) in zip(calls, calls[1:], strict=False):
+    for (length, stopped), (again, _) in itertools.pairwise(calls):
         assert again == length or not stopped
     assert len({length for length, _ in calls}) > 1
 
