@@ -63,7 +63,7 @@ $(VENV)-storage/.installed: pyproject.toml constraints.txt
 	touch $(VENV)-storage/.installed
 
 test-storage: $(VENV)-storage/.installed
-	$(VENV)-storage/bin/python -m pytest tests/test_storage.py tests/test_s3_storage.py
+	$(VENV)-storage/bin/python -m pytest tests/test_s3_storage.py
 
 # tens of packages and a gigabyte that nothing else needs
 $(VENV)-tensorflow/.installed: pyproject.toml constraints.txt

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import secrets
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from steepest import Checkpoints, DistributedSGD
 from steepest.checkpoint import files, object_storage
+from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.object_storage import ObjectStorage, Patience
-from steepest.checkpoint.places import ObjectUrl, Place, place_of
+from steepest.checkpoint.places import ObjectUrl, Place, StorageError, place_of
 from steepest.checkpoint.prefix_lease import LEASES, LeaseTimes, PrefixLease
 from steepest.checkpoint.storage import storage_of
 from steepest.errors import CheckpointError, ConfigurationError
@@ -236,19 +239,19 @@ class CredentialsError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"),
+    ("error", "said"),
     [
-        (PermissionError("denied"), PermissionError),
-        (CredentialsError("cannot locate any"), PermissionError),
-        (ValueError("no such bucket's name"), OSError),
+        (PermissionError("denied"), "see docs/storage.md"),
+        (CredentialsError("cannot locate any"), "see docs/storage.md"),
+        (ValueError("no such bucket's name"), "no such bucket's name"),
     ],
 )
 def test_what_would_fail_again_is_not_tried_again(
-    flaky: Flaky, url: ObjectUrl, error: BaseException, kind: type[OSError]
+    flaky: Flaky, url: ObjectUrl, error: BaseException, said: str
 ) -> None:
     time = Time()
     flaky.errors = {"cat_file": [error]}
-    with pytest.raises(kind, match=f"reading {url}"):
+    with pytest.raises(StorageError, match=f"reading {url}.*{said}"):
         store(flaky, time).read(url)
     assert time.waited == []
 
@@ -323,6 +326,45 @@ def test_a_place_that_cannot_be_listed_is_an_error_and_no_empty_one(
         PrefixLease(url)
     with pytest.raises(CheckpointError, match=f"cannot write a checkpoint to {url}"):
         files.write(url, content())
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
+    flaky: Flaky, url: ObjectUrl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = CheckpointDirectory(url, 1)
+    for value in (1, 2):
+        directory.put(content(float(value), value))
+    monkeypatch.setattr(ObjectStorage, "of", lambda scheme: store(flaky, Time(), retry=0))
+    down = CheckpointDirectory(url, 1)
+    for errors in ({"cat_file": [None, OSError("down")]}, {"ls": [OSError("down")]}):
+        flaky.errors = dict(errors)
+        with pytest.raises(CheckpointError, match="cannot .*down"):
+            down.newest()
+    flaky.errors = {"cat_file": [OSError("down")]}
+    with pytest.raises(CheckpointError, match=f"cannot read the checkpoint at {url}"):
+        files.about(url / "000002-step-2")
+    assert caplog.text == ""
+    flaky.errors = {"ls": [None, None, None, OSError("down")]}
+    down.put(content(3.0, 3))
+    assert "old checkpoints stay" in caplog.text
+    flaky.errors.clear()
+    assert kept(url) == [2, 3]
+    assert holds(url / "000003-step-3", 3.0)
+
+
+def test_a_full_disk_of_this_machine_is_named(
+    url: ObjectUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(url, content())
+    for name in names(url):
+        (tmp_path / name).symlink_to("/dev/full")
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryDirectory", lambda **_: nullcontext(tmp_path))
+        with pytest.raises(CheckpointError, match=f"cannot read .* to {tmp_path}/.*No space"):
+            files.read(url)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match="cannot read .* temporary directory"):
+        files.read(url)
 
 
 # -- leases -------------------------------------------------------------------------------------------

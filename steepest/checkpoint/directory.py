@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from steepest.checkpoint import files
 from steepest.checkpoint.manifest import MANIFEST
-from steepest.checkpoint.places import Place
+from steepest.checkpoint.places import Place, StorageError
 from steepest.checkpoint.storage import storage_of
 from steepest.errors import CheckpointError, SteepestError
 from steepest.tensors.safetensors_file import Progress, no_progress
@@ -40,8 +41,14 @@ class CheckpointDirectory:
             raise CheckpointError(f"cannot keep checkpoints in {path}: {error}") from error
 
     def paths(self) -> list[Place]:
-        """Return the paths of all checkpoints, damaged and unfinished ones too, oldest first."""
-        found = [path for path in self._storage.folders(self._path) if _NAME.fullmatch(path.name)]
+        """Return the paths of all checkpoints, damaged and unfinished ones too, oldest first.
+
+        Raises:
+            UnreachableError: they cannot be listed now.
+        """
+        with self._reaching():
+            folders = self._storage.folders(self._path)
+        found = [path for path in folders if _NAME.fullmatch(path.name)]
         return sorted(found, key=_number)
 
     def newest(self) -> tuple[Place, files.Checkpoint] | None:
@@ -50,11 +57,14 @@ class CheckpointDirectory:
         Newer ones that are not whole are named in a warning.
 
         Raises:
-            CheckpointError: some were finished, and all of those are damaged.
+            CheckpointError: some were finished, and all of those are damaged; or one cannot be read
+                now.
         """
         for path in reversed(self.paths()):
             try:
                 return path, files.read(path)
+            except files.UnreachableError:
+                raise
             except CheckpointError as error:
                 log.warning("passed over: %s", error)
                 if self._is_finished(path):
@@ -109,6 +119,18 @@ class CheckpointDirectory:
                     f"cannot keep a checkpoint in {self._path}: {error}"
                 ) from error
             raise
+        try:
+            self._delete_old(best, progress)
+        except files.UnreachableError as error:
+            log.warning("old checkpoints stay: %s", error)
+        return path, link
+
+    def _delete_old(self, best: int | None, progress: Progress) -> None:
+        """Delete the checkpoints that are too many, and what others have left unfinished.
+
+        Raises:
+            UnreachableError: they cannot be looked at now.
+        """
         newest = self._whole()[-self._keep :]
         stays = self._continued([*newest, None if best is None else self.of_step(best)])
         for old in self.paths():
@@ -117,7 +139,6 @@ class CheckpointDirectory:
             ):
                 progress(old)
                 self._delete(old)
-        return path, link
 
     def _continued(self, paths: Iterable[Place | None]) -> set[Place | None]:
         """Return the paths of some checkpoints, and of those that they continue."""
@@ -133,13 +154,26 @@ class CheckpointDirectory:
         if path not in self._bases:
             try:
                 base = files.base_of(files.about(path))
+            except files.UnreachableError:
+                raise
             except CheckpointError:
                 base = None
             self._bases[path] = None if base is None else self._path / base.name
         return self._bases[path]
 
     def _is_finished(self, path: Place) -> bool:
-        return self._storage.exists(path / MANIFEST)
+        with self._reaching():
+            return self._storage.exists(path / MANIFEST)
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Raise UnreachableError if an object store does not answer in a block."""
+        try:
+            yield
+        except StorageError as error:
+            raise files.UnreachableError(
+                f"cannot look at the checkpoints in {self._path}: {error}"
+            ) from error
 
     def _delete(self, path: Place) -> None:
         """Delete a checkpoint, its manifest first: half deleted it does not count as one."""

@@ -25,7 +25,7 @@ import torch
 
 from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
-from steepest.checkpoint.places import Place, place_of
+from steepest.checkpoint.places import Place, StorageError, place_of
 from steepest.checkpoint.storage import storage_of
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
 from steepest.tensors.layout import ParameterLayout
@@ -36,6 +36,11 @@ from steepest.validation import (
     require_instance,
     require_seconds,
 )
+
+
+class UnreachableError(CheckpointError):
+    """A checkpoint may be whole, but its object store has not answered."""
+
 
 #: One tensor of optimizer state of one slice: the chunk's index, its description, its values.
 Record = tuple[int, dict[str, Any], torch.Tensor]
@@ -414,6 +419,7 @@ def read(path: Place) -> Checkpoint:
     Raises:
         CheckpointError: it, or one that it continues, is missing, of another format, incomplete or
             damaged.
+        UnreachableError: it cannot be read now.
     """
     files, about = _manifest(path)
     weights, replicas = (_tensors(path, files[kind]) for kind in ("weights", "replicas"))
@@ -423,6 +429,8 @@ def read(path: Place) -> Checkpoint:
         try:
             files, earlier = _manifest(folder, base.sha256)
             optimizer.append(_optimizer(folder, files))
+        except UnreachableError:
+            raise
         except CheckpointError as error:
             raise CheckpointError(
                 f"the checkpoint at {path} has changes since the one at {folder}, which is to be "
@@ -468,6 +476,8 @@ def _manifest(path: Place, sha256: str | None = None) -> tuple[dict[str, Any], d
         found = decode_manifest(raw)
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}: there is no {MANIFEST}") from None
+    except StorageError as error:
+        raise UnreachableError(f"cannot read the checkpoint at {path}: {error}") from error
     except (OSError, CheckpointError) as error:
         raise CheckpointError(f"damaged checkpoint at {path}: {MANIFEST}: {error}") from error
     if sha256 not in (None, hashlib.sha256(raw).hexdigest()):
@@ -497,5 +507,7 @@ def _tensors(path: Place, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     try:
         with storage_of(path).on_disk(path / about["name"]) as file:
             return read_tensors(file, about)
+    except StorageError as error:
+        raise UnreachableError(f"cannot read the checkpoint at {path}: {error}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"damaged checkpoint at {path}: {about['name']}: {error}") from error

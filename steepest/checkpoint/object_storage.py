@@ -19,7 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from steepest.checkpoint.places import ObjectUrl
+from steepest.checkpoint.places import ObjectUrl, StorageError
 from steepest.errors import SteepestError
 from steepest.tensors.safetensors_file import Blocks, Progress
 
@@ -35,11 +35,11 @@ _SECRET = re.compile(
 )
 
 
-class _RefusedError(OSError):
-    """The client has refused a request, and would refuse it again."""
+class _RefusedError(StorageError):
+    """A request was refused, and would be refused again."""
 
 
-_LASTING = (FileNotFoundError, FileExistsError, PermissionError, _RefusedError)
+_LASTING = (FileNotFoundError, FileExistsError, _RefusedError)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ class ObjectStorage:
 
     def _listed(self, folder: ObjectUrl) -> list[tuple[str, str]]:
         """Return names and kinds of what is in a prefix."""
-        list_once = self._once("listing", folder, lambda: self._filesystem.ls(str(folder), True))
+        list_once = self._once(
+            "listing", folder, lambda: self._filesystem.ls(str(folder), detail=True)
+        )
         try:
             found = self._persistently(list_once)
         except FileNotFoundError:
@@ -129,11 +131,21 @@ class ObjectStorage:
         """Have a copy of an object as a temporary file, which is removed after the block."""
         look = self._once("looking for", file, lambda: self._filesystem.info(str(file)))
         size = int(self._persistently(look)["size"])
-        with tempfile.NamedTemporaryFile(prefix="steepest-", suffix=f"-{file.name}") as copy:
-            for begin in range(0, size, PART):
-                copy.write(self._part(file, begin, min(begin + PART, size)))
-            copy.flush()
-            yield Path(copy.name)
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="steepest-")
+        except OSError as error:
+            raise StorageError(f"copying {file} to a temporary directory: {error}") from error
+        with folder as name:
+            copy = Path(name) / file.name
+            try:
+                with open(copy, "wb") as target:
+                    for begin in range(0, size, PART):
+                        target.write(self._part(file, begin, min(begin + PART, size)))
+            except (FileNotFoundError, StorageError):
+                raise
+            except OSError as error:
+                raise StorageError(f"copying {file} to {copy}: {error}") from error
+            yield copy
 
     def _part(self, file: ObjectUrl, begin: int, end: int) -> bytes:
         """Return the bytes of an object from one position to another."""
@@ -221,7 +233,9 @@ class ObjectStorage:
         """Remove all objects of a prefix."""
         with contextlib.suppress(FileNotFoundError):
             self._persistently(
-                self._once("removing", folder, lambda: self._filesystem.rm(str(folder), True))
+                self._once(
+                    "removing", folder, lambda: self._filesystem.rm(str(folder), recursive=True)
+                )
             )
 
     def discard(self, files: list[ObjectUrl]) -> None:
@@ -241,7 +255,8 @@ class ObjectStorage:
     def _once(self, step: str, url: ObjectUrl, call: Callable[[], T]) -> Callable[[], T]:
         """Return a function that makes a call and waits for it for as long as a call may take.
 
-        Its errors are OSError, with the step, the URL and what the client says, less credentials.
+        Its errors, FileNotFoundError, FileExistsError and StorageError, have the step, the URL and what
+        the client says, less credentials.
         """
 
         def once() -> T:
@@ -256,7 +271,8 @@ class ObjectStorage:
         """Make attempts until one succeeds, or fails in a way that stays, or too long has passed.
 
         Raises:
-            OSError: of the last attempt.
+            FileNotFoundError, FileExistsError: of the last attempt.
+            StorageError: likewise.
         """
         since, pause = None, self._patience.pause
         while True:
@@ -264,11 +280,12 @@ class ObjectStorage:
                 return attempt()
             except (*_LASTING, SteepestError):
                 raise
-            except OSError as error:
+            except StorageError as error:
                 now = self._clock()
                 since = now if since is None else since
                 if now + pause - since > self._patience.retry:
-                    raise OSError(f"{error}, {now - since:.0f} s after its first failure") from None
+                    text = f"{error}, {now - since:.0f} s after its first failure"
+                    raise StorageError(text) from None
                 log.info("%s; the next attempt is in %.1f s", error, pause)
             self._wait(pause)
             pause = min(2 * pause, _MOST_PAUSE)
@@ -323,12 +340,12 @@ def _told(step: str, url: ObjectUrl, error: BaseException) -> OSError:
         return FileNotFoundError(text)
     kind = type(error).__name__
     if isinstance(error, PermissionError) or codes & {"401", "403"} or "Credential" in kind:
-        return PermissionError(
+        return _RefusedError(
             f"{text}; credentials are found where the cloud's own tools find them, see docs/storage.md"
         )
     if isinstance(error, (ValueError, TypeError, ImportError)) or kind == "ParamValidationError":
         return _RefusedError(text)
-    return OSError(text)
+    return StorageError(text)
 
 
 def _codes(error: BaseException) -> set[str]:

@@ -55,6 +55,10 @@ class ObjectUrl:
 Place = Path | ObjectUrl
 
 
+class StorageError(OSError):
+    """An object store has refused a request, or has not answered it in time."""
+
+
 def place_of(where: str | os.PathLike[str]) -> Place:
     """Return the place that a user names.
 
