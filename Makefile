@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest
 # also where the environment says otherwise: the tests start many processes, which would compile the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-cluster test-loggers test-adapters test-jax test-tensorflow test-storage bench-check test-full \
+.PHONY: demo test test-cluster test-loggers test-adapters test-jax test-tensorflow test-sagemaker test-storage bench-check test-full \
   mutants coverage check bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -75,6 +75,16 @@ test-tensorflow: $(VENV)-tensorflow/.installed
 	$(VENV)-tensorflow/bin/python -m pytest -m "not ray" --numprocesses=2 tests/test_keras_*.py
 	$(VENV)-tensorflow/bin/python -m pytest -m ray tests/test_keras_*.py
 
+# SageMaker's toolkit compiles a library; nothing else needs it
+$(VENV)-sagemaker/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)-sagemaker/bin/python || $(PYTHON) -m venv $(VENV)-sagemaker
+	$(VENV)-sagemaker/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[dev,sagemaker]"
+	touch $(VENV)-sagemaker/.installed
+
+test-sagemaker: $(VENV)-sagemaker/.installed
+	$(VENV)-sagemaker/bin/python -m pytest -m "cluster or not cluster" tests/test_sagemaker*.py
+
 demo: $(STAMP)
 	$(BIN)/steepest demo
 
@@ -112,5 +122,5 @@ soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes 10
 
 clean:
-	rm -rf $(VENV) $(VENV)-loggers $(VENV)-adapters $(VENV)-jax $(VENV)-tensorflow $(VENV)-storage build dist *.egg-info \
+	rm -rf $(VENV) $(VENV)-loggers $(VENV)-adapters $(VENV)-jax $(VENV)-tensorflow $(VENV)-sagemaker $(VENV)-storage build dist *.egg-info \
 	  .mypy_cache .ruff_cache .pytest_cache .hypothesis

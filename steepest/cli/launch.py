@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 from types import ModuleType
 
-from steepest.launch import kubernetes, slurm
+from steepest.launch import kubernetes, sagemaker, slurm
 
 #: Modules by the name of their place. Each has `add_arguments(parser)`, which fills in the parser of its
 #: command, and `run(options)`, which returns the exit status. They import what they need when they run.
-PLACES: dict[str, ModuleType] = {"kubernetes": kubernetes, "slurm": slurm}
+PLACES: dict[str, ModuleType] = {
+    "kubernetes": kubernetes,
+    "sagemaker": sagemaker,
+    "slurm": slurm,
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

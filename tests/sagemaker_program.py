@@ -1,0 +1,87 @@
+"""What the tests train in SageMaker's place: ten steps on MNIST, a worker for each host, checkpoints on the way."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+
+import ray
+import torch
+from data import load_mnist
+from torch import nn
+from torch.nn import functional as F
+
+from steepest import Callback, Checkpoints, DistributedSGD, FailureConfig, RunConfig, TorchModel
+from steepest.launch import sagemaker
+from steepest.testing import InProcessCluster
+
+
+STEPS = 10
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def create(worker_index: int, device_index: int) -> TorchModel:
+    images, classes = load_mnist().train
+    net = nn.Sequential(nn.Flatten(), nn.Linear(images[0].size, 10))
+    return TorchModel(
+        net,
+        loss=F.cross_entropy,
+        data=(torch.as_tensor(images[:600]), torch.as_tensor(classes[:600])),
+        batch_size=20,
+        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+    )
+
+
+class At(Callback):
+    """Says that a step is done, and waits: for a node to die, or for a signal."""
+
+    def __init__(self, step: int, lost: int) -> None:
+        self.step, self.lost = step, lost
+
+    def on_step(self, sgd: DistributedSGD, result: object) -> None:
+        if sgd.stats().step == self.step:
+            say(f"waiting at step {self.step}")
+            never = threading.Event()
+            while not self.lost or sum(not node["Alive"] for node in ray.nodes()) < self.lost:
+                never.wait(0.2)
+            say("a host is gone")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--wait-at", type=int, default=0)
+    parser.add_argument("--lost", type=int, default=0, help="nodes that will die meanwhile")
+    parser.add_argument("--fail", type=int, default=0, help="exit status")
+    options = parser.parse_args()
+    job = sagemaker.job()
+    say(f"on {job.host} of {len(job.hosts)}, {job.channels}, {job.hyperparameters}")
+    if options.fail:
+        sys.stderr.write("the reason is this\n")
+        sys.exit(options.fail)
+    with DistributedSGD(
+        create,
+        num_workers=len(job.hosts),
+        strategy="ps",
+        run_config=RunConfig(failure=FailureConfig(spares=0)),
+        checkpoints=Checkpoints(job.checkpoints, every=100),
+    ) as sgd:
+        say(f"from step {sgd.stats().step}")
+        sgd.fit(steps=STEPS, callbacks=[At(options.wait_at, options.lost)], progress=False)
+        assert sgd.stats().step == STEPS
+        weights = sgd.weights()
+        sgd.save(job.model_dir)
+    if not options.lost:
+        alone = InProcessCluster(create, num_workers=len(job.hosts))
+        alone.step(STEPS)
+        assert all(torch.equal(weights[name], each) for name, each in alone.weights().items())
+        say("the weights of an uninterrupted run")
+    assert all(bool(each.isfinite().all()) for each in weights.values())
+
+
+if __name__ == "__main__":
+    main()
