@@ -1,11 +1,12 @@
 # make demo: install and train; make test: the tests, in five minutes; make test-cluster: those that start Ray clusters
 # of their own, or take long; make bench-check: those of the benchmarks; make test-full: all of them, with whole products
 # of settings and ten times as many random examples, in some hours; make test-loggers: TensorBoard and the other trackers,
-# which it installs; make test-adapters, test-jax, test-tensorflow: Lightning and Hugging Face, JAX, Keras, likewise.
+# which it installs; make test-adapters, test-jax, test-tensorflow: Lightning and Hugging Face, JAX, Keras, likewise;
+# make test-sagemaker: SageMaker's toolkit, likewise.
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die;
 # make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check,
-# test-cluster, test-adapters, test-jax, test-tensorflow, test-storage.
+# test-cluster, test-adapters, test-jax, test-tensorflow, test-sagemaker, test-storage.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -83,7 +84,8 @@ $(VENV)-sagemaker/.installed: pyproject.toml constraints.txt
 	touch $(VENV)-sagemaker/.installed
 
 test-sagemaker: $(VENV)-sagemaker/.installed
-	$(VENV)-sagemaker/bin/python -m pytest -m "cluster or not cluster" tests/test_sagemaker*.py
+	$(VENV)-sagemaker/bin/python -m pytest -m "cluster or not cluster" tests/test_sagemaker_toolkit.py \
+	  tests/test_sagemaker_on_ray.py::test_training_goes_on_when_a_host_dies
 
 demo: $(STAMP)
 	$(BIN)/steepest demo

@@ -12,10 +12,9 @@ from data import load_mnist
 from torch import nn
 from torch.nn import functional as F
 
-from steepest import Callback, Checkpoints, DistributedSGD, FailureConfig, RunConfig, TorchModel
+from steepest import Checkpoints, DistributedSGD, FailureConfig, RunConfig, TorchModel
 from steepest.launch import sagemaker
 from steepest.testing import InProcessCluster
-
 
 STEPS = 10
 
@@ -37,21 +36,6 @@ def create(worker_index: int, device_index: int) -> TorchModel:
     )
 
 
-class At(Callback):
-    """Says that a step is done, and waits: for a node to die, or for a signal."""
-
-    def __init__(self, step: int, lost: int) -> None:
-        self.step, self.lost = step, lost
-
-    def on_step(self, sgd: DistributedSGD, result: object) -> None:
-        if sgd.stats().step == self.step:
-            say(f"waiting at step {self.step}")
-            never = threading.Event()
-            while not self.lost or sum(not node["Alive"] for node in ray.nodes()) < self.lost:
-                never.wait(0.2)
-            say("a host is gone")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--wait-at", type=int, default=0)
@@ -71,8 +55,17 @@ def main() -> None:
         checkpoints=Checkpoints(job.checkpoints, every=100),
     ) as sgd:
         say(f"from step {sgd.stats().step}")
-        sgd.fit(steps=STEPS, callbacks=[At(options.wait_at, options.lost)], progress=False)
-        assert sgd.stats().step == STEPS
+        while options.lost > sum(not node["Alive"] for node in ray.nodes()):
+            sgd.fit(steps=20, progress=False)
+            say("training")
+        before = sgd.stats().step
+        if options.wait_at:
+            sgd.fit(steps=options.wait_at, progress=False)
+        if before < options.wait_at:
+            say(f"waiting at step {options.wait_at}")
+            threading.Event().wait()  # for a signal
+        sgd.fit(steps=STEPS - options.wait_at, progress=False)
+        say(f"to step {sgd.stats().step}")
         weights = sgd.weights()
         sgd.save(job.model_dir)
     if not options.lost:

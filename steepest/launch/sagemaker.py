@@ -317,6 +317,7 @@ def _join(here: _Host) -> int:
     finally:
         leader.close()
     if reason:
+        log.error("%s: %s", found.leader, reason)
         write_failure(found.failure, f"{found.leader}: {reason}")
     return status
 
