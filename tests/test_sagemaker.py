@@ -30,7 +30,7 @@ from steepest.launch.sagemaker_hosts import (
 )
 from steepest.launch.sagemaker_job import in_natural_order, read_job
 from steepest.launch.sagemaker_nodes import missing_among
-from steepest.launch.sagemaker_processes import command_of
+from steepest.launch.sagemaker_processes import Program, command_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 20.0
@@ -212,6 +212,22 @@ def test_a_stranger_learns_nothing() -> None:
         leader.end(0, "")
 
 
+def test_each_name_is_looked_up_until_it_resolves() -> None:
+    asked = []
+
+    def resolve(host: str) -> set[str]:
+        asked.append(host)
+        return {LOCAL} if len(asked) > 2 else set()
+
+    leader = Leader(LOCAL, 0, ("algo-2",), WELCOME, resolve)
+    try:
+        for _ in range(2):
+            follow("algo-1", leader.port, "algo-2", LOCAL, soon()).close()
+    finally:
+        leader.end(0, "")
+    assert len(asked) == 3
+
+
 def test_a_host_cannot_take_the_name_of_another() -> None:
     addresses = {"algo-2": {"127.0.0.2"}, "algo-3": {"127.0.0.3"}}
     leader = Leader(LOCAL, 0, tuple(addresses), WELCOME, addresses.__getitem__)
@@ -345,6 +361,47 @@ def test_no_descendant_is_left_not_even_a_daemon() -> None:
     command = [sys.executable, "-c", textwrap.dedent(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "left: b''\n"
+
+
+IMMUNE = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("runs", flush=True)
+signal.pause()
+"""
+
+
+class Node:
+    """Stands for the leader's Ray node, which has died or not."""
+
+    def __init__(self, dead: bool) -> None:
+        self.dead = dead
+
+    def require_alive(self) -> None:
+        if self.dead:
+            raise PeerLostError("the Ray node of this host ended")
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_program_that_outlives_ray_or_ctrl_c_is_killed(
+    monkeypatch: pytest.MonkeyPatch, dead: bool
+) -> None:
+    monkeypatch.setattr(sagemaker, "_WITHOUT_RAY_SECONDS", 0.0)
+    monkeypatch.setattr(sagemaker, "_INTERRUPTED_SECONDS", 0.0)
+    received = 0 if dead else signal.SIGINT
+    here = argparse.Namespace(signals=argparse.Namespace(received=received))
+    program = Program([sys.executable, "-c", IMMUNE], os.environ)
+    assert sagemaker._wait_for(program, here, Node(dead)) == 128 + signal.SIGKILL  # type: ignore[arg-type]
+
+
+def test_a_programs_errors_pass_through_and_the_last_ones_are_kept(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code = "import sys; sys.stderr.write('x' * 9000 + 'last'); sys.exit(7)"
+    program = Program([sys.executable, "-c", code], os.environ)
+    assert program.wait(SECONDS) == 7
+    assert program.last_words() == "x" * 4092 + "last"
+    assert capfd.readouterr().err == "x" * 9000 + "last"
 
 
 def test_a_failure_is_written_once_and_short(tmp_path: Path) -> None:

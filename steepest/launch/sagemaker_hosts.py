@@ -129,6 +129,7 @@ class Leader:
         self._joined: dict[str, Lines] = {}
         self.failed: dict[str, str] = {}
         self._refused: set[str] = set()
+        self._addresses: dict[str, set[str]] = {}
         self._changed = threading.Condition()
         self._wake, self._woken = socket.socketpair()
         self._end: bytes | None = None
@@ -210,7 +211,7 @@ class Leader:
             link, (address, _) = self._listener.accept()
         except OSError:  # it was closed meanwhile
             return
-        if not any(address in self._resolve(host) for host in self._hosts):
+        if not any(self._has(host, address) for host in self._hosts):
             link.close()
             if address not in self._refused:
                 self._refused.add(address)
@@ -218,6 +219,12 @@ class Leader:
             return
         link.settimeout(GREETING_SECONDS)
         self._selector.register(link, selectors.EVENT_READ, ("", address, Lines(link)))
+
+    def _has(self, host: str, address: str) -> bool:
+        """Return whether an address is a host's; its name is looked up until it resolves."""
+        if not self._addresses.get(host):
+            self._addresses[host] = self._resolve(host)
+        return address in self._addresses[host]
 
     def _hear(self, host: str, address: str, lines: Lines) -> None:
         try:
@@ -245,7 +252,7 @@ class Leader:
         host = message.get("host")
         if not isinstance(host, str) or host not in self._hosts:
             raise ProtocolError(f"{address} says that it is {host!r}, which is no host of the job")
-        if address not in self._resolve(host):
+        if not self._has(host, address):
             raise ProtocolError(f"{address} says that it is {host}, which has another address")
         lines.link.sendall(_line(ray=self._welcome.ray, token=self._welcome.token))
         self._selector.modify(lines.link, selectors.EVENT_READ, (host, address, lines))

@@ -156,10 +156,11 @@ class Program:
 
     def _pass_on(self) -> None:
         assert self._process.stderr is not None
-        while data := os.read(self._process.stderr.fileno(), 1 << 16):
-            self._tail = (self._tail + data)[-_KEPT:]
-            with contextlib.suppress(OSError):  # nobody reads this process' errors any more
-                os.write(2, data)
+        with self._process.stderr as errors:
+            while data := os.read(errors.fileno(), 1 << 16):
+                self._tail = (self._tail + data)[-_KEPT:]
+                with contextlib.suppress(OSError):  # nobody reads this process' errors any more
+                    os.write(2, data)
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it lives."""
