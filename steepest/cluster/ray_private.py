@@ -139,3 +139,27 @@ def _title_setter() -> Callable[[str], None]:
     show: Callable[[str], None] = _look_up("ray._raylet", "setproctitle")
     importlib.import_module("ray._raylet").setproctitle = lambda title: None  # type: ignore[attr-defined]
     return show
+
+
+def reload_token() -> None:
+    """Let this process read RAY_AUTH_MODE and Ray's token anew; Ray reads them once, when it is imported.
+
+    Raises:
+        ConfigurationError: this version of Ray cannot.
+    """
+    _look_up("ray._raylet", "Config.initialize")("")
+    _look_up("ray._raylet", "AuthenticationTokenLoader.instance")().reset_cache()
+
+
+def active_ray_on_spark() -> Any:
+    """Return the cluster that `ray.util.spark.setup_ray_cluster` has started here, or None.
+
+    Raises:
+        ConfigurationError: this version of Ray does not tell.
+    """
+    return _look_up("ray.util.spark.cluster_init", "_active_ray_cluster")
+
+
+def forget_ray_on_spark() -> None:
+    """Let this process start another Ray on Spark, also where the end of the last one has failed."""
+    importlib.import_module("ray.util.spark.cluster_init")._active_ray_cluster = None  # type: ignore[attr-defined]

@@ -1,12 +1,14 @@
 """How a job is run: frozen groups of settings, validated when made.
 
-Environment variables are read here and in no other module.
+Environment variables are read and set here and in no other module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -245,3 +247,31 @@ def tell_frameworks_of_threads(threads: int) -> None:
     os.environ["PJRT_NPROC"] = str(threads)  # of XLA, for JAX
     for kind in ("INTRAOP", "INTEROP"):
         os.environ.setdefault(f"TF_NUM_{kind}_THREADS", str(threads))
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables for the length of a block; afterwards they are as before it.
+
+    Args:
+        values: by name; None for a variable that is not to be set.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        _set_environment(values)
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def environment_variable(name: str) -> str | None:
+    """Return an environment variable, or None where it is not set or empty."""
+    return os.environ.get(name) or None
