@@ -238,18 +238,19 @@ def on_executors(directory: str) -> None:
     session.stop()
 
 
-def interrupted(directory: str) -> None:
-    """Waits in the block for Ctrl-C; the session goes on after it."""
+def ended(directory: str) -> None:
+    """Waits in the block for a signal; the session goes on after it."""
     session = new_session("local[1]")
     try:
         with cluster(session, workers=1, memory_per_worker=500 << 20, directory=directory):
             found("ready", sum(bool(node["Alive"]) for node in ray.nodes()))
             signal.pause()
-    except KeyboardInterrupt:
-        found("interrupted", [p.name for p in Path(directory).glob("s-*")])
+    except (KeyboardInterrupt, SystemExit) as signalled:
+        left = [path.name for path in Path(directory).glob("s-*")]
+        found("ended", [type(signalled).__name__, left])
         found("still computes", session.range(10).count())
         session.stop()
 
 
 if __name__ == "__main__":
-    {"on_executors": on_executors, "interrupted": interrupted}[sys.argv[1]](sys.argv[2])
+    {"on_executors": on_executors, "ended": ended}[sys.argv[1]](sys.argv[2])

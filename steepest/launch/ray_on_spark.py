@@ -7,13 +7,18 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from steepest.cluster.ray_private import active_ray_on_spark, forget_ray_on_spark
+from steepest.cluster.termination import EXIT_STATUS
 from steepest.errors import ConfigurationError, ResourcesError
 
 log = logging.getLogger(__name__)
@@ -98,12 +103,34 @@ def started(session: Any, nodes: Nodes) -> Iterator[str]:
     root = _make_root(nodes.directory)
     Hook.environment, Hook.job_groups, Hook.ending = nodes.environment, [], False
     with contextlib.ExitStack() as ending:  # the last one is called first, and each one in any case
+        ending.enter_context(_ended_by_sigterm())
         ending.callback(shutil.rmtree, root, ignore_errors=True)
         ending.callback(_wait_for_nodes, root)
         ending.callback(_terminate, root)
         ending.callback(_cancel_jobs, session)
         ending.callback(_shut_down)
         yield _set_up(session, nodes, root)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise `SystemExit` for the length of a block, where it would end the process at once.
+
+    Ray's handlers, which come in the block, pass the signal on to the one that they have found.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(EXIT_STATUS)
+
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _make_root(directory: str) -> str:
