@@ -1,15 +1,12 @@
 # make demo: install and train; make test: the tests, in five minutes; make test-cluster: those that start Ray clusters
 # of their own, or take long; make bench-check: those of the benchmarks; make test-full: all of them, with whole products
 # of settings and ten times as many random examples, in some hours; make test-loggers: TensorBoard and the other trackers,
-# which it installs; make test-adapters, test-jax, test-tensorflow: Lightning and Hugging Face, JAX, Keras, likewise;
-# make test-sagemaker: SageMaker's toolkit, likewise.
+# which it installs; make test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage: Lightning and
+# Hugging Face, JAX, Keras, Spark, SageMaker's toolkit, a server that speaks S3, likewise.
 # make check: lint and types; make bench: the figures; make soak: ten minutes of training in which most processes die;
 # make mutants: how many of a hundred small changes of the core the tests without Ray notice, in an hour or two;
 # make coverage: all tests, several times as slow, with the lines that they reach. CI runs check, test, bench-check,
-# test-cluster, test-adapters, test-jax, test-tensorflow, test-sagemaker, test-storage.
-# which it installs; make test-adapters, test-jax, test-tensorflow, test-spark: Lightning and Hugging Face, JAX, Keras,
-# Spark, likewise.
-# test-cluster, test-adapters, test-jax, test-tensorflow, test-spark.
+# test-cluster, test-adapters, test-jax, test-tensorflow, test-spark, test-sagemaker, test-storage.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +15,8 @@ PYTEST := $(BIN)/python -m pytest
 # also where the environment says otherwise: the tests start many processes, which would compile the same modules
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage bench-check test-full \
+.PHONY: demo test test-cluster test-loggers test-adapters test-jax test-tensorflow test-spark test-sagemaker test-storage \
+  bench-check test-full \
   mutants coverage check bench soak clean
 
 $(STAMP): pyproject.toml constraints.txt
@@ -89,11 +87,13 @@ $(VENV)-sagemaker/.installed: pyproject.toml constraints.txt
 test-sagemaker: $(VENV)-sagemaker/.installed
 	$(VENV)-sagemaker/bin/python -m pytest -m "cluster or not cluster" tests/test_sagemaker_toolkit.py \
 	  tests/test_sagemaker_on_ray.py::test_training_goes_on_when_a_host_dies
+
 # half a gigabyte that nothing else needs; Java 17 or 21 must be there
 $(VENV)-spark/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)-spark/bin/python || $(PYTHON) -m venv $(VENV)-spark
 	$(VENV)-spark/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,spark]"
 	touch $(VENV)-spark/.installed
+
 test-spark: $(VENV)-spark/.installed
 	$(VENV)-spark/bin/python -m pytest tests/test_spark.py tests/test_parquet_rows.py
 
@@ -134,5 +134,6 @@ soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes 10
 
 clean:
-	rm -rf $(VENV) $(VENV)-loggers $(VENV)-adapters $(VENV)-jax $(VENV)-tensorflow $(VENV)-spark $(VENV)-sagemaker $(VENV)-storage build dist *.egg-info \
+	rm -rf $(VENV) $(VENV)-loggers $(VENV)-adapters $(VENV)-jax $(VENV)-tensorflow $(VENV)-spark $(VENV)-sagemaker \
+	  $(VENV)-storage build dist *.egg-info \
 	  .mypy_cache .ruff_cache .pytest_cache .hypothesis
