@@ -109,23 +109,23 @@ def family(request):
     return request.param
 
 
-@pytest.fixture
-def identity(request):
+def identity_in(request: pytest.FixtureRequest) -> JobCertificate | None:
     """The certificate of all nodes of a test; none unless it is about TLS."""
     asked = "family" in request.fixturenames and request.getfixturevalue("family") == "tls"
     return certificate() if asked else None
 
 
 @pytest.fixture
-def server(node, identity):
-    made = node(COORDINATOR, identity=identity)
+def server(node, request):
+    made = node(COORDINATOR, identity=identity_in(request))
     made.address = made.transport.listen("127.0.0.1")
     return made
 
 
 @pytest.fixture
-def client(node, family, identity):
-    return node(WORKER, node="here" if family == "unix" else "elsewhere", identity=identity)
+def client(node, family, request):
+    place = "here" if family == "unix" else "elsewhere"
+    return node(WORKER, node=place, identity=identity_in(request))
 
 
 @pytest.fixture
@@ -235,7 +235,8 @@ def test_wake_ends_a_poll_of_another_thread(node):
             assert future.result(LIMIT / 2) == []
 
 
-def test_close_is_idempotent_and_leaves_no_descriptors(family, identity):
+def test_close_is_idempotent_and_leaves_no_descriptors(family, request):
+    identity = identity_in(request)
     before = len(os.listdir("/proc/self/fd"))
     server, client = (
         Node(COORDINATOR, identity=identity),

@@ -28,7 +28,6 @@ from steepest.transport.handshake import (
     OPENING_SECONDS,
 )
 from steepest.transport.sockets import WireTransport
-from steepest.transport.tls import Identity
 from tests.limits import limited
 from tests.members import together as members_together
 from tests.members import wire_group
@@ -41,7 +40,7 @@ from tests.test_sockets import (
     bare,
     certificate,
     dial,
-    identity,  # noqa: F401 - a fixture
+    identity_in,
     node,  # noqa: F401 - a fixture
     opening,
     receive,
@@ -68,7 +67,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def server(node: Any, clock: Clock, identity: Identity | None) -> Node:
+def server(node: Any, clock: Clock, request: pytest.FixtureRequest) -> Node:
+    identity = identity_in(request)
     made: Node = node(COORDINATOR, identity=identity)
     made.transport.close()
     made.transport = WireTransport(

@@ -347,7 +347,8 @@ def test_a_record_that_did_not_leave_is_repeated_at_its_length(
     monkeypatch.setattr(ssl.SSLSocket, "send", seen)
     number = 0
     while not near.pending:
-        near.send(message_of(number := number + 1, 90_000))
+        near.send(message_of(number := number + 1, 3000))
+        near.flush()
     blocked = len(calls) - 1
     for _ in range(20):
         near.send(message_of(number := number + 1, 900))
