@@ -2,12 +2,14 @@
 
     python -m benchmarks.tls                       # a link without a limit, 10 and 1 Gbit/s
     python -m benchmarks.tls --mbit 0 --rounds 9
+    python -m benchmarks.tls --mbit                # processor time alone, in a second
 
-Hosts are network namespaces of this machine (root and iproute2 needed, and tc for a limit), with
-one process each. Both jobs stay alive, blocked while idle, and take turns; odd rounds run in
-reverse order. A ratio is the median over rounds of the time of one over the other's, with its
-range. On a link without a limit, processors are all that is measured, and those of both hosts are
-this machine's.
+First, the processor time of sending and of receiving 1 GiB over loopback, in one thread of one
+process, which other programs disturb little. Then two hosts, network namespaces of this machine
+(root and iproute2 needed, and tc for a limit), with one process each. Both jobs stay alive, blocked
+while idle, and take turns; odd rounds run in reverse order. A ratio is the median over rounds of
+the time of one over the other's, with its range. On a link without a limit, processors are all that
+is measured, and those of both hosts are this machine's.
 """
 
 from __future__ import annotations
@@ -19,11 +21,74 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and inherited b
 import argparse
 import contextlib
 import functools
+import socket
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 
 from benchmarks import all_reduce_bodies
 from benchmarks.namespaces import Team, UnavailableError, star
 from benchmarks.overhead import alternate, compare, comparison, positive
+from steepest.transport.certificates import make_certificate
+from steepest.transport.tls import Tls
+
+GIB = 1 << 30
+PAYLOAD = 4 << 20
+
+
+def ends(tls: Tls | None) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets that do not block: TCP over loopback, under TLS or plain."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    if tls is not None:
+        accepted = tls.accept(far)
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(accepted.do_handshake)
+            near, far = tls.call(near), accepted
+            done.result()
+    for sock in (near, far):
+        sock.setblocking(False)
+    return near, far
+
+
+def processor_seconds(tls: Tls | None) -> tuple[float, float]:
+    """Processor seconds of sending and of receiving 1 GiB."""
+    near, far = ends(tls)
+    source, target = memoryview(bytearray(PAYLOAD)), memoryview(bytearray(PAYLOAD))
+    sent = received = 0
+    sending = receiving = 0.0
+    with near, far:
+        while received < GIB:
+            begin = time.process_time()
+            with contextlib.suppress(BlockingIOError):
+                while sent < GIB:
+                    sent += near.sendmsg([source[sent % PAYLOAD :]])
+            middle = time.process_time()
+            with contextlib.suppress(BlockingIOError):
+                while received < GIB:
+                    received += far.recv_into(target)
+            sending += middle - begin
+            receiving += time.process_time() - middle
+    return sending, receiving
+
+
+def processor_table(rounds: int) -> str:
+    """The table of processor seconds, plain and under TLS."""
+    kinds = {"plain": None, "TLS": Tls(make_certificate())}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, tls in kinds.items():
+            found[name].append(processor_seconds(tls))
+    lines = [
+        f"processor seconds for 1 GiB, median of {rounds} rounds",
+        f"{'':8}{'send':>8}{'receive':>9}",
+    ]
+    for name, values in found.items():
+        sending, receiving = (median(column) for column in zip(*values, strict=True))
+        lines.append(f"{name:8}{sending:8.2f}{receiving:9.2f}")
+    return "\n".join(lines)
 
 
 def measure(mbit: int | None, rounds: int, calls: int) -> str:
@@ -52,11 +117,12 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.tls", description=__doc__.split("\n")[0]
     )
     parser.add_argument(
-        "--mbit", type=int, nargs="+", default=[0, 10_000, 1_000], help="0: no limit"
+        "--mbit", type=int, nargs="*", default=[0, 10_000, 1_000], help="0: no limit"
     )
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--calls", type=positive, default=3)
     options = parser.parse_args(arguments)
+    print(processor_table(options.rounds), flush=True)
     try:
         for mbit in options.mbit:
             print(measure(mbit or None, options.rounds, options.calls), flush=True)

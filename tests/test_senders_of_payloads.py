@@ -130,7 +130,8 @@ def test_over_sockets_too(node, server: Node, family: str) -> None:  # noqa: F81
     router, taker = Router(), Taker()
     router.host(COORDINATOR, taker)
     server.transport.sink = router.destination
-    client = node(worker_peer(2), node="here" if family == "unix" else "elsewhere")
+    place = "here" if family == "unix" else "elsewhere"
+    client = node(worker_peer(2), node=place, identity=server.identity)
     channel = together(lambda: client.transport.connect(server.address), server)
     for source in (worker_peer(2), server_peer(0)):
         message = Message(
