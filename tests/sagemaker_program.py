@@ -57,7 +57,7 @@ def main() -> None:
         say(f"from step {sgd.stats().step}")
         while options.lost > sum(not node["Alive"] for node in ray.nodes()):
             sgd.fit(steps=20, progress=False)
-            say("training")
+            say("twenty steps")
         before = sgd.stats().step
         if options.wait_at:
             sgd.fit(steps=options.wait_at, progress=False)

@@ -212,7 +212,7 @@ def test_training_goes_on_when_a_host_dies() -> None:
         hosts.resolve()
         by_toolkit = find_spec("sagemaker_training") is not None
         running = [host.toolkit() if by_toolkit else host.direct() for host in hosts]
-        seen = until(running[0].stdout, "training")
+        seen = until(running[0].stdout, "twenty steps")
         assert "all 3 hosts have joined" in seen
         hosts[2].kill()
         output = ended(running[0], 0)
