@@ -169,7 +169,7 @@ class Kill(Callback):
 
     done = 0
 
-    def on_step(self, result: StepResult) -> None:
+    def on_step(self, sgd: Any, result: StepResult) -> None:
         if result.step >= 3 and not self.done:
             self.done += 1
             os.kill(executor_of(next(worker_pids())), signal.SIGKILL)
