@@ -31,6 +31,11 @@ SECONDS = 600.0  # on a busy machine; two minutes for all on an idle one
 TOKEN = secrets.token_hex(16)
 
 
+@pytest.fixture(autouse=True)
+def _deadline() -> None:
+    """Let a test take longer than others may: each program here has a deadline of its own."""
+
+
 @pytest.fixture
 def directory() -> Iterator[str]:
     """A short path for Ray's sockets, which tests look at when all has ended."""
