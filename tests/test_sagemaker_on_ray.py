@@ -178,7 +178,7 @@ def ended(process: subprocess.Popen[str], status: int) -> str:
     return output
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=namespaces)])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=[namespaces, pytest.mark.full])])
 def test_sigterm_leaves_a_checkpoint_from_which_the_next_run_continues(count: int) -> None:
     with job_of(count) as hosts:
         for host in hosts:
@@ -225,6 +225,7 @@ def test_training_goes_on_when_a_host_dies() -> None:
         shutil.rmtree(next(hosts[0].place.directory.glob("steepest-*")))  # of the killed one
 
 
+@pytest.mark.full
 @namespaces
 def test_all_hosts_end_with_the_programs_status_and_reason() -> None:
     with job_of(2) as hosts:
@@ -237,6 +238,7 @@ def test_all_hosts_end_with_the_programs_status_and_reason() -> None:
         assert [host.failure() for host in hosts] == [reason, f"algo-1: {reason}"]
 
 
+@pytest.mark.full
 @namespaces
 def test_a_host_that_never_joins_is_named() -> None:
     with job_of(3) as hosts:
@@ -249,6 +251,7 @@ def test_a_host_that_never_joins_is_named() -> None:
         assert hosts[1].failure().startswith(f"algo-1: {said}")
 
 
+@pytest.mark.full
 @namespaces
 def test_hosts_whose_leader_dies_end_with_an_error() -> None:
     with job_of(2) as hosts:
@@ -273,6 +276,7 @@ def test_ctrl_c_ends_the_program_and_ray() -> None:
         assert hosts[0].failure() == ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_program_runs_ends_the_wait(number: int) -> None:
     with job_of(1) as hosts:
