@@ -102,7 +102,11 @@ def test_training_on_executors(directory: str) -> None:
 
 @needs_spark
 @pytest.mark.parametrize(
-    ("awaited", "number"), [("Process exit logs", signal.SIGINT), ("FOUND", signal.SIGTERM)]
+    ("awaited", "number"),
+    [
+        ("Process exit logs", signal.SIGINT),
+        pytest.param("FOUND", signal.SIGTERM, marks=pytest.mark.full),
+    ],
 )
 def test_a_signal_leaves_nothing_behind(directory: str, awaited: str, number: int) -> None:
     """Ctrl-C when Ray's head node has just started, and SIGTERM in the block."""
