@@ -31,7 +31,7 @@ from typing import Any
 
 import ray
 
-from steepest import DistributedSGD
+from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, help="of a turn (default: the workload's)")
+    parser.add_argument("--chunk-bytes", type=int, help="of our strategy (default: its own choice)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
     options = parser.parse_args(arguments)
     if options.workers > 1 and options.framework == "jax":
@@ -53,10 +54,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if begun:
         ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
-        found = {
-            name: measure(framework, name, options.workers, options.rounds, options.steps)
-            for name in names
-        }
+        found = {name: measure(framework, name, options) for name in names}
     finally:
         if begun:
             ray.shutdown()
@@ -65,15 +63,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     return found
 
 
-def measure(
-    framework: Any, name: str, workers: int, rounds: int, steps: int | None
-) -> dict[str, list[float]]:
+def measure(framework: Any, name: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds per step of each contender, one entry a round; prints the table."""
-    workload = framework.WORKLOADS[name]
-    steps = steps or workload.steps
+    workload, workers = framework.WORKLOADS[name], options.workers
+    steps = options.steps or workload.steps
     rivals = start_rivals(framework, workload, workers)
     times: dict[str, list[float]] = {"plain": [], "steepest": []}
-    strategy = "ps" if workers == 1 else "allreduce"
+    ours = ParameterServerStrategy if workers == 1 else AllreduceStrategy
+    strategy = ours(chunk_bytes=options.chunk_bytes)
     with DistributedSGD(
         framework.model_creator(workload), num_workers=workers, strategy=strategy
     ) as sgd:
@@ -83,7 +80,7 @@ def measure(
         }
         for turn in turns.values():
             turn()  # compiles
-        for number in range(rounds):
+        for number in range(options.rounds):
             for who in turns if number % 2 == 0 else reversed(turns):
                 times[who].append(turns[who]() / steps)
     for rival in rivals:

@@ -5,7 +5,7 @@ A server that holds chunks of a model with such an optimizer needs JAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -45,7 +45,7 @@ class OptaxRule:
         self.x64 = x64
         self._forms: dict[Any, Form] = {}
         self._begin = jax.jit(self._begun, static_argnums=0)
-        self._advance = jax.jit(self._advanced, static_argnums=0)
+        self._advance = jax.jit(self._advanced, static_argnums=0, donate_argnames="states")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OptaxRule, (self.transformation, self.skeleton, self.x64)
@@ -82,7 +82,11 @@ class OptaxRule:
     def advance(
         self, names: tuple[str, ...], values: Any, gradients: Any, states: Any, factor: Any
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Return the values and states of some slices after one update, times a factor."""
+        """Return the values and states of some slices after one update, times a factor.
+
+        States that are JAX's arrays must not be used again: the new ones take their memory, unless a
+        tensor shares it.
+        """
         values, states = self._advance(names, values, gradients, states, factor)
         return jax.block_until_ready((values, states))  # type: ignore[no-any-return]
 
@@ -114,6 +118,33 @@ def _path_of(skeleton: Any, name: str) -> Any:
 
 def _distinct(keys: Sequence[str]) -> bool:
     return len(set(keys)) == len(keys)
+
+
+class _State(MutableMapping[str, torch.Tensor]):
+    """One tensor's state by key: JAX's arrays from step to step, tensors for whoever asks.
+
+    Attributes:
+        arrays: JAX's, or tensors that were set.
+    """
+
+    def __init__(self, arrays: dict[str, Any]) -> None:
+        self.arrays = arrays
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        value = self.arrays[key]
+        return value if isinstance(value, torch.Tensor) else to_torch(value)
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        self.arrays[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.arrays[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
 
 
 class OptaxOptimizer(torch.optim.Optimizer):
@@ -184,7 +215,7 @@ class OptaxOptimizer(torch.optim.Optimizer):
         found, states = self._rule.advance(names, values, gradients, states, scale)
         for i, (tensor, state, (keys, _, _)) in enumerate(zip(tensors, states, forms, strict=True)):
             np.copyto(values[i], np.asarray(found[i]))
-            self.state[tensor] = dict(zip(keys, map(to_torch, state), strict=True))
+            self.state[tensor] = _State(dict(zip(keys, state, strict=True)))
 
     def _form(self, name: str, tensor: torch.Tensor, value: Any) -> Form:
         if tensor not in self._forms:
@@ -203,8 +234,10 @@ class OptaxOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"the state of {name!r} has {sorted(state)}, its optax transformation has {keys}"
             )
+        kept = state.arrays if isinstance(state, _State) else state
         return [
-            to_numpy(state[key].reshape(shape)) for key, shape in zip(keys, shapes, strict=True)
+            to_numpy(kept[key].reshape(shape)) if isinstance(kept[key], torch.Tensor) else kept[key]
+            for key, shape in zip(keys, shapes, strict=True)
         ]
 
 
