@@ -167,3 +167,20 @@ def test_the_learning_rate_is_a_factor_of_the_updates() -> None:
         optimizer.step()
         updates.append(parameter.detach())
     assert torch.allclose(updates[0] * 0.25, updates[1], rtol=1e-12)
+
+
+def test_state_that_was_taken_stays_as_it_was_and_state_that_was_set_is_used() -> None:
+    spec = optax_spec(optax.sgd(0.1, momentum=0.5), {"b": drawn(0)["b"]}, "b", x64=True)
+    parameter = torch.nn.Parameter(torch.zeros(256, 130, dtype=torch.float64))
+    optimizer, _ = spec.build([("b", parameter)])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    (key,) = state
+    taken = state[key]
+    optimizer.step()  # in the memory of the state, unless a tensor has it
+    assert torch.equal(taken, torch.ones_like(taken))
+    assert torch.equal(optimizer.state[parameter][key], torch.full_like(taken, 1.5))
+    optimizer.state[parameter][key] = torch.full_like(taken, 8.0)
+    optimizer.step()
+    assert torch.equal(optimizer.state[parameter][key], torch.full_like(taken, 5.0))
