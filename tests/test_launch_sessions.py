@@ -156,11 +156,17 @@ def test_a_ray_that_uses_tls_is_not_asked_in_plain_words(
 
 
 @pytest.mark.parametrize(
-    "address", ["auto", "ray://10.0.0.1:10001", "10.0.0.1", "10.0.0.1:0", "10.0.0.1:65536", ":6379"]
-)
+    "address",
+    [
+        "auto", "ray://10.0.0.1:10001", "10.0.0.1", "10.0.0.1:0", "10.0.0.1:65536", ":6379",
+        "fd00::1", "fd00::1:6379", "[fd00::1]",
+    ],
+)  # fmt: skip
 def test_an_address_that_is_none_is_refused(calls: Calls, address: str) -> None:
     with (
-        pytest.raises(ConfigurationError, match=f"must be 'host:port'.* not '{address}'"),
+        pytest.raises(
+            ConfigurationError, match=f"must be 'host:port'.* not '{re.escape(address)}'"
+        ),
         existing(address),
     ):
         pytest.fail("the block must not run")
@@ -181,6 +187,19 @@ def test_an_address_where_nothing_listens_is_refused_at_once(calls: Calls) -> No
     ):
         pytest.fail("the block must not run")
     assert calls.made == []
+
+
+def test_an_address_of_ipv6(calls: Calls) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            port = server.getsockname()[1]
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with (
+        pytest.raises(ConfigurationError, match=rf"no Ray at \[::1\]:{port}: .*refused"),
+        existing(f"[::1]:{port}"),
+    ):
+        pytest.fail("the block must not run")
 
 
 def test_an_address_that_does_not_answer_is_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

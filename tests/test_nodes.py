@@ -46,52 +46,27 @@ def until(output: object, line: str) -> str:
 @pytest.fixture
 def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
     """A Ray cluster of two nodes with two CPUs each; programs run in the first one's namespace."""
-    place = Place()
-    spaces = (f"sp{place.mark[:6]}a", f"sp{place.mark[:6]}b")
+    with ray_nodes(ADDRESSES) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def namespaces(mark: str, addresses: tuple[str, str]) -> Iterator[tuple[str, str]]:
+    """Two network namespaces, joined by a veth pair whose ends have these addresses."""
+    spaces = (f"sp{mark[:6]}a", f"sp{mark[:6]}b")
     try:
         for space in spaces:
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
-        ip(
-            "link",
-            "add",
-            "spa",
-            "netns",
-            spaces[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "spb",
-            "netns",
-            spaces[1],
-        )
-        for space, device, address in zip(spaces, ("spa", "spb"), ADDRESSES, strict=True):
-            ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
+        peer = ("peer", "name", "spb", "netns", spaces[1])
+        ip("link", "add", "spa", "netns", spaces[0], "type", "veth", *peer)
+        for space, device, address in zip(spaces, ("spa", "spb"), addresses, strict=True):
+            # an IPv6 address can be used at once if nobody asks whether others have it
+            given = (f"{address}/64", "nodad") if ":" in address else (f"{address}/24",)
+            ip("-n", space, "addr", "add", *given, "dev", device)
             ip("-n", space, "link", "set", device, "up")
-        place.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.mark * 2}
-        common = ["--num-cpus=2", "--block", "--disable-usage-stats"]
-        head = [
-            f"--node-ip-address={ADDRESSES[0]}",
-            "--head",
-            f"--port={PORT}",
-            "--include-dashboard=false",
-        ]
-        other = [f"--node-ip-address={ADDRESSES[1]}", f"--address={ADDRESSES[0]}:{PORT}"]
-        started = []
-        for space, arguments in zip(spaces, (head, other), strict=True):
-            process = place.start(
-                "ip", "netns", "exec", space, sys.executable, *RAY, "start", *arguments, *common
-            )
-            started.append(process)
-            until(process.stdout, "runtime started")
-        place.environment["RAY_ADDRESS"] = f"{ADDRESSES[0]}:{PORT}"
-        yield place, spaces
-        place.kill()
-        for process in started:
-            process.communicate(timeout=20)
+        yield spaces
     finally:
-        place.kill()
         for space in spaces:
             inside = subprocess.run(
                 ["ip", "netns", "pids", space], check=False, capture_output=True, timeout=20
@@ -104,6 +79,38 @@ def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
             subprocess.run(
                 ["ip", "netns", "delete", space], check=False, capture_output=True, timeout=20
             )
+
+
+@contextlib.contextmanager
+def ray_nodes(addresses: tuple[str, str]) -> Iterator[tuple[Place, tuple[str, str]]]:
+    """A Ray cluster of two nodes with two CPUs each, at these addresses, in namespaces of their own."""
+    place = Place()
+    try:
+        with namespaces(place.mark, addresses) as spaces:
+            place.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.mark * 2}
+            first = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+            common = ["--num-cpus=2", "--block", "--disable-usage-stats"]
+            head = [
+                f"--node-ip-address={addresses[0]}",
+                "--head",
+                f"--port={PORT}",
+                "--include-dashboard=false",
+            ]
+            other = [f"--node-ip-address={addresses[1]}", f"--address={first}:{PORT}"]
+            started = []
+            for space, arguments in zip(spaces, (head, other), strict=True):
+                process = place.start(
+                    "ip", "netns", "exec", space, sys.executable, *RAY, "start", *arguments, *common
+                )
+                started.append(process)
+                until(process.stdout, "runtime started")
+            place.environment["RAY_ADDRESS"] = f"{first}:{PORT}"
+            yield place, spaces
+            place.kill()
+            for process in started:
+                process.communicate(timeout=20)
+    finally:
+        place.kill()
         shutil.rmtree(place.directory, ignore_errors=True)
 
 

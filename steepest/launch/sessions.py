@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 from collections.abc import Callable, Iterator
 
@@ -126,16 +127,16 @@ def _host_and_port(address: str) -> tuple[str, int]:
     """Return the parts of an address.
 
     Raises:
-        ConfigurationError: it is not "host:port".
+        ConfigurationError: it is not "host:port" or, over IPv6, "[host]:port".
     """
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+    found = re.fullmatch(r"(?:\[([^][/]+)\]|([^][/:]+)):(\d+)", address, re.ASCII)
+    if found is None or not 0 < int(found[3]) < 65536:
         raise ConfigurationError(
-            f"the address of a running Ray must be 'host:port', as `ray start --head` prints it, not "
-            f"{address!r}; a ray:// client is not enough, since the driver and the workers talk to "
-            "each other: run on a node of the cluster"
+            f"the address of a running Ray must be 'host:port', as `ray start --head` prints it "
+            f"('[host]:port' over IPv6), not {address!r}; a ray:// client is not enough, since the driver and the "
+            "workers talk to each other: run on a node of the cluster"
         )
-    return host.strip("[]"), int(port)
+    return found[1] or found[2], int(found[3])
 
 
 def _knock(host: str, port: int, timeout: float) -> None:
@@ -149,6 +150,7 @@ def _knock(host: str, port: int, timeout: float) -> None:
         DeadlineError: there was no answer in time.
     """
     answer = b""
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         with socket.create_connection((host, port), timeout) as connection:
             if ray_uses_tls():
@@ -158,18 +160,18 @@ def _knock(host: str, port: int, timeout: float) -> None:
                 answer += part
     except TimeoutError:
         raise DeadlineError(
-            f"nothing at {host}:{port} answered within {timeout:g} s: is the head node up, is this the "
+            f"nothing at {where} answered within {timeout:g} s: is the head node up, is this the "
             "port of its control store (GCS), and does a firewall let this machine through?"
         ) from None
     except ConnectionResetError:
         pass  # by something that has not understood
     except OSError as error:
         raise ConfigurationError(
-            f"no Ray at {host}:{port}: {error}; start one there with `ray start --head --port={port}`, "
+            f"no Ray at {where}: {error}; start one there with `ray start --head --port={port}`, "
             "or correct the address"
         ) from None
     if answer[3:4] != _SETTINGS[3:4]:
         raise ConfigurationError(
-            f"what listens at {host}:{port} is not the control store (GCS) of a Ray: give the address "
+            f"what listens at {where} is not the control store (GCS) of a Ray: give the address "
             "that `ray start --head` printed, not that of the dashboard"
         )

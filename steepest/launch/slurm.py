@@ -29,7 +29,9 @@ export PYTHONPATH="$PWD${{PYTHONPATH:+:$PYTHONPATH}}" JOB_FOLDER="$job"
 # The first node is the one that runs this file. Its name may stand for a loopback address there.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ip=$(getent ahostsv4 "${{hosts[0]}}" | awk '$1 !~ /^127\./ {{print $1; exit}}' || true)
-export RAY_ADDRESS="${{ip:-$(hostname -I | awk '{{print $1}}')}}:{port}"
+ip=${{ip:-$(hostname -I | awk '{{print $1}}')}}
+case "$ip" in *:*) ip="[$ip]" ;; esac
+export RAY_ADDRESS="$ip:{port}"
 
 # What Ray runs on the first node. Its exit status is kept, because Ray's own may say nothing of it.
 cat > "$job/program" <<'END'
