@@ -13,11 +13,11 @@ import torch
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import MANIFEST, Checkpoint
-from steepest.checkpoint.places import ObjectUrl, Place
-from steepest.checkpoint.storage import storage_of
 from steepest.errors import CheckpointError
 from steepest.observe.history_file import history_file
-from steepest.tensors.safetensors_file import no_progress
+from steepest.storage.blocks import no_progress
+from steepest.storage.files import storage_of
+from steepest.storage.places import ObjectUrl, Place
 from tests.reference import same_bits
 from tests.test_checkpoint import content
 
@@ -106,24 +106,48 @@ class StorageContract:
         storage, worked_on = storage_of(place), []
         storage.make(place)
         file = place / "manifest"
-        storage.commit(file, b"first", "1", False, worked_on.append)
-        storage.commit(file, b"second", "2", True, no_progress)
+        assert storage.version(file) is None
+        storage.commit(file, b"first", "1", None, worked_on.append)
+        first = storage.version(file)
+        storage.commit(file, b"second", "2", first, no_progress)
         assert storage.read(file) == b"second"
         assert len(worked_on) == 1
-        if isinstance(place, ObjectUrl):  # a directory has a lock
+        for replaced in (None, first):
             with pytest.raises(FileExistsError, match=str(file)):
-                storage.commit(file, b"third", "3", False, no_progress)
-            assert storage.read(file) == b"second"
-        assert names(place) == ["manifest"]
+                storage.commit(file, b"third", "3", replaced, no_progress)
+        assert storage.read(file) == b"second"
+        second = storage.version(file)
+        storage.remove(file)
+        with pytest.raises(FileExistsError, match=f"removed.*{file}|{file}.*removed"):
+            storage.commit(file, b"third", "3", second, no_progress)
+        assert not storage.exists(file)
+
+    def test_a_file_is_replaced_as_a_whole(self, place: Place) -> None:
+        storage = storage_of(place)
+        storage.make(place)
+        file = place / "table"
+        storage.replace(file, blocks(b"one", b"two"))
+        if str(place).startswith("memory://"):  # whose files are seen as they grow
+            return
+
+        def torn() -> Iterator[memoryview]:
+            yield memoryview(b"three")
+            assert storage.read(file) == b"onetwo"
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            storage.replace(file, torn)
+        assert storage.read(file) == b"onetwo"
+        assert names(place) == ["table"]
 
     def test_of_many_who_create_at_once_one_does(self, place: Place) -> None:
         if not isinstance(place, ObjectUrl):
-            pytest.skip("a directory has a lock")
+            pytest.skip("a directory is looked at just before")
         done: list[bytes] = []
 
         def create(content: bytes) -> None:
             try:
-                storage_of(place).commit(place / "manifest", content, "", False, no_progress)
+                storage_of(place).commit(place / "manifest", content, "", None, no_progress)
             except FileExistsError:
                 return
             done.append(content)
@@ -178,6 +202,41 @@ class StorageContract:
         assert holds(place, 2.0)
         files.write(place, content(4.0, 4))
         assert holds(place, 4.0)
+        assert len(names(place)) == 4
+
+    @pytest.mark.parametrize("there", [False, True])
+    @pytest.mark.parametrize("when", ["weights-", MANIFEST])
+    def test_of_two_writers_at_once_one_is_refused_and_the_other_stays_whole(
+        self, place: Place, there: bool, when: str
+    ) -> None:
+        if there:
+            files.write(place, content(1.0, 1))
+        calls: list[object] = []
+
+        def other(file: object) -> None:
+            if when in str(file) and not calls:
+                calls.append(file)
+                files.write(place, content(2.0, 2))
+
+        with pytest.raises(CheckpointError, match=f"cannot write a checkpoint to {place}: "):
+            files.write(place, content(3.0, 3), other)
+        assert holds(place, 2.0)
+        files.write(place, content(4.0, 4))
+        assert holds(place, 4.0)
+        assert len(names(place)) == 4
+
+    def test_what_another_writes_while_old_files_are_removed_stays(self, place: Place) -> None:
+        files.write(place, content(1.0, 1))
+        committed: list[object] = []
+
+        def other(file: object) -> None:
+            if "optimizer-1-" in str(file):
+                committed.append(file)
+                files.write(place, content(3.0, 3))
+
+        files.write(place, content(2.0, 2), other)
+        assert committed
+        assert holds(place, 3.0)
         assert len(names(place)) == 4
 
     def test_damage_is_found(self, place: Place) -> None:

@@ -147,7 +147,7 @@ def test_the_only_whole_one_stays_until_another_is_whole(
         with pytest.raises(CheckpointError, match="No space left"):
             put(directory, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("steepest.checkpoint.storage.shutil.rmtree", full)
+        patch.setattr("steepest.storage.files.shutil.rmtree", full)
         put(directory, 4)
     assert (kept(tmp_path), newest(tmp_path)) == ([1, 4], 4)  # one stays half deleted
     put(directory, 5)

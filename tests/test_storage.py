@@ -16,13 +16,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from steepest import Checkpoints, DistributedSGD
-from steepest.checkpoint import files, object_storage
+from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
-from steepest.checkpoint.object_storage import ObjectStorage, Patience
-from steepest.checkpoint.places import ObjectUrl, Place, StorageError, place_of
 from steepest.checkpoint.prefix_lease import LEASES, LeaseTimes, PrefixLease
-from steepest.checkpoint.storage import storage_of
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.storage import object_storage
+from steepest.storage.files import storage_of
+from steepest.storage.object_storage import ObjectStorage, Patience
+from steepest.storage.places import ObjectUrl, Place, StorageError, place_of
 from steepest.testing.simulation import Simulation, run_config
 from tests.reference import same_bits
 from tests.storage_contract import StorageContract, blocks, holds, kept, names
@@ -113,7 +114,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(given: str) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steepest.checkpoint.places.find_spec", lambda name: None)
+    monkeypatch.setattr("steepest.storage.places.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"pip install 'steepest\[storage\]'"):
         place_of("s3://bucket/run")
     with pytest.raises(ConfigurationError, match="pip install gcsfs"):

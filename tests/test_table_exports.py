@@ -23,6 +23,8 @@ from steepest.checkpoint import files
 from steepest.cluster.table_export import joined_rows
 from steepest.engine import table_chunk
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.storage.files import storage_of
+from steepest.storage.places import place_of
 from steepest.tables.eviction import LRU
 from tests.table_jobs import FIRST, IDS, trainer, words
 
@@ -157,6 +159,38 @@ def test_an_export_is_a_file(tmp_path: Path) -> None:
     assert torch.equal(found.values, whole.values)
     assert load_file(path).keys() == {"ids", "values", "removed"}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["changes", "words.safetensors"]
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_an_export_is_a_file_at_a_url(tmp_path: Path, scheme: str) -> None:
+    url = f"memory://{tmp_path.name}" if scheme == "memory" else f"file://{tmp_path}"
+    with trainer(words(), ParameterServerStrategy(num_servers=2)) as sgd:
+        sgd.fit(epochs=1, progress=False)
+        sgd.export_table("words").save(f"{url}/words.safetensors")
+        sgd.fit(epochs=1, progress=False)
+        earlier = ExportedTable.load(f"{url}/words.safetensors")
+        sgd.export_table("words", since=earlier).save(f"{url}/changes")
+        sgd.export_table("words", since=earlier).save(f"{url}/changes")
+        whole = sgd.export_table("words")
+    found = earlier.updated(ExportedTable.load(f"{url}/changes"))
+    assert torch.equal(found.ids, whole.ids)
+    assert torch.equal(found.values, whole.values)
+    storage = storage_of(place_of(url))
+    assert {file.name for file in storage.files(place_of(url))} == {"words.safetensors", "changes"}
+    damaged = storage.read(place_of(f"{url}/changes"))[:-1]
+    storage.write(place_of(f"{url}/changes"), lambda: iter([memoryview(damaged)]))
+    for name in ("changes", "missing"):
+        with pytest.raises(CheckpointError, match=f"no whole exported table at {url}/{name}"):
+            ExportedTable.load(f"{url}/{name}")
+
+
+def test_urls_of_other_kinds_are_refused_and_not_repeated() -> None:
+    table = ExportedTable("t", torch.tensor([1]), torch.ones(1, 3))
+    for use in (table.save, ExportedTable.load):
+        for url in ("ftp://a/b", "s3://key:secret@a/b"):
+            with pytest.raises(ConfigurationError, match="://") as caught:
+                use(url)
+            assert "secret" not in str(caught.value)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from steepest.errors import CheckpointError, ConfigurationError
+from steepest.storage.files import storage_of
+from steepest.storage.places import place_of
 from steepest.tensors.dtypes import as_bytes
+from steepest.tensors.safetensors_file import write_tensors
 
 _FORMAT = "steepest table 1"
 _TENSORS = ("ids", "values", "removed")
@@ -117,33 +118,39 @@ class ExportedTable:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with "ids", "values" and "removed"; replace it in one step.
 
+        Args:
+            path: of the file, or a URL such as ``s3://bucket/words.safetensors``.
+
         Raises:
             CheckpointError: it cannot be written.
+            ConfigurationError: a URL of a kind that is not known.
         """
-        path = Path(path)
+        place = place_of(path)
         tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
         about = {
             "format": _FORMAT,
             "sha256": _digest(tensors),
             "about": json.dumps([self.name, self.version, self.place, self.base]),
         }
-        unfinished = path.with_name(f".{path.name}.unfinished")
         try:
-            save_file(tensors, unfinished, about)
-            os.replace(unfinished, path)
-        except (OSError, SafetensorError) as error:
-            unfinished.unlink(missing_ok=True)
+            write_tensors(place, tensors, write=storage_of(place).replace, metadata=about)
+        except OSError as error:
             raise CheckpointError(f"cannot write table {self.name!r} to {path}: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> ExportedTable:
         """Return what `save` wrote.
 
+        Args:
+            path: as of `save`.
+
         Raises:
-            CheckpointError: the file is missing, damaged, or no such table.
+            CheckpointError: the file is missing, damaged, or no such table; or it cannot be read.
+            ConfigurationError: a URL of a kind that is not known.
         """
+        place = place_of(path)
         try:
-            with safe_open(path, "pt") as file:
+            with storage_of(place).on_disk(place) as copy, safe_open(copy, "pt") as file:
                 about = file.metadata() or {}
                 if about.get("format") != _FORMAT:
                     raise ValueError(f"its format is not {_FORMAT!r}")

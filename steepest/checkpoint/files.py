@@ -25,11 +25,12 @@ import torch
 
 from steepest.checkpoint import rows
 from steepest.checkpoint.manifest import KINDS, MANIFEST, TABLES, decode_manifest, encode_manifest
-from steepest.checkpoint.places import Place, StorageError, place_of
-from steepest.checkpoint.storage import storage_of
 from steepest.errors import CheckpointError, ConfigurationError, SteepestError
+from steepest.storage.blocks import Progress, no_progress
+from steepest.storage.files import storage_of
+from steepest.storage.places import Place, StorageError, place_of
 from steepest.tensors.layout import ParameterLayout
-from steepest.tensors.safetensors_file import Progress, no_progress, read_tensors, write_tensors
+from steepest.tensors.safetensors_file import read_tensors, write_tensors
 from steepest.validation import (
     require_choice,
     require_count,
@@ -375,7 +376,10 @@ def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress)
     try:
         progress(path)
         storage.make(path)
-        replace = storage.exists(path / MANIFEST)
+        # listed before the manifest is looked at: whoever writes one of these files now, and is not
+        # done yet, will find another manifest than it knew, and remove its own
+        old = storage.files(path)
+        replaced = storage.version(path / MANIFEST)
         for kind in KINDS:
             files[kind] = written(f"{kind}-{stamp}", getattr(checkpoint, kind))
         files[TABLES] = []
@@ -385,7 +389,7 @@ def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress)
             about = {**about, **checkpoint.rows.about()}
         manifest = encode_manifest(files, about)
         asked = True
-        storage.commit(path / MANIFEST, manifest, stamp, replace, progress)
+        storage.commit(path / MANIFEST, manifest, stamp, replaced, progress)
     except BaseException as error:
         if not asked or isinstance(error, (FileExistsError, SteepestError)):
             storage.discard(begun)
@@ -393,24 +397,25 @@ def write(path: Place, checkpoint: Checkpoint, progress: Progress = no_progress)
         if isinstance(error, OSError) and not isinstance(error, SteepestError):
             raise CheckpointError(f"cannot write a checkpoint to {path}: {error}") from error
         raise
-    with contextlib.suppress(OSError):  # those that stay do no harm
-        _clear(path, begun, progress)
+    _clear(path, old, progress)
     return Link(path.name, hashlib.sha256(manifest).hexdigest())
 
 
-def _clear(path: Place, kept: Sequence[Place], progress: Progress) -> None:
+def _clear(path: Place, old: Sequence[Place], progress: Progress) -> None:
     """Remove the files of the last checkpoint at a path, and those that a crash has left.
 
-    Raises:
-        OSError: they cannot be listed.
+    Args:
+        path: of the checkpoint.
+        old: the files that were there before this one.
+        progress: called with each file that is removed.
     """
     storage = storage_of(path)
-    for old in storage.files(path):
-        mine = old.name.endswith(".safetensors") and old.name.split("-")[0] in (*KINDS, TABLES)
-        if old not in kept and (mine or old.name.startswith(f".{MANIFEST}-")):
-            progress(old)
-            with contextlib.suppress(OSError):
-                storage.remove(old)
+    for file in old:
+        mine = file.name.endswith(".safetensors") and file.name.split("-")[0] in (*KINDS, TABLES)
+        if mine or file.name.startswith(f".{MANIFEST}-"):
+            progress(file)
+            with contextlib.suppress(OSError):  # those that stay do no harm
+                storage.remove(file)
 
 
 def read(path: Place) -> Checkpoint:

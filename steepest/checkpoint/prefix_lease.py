@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steepest.checkpoint.object_storage import ObjectStorage, Patience
-from steepest.checkpoint.places import ObjectUrl
 from steepest.errors import CheckpointError
+from steepest.storage.object_storage import ObjectStorage, Patience
+from steepest.storage.places import ObjectUrl
 
 log = logging.getLogger(__name__)
 LEASES = "lease"

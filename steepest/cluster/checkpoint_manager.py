@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from steepest.checkpoint import files
 from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.checkpoint.files import Checkpoints
-from steepest.checkpoint.places import Place, place_of
 from steepest.cluster.checkpoint_writer import Writer
 from steepest.cluster.directory_lock import DirectoryLock
 from steepest.cluster.job_state import JobState
@@ -33,7 +32,8 @@ from steepest.messages.snapshots import Bases
 from steepest.observe.evaluations import best_of, value_of
 from steepest.observe.history_file import history_file
 from steepest.observe.results import EvaluationResult, StepResult
-from steepest.tensors.safetensors_file import Progress
+from steepest.storage.blocks import Progress
+from steepest.storage.places import Place, place_of
 
 log = logging.getLogger(__name__)
 _TRIES = 3

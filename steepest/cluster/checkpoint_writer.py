@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from steepest.errors import CheckpointError
-from steepest.tensors.safetensors_file import Progress
+from steepest.storage.blocks import Progress
 
 
 @dataclass(eq=False)

@@ -9,9 +9,9 @@ import os
 from collections.abc import Callable
 
 from steepest.checkpoint.files import Checkpoints
-from steepest.checkpoint.places import ObjectUrl, place_of
 from steepest.checkpoint.prefix_lease import PrefixLease
 from steepest.errors import CheckpointError
+from steepest.storage.places import ObjectUrl, place_of
 
 log = logging.getLogger(__name__)
 _UNSUPPORTED = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from steepest.checkpoint.object_storage import ObjectStorage
-from steepest.checkpoint.places import ObjectUrl, Place
+from steepest.storage.object_storage import ObjectStorage
+from steepest.storage.places import ObjectUrl, Place
 
 HISTORY = "history.jsonl"
 _SEGMENTS = "history"

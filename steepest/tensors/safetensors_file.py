@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from steepest.storage.blocks import Blocks, Progress, no_progress, write_blocks
 from steepest.tensors.dtypes import as_bytes
 
 _NAMES = {
@@ -28,34 +28,7 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
 _BLOCK = 4 << 20
-_SYNC = 256 << 20  # bytes after which the writer waits for the disk: then progress is real
-
-#: Called with the path or URL of the file that is written, before the first and after each block of it.
-Progress = Callable[[object], None]
-#: The blocks of a file, from the first one whenever it is called.
-Blocks = Callable[[], Iterator[memoryview]]
 File = TypeVar("File")
-
-
-def no_progress(path: object) -> None:
-    """Do nothing."""
-
-
-def write_blocks(path: Path, blocks: Blocks) -> None:
-    """Write a file, and return when it is on the disk.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    unsynced = 0
-    with open(path, "wb") as file:
-        for block in blocks():
-            file.write(block)
-            unsynced += len(block)
-            if unsynced >= _SYNC:
-                _sync(file)
-                unsynced = 0
-        _sync(file)
 
 
 def write_tensors(
@@ -63,6 +36,7 @@ def write_tensors(
     tensors: Mapping[str, torch.Tensor],
     progress: Progress = no_progress,
     write: Callable[[File, Blocks], None] = write_blocks,  # type: ignore[assignment]
+    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Write a safetensors file, and return when it is on the disk.
 
@@ -71,6 +45,7 @@ def write_tensors(
         tensors: by name, on the CPU.
         progress: called with `path` before the first and after each block.
         write: writes blocks of at most 4 MB to `path`; it may begin anew.
+        metadata: of the file; None for none.
 
     Returns:
         JSON-able: "sha256" of the file, and "dtypes" by name of what is stored as another dtype.
@@ -81,7 +56,7 @@ def write_tensors(
     progress(path)
     stored, dtypes = _to_stored(tensors)
     order = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))  # aligned
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0
     for name in order:
         value = stored[name]
@@ -134,11 +109,6 @@ def read_tensors(path: Path, about: Mapping[str, Any]) -> dict[str, torch.Tensor
         return _from_stored(load_file(path), about["dtypes"])
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype unknown to safetensors
         raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _to_stored(

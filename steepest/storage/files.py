@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from steepest.checkpoint.places import ObjectUrl, Place
-from steepest.tensors.safetensors_file import Blocks, Progress, write_blocks
+from steepest.storage.blocks import Blocks, Progress, write_blocks
+from steepest.storage.places import ObjectUrl, Place
 
 P = TypeVar("P")
 
@@ -33,6 +33,9 @@ class Storage(Protocol[P]):
     def exists(self, file: P) -> bool:
         """Return whether there is such a file."""
 
+    def version(self, file: P) -> str | None:
+        """Return a mark of what a file is now, which each write changes; None if there is no such file."""
+
     def read(self, file: P) -> bytes:
         """Return what a small file holds.
 
@@ -55,19 +58,25 @@ class Storage(Protocol[P]):
             blocks: of the file; called again when the write begins anew.
         """
 
-    def commit(self, file: P, data: bytes, stamp: str, replace: bool, progress: Progress) -> None:
+    def replace(self, file: P, blocks: Blocks) -> None:
+        """Write a file in blocks, as a whole: a reader sees all of it, or what was there before."""
+
+    def commit(
+        self, file: P, data: bytes, stamp: str, replaced: str | None, progress: Progress
+    ) -> None:
         """Write a small file in one step: a reader sees all of it, or what was there before.
 
         Args:
             file: its place.
             data: what it holds; no two writers write the same.
             stamp: a name that no other write has.
-            replace: whether the file was there when the writer began.
+            replaced: its `version` when the writer began.
             progress: called with the file that is worked on.
 
         Raises:
-            FileExistsError: an object store has got it since from another writer, and keeps that;
-                one writer at a time has a directory, by its lock.
+            FileExistsError: another writer has written or removed it since, and what is there stays.
+                S3 says so whenever it is; others, but for a file that was not there, unless both
+                write in the same moment.
         """
 
     def remove(self, file: P) -> None:
@@ -102,6 +111,14 @@ class LocalStorage:
         """Return whether there is such a file."""
         return file.exists()
 
+    def version(self, file: Path) -> str | None:
+        """Return the number of a file, which each commit makes anew, and the time of its last write."""
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            return None
+        return f"{found.st_ino} {found.st_mtime_ns}"
+
     def read(self, file: Path) -> bytes:
         """Return what a file holds."""
         return file.read_bytes()
@@ -114,14 +131,28 @@ class LocalStorage:
         """Write a file, and sync it."""
         write_blocks(file, blocks)
 
+    def replace(self, file: Path, blocks: Blocks) -> None:
+        """Write a file beside its place, sync it, and rename it."""
+        unfinished = file.with_name(f".{file.name}.unfinished")
+        try:
+            write_blocks(unfinished, blocks)
+            os.replace(unfinished, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise
+        _sync(file.parent)
+
     def commit(
-        self, file: Path, data: bytes, stamp: str, replace: bool, progress: Progress
+        self, file: Path, data: bytes, stamp: str, replaced: str | None, progress: Progress
     ) -> None:
-        """Write a file beside its place, sync it, and rename it; a lock excludes other writers."""
+        """Write a file beside its place, sync it, and rename it."""
         unfinished = file.with_name(f".{file.name}-{stamp}")
         progress(unfinished)
         unfinished.write_bytes(data)
         _sync(unfinished)
+        if self.version(file) != replaced:
+            raise FileExistsError(f"another process has written or removed {file} meanwhile")
         os.replace(unfinished, file)
         _sync(file.parent)
 
@@ -145,7 +176,7 @@ def storage_of(place: Place) -> Storage[Any]:
     """Return how files lie in a place."""
     if not isinstance(place, ObjectUrl):
         return LocalStorage()
-    from steepest.checkpoint.object_storage import ObjectStorage
+    from steepest.storage.object_storage import ObjectStorage
 
     return ObjectStorage.of(place.scheme)
 

@@ -19,9 +19,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from steepest.checkpoint.places import ObjectUrl, StorageError
 from steepest.errors import SteepestError
-from steepest.tensors.safetensors_file import Blocks, Progress
+from steepest.storage.blocks import Blocks, Progress
+from steepest.storage.places import ObjectUrl, StorageError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -113,18 +113,23 @@ class ObjectStorage:
 
     def exists(self, file: ObjectUrl) -> bool:
         """Return whether there is such an object."""
-        look = self._once("looking for", file, lambda: self._filesystem.info(str(file)))
         try:
-            return bool(self._persistently(look)["type"] != "directory")
+            found = self.attempt("looking for", file, lambda: self._filesystem.info(str(file)))
+            return bool(found["type"] != "directory")
         except FileNotFoundError:
             return False
 
+    def version(self, file: ObjectUrl) -> str | None:
+        """Return the store's own mark of what an object is; of an object in memory, when it was made."""
+        try:
+            found = self.attempt("looking for", file, lambda: self._filesystem.info(str(file)))
+        except FileNotFoundError:
+            return None
+        return str(found.get("ETag") or found.get("etag") or found.get("created"))
+
     def read(self, file: ObjectUrl) -> bytes:
         """Return what an object holds."""
-        found = self._persistently(
-            self._once("reading", file, lambda: self._filesystem.cat_file(str(file)))
-        )
-        return bytes(found)
+        return bytes(self.attempt("reading", file, lambda: self._filesystem.cat_file(str(file))))
 
     @contextlib.contextmanager
     def on_disk(self, file: ObjectUrl) -> Iterator[Path]:
@@ -183,15 +188,19 @@ class ObjectStorage:
         with contextlib.suppress(AttributeError):  # a file in memory is none that uploads
             target.closed = True
 
+    def replace(self, file: ObjectUrl, blocks: Blocks) -> None:
+        """Upload an object, which is there when its last part is; in memory it grows."""
+        self.write(file, blocks)
+
     def commit(
-        self, file: ObjectUrl, data: bytes, stamp: str, replace: bool, progress: Progress
+        self, file: ObjectUrl, data: bytes, stamp: str, replaced: str | None, progress: Progress
     ) -> None:
         """Write an object by one request."""
         progress(file)
-        if replace:
-            self.put(file, data)
-        else:
+        if replaced is None:
             self.create(file, data)
+        else:
+            self.exchange(file, data, replaced)
 
     def put(self, file: ObjectUrl, data: bytes) -> None:
         """Write a small object by one request, whatever was there."""
@@ -212,12 +221,44 @@ class ObjectStorage:
         create_once = self._once(
             "creating", file, lambda: self._filesystem.pipe_file(str(file), data, mode="create")
         )
+        self._on_condition(file, data, create_once)
+
+    def exchange(self, file: ObjectUrl, data: bytes, version: str) -> None:
+        """Write a small object by one request, unless another writer has changed it.
+
+        S3 looks for itself, in the same request; other stores are asked just before it.
+
+        Args:
+            file: its URL.
+            data: what it holds; no two writers write the same.
+            version: of what is to be replaced.
+
+        Raises:
+            FileExistsError: it is another one now, or was removed.
+        """
+        condition = {"IfMatch": version} if file.scheme == "s3" else {}
+        write_once = self._once(
+            "replacing", file, lambda: self._filesystem.pipe_file(str(file), data, **condition)
+        )
+
+        def exchange_once() -> None:
+            if self.version(file) != version:
+                raise FileExistsError(
+                    f"replacing {file}: another process has written or removed it meanwhile"
+                )
+            write_once()
+
+        self._on_condition(file, data, exchange_once)
+
+    def _on_condition(self, file: ObjectUrl, data: bytes, write_once: Callable[[], None]) -> None:
+        """Write a small object, where the store refuses to if there is another one."""
 
         def attempt() -> None:
             try:
-                create_once()
+                write_once()
             except FileExistsError:
-                if self.read(file) != data:  # else an earlier attempt was done, its answer lost
+                # else an earlier attempt was done, its answer lost
+                if not self.exists(file) or self.read(file) != data:
                     raise
 
         self._persistently(attempt)
@@ -266,6 +307,19 @@ class ObjectStorage:
             return found[0]
 
         return once
+
+    def attempt(self, step: str, url: ObjectUrl, call: Callable[[], T]) -> T:
+        """Return what a call returns that uses the file system; it is made again as all others are.
+
+        Args:
+            step: what it does, such as "reading".
+            url: where.
+            call: it.
+
+        Raises:
+            FileNotFoundError, FileExistsError, StorageError: of the last attempt.
+        """
+        return self._persistently(self._once(step, url, call))
 
     def _persistently(self, attempt: Callable[[], T]) -> T:
         """Make attempts until one succeeds, or fails in a way that stays, or too long has passed.
