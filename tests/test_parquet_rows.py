@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 import re
+import secrets
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from steepest import ParameterServerStrategy, TorchModel
@@ -21,6 +23,8 @@ from steepest.engine.job import ModelCreator
 from steepest.errors import ConfigurationError
 from steepest.messages.driver import Result
 from steepest.messages.message import Kind, Message, worker_peer
+from steepest.storage.files import storage_of
+from steepest.storage.places import place_of
 from steepest.testing import InProcessCluster
 from steepest.testing.inspection import replicas_of
 from tests.reference import sgd
@@ -108,6 +112,48 @@ def test_batches_are_the_rows_of_those_numbers(tmp_path: Path) -> None:
     flags = ParquetRows(folder, features=["number"], target="flag")
     assert next(halves.open([np.array([3])]))[1].dtype == torch.float32
     assert next(flags.open([np.array([3])]))[1].tolist() == [False]
+
+
+def uploaded(folder: Path, url: str) -> None:
+    """Copies files to a URL."""
+    place = place_of(url)
+    storage = storage_of(place)
+    for file in folder.iterdir():
+        content = file.read_bytes()
+        storage.write(place / file.name, lambda content=content: iter([memoryview(content)]))
+
+
+def test_rows_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, url = write(tmp_path / "rows", (7, 12, 5), 5), f"memory://{secrets.token_hex(4)}/rows"
+    uploaded(folder, url)
+    for where in (url, folder.as_uri()):
+        data = ParquetRows(where, features=["number"], target="half")
+        cluster = InProcessCluster(counting(data, BATCH * 2), num_workers=2, shuffle=1)
+        assert visits(cluster, ROWS // (BATCH * 2)) == [1] * ROWS
+    data = ParquetRows(url, features=["number"], target="half")
+    place, opened, down = (
+        place_of(url),
+        MemoryFileSystem._open,
+        [OSError("reset"), OSError("reset")],
+    )
+
+    def flaky(self: Any, *arguments: Any, **more: Any) -> Any:
+        if down:
+            raise down.pop()
+        return opened(self, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "_open", flaky)
+        assert next(data.open([np.array([3])]))[1].tolist() == [3.5]
+        assert down == []
+        down[:] = [PermissionError("denied to AKIAIOSFODNN7EXAMPLE")]
+        with pytest.raises(ConfigurationError, match=f"reading {url}.*denied") as caught:
+            next(data.open([np.array([12])]))
+        assert "AKIA" not in str(caught.value)
+    storage_of(place).remove_folder(place)
+    with pytest.raises(ConfigurationError, match=f"{url}: FileNotFoundError"):
+        next(data.open([np.array([20])]))
+    assert f"{url} has no Parquet files" in refused(url)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -224,7 +270,10 @@ def test_files_that_change_or_go_are_refused(tmp_path: Path) -> None:
 def test_a_directory_without_rows_is_refused(tmp_path: Path) -> None:
     assert "has no Parquet files that this machine can see" in refused(tmp_path / "none")
     assert "the files have no rows" in refused(write(tmp_path / "rows", (0,)))
-    assert "pyarrow cannot open 'nowhere://x'" in refused("nowhere://x")  # type: ignore[arg-type]
+    for url in ("nowhere://x/y", "s3://key:secret@x/y"):
+        assert f"{url[:4]}" in (said := refused(url))  # type: ignore[arg-type]
+        assert "secret" not in said
+    assert "pyarrow cannot open 'hdfs" in refused("hdfs://nowhere:1/x")  # type: ignore[arg-type]
 
 
 class Frame:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,11 @@ import torch
 
 from steepest.data.sources import Blocks, Indices
 from steepest.errors import ConfigurationError
+from steepest.storage.object_storage import ObjectStorage, filesystem
+from steepest.storage.places import ObjectUrl, Place, place_of
 from steepest.validation import require_count
 
+T = TypeVar("T")
 _NUMBERS = r"tinyint|smallint|int|bigint|float|double|boolean"
 
 
@@ -31,8 +35,9 @@ class ParquetRows:
     bool for booleans.
 
     Args:
-        directory: that all workers' machines can read under this name, or a URL that pyarrow knows
-            (hdfs://, s3://, gs://).
+        directory: that all workers' machines can read under this name, or a URL: ``s3://``,
+            ``gs://`` and ``file://`` as those of checkpoints, ``hdfs://`` as pyarrow knows it,
+            ``memory://`` for data of this process alone.
         features: names of columns of numbers, or of arrays of numbers that have one length.
         target: the name of such a column.
 
@@ -48,16 +53,20 @@ class ParquetRows:
 
     def __init__(self, directory: str | Path, *, features: Sequence[str], target: str) -> None:
         self._features, self._target = _checked_columns(features, target)
-        self._place = str(directory)
-        filesystem, path = _open_place(self._place)
+        self._directory = _Directory(directory)
         self._groups: list[tuple[str, int]] = []
         rows: list[int] = []
-        for name in _file_names(filesystem, path, self._place):
-            found = self._check_file(filesystem, name)
+        for name in self._directory.file_names():
+            try:
+                found = self._check_file(name)
+            except OSError as error:
+                raise ConfigurationError(f"cannot read {name}: {error}") from error
             self._groups += [(name, group) for group, count in enumerate(found) if count]
             rows += [count for count in found if count]
         if not rows:
-            raise ConfigurationError(f"{self._place}: the files have no rows: give at least one")
+            raise ConfigurationError(
+                f"{self._directory}: the files have no rows: give at least one"
+            )
         self.blocks: Blocks = tuple(rows)
         self._borders = np.cumsum((0, *rows))
         self.size: int | None = int(self._borders[-1])
@@ -78,15 +87,14 @@ class ParquetRows:
                 torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True)
             )
 
-    def _check_file(self, filesystem: Any, name: str) -> list[int]:
+    def _check_file(self, name: str) -> list[int]:
         """Return the numbers of rows of a file's row groups.
 
         Raises:
             ConfigurationError: a column is missing, or holds no numbers, or nothing in some row.
         """
-        import pyarrow.parquet
 
-        with pyarrow.parquet.ParquetFile(name, filesystem=filesystem) as file:
+        def check(file: Any) -> list[int]:
             schema, about = file.schema_arrow, file.metadata
             for column in self._columns:
                 if column not in schema.names:
@@ -104,6 +112,8 @@ class ParquetRows:
                         raise _null(chunk.path_in_schema.split(".")[0], name)
             return [group.num_rows for group in groups]
 
+        return self._directory.read(name, check)
+
     @property
     def _columns(self) -> list[str]:
         return list(dict.fromkeys((*self._features, self._target)))
@@ -115,14 +125,14 @@ class ParquetRows:
             ConfigurationError: the file is gone or was changed, a value is missing, or arrays differ
                 in length.
         """
-        import pyarrow.parquet
+        import pyarrow
 
         if block not in self._kept:
             name, group = self._groups[block]
-            filesystem, _ = _open_place(self._place)
             try:
-                with pyarrow.parquet.ParquetFile(name, filesystem=filesystem) as file:
-                    table = file.read_row_group(group, columns=self._columns)
+                table = self._directory.read(
+                    name, lambda file: file.read_row_group(group, columns=self._columns)
+                )
             except (OSError, pyarrow.ArrowException) as error:
                 raise ConfigurationError(
                     f"{name} was readable when training began, and now is not: {error}; give a "
@@ -166,8 +176,8 @@ def from_dataframe(
         frame: a `pyspark.sql.DataFrame`.
         features: as `ParquetRows` has them.
         target: likewise.
-        directory: to be made by Spark: a path that all machines of the cluster have, or a URL
-            (hdfs://, s3://, gs://) that both Spark and pyarrow know.
+        directory: to be made by Spark: a path that all machines of the cluster have, or a URL as
+            `ParquetRows` has them, which Spark must know too (as ``s3a://`` it does).
         rows_per_block: rows of a file at most: those that are shuffled, and read, together.
 
     Raises:
@@ -191,13 +201,18 @@ def from_dataframe(
             )
         if not re.fullmatch(rf"({_NUMBERS})|array<({_NUMBERS})>", types[column]):
             raise ConfigurationError(_no_numbers(column, types[column]))
-    filesystem, path = _open_place(str(directory))
-    if _exists(filesystem, path):
+    where = _Directory(directory)
+    if str(where).startswith("memory://"):
+        raise ConfigurationError(
+            f"directory={str(directory)!r} is the memory of this process, in which Spark's executors "
+            "cannot write: give a path or URL that all machines of the cluster reach"
+        )
+    if where.exists():
         raise ConfigurationError(
             f"directory={str(directory)!r} is there already: open what was written there with "
             "ParquetRows, or give another"
         )
-    url = str(directory) if _is_url(directory) else Path(directory).absolute().as_uri()
+    url = str(directory) if "://" in str(directory) else Path(directory).absolute().as_uri()
     writer = frame.select(*columns).write.mode("errorifexists")
     writer.option("maxRecordsPerFile", rows_per_block).parquet(url)
     return ParquetRows(directory, features=chosen, target=target)
@@ -212,50 +227,100 @@ def _checked_columns(features: Sequence[str], target: str) -> tuple[tuple[str, .
     return tuple(features), target
 
 
-def _is_url(directory: str | Path) -> bool:
-    return "://" in str(directory)
+class _Directory:
+    """A directory of Parquet files: on this machine, in an object store, or in HDFS, where pyarrow reads.
 
-
-def _open_place(place: str) -> tuple[Any, str]:
-    """Return pyarrow's file system of a directory or URL, and the path in it."""
-    try:
-        import pyarrow
-        from pyarrow import fs
-    except ImportError:
-        raise ConfigurationError(
-            "Parquet files need pyarrow, which is not installed: pip install 'steepest[spark]'"
-        ) from None
-    if not _is_url(place):
-        return fs.LocalFileSystem(), str(Path(place).absolute())
-    try:
-        filesystem, path = fs.FileSystem.from_uri(place)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigurationError(f"pyarrow cannot open {place!r}: {error}") from error
-    return filesystem, path
-
-
-def _exists(filesystem: Any, path: str) -> bool:
-    from pyarrow import fs
-
-    return bool(filesystem.get_file_info(path).type != fs.FileType.NotFound)
-
-
-def _file_names(filesystem: Any, path: str, place: str) -> list[str]:
-    """Return the paths of the directory's Parquet files in the order of their names.
+    Args:
+        given: by the user.
 
     Raises:
-        ConfigurationError: there are none.
+        ConfigurationError: a URL of another kind, see `place_of`.
     """
-    from pyarrow import fs
 
-    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
-    names = sorted(f.path for f in found if re.fullmatch(r"[^._].*\.parquet", f.base_name))
-    if not names:
-        raise ConfigurationError(
-            f"{place} has no Parquet files that this machine can see: give a directory that all "
-            "machines of the cluster share, since executors write to it and workers read from it"
-        )
-    return names
+    def __init__(self, given: str | Path) -> None:
+        self._given = str(given)
+        hdfs = re.match(r"(hdfs|viewfs)://", self._given) is not None
+        self._place: Place | None = None if hdfs else place_of(given)
+
+    def __str__(self) -> str:
+        return self._given if self._place is None else str(self._place)
+
+    def exists(self) -> bool:
+        """Return whether it is there.
+
+        Raises:
+            ConfigurationError: it cannot be looked for.
+        """
+        system, path = self._open()
+        found = self._listed(lambda: system.get_file_info(path))
+        return bool(found.type.name != "NotFound")
+
+    def file_names(self) -> list[str]:
+        """Return the paths of its Parquet files in the order of their names.
+
+        Raises:
+            ConfigurationError: there are none, or they cannot be listed.
+        """
+        system, path = self._open()
+        from pyarrow import fs
+
+        selector = fs.FileSelector(path, allow_not_found=True)
+        found = self._listed(lambda: system.get_file_info(selector))
+        names = sorted(f.path for f in found if re.fullmatch(r"[^._].*\.parquet", f.base_name))
+        if not names:
+            raise ConfigurationError(
+                f"{self} has no Parquet files that this machine can see: give a directory that all "
+                "machines of the cluster share, since executors write to it and workers read from it"
+            )
+        return names
+
+    def read(self, name: str, use: Callable[[Any], T]) -> T:
+        """Return what a function makes of an open file; it may be called again.
+
+        Raises:
+            OSError, pyarrow.ArrowException: it cannot be read.
+        """
+        from pyarrow import parquet
+
+        def opened() -> T:
+            system, _ = self._open()
+            with parquet.ParquetFile(name, filesystem=system) as file:
+                return use(file)
+
+        return self._asked(opened)
+
+    def _open(self) -> tuple[Any, str]:
+        """Return pyarrow's file system of this process, and the path in it."""
+        try:
+            import pyarrow
+            from pyarrow import fs
+        except ImportError:
+            raise ConfigurationError(
+                "Parquet files need pyarrow, which is not installed: pip install 'steepest[spark]'"
+            ) from None
+        if isinstance(self._place, ObjectUrl):
+            handler = fs.FSSpecHandler(filesystem(self._place.scheme, os.getpid()))
+            return fs.PyFileSystem(handler), self._place.path
+        if self._place is not None:
+            return fs.LocalFileSystem(), str(self._place.absolute())
+        try:
+            system, path = fs.FileSystem.from_uri(self._given)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ConfigurationError(f"pyarrow cannot open {self._given!r}: {error}") from error
+        return system, path
+
+    def _listed(self, call: Callable[[], T]) -> T:
+        try:
+            return self._asked(call)
+        except OSError as error:
+            raise ConfigurationError(f"cannot look for Parquet files in {self}: {error}") from error
+
+    def _asked(self, call: Callable[[], T]) -> T:
+        """Return what a call returns; to an object store it has a deadline and is made again."""
+        if isinstance(self._place, ObjectUrl):
+            storage = ObjectStorage.of(self._place.scheme)
+            return storage.attempt("reading", self._place, call)
+        return call()
 
 
 def _check_type(column: str, kind: str) -> None:
