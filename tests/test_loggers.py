@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import secrets
 import shutil
 import struct
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from steepest import (
     AllreduceStrategy,
@@ -29,7 +32,10 @@ from steepest import (
     WandB,
 )
 from steepest.errors import ConfigurationError
+from steepest.observe import loggers
 from steepest.observe.loggers import Logger, Point
+from steepest.storage.files import storage_of
+from steepest.storage.places import place_of
 from steepest.testing.simulation import Simulation, run_config
 from tests.conftest import ROOT
 from tests.simulated_programs import quiet
@@ -203,6 +209,66 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     assert tags["evaluation/loss"] == [18]
     manifest = json.loads((max((tmp_path / "two").glob("0*")) / "manifest.json").read_text())
     assert manifest["runs"] == {f"TensorBoard {tmp_path / 'tb'}": str(run)}
+
+
+def copied(url: str, folder: Path) -> Path:
+    """The files of events at a URL, in a directory."""
+    place = place_of(url)
+    for file in storage_of(place).files(place):
+        folder.mkdir(exist_ok=True)
+        (folder / file.name).write_bytes(storage_of(place).read(file))
+    return folder
+
+
+@pytest.mark.parametrize("large", [4 << 20, 2000])
+def test_tensorboard_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    pytest.importorskip("tensorboardX")
+    monkeypatch.setattr(loggers, "_LARGE", large)
+    url = f"memory://{secrets.token_hex(4)}/tb"
+    died = Do(10, lambda: shutil.copytree(tmp_path / "one", tmp_path / "two", dirs_exist_ok=True))
+    program(tmp_path / "one", 10, TensorBoard(url, seconds=0.0), died)
+    program(tmp_path / "two", 18, TensorBoard(url, seconds=0.0))
+    manifest = json.loads((max((tmp_path / "two").glob("0*")) / "manifest.json").read_text())
+    run = manifest["runs"][f"TensorBoard {url}"]
+    assert run.startswith(f"{url}/")
+    folder = copied(run, tmp_path / "tb")
+    assert (len(list(folder.iterdir())) > 2) == (large == 2000)
+    tags, _ = scalars(folder)
+    assert tags["train/loss"] == list(range(1, 19))
+
+
+def test_tensorboard_uploads_later_what_a_store_has_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboardX")
+    url = f"memory://{secrets.token_hex(4)}/tb"
+    down = [OSError("down, with AKIAIOSFODNN7EXAMPLE")] * 3
+    put = MemoryFileSystem.pipe_file
+
+    def pipe_file(self: Any, path: str, value: bytes, **more: Any) -> None:
+        if down:
+            raise down.pop()
+        put(self, path, value, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    logger = TensorBoard(url, seconds=0.0)
+    run, _ = logger.open(None, 0)
+    caplog.set_level(logging.WARNING, "steepest")
+    for step in range(1, 7):
+        logger.take({"kind": "step", "step": step, "time": 1.0, "samples": 4, "loss": 0.5})
+    assert caplog.text.count("cannot log, tries again later") == 1
+    assert "AKIA" not in caplog.text
+    logger.close()
+    assert scalars(copied(run, tmp_path / "tb"))[0]["train/loss"] == list(range(1, 7))
+
+
+@pytest.mark.parametrize(
+    "given", ["ftp://a/b", "s3://key:wJalrXUtnFEMI@bucket/runs", "s3://bucket", "hdfs://a/b"]
+)
+def test_tensorboard_refuses_other_urls_at_once(given: str) -> None:
+    with pytest.raises(ConfigurationError, match="://") as caught:
+        TensorBoard(given)
+    assert "wJal" not in str(caught.value)
 
 
 def test_a_checkpoint_by_hand_has_the_run_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -14,10 +15,14 @@ from typing import Any, NamedTuple
 from steepest.errors import ConfigurationError
 from steepest.observe.history import History
 from steepest.observe.progress import Callback
+from steepest.storage.object_storage import ObjectStorage, Patience
+from steepest.storage.places import ObjectUrl, place_of
 from steepest.validation import require_count
 
 log = logging.getLogger(__name__)
 _CHUNK = 40  # points passed on at once: fewer than 1,000 numbers, which is what MLflow takes
+_LARGE = 4 << 20  # bytes of a file of events after which another begins, at a URL
+_BRIEF = Patience(call=30.0, retry=0.0)
 _DEATHS = ("replaced", "left", "recovered")
 _GROUPS = {"step": "train", "epoch": "epoch", "evaluation": "evaluation", "event": "event"}
 
@@ -95,6 +100,9 @@ class Logger(Callback):
         """Log points, in the order of their rows; what it raises has it called again later."""
         raise NotImplementedError
 
+    def store(self) -> None:
+        """Make what was logged durable, where `log` does not; what it raises has it called again later."""
+
     def finish(self) -> None:
         """End the run, as far as this program is concerned."""
 
@@ -148,6 +156,7 @@ class Logger(Callback):
             while self._points:
                 self.log(self._points[:_CHUNK])
                 del self._points[:_CHUNK]
+            self.store()
             self._failing = False
         except Exception as error:  # noqa: BLE001 - a tracker's errors do not end training
             if not self._failing:
@@ -222,27 +231,46 @@ class TensorBoard(Logger):
     """Log to a directory that TensorBoard shows, each run in a directory of its own.
 
     Needs tensorboard or tensorboardX. The steps of a program that died, after its last checkpoint,
-    are hidden by those of the program that continues.
+    are hidden by those of the program that continues. Files of events are appended to, which no
+    object store can do: at a URL they grow in a temporary directory, are uploaded as they are when
+    rows are passed on, and end with 4 MB.
 
     Args:
-        directory: of all runs, as of ``tensorboard --logdir``.
+        directory: of all runs, as of ``tensorboard --logdir``, or a URL such as
+            ``s3://bucket/runs``.
         settings: as of `Logger`.
+
+    Raises:
+        ConfigurationError: a URL of a kind that is not known.
     """
 
     def __init__(self, directory: str | Path, **settings: Any) -> None:
         super().__init__(**settings)
-        self.key = f"TensorBoard {directory}"
-        self._directory = Path(directory)
+        self._directory = place_of(directory)
+        self.key = f"TensorBoard {self._directory}"
         self._writer: Any = None
+        self._uploads: _Uploads | None = None
+        self._folder = self._suffix = ""
+        self._purge: int | None = None
+        self._files = 0
 
     def open(self, run: str | None, step: int) -> tuple[str, Mapping[str, int]]:
         """Open another file of events in the run's directory."""
-        module = _load("TensorBoard", "torch.utils.tensorboard", "tensorboardX")
         name = run or str(self._directory / datetime.now().strftime("%Y-%m-%dT%H-%M-%S.%f"))
-        purge = None if run is None else step + 1
-        suffix = f".{step:012}"  # names have seconds: a quick successor's would be the same
-        self._writer = module.SummaryWriter(name, purge_step=purge, filename_suffix=suffix)
+        if isinstance(place := place_of(name), ObjectUrl):
+            self._uploads = _Uploads(place)
+        self._folder = name if self._uploads is None else self._uploads.folder
+        self._purge, self._suffix = None if run is None else step + 1, f".{step:012}"
+        self._begin()
         return name, {} if run is None else dict.fromkeys(_GROUPS, step)
+
+    def _begin(self) -> None:
+        module = _load("TensorBoard", "torch.utils.tensorboard", "tensorboardX")
+        suffix = f"{self._suffix}.{self._files}"  # names have seconds: those of the next might be the same
+        self._writer = module.SummaryWriter(
+            self._folder, purge_step=self._purge, filename_suffix=suffix
+        )
+        self._purge, self._files = None, self._files + 1
 
     def log(self, points: Sequence[Point]) -> None:
         """Write scalars, and the lines of events."""
@@ -253,9 +281,62 @@ class TensorBoard(Logger):
                 self._writer.add_text("events", point.text, point.step, point.time)
         self._writer.flush()
 
+    def store(self) -> None:
+        """Upload the file of events, if it is to lie at a URL; begin another if it is large."""
+        if self._uploads is not None and self._uploads.upload():
+            self._writer.close()
+            self._uploads.upload(done=True)
+            self._begin()
+
     def finish(self) -> None:
         """Close the file."""
         self._writer.close()
+        if self._uploads is not None:
+            self._uploads.end()
+
+
+class _Uploads:
+    """Files in a temporary directory that are uploaded to a prefix.
+
+    Attributes:
+        folder: the directory.
+    """
+
+    def __init__(self, prefix: ObjectUrl) -> None:
+        self._prefix = prefix
+        self._kept = tempfile.TemporaryDirectory(prefix="steepest-")
+        self.folder = self._kept.name
+
+    def upload(self, done: bool = False) -> bool:
+        """Upload all files there, once; the logger tries again later.
+
+        Args:
+            done: whether nothing more is written to them, and they are removed.
+
+        Returns:
+            Whether one of them is large.
+
+        Raises:
+            OSError: the store cannot be reached.
+        """
+        storage = ObjectStorage.of(self._prefix.scheme, _BRIEF)
+        large = False
+        for file in sorted(Path(self.folder).iterdir()):
+            content = file.read_bytes()
+            storage.put(self._prefix / file.name, content)
+            large = large or len(content) > _LARGE
+            if done:
+                file.unlink()
+        return large
+
+    def end(self) -> None:
+        """Upload all files for the last time, and remove the directory.
+
+        Raises:
+            OSError: the store cannot be reached.
+        """
+        with self._kept:
+            self.upload()
 
 
 class MLflow(Logger):
