@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import secrets
 import signal
@@ -15,17 +16,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
 
-from steepest.checkpoint import files, object_storage
-from steepest.checkpoint.object_storage import ObjectStorage, Patience
-from steepest.checkpoint.places import ObjectUrl, Place, place_of
+from steepest.checkpoint import files
+from steepest.checkpoint.exported_table import ExportedTable
 from steepest.checkpoint.prefix_lease import LEASES, PrefixLease
-from steepest.checkpoint.storage import storage_of
-from steepest.errors import CheckpointError
+from steepest.data.spark import ParquetRows
+from steepest.errors import CheckpointError, ConfigurationError
 from steepest.observe.history_file import history_file
+from steepest.observe.loggers import TensorBoard
+from steepest.storage import object_storage
+from steepest.storage.files import storage_of
+from steepest.storage.object_storage import ObjectStorage, Patience
+from steepest.storage.places import ObjectUrl, Place, place_of
 from tests.conftest import ROOT
 from tests.storage_contract import StorageContract, holds, kept, names, whole
 from tests.test_checkpoint import content
@@ -154,6 +160,63 @@ def test_a_lost_race_is_found_out_and_the_winner_stays(url: ObjectUrl) -> None:
         files.write(url, content(2.0, 2), other)
     assert holds(url, 1.0)
     assert len(names(url)) == 4
+
+
+def test_of_two_who_replace_at_once_the_store_refuses_one(
+    url: ObjectUrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have looked before either has written."""
+    files.write(url, content(1.0, 1))
+    first = storage_of(url).version(url / "manifest.json")
+    files.write(url, content(2.0, 2))
+    monkeypatch.setattr(ObjectStorage, "version", lambda self, file: first)
+    with pytest.raises(CheckpointError, match=f"cannot write a checkpoint to {url}: replacing"):
+        files.write(url, content(3.0, 3))
+    assert holds(url, 2.0)
+    assert len(names(url)) == 4
+
+
+def test_an_exported_table_by_url(url: ObjectUrl) -> None:
+    table = ExportedTable("t", torch.tensor([1, 2]), torch.ones(2, 3))
+    table.save(f"{url}/t.safetensors")
+    found = ExportedTable.load(f"{url}/t.safetensors")
+    assert torch.equal(found.embedding().weight, table.embedding().weight)
+    with pytest.raises(CheckpointError, match=f"{url}/u") as caught:
+        ExportedTable.load(f"{url}/u")
+    with pytest.raises(CheckpointError, match="no-such-bucket-is-here") as refused:
+        table.save("s3://no-such-bucket-is-here/t")
+    assert not any(SECRET in str(each.value) for each in (caught, refused))
+
+
+def test_rows_of_parquet_files_by_url(url: ObjectUrl, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table(
+        {"x": [float(i) for i in range(12)], "y": list(range(12))}
+    )
+    for number in range(2):
+        file = tmp_path / f"part-{number}.parquet"
+        parquet.write_table(table.slice(6 * number, 6), file, row_group_size=4)
+        data = file.read_bytes()
+        storage_of(url).write(url / file.name, lambda data=data: iter([memoryview(data)]))
+    rows = pickle.loads(pickle.dumps(ParquetRows(str(url), features=["x"], target="y")))
+    assert (rows.size, rows.blocks) == (12, (4, 2, 4, 2))
+    (found,) = rows.open([np.array([3, 11, 0, 7])])
+    assert (found[0].flatten().tolist(), found[1].tolist()) == ([3, 11, 0, 7], [3, 11, 0, 7])
+    with pytest.raises(ConfigurationError, match="no-such-bucket-is-here") as caught:
+        ParquetRows("s3://no-such-bucket-is-here/rows", features=["x"], target="y")
+    assert SECRET not in str(caught.value)
+
+
+def test_tensorboards_files_by_url(url: ObjectUrl) -> None:
+    pytest.importorskip("tensorboardX")
+    logger = TensorBoard(str(url), seconds=0.0)
+    run, _ = logger.open(None, 0)
+    assert run.startswith(f"{url}/")
+    for step in (1, 2):
+        logger.take({"kind": "step", "step": step, "time": 1.0, "samples": 4, "loss": 0.5})
+        (file,) = storage_of(url).files(place_of(run))
+        assert storage_of(url).read(file).count(b"train/loss") == step
+    logger.close()
 
 
 def test_two_leases_exclude_each_other(url: ObjectUrl, caplog: pytest.LogCaptureFixture) -> None:
