@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -34,7 +35,10 @@ class Storage(Protocol[P]):
         """Return whether there is such a file."""
 
     def version(self, file: P) -> str | None:
-        """Return a mark of what a file is now, which each write changes; None if there is no such file."""
+        """Return a mark of what a small file is now; None if there is no such file.
+
+        Files that hold other bytes have other marks.
+        """
 
     def read(self, file: P) -> bytes:
         """Return what a small file holds.
@@ -112,12 +116,11 @@ class LocalStorage:
         return file.exists()
 
     def version(self, file: Path) -> str | None:
-        """Return the number of a file, which each commit makes anew, and the time of its last write."""
+        """Return the hash of a small file: numbers and times of files lie on some file systems."""
         try:
-            found = file.stat()
+            return hashlib.sha256(file.read_bytes()).hexdigest()
         except FileNotFoundError:
             return None
-        return f"{found.st_ino} {found.st_mtime_ns}"
 
     def read(self, file: Path) -> bytes:
         """Return what a file holds."""
