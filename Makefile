@@ -94,7 +94,7 @@ $(VENV)-spark/.installed: pyproject.toml constraints.txt
 	touch $(VENV)-spark/.installed
 
 test-spark: $(VENV)-spark/.installed
-	$(VENV)-spark/bin/python -m pytest --numprocesses=2 tests/test_spark.py tests/test_parquet_rows.py
+	$(VENV)-spark/bin/python -m pytest --numprocesses=2 --dist=loadfile tests/test_spark*.py tests/test_parquet_rows.py
 
 demo: $(STAMP)
 	$(BIN)/steepest demo
