@@ -92,10 +92,11 @@ class Host:
         return [int(pid) for pid in done.stdout.split()]
 
     def kill(self) -> None:
-        """Ends all of its processes at once, as a host that is taken away."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Ends all of its processes at once, as a host that is taken away; those too that one starts meanwhile."""
+        while pids := self.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 class Hosts(list[Host]):
