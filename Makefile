@@ -24,30 +24,26 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
-# trackers want other versions of what torch and Ray want, so they have an environment of their own
-$(VENV)-loggers/.installed: pyproject.toml constraints.txt
-	test -x $(VENV)-loggers/bin/python || $(PYTHON) -m venv $(VENV)-loggers
-	$(VENV)-loggers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,loggers]"
-	touch $(VENV)-loggers/.installed
+# Environments of their own, and the extras that each has: trackers and adapters want other versions of what torch and
+# Ray want; the others bring tens of packages, up to a gigabyte, that nothing else needs. Spark needs Java 17 or 21.
+EXTRAS-loggers := loggers
+EXTRAS-adapters := lightning,transformers
+EXTRAS-jax := jax
+EXTRAS-tensorflow := tensorflow
+EXTRAS-spark := spark
+EXTRAS-sagemaker := sagemaker
+EXTRAS-storage := storage-tests
+
+$(VENV)-%/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,$(EXTRAS-$*)]"
+	touch $@
 
 test-loggers: $(VENV)-loggers/.installed
 	$(VENV)-loggers/bin/python -m pytest -m "cluster or not cluster" tests/test_real_loggers.py tests/test_loggers.py
 
-# as the trackers do
-$(VENV)-adapters/.installed: pyproject.toml constraints.txt
-	test -x $(VENV)-adapters/bin/python || $(PYTHON) -m venv $(VENV)-adapters
-	$(VENV)-adapters/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[dev,lightning,transformers]"
-	touch $(VENV)-adapters/.installed
-
 test-adapters: $(VENV)-adapters/.installed
 	$(VENV)-adapters/bin/python -m pytest tests/test_lightning.py tests/test_hugging_face.py
-
-# JAX has an environment of its own, too, so that those who have no use for it need not wait for it
-$(VENV)-jax/.installed: pyproject.toml constraints.txt
-	test -x $(VENV)-jax/bin/python || $(PYTHON) -m venv $(VENV)-jax
-	$(VENV)-jax/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,jax]"
-	touch $(VENV)-jax/.installed
 
 # compiled once for all tests and their processes, and for those of the next time
 test-jax: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV)-jax/compiled)
@@ -57,41 +53,15 @@ test-jax: $(VENV)-jax/.installed
 	$(VENV)-jax/bin/python -m pytest -k "jax or flax or optax" tests/test_jax_*.py \
 	  tests/test_models.py tests/test_docs.py tests/test_imports.py
 
-# S3 has an environment of its own because its client and the tests' server bring twenty packages
-$(VENV)-storage/.installed: pyproject.toml constraints.txt
-	test -x $(VENV)-storage/bin/python || $(PYTHON) -m venv $(VENV)-storage
-	$(VENV)-storage/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[dev,storage-tests]"
-	touch $(VENV)-storage/.installed
-
 test-storage: $(VENV)-storage/.installed
 	$(VENV)-storage/bin/python -m pytest tests/test_s3_storage.py
-
-# tens of packages and a gigabyte that nothing else needs
-$(VENV)-tensorflow/.installed: pyproject.toml constraints.txt
-	test -x $(VENV)-tensorflow/bin/python || $(PYTHON) -m venv $(VENV)-tensorflow
-	$(VENV)-tensorflow/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,tensorflow]"
-	touch $(VENV)-tensorflow/.installed
 
 test-tensorflow: $(VENV)-tensorflow/.installed
 	$(VENV)-tensorflow/bin/python -m pytest -m "not ray" --numprocesses=2 tests/test_keras_*.py
 	$(VENV)-tensorflow/bin/python -m pytest -m ray tests/test_keras_*.py
 
-# SageMaker's toolkit compiles a library; nothing else needs it
-$(VENV)-sagemaker/.installed: pyproject.toml constraints.txt
-	test -x $(VENV)-sagemaker/bin/python || $(PYTHON) -m venv $(VENV)-sagemaker
-	$(VENV)-sagemaker/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[dev,sagemaker]"
-	touch $(VENV)-sagemaker/.installed
-
 test-sagemaker: $(VENV)-sagemaker/.installed
 	$(VENV)-sagemaker/bin/python -m pytest -m "cluster or not cluster" tests/test_sagemaker_toolkit.py
-
-# half a gigabyte that nothing else needs; Java 17 or 21 must be there
-$(VENV)-spark/.installed: pyproject.toml constraints.txt
-	test -x $(VENV)-spark/bin/python || $(PYTHON) -m venv $(VENV)-spark
-	$(VENV)-spark/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,spark]"
-	touch $(VENV)-spark/.installed
 
 test-spark: $(VENV)-spark/.installed
 	$(VENV)-spark/bin/python -m pytest --numprocesses=2 --dist=loadfile tests/test_spark*.py tests/test_parquet_rows.py
