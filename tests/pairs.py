@@ -1,4 +1,4 @@
-"""Products of settings: each pair of values of any two in as few tests as may be; the whole product on demand."""
+"""Products of settings: each pair of values of any two, or each value, in few tests; the whole product on demand."""
 
 from __future__ import annotations
 
@@ -53,3 +53,43 @@ def grid(
         for row, chosen in pairwise(axes.values(), where)
     ]
     return pytest.mark.parametrize(tuple(axes), rows)
+
+
+def long_grid(*quick: Row, **axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Return the mark that parametrizes a test, which takes long, with the product of these settings, by name.
+
+    Rows that are given as `quick` are not marked; what else each pair of values needs is marked
+    `long`, and the rest `full`.
+    """
+
+    def marks(row: Row, chosen: bool) -> Any:
+        return () if row in quick else pytest.mark.long if chosen else pytest.mark.full
+
+    rows = [pytest.param(*row, marks=marks(row, on)) for row, on in pairwise(axes.values())]
+    return pytest.mark.parametrize(tuple(axes), rows)
+
+
+def diagonal(**axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """Return the mark that parametrizes a test with the product of these settings, by name.
+
+    Each value of each setting is in one of as many tests as the longest axis has values; the
+    others are marked `full`. For tests that start processes, where simulations have the product.
+    """
+    columns = [list(axis) for axis in axes.values()]
+    longest = max(len(column) for column in columns)
+    kept = {tuple(n % len(column) for column in columns) for n in range(longest)}
+    rows = [
+        pytest.param(
+            *(column[n] for column, n in zip(columns, row, strict=True)),
+            marks=() if row in kept else pytest.mark.full,
+        )
+        for row in product(*(range(len(column)) for column in columns))
+    ]
+    return pytest.mark.parametrize(tuple(axes), rows)
+
+
+def mostly_full(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Return values for tests, of which all but those kept are marked `full`."""
+    return [
+        value if value in kept else pytest.param(value, marks=pytest.mark.full) for value in values
+    ]

@@ -16,15 +16,15 @@ from steepest.models.embedding import Embedding
 from steepest.tables.initial import Zeros
 from steepest.tables.row_optimizers import SGD
 from steepest.tables.table import Table
-from steepest.testing import Fault, InProcessCluster, replay
+from steepest.testing import Fault, InProcessCluster, Moment, replay
 from tests.modes import make, trained
+from tests.pairs import long_grid
 from tests.reference import Task, sgd
 from tests.table_tasks import OPTIMIZERS, mostly_long, rows_of, table_task
 from tests.test_table_replays import explained
 
 TASK = table_task(row_optimizer=OPTIMIZERS["Adam"].ours)
 STEPS = 6
-CASES = [(n, workers) for n in (0, 1, 2, 3) for workers in (1, 2, 3)]
 
 
 def stale(name: str, staleness: int | None, workers: int, **options: Any) -> InProcessCluster:
@@ -45,10 +45,11 @@ def all_steps(cluster: InProcessCluster, steps: int = STEPS) -> None:
         taken += sum(isinstance(found, Result) for found in cluster.step(steps - taken))
 
 
-@pytest.mark.parametrize("case", mostly_long(CASES, (1, 3), (3, 2)), ids=str)
-@pytest.mark.parametrize("name", mostly_long(["sync", "allreduce"], "sync"))
-def test_a_hybrid_job_is_replayed(name: str, case: tuple[int, int]) -> None:
-    staleness, workers = case
+@long_grid(
+    ("sync", 1, 3), ("sync", 3, 2),
+    name=["sync", "allreduce"], staleness=[0, 1, 2, 3], workers=[1, 2, 3],
+)  # fmt: skip
+def test_a_hybrid_job_is_replayed(name: str, staleness: int, workers: int) -> None:
     cluster = stale(name, staleness, workers, devices=2, accumulate=2, shuffle=1)
     trained(cluster, STEPS)
     trained(cluster, 1)
@@ -57,9 +58,10 @@ def test_a_hybrid_job_is_replayed(name: str, case: tuple[int, int]) -> None:
     explained(cluster, TASK)
 
 
-@pytest.mark.parametrize("shuffle", mostly_long(range(1, 6), 1))
-@pytest.mark.parametrize("name", mostly_long(["async", "ssp-2", "async-drop"], "ssp-2"))
-@pytest.mark.parametrize("workers", mostly_long([1, 2, 3], 3))
+@long_grid(
+    ("ssp-2", 3, 1),
+    name=["async", "ssp-2", "async-drop"], workers=[1, 2, 3], shuffle=[1, 2, 3, 4, 5],
+)  # fmt: skip
 def test_an_asynchronous_job_is_replayed(name: str, workers: int, shuffle: int) -> None:
     cluster = stale(name, None, workers, shuffle=shuffle)
     trained(cluster, STEPS)
@@ -78,13 +80,13 @@ def test_rows_of_later_versions_than_the_weights_are_replayed() -> None:
     explained(cluster, TASK)
 
 
-DEATHS = [(moment, n) for moment in ("forward", "push", "report") for n in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("death", mostly_long(DEATHS, ("push", 2)), ids=str)
-@pytest.mark.parametrize("worker", [0, 1])
-def test_a_hybrid_job_is_replayed_after_a_death(death: tuple[str, int], worker: int) -> None:
-    moment, staleness = death
+@long_grid(
+    ("push", 2, 0), ("push", 2, 1),
+    moment=["forward", "push", "report"], staleness=[1, 2, 3], worker=[0, 1],
+)  # fmt: skip
+def test_a_hybrid_job_is_replayed_after_a_death(
+    moment: Moment, staleness: int, worker: int
+) -> None:
     faults = [Fault.kill("worker", worker, step=3, at=moment)]
     cluster = stale("sync", staleness, 2, faults=faults, replaces=True)
     all_steps(cluster)

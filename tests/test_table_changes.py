@@ -18,6 +18,7 @@ from steepest import (
 )
 from steepest.checkpoint import files
 from steepest.testing.simulation import Simulation, run_config
+from tests.pairs import grid
 from tests.reference import Task, Weights, difference, same_bits
 from tests.simulated_programs import quiet
 from tests.table_tasks import (
@@ -146,27 +147,32 @@ def after_a_death(strategy: Any, role: str, moment: int, path: Path) -> State:
         return state_of(trainer, path)
 
 
+@pytest.fixture(scope="module")
+def in_peace(tmp_path_factory: pytest.TempPathFactory) -> State:
+    """The state after 12 steps of a job of which no process dies, which has no copies."""
+    with quiet():
+        return undisturbed(12, tmp_path_factory.mktemp("peace") / "saved")
+
+
 @pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, STRATEGIES[1]), ids=str)
 def test_after_a_servers_death_rows_are_those_of_a_run_in_peace(
-    strategy: Any, tmp_path: Path
+    strategy: Any, tmp_path: Path, in_peace: State
 ) -> None:
     """With copies nothing is lost; without, a job goes on from its last snapshot, to the same bits."""
     role = "server 1" if isinstance(strategy, PS) else "worker 1"
-    state = after_a_death(strategy, role, 60, tmp_path / "struck")
-    assert alike(state, undisturbed(12, tmp_path / "other"))
+    assert alike(after_a_death(strategy, role, 60, tmp_path / "struck"), in_peace)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("role", ["server 0", "server 1", "worker 0", "worker 1"])
+@grid(
+    strategy=STRATEGIES,
+    role=["server 0", "server 1", "worker 0", "worker 1"],
+    moment=[5, 40, 150],
+)
 def test_whoever_dies_when_rows_are_those_of_a_run_in_peace(
-    strategy: Any, role: str, tmp_path: Path
+    strategy: Any, role: str, moment: int, tmp_path: Path, in_peace: State
 ) -> None:
-    expected = undisturbed(12, tmp_path / "other")
-    for moment in (5, 40, 150):
-        assert alike(after_a_death(strategy, role, moment, tmp_path / f"{moment}"), expected), (
-            moment
-        )
+    assert alike(after_a_death(strategy, role, moment, tmp_path / "struck"), in_peace)
 
 
 @pytest.mark.long
