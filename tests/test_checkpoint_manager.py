@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.config.strategies import StrategyConfig, as_strategy
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.testing import InProcessCluster
+from steepest.testing.simulation import Simulation
 from tests.conftest import ROOT
 from tests.reference import Task, same_bits, samples
 from tests.test_checkpoint import DAMAGES, content
@@ -175,9 +177,14 @@ def test_when_all_are_damaged_somebody_has_to_decide(tmp_path: Path) -> None:
         CheckpointDirectory(next(path for path in directory.paths()) / files.MANIFEST, 1)  # a file
 
 
-# -- over Ray -------------------------------------------------------------------------------------------
+# -- jobs -----------------------------------------------------------------------------------------------
 
-ray_marks = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+
+@pytest.fixture
+def simulated() -> Iterator[None]:
+    """Workers are threads of this process."""
+    with Simulation(1).running():
+        yield
 
 
 class Stop(Callback):
@@ -223,32 +230,30 @@ def undisturbed(steps: int, workers: int = 1, strategy: str = "ps") -> dict[str,
     return cluster.weights()
 
 
-class TestOverRay:
-    pytestmark = ray_marks
+def check_same_program(tmp_path: Path, strategy: str, error: type[BaseException]) -> None:
+    """A program that an error interrupts, and that is started again, ends as an undisturbed one."""
+    with pytest.raises(error), trainer(tmp_path, strategy, num_workers=2) as sgd:
+        sgd.fit(steps=37, callbacks=[Stop(23, error)], progress=False)
+    stopped = kept(tmp_path)
+    assert stopped[0] == 20
+    assert 23 <= stopped[1] <= 30  # workers were ahead of the callback, up to the next checkpoint
+    heard = Heard()
+    with trainer(tmp_path, strategy, num_workers=2) as sgd:
+        assert sgd.fit(steps=37, callbacks=[heard], progress=False).step == 37
+        assert (heard.begun, heard.steps) == (
+            [37 - stopped[1]],
+            list(range(stopped[1] + 1, 38)),
+        )
+        assert same_bits(sgd.weights(), undisturbed(37, 2, strategy))
+    assert kept(tmp_path) == [30, 37] if stopped[1] < 30 else [stopped[1], 37]
 
-    @pytest.mark.parametrize(
-        ("strategy", "error"),
-        [("ps", ZeroDivisionError), ("allreduce", KeyboardInterrupt), ("local", ZeroDivisionError)],
-    )
-    def test_the_same_program_ends_with_the_same_bits(
-        self, tmp_path: Path, strategy: str, error: type[BaseException]
-    ) -> None:
-        with pytest.raises(error), trainer(tmp_path, strategy, num_workers=2) as sgd:
-            sgd.fit(steps=37, callbacks=[Stop(23, error)], progress=False)
-        stopped = kept(tmp_path)
-        assert stopped[0] == 20
-        assert (
-            23 <= stopped[1] <= 30
-        )  # workers were ahead of the callback, up to the next checkpoint
-        heard = Heard()
-        with trainer(tmp_path, strategy, num_workers=2) as sgd:
-            assert sgd.fit(steps=37, callbacks=[heard], progress=False).step == 37
-            assert (heard.begun, heard.steps) == (
-                [37 - stopped[1]],
-                list(range(stopped[1] + 1, 38)),
-            )
-            assert same_bits(sgd.weights(), undisturbed(37, 2, strategy))
-        assert kept(tmp_path) == [30, 37] if stopped[1] < 30 else [stopped[1], 37]
+
+class TestSimulated:
+    pytestmark = [pytest.mark.long, pytest.mark.usefixtures("simulated")]
+
+    @pytest.mark.parametrize("strategy", ["ps", "local"])
+    def test_the_same_program_ends_with_the_same_bits(self, tmp_path: Path, strategy: str) -> None:
+        check_same_program(tmp_path, strategy, ZeroDivisionError)
 
     def test_the_best_is_kept_and_each_evaluation_is_made_once(self, tmp_path: Path) -> None:
         checkpoints = Checkpoints(tmp_path, 10, keep=2, best="loss", mode="max")
@@ -357,32 +362,6 @@ class TestOverRay:
         with pytest.raises(ConfigurationError, match="checkpoints="):
             DistributedSGD(other.creator(), 2, checkpoints=tmp_path)  # type: ignore[arg-type]
 
-    def test_training_goes_on_while_one_is_written(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        written: list[int] = []
-        seen, go = Heard(), threading.Event()
-
-        class Release(Callback):
-            def on_step(self, sgd: Any, result: StepResult) -> None:
-                if result.step == 20:  # then the next one is due, and waits
-                    assert written == []
-                    go.set()
-
-        original = files.write
-
-        def write(path: Path, saved: files.Checkpoint, *rest: Any) -> None:
-            assert go.wait(60)
-            assert threading.current_thread() is not threading.main_thread()
-            original(path, saved, *rest)
-            written.append(saved.about["step"])
-
-        monkeypatch.setattr(files, "write", write)
-        with trainer(tmp_path) as sgd:
-            sgd.fit(steps=25, callbacks=[seen, Release()], progress=False)
-            assert written == [10, 20, 25]
-            assert same_bits(sgd.weights(), undisturbed(25))
-
     def test_a_write_that_fails_is_told_and_training_can_go_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -435,6 +414,39 @@ class TestOverRay:
                 for epoch, *place in (*rest["left"], (rest["epoch"], rest["offset"], 13)):
                     expected.subtract((epoch, i) for i in range(*place))
                 assert seen == +expected
+
+
+class TestOverRay:
+    pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+
+    def test_the_same_program_ends_with_the_same_bits(self, tmp_path: Path) -> None:
+        check_same_program(tmp_path, "allreduce", KeyboardInterrupt)
+
+    def test_training_goes_on_while_one_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        written: list[int] = []
+        seen, go = Heard(), threading.Event()
+
+        class Release(Callback):
+            def on_step(self, sgd: Any, result: StepResult) -> None:
+                if result.step == 20:  # then the next one is due, and waits
+                    assert written == []
+                    go.set()
+
+        original = files.write
+
+        def write(path: Path, saved: files.Checkpoint, *rest: Any) -> None:
+            assert go.wait(60)
+            assert threading.current_thread() is not threading.main_thread()
+            original(path, saved, *rest)
+            written.append(saved.about["step"])
+
+        monkeypatch.setattr(files, "write", write)
+        with trainer(tmp_path) as sgd:
+            sgd.fit(steps=25, callbacks=[seen, Release()], progress=False)
+            assert written == [10, 20, 25]
+            assert same_bits(sgd.weights(), undisturbed(25))
 
 
 PROGRAM = """
