@@ -74,7 +74,8 @@ test: $(STAMP)
 	$(PYTEST) -m "ray and not cluster and not long"
 
 test-cluster: $(STAMP)
-	$(PYTEST) -m "cluster or long"
+	$(PYTEST) -m "long and not ray and not cluster" --numprocesses=2
+	$(PYTEST) -m "cluster or long and ray"
 
 bench-check: $(STAMP)
 	$(PYTEST) -m "not long" benchmarks/tests
