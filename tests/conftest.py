@@ -98,3 +98,12 @@ def ray_cluster() -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+@pytest.fixture
+def simulated() -> Iterator[None]:
+    """The test's jobs are simulated: their processes are threads of this one, on virtual time."""
+    from steepest.testing.simulation import Simulation
+
+    with Simulation(1).running():
+        yield

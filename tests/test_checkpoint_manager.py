@@ -11,7 +11,6 @@ import sys
 import textwrap
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from steepest.checkpoint.directory import CheckpointDirectory
 from steepest.config.strategies import StrategyConfig, as_strategy
 from steepest.errors import CheckpointError, ConfigurationError
 from steepest.testing import InProcessCluster
-from steepest.testing.simulation import Simulation
 from tests.conftest import ROOT
 from tests.reference import Task, same_bits, samples
 from tests.test_checkpoint import DAMAGES, content
@@ -178,13 +176,6 @@ def test_when_all_are_damaged_somebody_has_to_decide(tmp_path: Path) -> None:
 
 
 # -- jobs -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def simulated() -> Iterator[None]:
-    """Workers are threads of this process."""
-    with Simulation(1).running():
-        yield
 
 
 class Stop(Callback):

@@ -17,7 +17,7 @@ from steepest.config.strategies import StrategyConfig
 from tests.reference import Task, difference, samples, sgd
 from tests.test_sources import BATCH, LENGTH, Recorded, counting
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("simulated")]
 
 
 class Numbered(Dataset[Any]):

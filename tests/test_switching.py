@@ -1,4 +1,4 @@
-"""Strategies that change between two steps, among the same workers."""
+"""Strategies that change between two steps, among the same workers: real ones, and simulated ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, linear_model_creator, replay
 from tests.reference import Task, difference, same_bits, samples, sgd
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.long
+simulated = pytest.mark.usefixtures("simulated")
 
 PATH = [
     "ps",
@@ -53,6 +54,8 @@ def pids(trainer: DistributedSGD) -> list[int]:
     return trainer.foreach_worker(lambda view: view.pid)
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(("workers", "path"), [(1, PATH[:2]), (2, PATH), (3, PATH[:2])])
 def test_switching_equals_not_switching(workers: int, path: list[Any]) -> None:
     """Optimizer state, running means, schedule, random state and the place in the epoch go on."""
@@ -80,6 +83,7 @@ def test_switching_equals_not_switching(workers: int, path: list[Any]) -> None:
     assert difference(mean, {name: state[name] for name in mean}) < 1e-15
 
 
+@simulated
 def test_asynchronous_and_back() -> None:
     creator = linear_model_creator(samples=48)
     with DistributedSGD(creator, num_workers=2, run_config=RunConfig(keep_log=True)) as trainer:
@@ -96,6 +100,7 @@ def test_asynchronous_and_back() -> None:
         assert same_bits(replay(trainer.log(), creator), trainer.weights())
 
 
+@simulated
 @pytest.mark.parametrize("servers", [None, 1])
 def test_local_training_and_back(servers: int | None, tmp_path: Any) -> None:
     """With an averaging after each batch it is synchronous training, momentum and schedule included."""
@@ -120,6 +125,7 @@ def test_local_training_and_back(servers: int | None, tmp_path: Any) -> None:
         assert difference(trainer.weights(), task.train(2, 10)) < 1e-12
 
 
+@simulated
 def test_a_checkpoint_of_local_training_goes_on_to_the_bit(tmp_path: Any) -> None:
     """Each worker's own optimizer and the outer one are in it; and at another number of workers the mean."""
     strategy = LocalStrategy(sync_every=2, outer_momentum=0.5)
@@ -139,6 +145,7 @@ def test_a_checkpoint_of_local_training_goes_on_to_the_bit(tmp_path: Any) -> Non
         assert trainer.step().step == 4
 
 
+@simulated
 def test_the_schedule_goes_on_where_it_was() -> None:
     """A step of local training is several updates."""
 
@@ -170,6 +177,7 @@ class Numbers:
             )
 
 
+@simulated
 def test_a_stream_goes_on_where_it_was() -> None:
     seen: list[float] = []
 
@@ -197,6 +205,7 @@ def test_a_stream_goes_on_where_it_was() -> None:
     assert len(seen) == 4
 
 
+@simulated
 def test_what_is_wrong_is_refused_and_changes_nothing() -> None:
     with DistributedSGD(linear_model_creator(), num_workers=2) as trainer:
         trainer.fit(steps=2, progress=False)
