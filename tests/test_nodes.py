@@ -43,7 +43,7 @@ def until(output: object, line: str) -> str:
     return seen
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[tuple[Place, tuple[str, str]]]:
     """A Ray cluster of two nodes with two CPUs each; programs run in the first one's namespace."""
     with ray_nodes(ADDRESSES) as found:
@@ -95,6 +95,7 @@ def ray_nodes(addresses: tuple[str, str]) -> Iterator[tuple[Place, tuple[str, st
                 "--head",
                 f"--port={PORT}",
                 "--include-dashboard=false",
+                "--no-monitor",
             ]
             other = [f"--node-ip-address={addresses[1]}", f"--address={first}:{PORT}"]
             started = []
@@ -146,6 +147,43 @@ def test_workers_on_two_nodes_equal_one_process(nodes: tuple[Place, tuple[str, s
                 sgd.fit(steps=5, progress=False)
                 with pytest.raises(PeerLostError, match=r"(?s)worker \\d on {ADDRESSES[1]} .* died.*last words"):
                     sgd.foreach_worker(lambda view: kill(view) if view.host == {ADDRESSES[1]!r} else None)
+            print("all is well")
+        """
+    )
+    output = place.run("ip", "netns", "exec", spaces[0], sys.executable, program)
+    assert "all is well" in output
+
+
+def test_a_job_on_two_nodes_under_tls(nodes: tuple[Place, tuple[str, str]]) -> None:
+    place, spaces = nodes
+    program = place.script(
+        f"""
+        import signal
+        import time
+        import pytest
+        from steepest import AllreduceStrategy, ResourceConfig, RunConfig
+        from steepest.errors import PeerLostError
+        from steepest.transport.tls import TlsSocket
+        if __name__ == "__main__":
+            def kill(view):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            one_each = RunConfig(resources=ResourceConfig(cpus_per_worker=2), tls=True)
+            check(train(AllreduceStrategy(), run_config=one_each))
+            with DistributedSGD(linear_model_creator(), num_workers=2, run_config=one_each) as sgd:
+                hosts = {{place.host for place in sgd._live().places.values()}}
+                assert hosts == set({ADDRESSES!r}), hosts
+                sgd.fit(steps=5, progress=False)
+                check(sgd.weights())
+                kinds = {{
+                    (channel._socket.family.name, isinstance(channel._socket, TlsSocket))
+                    for channel in sgd._live().router.transport._channels
+                }}
+                assert kinds == {{("AF_UNIX", False), ("AF_INET", True)}}, kinds
+                began = time.monotonic()
+                with pytest.raises(PeerLostError, match=r"(?s)worker \\d on {ADDRESSES[1]} .* died"):
+                    sgd.foreach_worker(lambda view: kill(view) if view.host == {ADDRESSES[1]!r} else None)
+                assert time.monotonic() - began < 10
             print("all is well")
         """
     )

@@ -1,11 +1,9 @@
-# ruff: noqa: F811 - a fixture is imported, and named as an argument
-"""Jobs under TLS: between two namespaces with a node of Ray's each, and over TCP on one node."""
+"""Jobs under TLS over TCP on one node; tests/test_nodes.py has one on two."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 
 import numpy as np
 import pytest
@@ -22,10 +20,6 @@ from steepest import (
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, linear_model_creator
 from tests.reference import same_bits
-from tests.test_nodes import ADDRESSES, nodes, pytestmark  # noqa: F401 - a fixture
-from tests.test_ray_places import Place
-
-two_nodes, pytestmark = pytestmark, []
 
 
 @pytest.mark.ray
@@ -71,42 +65,3 @@ def test_a_handle_of_a_parameter_server_carries_the_certificate() -> None:
         assert ray.get([add.remote(server) for _ in range(2)]) == [{"TLSv1.3"}] * 2
         assert server.pull().min() == 2.0
         assert "PRIVATE" not in repr(server._access)
-
-
-@pytest.mark.cluster
-@two_nodes[1]
-def test_a_job_on_two_nodes_under_tls(nodes: tuple[Place, tuple[str, str]]) -> None:
-    place, spaces = nodes
-    program = place.script(
-        f"""
-        import signal
-        import time
-        import pytest
-        from steepest import AllreduceStrategy, ResourceConfig, RunConfig
-        from steepest.errors import PeerLostError
-        from steepest.transport.tls import TlsSocket
-        if __name__ == "__main__":
-            def kill(view):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            one_each = RunConfig(resources=ResourceConfig(cpus_per_worker=2), tls=True)
-            check(train(AllreduceStrategy(), run_config=one_each))
-            with DistributedSGD(linear_model_creator(), num_workers=2, run_config=one_each) as sgd:
-                hosts = {{place.host for place in sgd._live().places.values()}}
-                assert hosts == set({ADDRESSES!r}), hosts
-                sgd.fit(steps=5, progress=False)
-                check(sgd.weights())
-                kinds = {{
-                    (channel._socket.family.name, isinstance(channel._socket, TlsSocket))
-                    for channel in sgd._live().router.transport._channels
-                }}
-                assert kinds == {{("AF_UNIX", False), ("AF_INET", True)}}, kinds
-                began = time.monotonic()
-                with pytest.raises(PeerLostError, match=r"(?s)worker \\d on {ADDRESSES[1]} .* died"):
-                    sgd.foreach_worker(lambda view: kill(view) if view.host == {ADDRESSES[1]!r} else None)
-                assert time.monotonic() - began < 10
-            print("all is well")
-        """
-    )
-    output = place.run("ip", "netns", "exec", spaces[0], sys.executable, program)
-    assert "all is well" in output
