@@ -24,6 +24,7 @@ from steepest import (
 from steepest.cluster.launch import Cluster
 from steepest.messages.message import Peer, server_peer, worker_peer
 from steepest.testing import replay
+from tests.pairs import diagonal, mostly_full
 from tests.reference import Task, same_bits, samples, sgd
 from tests.test_smaller_jobs import Watch
 
@@ -78,7 +79,7 @@ def test_the_others_go_on_at_once_when_several_die_together(
         assert trainer.num_servers == 2 or strategy is not COPIES, "copies are back when it ends"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_full(range(8), 0, 2))  # two of the pairs
 def test_pairs_of_deaths_soon_after_each_other(seed: int) -> None:
     """With copies no two deaths end a job, unless they are of both holders before the copies are back."""
     draw = random.Random(seed)
@@ -100,8 +101,7 @@ def test_pairs_of_deaths_soon_after_each_other(seed: int) -> None:
         check(trainer, watch, 1500)
 
 
-@pytest.mark.parametrize("moment", ["_take_up", "_connect_driver", "settle"])
-@pytest.mark.parametrize("victim", [worker_peer(0), server_peer(0)], ids=str)
+@diagonal(moment=["_take_up", "_connect_driver", "settle"], victim=[worker_peer(0), server_peer(0)])
 def test_a_death_while_the_job_is_put_together(
     moment: str, victim: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

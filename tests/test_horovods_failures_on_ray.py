@@ -28,6 +28,7 @@ from steepest import (
 from steepest.engine.job import ModelCreator
 from steepest.errors import StepError
 from steepest.testing import replay
+from tests.pairs import diagonal, mostly_full
 from tests.reference import Task, difference, same_bits, samples, sgd
 from tests.test_compound_deaths_on_ray import COPIES, LOGGED, TASK, check, kill, train
 
@@ -108,16 +109,21 @@ def mortal_creator(folder: Path) -> ModelCreator:
     return create
 
 
-@pytest.mark.parametrize("strategy", [COPIES, MEMBERS], ids=["ps", "allreduce"])
-@pytest.mark.parametrize(
-    ("moment", "worker"),
-    [("is made", 3), ("takes state", 3), ("computes", 3), ("gives state", 0), ("gives state", 1)],
-    ids=lambda each: str(each),
-)
+MORTAL = [
+    ("is made", 3),
+    ("takes state", 3),
+    ("computes", 3),
+    ("gives state", 0),
+    ("gives state", 1),
+]
+
+
+@diagonal(strategy=[COPIES, MEMBERS], death=MORTAL)
 def test_2995_a_death_while_state_is_given_to_a_worker_that_joins(
-    strategy: Any, moment: str, worker: int, tmp_path: Path
+    strategy: Any, death: tuple[str, int], tmp_path: Path
 ) -> None:
     """Of who joins, or of who is there."""
+    moment, worker = death
     creator = mortal_creator(tmp_path)
     with DistributedSGD(creator, num_workers=3, strategy=strategy, run_config=LOGGED) as trainer:
 
@@ -241,7 +247,7 @@ def test_samples_are_neither_lost_nor_repeated_when_workers_go(graceful: bool) -
 # --- a death in the last step is no success of the others (3852) ---
 
 
-@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("before", mostly_full([0, 1, 2], 0, 2))
 def test_3852_a_death_in_the_last_steps_is_no_early_end(before: int) -> None:
     with DistributedSGD(
         TASK.creator(), num_workers=2, strategy=COPIES, run_config=LOGGED

@@ -19,6 +19,7 @@ from steepest import (
 )
 from steepest.errors import PeerLostError
 from steepest.messages.message import server_peer
+from tests.pairs import mostly_full
 from tests.reference import Task, difference, samples, sgd
 from tests.test_worker_replacement_on_ray import Kill, pids
 
@@ -118,7 +119,7 @@ def test_without_copies_all_go_on_from_the_last_snapshot(
         assert trainer.stats().step == 65
 
 
-@pytest.mark.parametrize("server", [0, 1])
+@pytest.mark.parametrize("server", mostly_full([0, 1], 0))
 def test_a_server_that_is_silent_is_replaced(server: int) -> None:
     run_config = RunConfig(failure=FailureConfig(heartbeat=1.0))
     with DistributedSGD(

@@ -24,6 +24,7 @@ from steepest import (
 )
 from steepest.errors import ConfigurationError
 from steepest.testing import InProcessCluster, replay
+from tests.pairs import diagonal
 from tests.reference import Task, difference, same_bits, samples, sgd
 from tests.test_resizing import pids, serially
 
@@ -107,10 +108,10 @@ def check(trainer: DistributedSGD, watch: Watch) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ps", ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2)]
+@diagonal(
+    strategy=["ps", ParameterServerStrategy(num_servers=2, chunk_bytes=64, replication=2)],
+    dead=[[1], [0, 2]],
 )
-@pytest.mark.parametrize("dead", [[1], [0, 2]])
 def test_the_others_go_on_and_the_successor_gets_its_number(strategy: Any, dead: list[int]) -> None:
     with DistributedSGD(
         TASK.creator(), num_workers=4, strategy=strategy, run_config=LOGGED

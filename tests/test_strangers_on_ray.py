@@ -11,14 +11,14 @@ import pytest
 from steepest import AllreduceStrategy, DistributedSGD, ParameterServerStrategy
 from steepest.testing import linear_model_creator
 from steepest.transport.handshake import MOST_OPENINGS
+from tests.pairs import diagonal
 from tests.strangers import Strangers
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 STRATEGIES = {"ps": ParameterServerStrategy(num_servers=1), "allreduce": AllreduceStrategy()}
 
 
-@pytest.mark.parametrize("family", ["tcp", "unix"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@diagonal(strategy=STRATEGIES, family=["tcp", "unix"])
 def test_training_goes_on_among_strangers(strategy: str, family: str) -> None:
     with DistributedSGD(
         linear_model_creator(), num_workers=2, strategy=STRATEGIES[strategy]

@@ -18,6 +18,7 @@ from steepest import Callback, DistributedSGD, FailureConfig, RunConfig, StepRes
 from steepest.errors import ConfigurationError
 from steepest.messages.message import worker_peer
 from steepest.testing import InProcessCluster, replay
+from tests.pairs import mostly_full
 from tests.reference import Task, difference, same_bits, samples, sgd
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
@@ -67,7 +68,7 @@ def test_a_synchronous_run_ends_as_if_nobody_had_died(caplog: pytest.LogCaptureF
         assert len(set(pids(trainer)) - {*before, *after}) == 1
 
 
-@pytest.mark.parametrize("strategy", ["async", "ssp"])
+@pytest.mark.parametrize("strategy", mostly_full(["async", "ssp"], "async"))
 def test_an_asynchronous_run_is_explained_by_its_log(strategy: str) -> None:
     with DistributedSGD(
         TASK.creator(), num_workers=2, strategy=strategy, run_config=RunConfig(keep_log=True)
