@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ import ray
 from steepest.errors import ConfigurationError, DeadlineError
 from steepest.launch import existing, local, sessions
 from tests.forked_workers import RAY
+from tests.pairs import mostly_full
 from tests.test_ray_places import Place, place, signalled  # noqa: F401 - the fixture
 
 
@@ -259,7 +261,7 @@ def test_trainers_use_the_local_ray_and_its_processes_end(place: Place) -> None:
 
 @pytest.mark.cluster
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", mostly_full([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_a_signal_ends_the_local_ray(place: Place, number: signal.Signals) -> None:  # noqa: F811
     program = place.script(
         """
@@ -275,45 +277,84 @@ def test_a_signal_ends_the_local_ray(place: Place, number: signal.Signals) -> No
     assert status == (143 if number == signal.SIGTERM else -signal.SIGINT), output
 
 
+@pytest.fixture(scope="module")
+def running() -> Iterator[tuple[Place, str]]:
+    """A Ray of two CPUs that wants a token, which the site's programs have; and its address."""
+    site = Place()
+    site.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": site.mark * 2}
+    start = ["start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block"]
+    try:
+        with site.start(sys.executable, *RAY, *start) as cluster:
+            try:
+                assert cluster.stdout is not None
+                printed: list[str] = []
+                address = None
+                while address is None:
+                    printed.append(cluster.stdout.readline())
+                    assert printed[-1], "".join(printed)
+                    address = re.search(r"--address='([0-9.]+:\d+)'", printed[-1])
+                yield site, address[1]
+                assert cluster.poll() is None, "the cluster must outlive trainers and blocks"
+            finally:
+                site.kill()
+    finally:
+        shutil.rmtree(site.directory, ignore_errors=True)
+
+
 @pytest.mark.cluster
 @needs_proc
-def test_an_existing_ray_outlives_the_block_and_wants_its_token(place: Place) -> None:  # noqa: F811
-    place.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.mark * 2}
-    start = ["start", "--head", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--block"]
-    with place.start(sys.executable, *RAY, *start) as cluster:
-        try:
-            assert cluster.stdout is not None
-            found = next(
-                filter(
-                    None, (re.search(r"--address='([0-9.]+:\d+)'", line) for line in cluster.stdout)
-                )
-            )
-            output = place.python(
-                f"""
-                from steepest.launch import existing
-                for _ in range(2):
-                    with existing({found[1]!r}) as address:
-                        assert address == {found[1]!r}
-                        check(train())
-                    assert not ray.is_initialized()
-                print("trained")
-                """
-            )
-            assert "trained" in output
-            place.environment["RAY_AUTH_TOKEN"] = "f" * 32
-            output = place.python(
-                f"""
-                from steepest.errors import ConfigurationError
-                from steepest.launch import existing
-                try:
-                    with existing({found[1]!r}):
-                        print("let in")
-                except ConfigurationError as error:
-                    assert "f" * 32 not in str(error)
-                    print("refused:", error)
-                """
-            )
-            assert "refused: could not connect to the Ray at" in output
-            assert cluster.poll() is None, "the cluster must outlive the block"
-        finally:
-            place.kill()
+def test_a_trainer_finds_a_running_cluster_by_ray_address(running: tuple[Place, str]) -> None:
+    site, address = running
+    site.environment["RAY_ADDRESS"] = address
+    try:
+        output = site.python(
+            """
+            with DistributedSGD(linear_model_creator(), num_workers=2) as sgd:
+                sgd.fit(steps=5, progress=False)
+                check(sgd.weights())
+                assert ray.cluster_resources()["CPU"] == 2
+                print("address", ray.get_runtime_context().gcs_address)
+            assert not ray.is_initialized()
+            """
+        )
+    finally:
+        del site.environment["RAY_ADDRESS"]
+    assert f"address {address}" in output
+
+
+@pytest.mark.cluster
+@needs_proc
+def test_an_existing_ray_outlives_the_block_and_wants_its_token(
+    running: tuple[Place, str],
+) -> None:
+    site, address = running
+    output = site.python(
+        f"""
+        from steepest.launch import existing
+        for _ in range(2):
+            with existing({address!r}) as address:
+                assert address == {address!r}
+                check(train())
+            assert not ray.is_initialized()
+        print("trained")
+        """
+    )
+    assert "trained" in output
+    token = site.environment["RAY_AUTH_TOKEN"]
+    site.environment["RAY_AUTH_TOKEN"] = "f" * 32
+    try:
+        output = site.python(
+            f"""
+            from steepest.errors import ConfigurationError
+            from steepest.launch import existing
+            try:
+                with existing({address!r}):
+                    print("let in")
+            except ConfigurationError as error:
+                assert "f" * 32 not in str(error)
+                print("refused:", error)
+            """
+        )
+    finally:
+        site.environment["RAY_AUTH_TOKEN"] = token
+    assert "refused: could not connect to the Ray at" in output
