@@ -42,6 +42,7 @@ class PushPull:
         bytes_pushed: to other processes in this step.
         bytes_pulled: of weights from other processes, so far.
         sequence: number of the last push, from 1.
+        unpushed: number of chunks of this step that are not pushed yet.
         rows: of embedding tables; None without tables.
     """
 
@@ -89,7 +90,7 @@ class PushPull:
 
             self.rows = RowExchange(worker, topology.tables, holders, send)
         self.compressor = None if codec is None else GradientCompressor(layout, codec, packed)
-        self.sequence = 0
+        self.sequence = self.unpushed = 0
         self._generation = self._incarnation = 0
         self._version = 0
         self._weights = ArrivingWeights(f"worker {worker}", layout, weights, pull_dtype)
@@ -105,7 +106,7 @@ class PushPull:
         self._incarnation = incarnation
         self._generation, self._version = generation, version
         self.sequence += 1
-        self.bytes_pushed = 0
+        self.bytes_pushed, self.unpushed = 0, len(self._layout.trainable_chunks)
         if self.rows is not None:
             self.rows.begin(generation, version)
         if self.compressor is not None:
@@ -124,6 +125,7 @@ class PushPull:
             total: summed weight of the worker's samples.
             absent: entries that have no gradient.
         """
+        self.unpushed -= 1
         pushed = payload if unit and payload.numel() else None
         if pushed is not None and self.compressor is not None:
             pushed = self.compressor.pack(chunk, pushed, unit, total, absent)

@@ -565,10 +565,14 @@ class Worker:
     def _push(
         self, chunk: int, payload: torch.Tensor, unit: float, total: float, absent: frozenset[int]
     ) -> None:
-        """Push a complete chunk, and let bytes move; see `ChunkReady`."""
+        """Push a complete chunk, and let bytes move; see `ChunkReady`.
+
+        A small last chunk leaves together with the report, so that they wake who receives them once.
+        """
         with self._own_work():
             self._exchange.ready(chunk, payload, unit, total, absent)
-            self._pump()
+            if self._exchange.unpushed:
+                self._pump()
 
     @contextlib.contextmanager
     def _own_work(self) -> Iterator[None]:
