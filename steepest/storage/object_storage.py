@@ -62,7 +62,7 @@ class ObjectStorage:
 
     Stores make folders of objects' names, so there are none to make. They have no rename and no lock
     either: `commit` is one request that the store does whole or not at all, under the condition
-    that nothing is there yet unless it is to replace something.
+    that what was there when the writer began, or nothing, is there still.
 
     Args:
         filesystem: of fsspec.
