@@ -20,7 +20,7 @@ from steepest.errors import ConfigurationError, DeadlineError
 from steepest.launch import existing, local, sessions
 from tests.forked_workers import RAY
 from tests.pairs import mostly_full
-from tests.test_ray_places import Place, place, signalled  # noqa: F401 - the fixture
+from tests.test_ray_places import ROOT, SECONDS, Place, place, signalled  # noqa: F401 - the fixture
 
 
 class Calls:
@@ -358,3 +358,37 @@ def test_an_existing_ray_outlives_the_block_and_wants_its_token(
     finally:
         site.environment["RAY_AUTH_TOKEN"] = token
     assert "refused: could not connect to the Ray at" in output
+
+
+INTERRUPTED = ROOT / "tests" / "interrupted_program.py"
+
+
+def interrupted(site: Place, name: str) -> None:
+    """Ten steps of MNIST, in which a worker and then the program are killed; then what is left of them."""
+    site.environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    with site.start(sys.executable, str(INTERRUPTED), name) as process:
+        first, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == -signal.SIGKILL, first
+    assert "from step 0\n" in first
+    assert "after step 7, 1 replaced\n" in first
+    second = site.run(sys.executable, str(INTERRUPTED), name)
+    (begun,) = re.findall(r"from step (\d+)\n", second)
+    assert 4 <= int(begun) <= 10  # workers go on while a callback runs
+    assert second.endswith("to step 10\nthe weights of an uninterrupted run\n"), second
+
+
+@pytest.mark.cluster
+@needs_proc
+def test_a_killed_run_on_a_local_ray_is_resumed(place: Place) -> None:  # noqa: F811
+    interrupted(place, "local")
+
+
+@pytest.mark.cluster
+@needs_proc
+def test_a_killed_run_on_an_existing_ray_is_resumed(running: tuple[Place, str]) -> None:
+    site, address = running
+    site.environment["RAY_ADDRESS"] = address
+    try:
+        interrupted(site, "existing")
+    finally:
+        del site.environment["RAY_ADDRESS"]

@@ -19,7 +19,7 @@ from steepest.cli.main import main
 from steepest.launch.ray_job import Pods, drain_notice
 from tests.forked_workers import RAY
 from tests.test_nodes import ip, until
-from tests.test_ray_places import SECONDS, Place
+from tests.test_ray_places import ROOT, SECONDS, Place
 
 ADDRESSES = ("10.213.10.1", "10.213.10.2")
 EVERY = (
@@ -220,22 +220,40 @@ def inside(place: Place, space: str, command: str) -> subprocess.Popen[str]:
     return place.start(*enter, "env", *settings, "/bin/sh", "-c", command)
 
 
+def written_job(place: Place, script: str, *options: str) -> Path:
+    """Writes the sbatch file of a program on two hosts."""
+    job = place.directory / "job.sh"
+    given = ["--nodes=2", "--cpus-per-task=2", "--time=10", *options, f"--output={job}"]
+    assert main(["launch", "slurm", script, *given]) == 0
+    place.environment |= {
+        "SLURM_JOB_ID": "77", "SLURM_SUBMIT_DIR": str(place.directory),
+        "SLURM_JOB_NODELIST": "spnode[a-b]", "SLURM_JOB_NUM_NODES": "2",
+    }  # fmt: skip
+    return job
+
+
+def started(place: Place, space: str, job: Path) -> subprocess.Popen[str]:
+    """Runs a job's file on the first of its hosts."""
+    alone = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    return place.start("ip", "netns", "exec", space, *alone, "bash", str(job))
+
+
+def ended_by_slurm(process: subprocess.Popen[str]) -> str:
+    """Signals the shell that runs the file, as --signal=B:TERM@60 has it; returns what else was printed."""
+    (shell,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(shell), signal.SIGTERM)
+    output, _ = process.communicate(timeout=SECONDS)
+    return output
+
+
 @pytest.mark.cluster
 def test_a_job_trains_on_two_hosts_leaves_one_and_writes_a_checkpoint_before_its_time_is_over(
     hosts: tuple[Place, tuple[str, str]],
 ) -> None:
     """The other host is given notice as a pod of `steepest launch kubernetes` gives it."""
     place, spaces = hosts
-    script = place.script(PROGRAM)
-    job = place.directory / "job.sh"
-    options = ["--nodes=2", "--cpus-per-task=2", "--time=10", "--requeue", "--arguments=--lr 0.1"]
-    assert main(["launch", "slurm", script, *options, f"--output={job}"]) == 0
-    place.environment |= {
-        "SLURM_JOB_ID": "77", "SLURM_SUBMIT_DIR": str(place.directory),
-        "SLURM_JOB_NODELIST": "spnode[a-b]", "SLURM_JOB_NUM_NODES": "2",
-    }  # fmt: skip
-    alone = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-    with place.start("ip", "netns", "exec", spaces[0], *alone, "bash", str(job)) as process:
+    job = written_job(place, place.script(PROGRAM), "--requeue", "--arguments=--lr 0.1")
+    with started(place, spaces[0], job) as process:
         try:
             seen = until(process.stdout, "training\n")
             assert f"hosts {list(ADDRESSES)!r} ['--lr', '0.1']" in seen
@@ -258,9 +276,7 @@ def test_a_job_trains_on_two_hosts_leaves_one_and_writes_a_checkpoint_before_its
             assert re.search(
                 rf"event moved {ADDRESSES[1]} will go: .*worker [01] moved away; 1 workers", seen
             ), seen
-            (shell,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(shell), signal.SIGTERM)  # as --signal=B:TERM@60 has it
-            output, _ = process.communicate(timeout=SECONDS)
+            output = ended_by_slurm(process)
         finally:
             place.kill()
     assert process.returncode == 143, seen + output
@@ -271,6 +287,29 @@ def test_a_job_trains_on_two_hosts_leaves_one_and_writes_a_checkpoint_before_its
     assert f"--address {ADDRESSES[0]}:6379 --min-nodes 2 --num-cpus=2" in step
     asked = (place.directory / "scontrol").read_text().splitlines()
     assert asked == ["show hostnames spnode[a-b]", "requeue 77"]
+
+
+@pytest.mark.cluster
+def test_a_job_whose_worker_was_killed_and_whose_time_was_over_is_resumed_by_its_next_run(
+    hosts: tuple[Place, tuple[str, str]],
+) -> None:
+    place, (space, _) = hosts
+    place.environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    program = str(ROOT / "tests" / "interrupted_program.py")
+    job = written_job(place, program, "--requeue", "--arguments=slurm")
+    try:
+        with started(place, space, job) as process:
+            seen = until(process.stdout, "after step 7, 1 replaced\n")
+            seen += ended_by_slurm(process)
+        assert process.returncode == 143, seen
+        with started(place, space, job) as process:
+            seen, _ = process.communicate(timeout=SECONDS)
+    finally:
+        place.kill()
+    assert process.returncode == 0, seen
+    (begun,) = re.findall(r"from step (\d+)\n", seen)
+    assert 6 <= int(begun) <= 10, seen  # workers go on while a callback runs
+    assert "to step 10\nthe weights of an uninterrupted run\n" in seen, seen
 
 
 @pytest.mark.parametrize(("status", "said"), [(0, "trained"), (7, "")])
