@@ -38,6 +38,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = f"({chosen}) and not full" if chosen else "not full"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks `long` all but as many cases of a test as its mark `few` says; those are evenly spread."""
+    cases: dict[tuple[object, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("full"):
+            cases.setdefault((item.parent, getattr(item, "originalname", "")), []).append(item)
+    for each in cases.values():
+        mark = each[0].get_closest_marker("few")
+        assert mark is not None
+        (count,) = mark.args
+        kept = {n * len(each) // count for n in range(count)}
+        for number, item in enumerate(each):
+            if number not in kept:
+                item.add_marker(pytest.mark.long)
+
+
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: the garbage collector need not look at it again and again."""
     gc.collect()

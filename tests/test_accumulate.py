@@ -44,6 +44,7 @@ STRATEGIES = {
 SIZES = [(1, 1, 2), (1, 2, 2), (1, 1, 5), (2, 1, 3), (2, 2, 2), (3, 1, 2)]
 
 
+@pytest.mark.few(7)
 @grid(strategy=STRATEGIES, size=SIZES, name=TASKS)
 def test_equals_serial_training(strategy: str, size: tuple[int, int, int], name: str) -> None:
     workers, devices, accumulate = size
@@ -95,6 +96,7 @@ def test_parameters_without_gradient_are_skipped_as_torch_does(
     assert difference(weights, task.train(workers * devices * accumulate, STEPS)) < 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
 def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str, seed: int) -> None:
@@ -185,6 +187,7 @@ def test_chunks_leave_during_the_last_backward_pass_only() -> None:
     assert min(left.values()) == 5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
 def test_a_micro_batch_that_raises_voids_the_step_which_is_taken_again(
@@ -276,6 +279,7 @@ def test_what_is_no_number_of_batches_is_refused(accumulate: Any) -> None:
         DistributedSGD(Task().creator(), accumulate=accumulate)
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_training_on_ray_and_going_on_with_other_numbers_of_workers_and_batches(

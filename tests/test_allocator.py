@@ -41,6 +41,7 @@ print("kept", *found.result(60))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_memory_that_is_freed_is_not_mapped_anew() -> None:
     done = subprocess.run(

@@ -272,6 +272,7 @@ def runs_long(examples: int, survives: Any) -> None:
     property_()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("as_stranger", [False, True])
 @pytest.mark.parametrize("name", JOBS)
 def test_processes_of_a_job_go_on(

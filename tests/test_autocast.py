@@ -88,6 +88,7 @@ def plain(cluster: InProcessCluster, module: nn.Module) -> tuple[Weights, list[f
     return snapshot(module), losses
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "module", [network, Saving, lambda: torch.compile(network(), backend="eager")]
 )

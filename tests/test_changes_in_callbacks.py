@@ -50,6 +50,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("name", ["worker 1", "server 0"])
 @pytest.mark.parametrize("copies", [1, 2])

@@ -91,6 +91,7 @@ def compare(
     return norms
 
 
+@pytest.mark.few(2)
 @grid(
     workers=[1, 2, 3],
     servers=[1, 2, 3],
@@ -114,6 +115,7 @@ def test_allreduce_and_simple_equal_serial_training(
     compare(TASKS["momentum"], strategy, workers, devices)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", [ps(2), AllreduceStrategy(chunk_bytes=64, clip_norm=CLIP)])
 @pytest.mark.parametrize(
     ("workers", "devices", "accumulate"), [(1, 1, 3), (2, 1, 2), (2, 2, 2), (3, 1, 2)]
@@ -148,6 +150,7 @@ def test_hosts_that_add_up_first(hosts: HostMap) -> None:
     compare(TASKS["momentum"], ps(2), 3, hosts=hosts)
 
 
+@pytest.mark.few(7)
 @grid(name=CLIPPING, size=[(1, 2), (2, 1), (3, 1), (3, 2)], accumulate=[1, 2])
 @seeds(1)
 def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(
@@ -295,6 +298,7 @@ def test_backup_workers_are_refused() -> None:
         ParameterServerStrategy(clip_norm=1.0, backup_workers=1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ SHAPES += [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", SIZES)
 def test_messages_of_any_shape_and_dtype_arrive_in_order(make_group: Any, size: int) -> None:
     """All are sent before the first is awaited; one lies in memory that is lent."""

@@ -239,6 +239,7 @@ def host() -> Iterator[Any]:
 needs_memory = pytest.mark.skipif(not AVAILABLE, reason="memory is lent on Linux")
 
 
+@pytest.mark.few(2)
 @needs_memory
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 @pytest.mark.parametrize("size", [2, 3, 4])

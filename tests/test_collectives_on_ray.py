@@ -54,6 +54,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_functions_of_workers_talk_to_each_other(name: str) -> None:
     with DistributedSGD(CREATOR, num_workers=3, strategy=STRATEGIES[name]) as sgd:

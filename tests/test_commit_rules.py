@@ -105,6 +105,7 @@ RULES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @many
 @given(order=st.lists(st.integers(0, 2), max_size=60))

@@ -56,6 +56,7 @@ def training(way: str, choice: Any, workers: int, task: Task = WIDE, **options: 
     return make(WAYS[way]["name"], task, workers, settings=settings, **options)
 
 
+@pytest.mark.few(2)
 @grid(choice=CHOICES, way=WAYS, size=[(2, 1), (3, 1), (3, 2)])
 @seeds(1)
 def test_a_compressed_run_is_replayed_to_the_bit(

@@ -201,6 +201,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(st.sampled_from(["format", "files", "sha256", *ABOUT]), JSON)
 @settings(max_examples=500)
 def test_a_manifest_that_lies_is_refused_or_of_the_right_kind(key: str, value: Any) -> None:

@@ -88,6 +88,7 @@ def failing(own: Peer, kind: Kind, at: int) -> Any:
     return create
 
 
+@pytest.mark.long
 def test_a_server_whose_own_code_fails_is_killed_and_its_copy_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -155,6 +155,7 @@ def test_an_owner_may_let_go_of_what_the_reader_wants_again(
     )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(

@@ -30,6 +30,7 @@ MODULES = sorted(
 )
 
 
+@pytest.mark.few(55)
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name: str) -> None:
     if name.startswith("steepest.models.keras_"):
@@ -84,6 +85,7 @@ def test_the_readmes_examples_run_as_they_stand(
     assert (tmp_path / "checkpoint" / "manifest.json").exists() == (number == 0)
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(
     tmp_path: Path, address: str
@@ -93,6 +95,7 @@ def test_the_tutorial_of_a_strategy_of_ones_own_runs_as_it_stands(
     assert "after: 0.000" in run_block(block, tmp_path, address)
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("number", "said"),

@@ -211,6 +211,7 @@ class Rotating(nn.Module):
 TASK = Task(Rotating, sgd(lr=0.01), samples(24, 4, 2, torch.float32))
 
 
+@pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("workers", [2, 3])

@@ -66,6 +66,7 @@ class Net(nn.Module):
         return self.head(torch.cat(parts, 1).to(self.head.weight.dtype)).sum(1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -376,6 +377,7 @@ def test_a_connected_module_is_copied_without_its_rows() -> None:
     assert torch.equal(ours(torch.tensor([4])), twin(torch.tensor([4])))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch's own

@@ -65,6 +65,7 @@ def run(
     return cluster
 
 
+@pytest.mark.few(4)
 @grid(name=TASKS, workers=[1, 2, 3], servers=[1, 2, 3], devices=[1, 2])
 def test_parameter_server_equals_serial_training(
     name: str, workers: int, servers: int, devices: int
@@ -74,6 +75,7 @@ def test_parameter_server_equals_serial_training(
     assert difference(cluster.weights(), serial(name, workers * devices)[STEPS]) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", TASKS)
 def test_after_fifty_steps_too(name: str) -> None:
     cluster = run(TASKS[name], LONG, 3, 2, strategy=ps(2))
@@ -112,6 +114,7 @@ def dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("module", [perceptron, dropout])
 @seeds(1)
 def test_message_order_changes_no_bit(module: Any, seed: int) -> None:

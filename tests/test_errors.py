@@ -336,6 +336,7 @@ def test_a_process_with_a_server_that_is_killed(
         assert re.match(rf"{victim} on |4 samples" if alive else rf"{victim} on ", said)
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs() -> None:
     with DistributedSGD(
         creator(), num_workers=2, run_config=RunConfig(deadlines=DeadlineConfig(step=2, call=2))

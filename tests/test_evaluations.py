@@ -160,6 +160,7 @@ def test_a_death_that_sets_training_back_doubles_no_evaluation(strategy: Any) ->
         assert trainer.evaluations == tuple(noting.results)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES[1:3], ids=str)
 @pytest.mark.parametrize("moment", ["during", "after"])
 def test_history_and_loggers_have_each_evaluation_once(strategy: Any, moment: str) -> None:

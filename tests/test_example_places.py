@@ -71,6 +71,7 @@ def test_a_rate_is_printed_for_each_step(
 # -- a strategy of one's own ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_votes_train_as_well_as_gradients(

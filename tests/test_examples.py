@@ -59,6 +59,7 @@ def check_report(printed: str, source: str, iterations: int, last: float) -> int
     return greatest
 
 
+@pytest.mark.few(1)
 @needs_mnist
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
@@ -77,6 +78,7 @@ def test_mnist_is_learned(
     assert f"\n{updates} updates, " in printed
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 def test_small_digits_stand_in_for_mnist(

@@ -88,6 +88,7 @@ def finish(cluster: InProcessCluster, steps: int = STEPS) -> None:
 # -- processes ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("at", COMPUTING)
 @pytest.mark.parametrize("name", [*BOTH, "allreduce"])
 def test_a_model_raises_in_its_step_and_not_again(name: str, at: Moment) -> None:
@@ -107,6 +108,7 @@ def test_a_model_raises_in_its_step_and_not_again(name: str, at: Moment) -> None
 PUSHES = {"forward": "none", "backward": "none", "push": "some", "report": "all", "pull": "all"}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("at", [*COMPUTING, "pull"])
 @pytest.mark.parametrize("worker", [0, 2])
 @pytest.mark.parametrize("name", BOTH)
@@ -183,6 +185,7 @@ def test_micro_batches_and_devices_make_one_step(at: Moment) -> None:
     check(cluster, task)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("at", [*COMPUTING, "pull"])
 @pytest.mark.parametrize("name", BOTH)
 def test_who_hangs_is_silent_until_healed_and_goes_on_where_it_was(name: str, at: Moment) -> None:
@@ -317,6 +320,7 @@ def test_only_so_many_messages_to_one_peer_come_twice(name: str) -> None:
     right(cluster, name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("role", "index", "kind"),
     [
@@ -364,6 +368,7 @@ def test_what_is_dropped_takes_all_behind_it_along_until_the_channel_closes(
     right(cluster, name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("peer", [("server", 0), ("server", 1), None])
 @pytest.mark.parametrize("name", [*BOTH, "replicated"])
 def test_a_link_that_is_cut_for_some_rounds_loses_nothing(
@@ -494,6 +499,7 @@ def schedule(rng: random.Random, name: str) -> Faults:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(2)
 def test_whatever_happens_the_log_explains_the_weights(name: str, seed: int) -> None:

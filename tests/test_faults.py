@@ -133,6 +133,7 @@ def test_a_step_taken_again_is_the_same_step_in_any_order_of_messages(
     assert at(cluster, 8)
 
 
+@pytest.mark.long
 @some
 @given(shuffle=SEEDS, events=st.integers(0, 400))
 def test_steps_taken_back_at_any_moment_can_be_taken_again(shuffle: int, events: int) -> None:

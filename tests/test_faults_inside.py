@@ -54,6 +54,7 @@ SAID: dict[tuple[str, Moment], str] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("role", "at"), SAID)
 @pytest.mark.parametrize("name", [*MODES, "copies", "allreduce"])
 def test_a_process_kills_itself_once_at_its_moment(

@@ -75,6 +75,7 @@ def logged(name: str, task: Task, workers: int, **options: Any) -> InProcessClus
     )
 
 
+@pytest.mark.few(5)
 @grid(strategy=["ps", "allreduce", "simple"], workers=[1, 2, 3, 4], devices=[1, 2], name=TASKS)
 def test_equals_serial_training(strategy: str, workers: int, devices: int, name: str) -> None:
     task = replace(TASKS[name], data=samples(29))
@@ -93,6 +94,7 @@ def test_a_share_weighs_what_its_samples_weigh(workers: int) -> None:
     assert difference(cluster.weights(), serially(task, 5, STEPS)) < 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["ps", "allreduce", "local", "backup"])
 @pytest.mark.parametrize(("workers", "devices", "accumulate"), [(1, 1, 1), (2, 2, 1), (3, 1, 2)])
 def test_the_size_that_the_models_make_changes_no_bit(
@@ -112,6 +114,7 @@ def test_the_size_that_the_models_make_changes_no_bit(
         assert same_bits(held.weights(), plain.weights())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["ps", "allreduce", "local", "backup"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(name: str, workers: int) -> None:
@@ -264,6 +267,7 @@ def test_faults_are_counted_by_batches() -> None:
 # -- on Ray -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])

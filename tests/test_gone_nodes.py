@@ -53,6 +53,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("silently", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_two_of_four_workers_go_on_at_once(strategy: Any, *, silently: bool) -> None:

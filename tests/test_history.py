@@ -154,6 +154,7 @@ def compare(trainer: DistributedSGD, heard: Heard, steps: int) -> None:
     assert events == list(trainer.stats().events)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("role", ["worker", "server"])
 def test_each_step_is_there_once_after_a_death(strategy: Any, role: str) -> None:

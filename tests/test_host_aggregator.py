@@ -47,6 +47,7 @@ def hosted(places: str, task: Task = FLOAT64, **options: object) -> InProcessClu
     return make("sync", task, len(workers), servers=len(servers), hosts=hosts, **options)
 
 
+@pytest.mark.few(4)
 @EVERYWHERE
 @pytest.mark.parametrize("devices", [1, 2])
 def test_training_equals_serial_training_and_its_replay(places: str, devices: int) -> None:
@@ -56,6 +57,7 @@ def test_training_equals_serial_training_and_its_replay(places: str, devices: in
     assert difference(cluster.weights(), FLOAT64.train(len(cluster.workers) * devices, 12)) < 1e-12
 
 
+@pytest.mark.few(2)
 @EVERYWHERE
 @seeds(1)
 def test_messages_that_overtake_each_other_and_come_twice_change_nothing(
@@ -70,6 +72,7 @@ def test_messages_that_overtake_each_other_and_come_twice_change_nothing(
     check(cluster, FLOAT64)
 
 
+@pytest.mark.few(5)
 @EVERYWHERE
 @pytest.mark.parametrize("wire", ["fp16", ("bf16", None), (None, "fp16")])
 def test_half_precision_is_for_what_crosses_between_hosts(places: str, wire: object) -> None:

@@ -43,6 +43,7 @@ def test_numba_is_imported_where_tables_are_used_alone() -> None:
     assert run(program) == "True\n"
 
 
+@pytest.mark.long
 def test_tables_without_numba_say_what_to_install() -> None:
     program = (
         "import sys\nsys.modules['numba'] = None\nimport steepest, steepest.tables\n"
@@ -55,6 +56,7 @@ def test_tables_without_numba_say_what_to_install() -> None:
     assert run(program).splitlines() == [said] * 3
 
 
+@pytest.mark.long
 def test_models_of_jax_without_jax_say_what_to_install() -> None:
     program = (
         "import sys\nsys.modules['jax'] = None\nimport steepest\n"
@@ -65,6 +67,7 @@ def test_models_of_jax_without_jax_say_what_to_install() -> None:
     assert run(program) == f"{said}pip install 'steepest[jax]'\n"
 
 
+@pytest.mark.long
 def test_tensorflow_is_imported_where_a_keras_model_is_made_alone() -> None:
     program = (
         "import sys\nsys.modules['tensorflow'] = None\nfrom steepest import *\nTensorFlowModel\n"
@@ -202,6 +205,7 @@ def use(server: steepest.ParameterServer) -> tuple[int, bool]:
     return server.version, "torch" in sys.modules
 
 
+@pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("transport", ["wire", "ray"])

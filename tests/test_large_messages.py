@@ -41,6 +41,7 @@ def entries(workers: int, groups: int, count: int) -> list[list[Any]]:
     return [[v + 1, pushes[v], [rates[v]] * groups, 1.0, False, 1.0] for v in range(count)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("workers", "groups"), [(8, 1), (96, 1), (8, 150), (MANY, MANY), (MANY, 30_000)]
 )
@@ -134,6 +135,7 @@ def report(worker: int, generation: int, sequence: int, version: int) -> Message
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", [CommitAll(), CommitEach()], ids=["together", "each"])
 def test_with_a_thousand_workers_and_groups_no_decision_outgrows_a_message(
     rule: CommitRule,
@@ -214,6 +216,7 @@ def test_nan_everywhere_names_some_of_it(name: str) -> None:
     assert max(told) < 20_000
 
 
+@pytest.mark.long
 def test_hyperparameters_that_do_not_fit_into_a_commit_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

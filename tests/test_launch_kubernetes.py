@@ -97,6 +97,7 @@ def pods_of(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return spec["headGroupSpec"]["template"]["spec"], group["template"]["spec"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     ["", "--spot", "--spot --spot-label=mine=yes", "--checkpoints=claim", "--min-workers=0", EVERY],

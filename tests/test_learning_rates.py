@@ -120,6 +120,7 @@ def test_a_schedule_goes_on_behind_a_rate_that_is_set(strategy: Any) -> None:
         assert same_bits(replay(trainer.log(), SCHEDULED.creator()), trainer.weights())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_a_callback_sets_it_while_workers_train(strategy: Any) -> None:
     noting = Noting({5: 0.001, 40: None})

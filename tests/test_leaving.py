@@ -68,6 +68,7 @@ class Notice(Callback):
         self.heard.append(event)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("seconds", "when"), [(25.0, r"in \d\d s"), (0.0, "at a time that is not known")]
 )

@@ -116,6 +116,7 @@ def deaths(cluster: InProcessCluster, rng: random.Random) -> None:
     cluster.network.filter = die
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
 def test_each_sample_comes_once_whatever_follows_in_whichever_mode(name: str, seed: int) -> None:
@@ -130,6 +131,7 @@ def test_each_sample_comes_once_whatever_follows_in_whichever_mode(name: str, se
     life.check()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
 def test_whatever_sizes_a_job_has_while_workers_die(name: str, seed: int) -> None:
@@ -149,6 +151,7 @@ def test_whatever_sizes_a_job_has_while_workers_die(name: str, seed: int) -> Non
     life.check()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["backup", "async", "async-drop", "ssp-0"])
 @seeds(1, "first")
 def test_shares_of_those_that_die_come_back(name: str, first: int) -> None:

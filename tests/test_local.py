@@ -87,6 +87,7 @@ def run(
     return cluster
 
 
+@pytest.mark.few(2)
 @grid(optimizer=OPTIMIZERS, size=[(1, 1), (2, 1), (3, 2)], servers=[None, 2])
 def test_equals_the_same_by_hand(
     optimizer: str, size: tuple[int, int], servers: int | None

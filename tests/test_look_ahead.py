@@ -69,6 +69,7 @@ def shards(cluster: InProcessCluster) -> list[TableChunk]:
     return [held for held in chunks if isinstance(held, TableChunk)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"devices_per_worker": 2}])
 def test_without_staleness_rows_that_come_beforehand_change_no_bit(

@@ -196,6 +196,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds]
 )
@@ -212,6 +213,7 @@ def test_all_messages_may_come_twice(name: str, seed: int) -> None:
     live(name, seed, Twice(None))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [Kind.READ, Kind.SNAPSHOT, Kind.WEIGHTS, Kind.SNAPSHOT_END])
 @pytest.mark.parametrize("name", ["sync", "async"])
 @seeds(1, "first")
@@ -297,6 +299,7 @@ REPEATABLE = [
 ]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("name", "kind"), [*REPEATABLE, ("backup", Kind.DISCARD), ("async-drop", Kind.DISCARD)]
 )
@@ -311,12 +314,14 @@ def test_messages_of_earlier_steps_and_generations_are_not_taken_again(
         assert again.generations
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
 def test_everything_may_come_again_at_any_time(name: str, seed: int) -> None:
     live(name, seed, Again(set(Kind), seed))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(2)
 def test_messages_may_be_late(name: str, seed: int) -> None:
@@ -337,6 +342,7 @@ def test_messages_may_be_late(name: str, seed: int) -> None:
     assert sent.keys() >= stepping(name) | {Kind.MEMBERS}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["sync", "backup", "async-drop", "ssp-0"])
 @pytest.mark.parametrize("kind", [Kind.WEIGHTS, "staged", Kind.COMMIT, Kind.PUSH])
 @seeds(1)
@@ -373,6 +379,7 @@ def test_the_chunks_of_a_push_may_come_in_any_order(name: str, shuffle: int) -> 
     assert sum(moved) > 5
 
 
+@pytest.mark.few(6)
 @grid(lambda name, size: name != "backup" or size[0] > 1, name=MODES, size=[(1, 1), (2, 3), (3, 2)])
 @seeds(1)
 def test_plus_one_counts_every_update_once(name: str, size: tuple[int, int], seed: int) -> None:
@@ -468,6 +475,7 @@ def test_who_is_no_member_is_refused_and_counted(name: str, kind: Kind) -> None:
     assert max(map(buffers_of, cluster.servers)) <= 4
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("generation", [0, 1])
 def test_pushes_of_a_foreign_generation_are_refused_and_counted(name: str, generation: int) -> None:

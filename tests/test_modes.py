@@ -70,6 +70,7 @@ SIZES = [
 ]  # workers, devices, servers
 
 
+@pytest.mark.few(12)
 @grid(lambda name, task, size: name != "backup" or size[0] > 1, name=MODES, task=TASKS, size=SIZES)
 @seeds(1)
 def test_the_log_replayed_gives_the_weights_of_the_run_bit_for_bit(
@@ -90,6 +91,7 @@ def swapped(log: CommitLog) -> list[tuple[Commit, ...]]:
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
 def test_a_replay_tells_another_order_of_updates_from_the_one_that_was(
@@ -171,6 +173,7 @@ def serial(
     return history[-1]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("task", ["momentum", "schedule"])
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
@@ -221,6 +224,7 @@ def test_a_step_with_backup_workers_is_an_update_of_the_first_gradients(seed: in
 # -- samples --------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @grid(name=[*EACH, "sync"], workers=[1, 2, 3], devices=[1, 2])
 @seeds(1)
 def test_every_share_of_an_epoch_is_in_one_committed_gradient(
@@ -237,6 +241,7 @@ def test_every_share_of_an_epoch_is_in_one_committed_gradient(
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*EACH, "sync"])
 @seeds(3)
 def test_a_step_given_up_half_way_loses_no_share_and_repeats_none(name: str, seed: int) -> None:
@@ -264,6 +269,7 @@ def test_a_step_given_up_half_way_loses_no_share_and_repeats_none(name: str, see
     assert sorted(shares(check(cluster, task))) == list(range(18))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(2)
 def test_steps_taken_back_at_any_moment_go_on_where_they_stopped(name: str, seed: int) -> None:
@@ -334,6 +340,7 @@ def test_with_backup_workers_what_was_dropped_comes_later_and_nothing_twice(seed
 # -- staleness ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)
 def test_log_results_and_counters_agree_about_staleness(name: str, seed: int) -> None:
@@ -461,6 +468,7 @@ def test_nan_that_is_refused_names_worker_and_tensor_and_changes_nothing(
     assert sorted(shares(log)) == list(range(len(shares(log))))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SURE)
 @seeds(1)
 def test_nan_that_is_skipped_is_a_version_in_which_nothing_changes(name: str, seed: int) -> None:
@@ -516,6 +524,7 @@ def swallow(cluster: InProcessCluster, *kinds: Kind) -> None:
     cluster.network.filter = filtered
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["async", "async-drop", "async-rate"])
 @pytest.mark.parametrize("kinds", [(Kind.PUSH, Kind.REPORT), (Kind.REPORT,)])
 def test_the_deadline_names_who_took_samples_and_never_came_back_while_others_go_on(

@@ -37,6 +37,7 @@ def train(
     return cluster
 
 
+@pytest.mark.few(3)
 @BOTH
 @WORKERS
 @pytest.mark.parametrize("count", [7, 13, 14, 19])
@@ -95,6 +96,7 @@ def by_replica(
     return snapshot(modules[0]), [dict(module.named_buffers()) for module in modules]
 
 
+@pytest.mark.few(1)
 @BOTH
 @WORKERS
 def test_buffers_are_each_replicas_own_until_they_are_averaged(
@@ -152,6 +154,7 @@ def compiled() -> nn.Module:
     return torch.compile(perceptron(), backend="eager")  # type: ignore[return-value]
 
 
+@pytest.mark.few(2)
 @BOTH
 @WORKERS
 @pytest.mark.parametrize(
@@ -171,6 +174,7 @@ def test_modules_that_run_in_other_ways(
     assert difference(cluster.weights(), plain) < 1e-12
 
 
+@pytest.mark.few(1)
 @BOTH
 @WORKERS
 def test_dropout_in_a_checkpointed_part_is_computed_again_alike(

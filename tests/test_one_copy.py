@@ -200,6 +200,7 @@ def stamped(worker_index: int, device_index: int) -> TorchModel:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.ray
 @pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])
 def test_no_worker_sees_torn_weights(ray_cluster: None, workers: int, servers: int) -> None:

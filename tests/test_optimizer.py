@@ -403,6 +403,7 @@ assert "torch._dynamo" in sys.modules, "torch has become lazier: steepest.optim.
 """
 
 
+@pytest.mark.long
 def test_torchs_optimizers_run_without_its_compiler() -> None:
     names = [
         "SGD",

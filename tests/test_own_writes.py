@@ -238,6 +238,7 @@ def test_frozen_parameters_that_no_model_writes_to_are_no_state() -> None:
     assert state.keys() == {"key.weight", "key.bias"}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", STATEFUL)
 @pytest.mark.parametrize("strategy", ["ps, two servers", "allreduce", "async", "local"])
 def test_a_replay_gives_each_worker_its_own(name: str, strategy: str) -> None:

@@ -70,6 +70,7 @@ class Look(Callback):
         self.seen.append(float(sgd.weights()["key.bias"].mean()))
 
 
+@pytest.mark.long
 def test_a_momentum_encoder_trains_as_in_one_process(ray_cluster: None, tmp_path: Path) -> None:
     strategy = ParameterServerStrategy(num_servers=1)
     look = Look()

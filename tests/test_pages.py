@@ -39,6 +39,7 @@ def test_a_ported_loop_ends_with_the_weights_of_the_plain_one(
     )
 
 
+@pytest.mark.long
 def test_a_gan_learns_where_its_data_are(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = eval(said_by("several_losses.md", monkeypatch))
     assert set(seen) == {"discriminator", "generator", "mean"}

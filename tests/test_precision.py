@@ -105,6 +105,7 @@ def test_synchronous_training_equals_serial_training_that_rounds_in_the_same_pla
     )
 
 
+@pytest.mark.few(4)
 @WIRES
 @pytest.mark.parametrize("name", MODES)
 @seeds(1)

@@ -201,6 +201,7 @@ def test_a_perceptron_waits_for_one_layer_at_a_time() -> None:
     assert order == [0, 1, "relu", 2, 3]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make_module", [Alternating, Compiled, CompiledFunction, Unused])
 def test_who_cannot_be_foreseen_waits_for_everything(make_module: Callable[[], nn.Module]) -> None:
     module = make_module()
@@ -271,6 +272,7 @@ HOSTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(1)
 @HOSTS
 @pytest.mark.parametrize("devices", [1, 2])
 @seeds(1)

@@ -66,6 +66,7 @@ def check_ones(crowd: Crowd, pushes: Sequence[Future[int]], user: int = 0) -> No
 # -- exactly once ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", INITIAL)
 @some
 @given(size=crowds, shuffle=SEEDS)
@@ -233,6 +234,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("partial", [False, True], ids=["all", "some"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @some
@@ -276,6 +278,7 @@ def spoiled(where: str, value: float) -> Any:
     return update
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["a", "b"])
 @some

@@ -29,6 +29,7 @@ def held(cluster: InProcessCluster, server: int) -> dict[int, torch.Tensor]:
     return {index: chunk.weights for index, chunk in cluster.servers[server].chunks.items()}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("servers", [2, 3])
 @seeds(1)
@@ -102,6 +103,7 @@ def salvaged(cluster: InProcessCluster, survivors: list[int]) -> RecoveredState 
     return assemble(len(cluster.job.holders), found)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", WAYS)
 @seeds(2)
 def test_whenever_a_server_dies_survivors_know_every_update_that_was_told(

@@ -148,6 +148,7 @@ class Raising(Callback):
         raise KeyError("the user's own")
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_a_trainer_that_is_dropped_gives_its_room_to_the_next(
     quick: RunConfig, caplog: pytest.LogCaptureFixture

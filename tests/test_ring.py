@@ -66,6 +66,7 @@ def make_group(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield make
 
 
+@pytest.mark.few(4)
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(
     ("size", "dtype"),

@@ -151,6 +151,7 @@ def has_room(shard: TableShard, ids: list[int]) -> bool:
     return True
 
 
+@pytest.mark.long
 @given(TABLES, TURNS, st.booleans())
 def test_rows_come_and_go_as_a_model_in_plain_python_says(
     described: Table, turns: Any, strict: bool

@@ -141,6 +141,7 @@ def test_every_scheduler_of_torch_that_depends_on_the_step_alone_is_here() -> No
     assert tried == set(schedules.__all__) - {"LRScheduler", "ReduceLROnPlateau"}
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @runs(5)
@@ -299,6 +300,7 @@ def rates(cluster: InProcessCluster) -> list[Any]:
     return [commit.hyperparameters for commit in cluster.log().commits]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["sync", "async", "allreduce"])
 @runs(3)
 @given(

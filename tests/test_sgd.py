@@ -80,6 +80,7 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("steepest")}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("strategy", "workers", "devices"),
     [

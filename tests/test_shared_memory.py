@@ -128,6 +128,7 @@ def test_lent_memory_that_its_owner_lets_go_of_stays_for_the_reader(
     assert torch.equal(leaving.messages[0].payload, data_of(1 << 20))
 
 
+@pytest.mark.long
 def test_memory_to_be_used_again_is_not_before_the_reader_has_returned_it(
     ends: tuple[object, object], leaving: Node, client: Node
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_reader_with_a_place_of_its_own_has_it_copied_there(
     assert not client.transport.in_use(memory), "it is given back at once"
 
 
+@pytest.mark.long
 @seeds(1)
 def test_sizes_of_all_kinds_both_ways_arrive_whole_and_in_order_however_they_are_given_back(
     ends: tuple[object, object], leaving: Node, client: Node, seed: int

@@ -25,13 +25,8 @@ def _simulated() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param(at, marks=[pytest.mark.long] if at > 7000 else [])
-        for at in range(7000, 7060, 15)
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(7000, 7060, 15))
 def test_processes_may_die_at_these_moments(first: int) -> None:
     """A program ends with the steps that it asked for; with an error only if a node's room is gone for good.
 
@@ -71,6 +66,7 @@ FOUND = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", FOUND, ids=lambda seed: str(seed))
 def test_what_random_programs_have_found_stays_mended(seed: int) -> None:
     check_schedule(seed)
@@ -83,6 +79,7 @@ FOUND_OF_ROWS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", FOUND_OF_ROWS, ids=lambda seed: str(seed))
 def test_what_random_programs_have_found_of_rows_stays_mended(seed: int) -> None:
     check_schedule(seed, tables=True)
@@ -123,6 +120,7 @@ def test_a_simulated_run_gives_the_bits_of_one_in_a_single_thread() -> None:
         assert same_bits(trainer.weights(), straight.weights())
 
 
+@pytest.mark.long
 @seeds(3)
 def test_the_same_seed_gives_the_same_run(seed: int) -> None:
     first, second = (Run(Program(seed)).run() for _ in range(2))

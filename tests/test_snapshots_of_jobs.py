@@ -148,6 +148,7 @@ def go_back(cluster: InProcessCluster, copy: Copy) -> None:
         call(remote_functions.continue_from, copy.plan, copy.seed, *buffers, job.replicas)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @runs(4)
 @given(shuffle=SEEDS, ahead=st.integers(2, 5), devices=st.integers(1, 2))
@@ -177,6 +178,7 @@ def test_a_job_set_back_to_a_copy_gives_the_bits_of_an_undisturbed_one(
     assert same_bits(all_bits(other), survivors)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["buffers", "topk", "local"])
 @runs(20)
 @given(shuffle=SEEDS, rounds=st.integers(0, 60), ahead=st.integers(0, 3))

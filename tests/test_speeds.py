@@ -59,6 +59,7 @@ class Watch:
 SPEEDS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=2, max_size=4)
 
 
+@pytest.mark.long
 @runs(25)
 @given(scripts=SPEEDS, lead=st.integers(0, 3), shuffle=st.none() | SEEDS)
 def test_nobody_is_further_ahead_than_the_bound_and_nobody_waits_for_ever(
@@ -177,6 +178,7 @@ def test_under_a_bound_the_slowest_sets_the_pace_and_others_stay_near(name: str)
     assert 3 * by[2] <= updates <= 3 * by[2] + 2 * (lead + 1)
 
 
+@pytest.mark.long
 def test_stale_gradients_of_a_slow_worker_are_dropped_and_cost_the_healthy_nothing() -> None:
     healthy, *_ = pace("async-drop", [FAST, FAST], staleness=3)
     updates, by, committed = pace("async-drop", [FAST, FAST, SLOW], staleness=3)

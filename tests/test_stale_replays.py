@@ -45,6 +45,7 @@ def all_steps(cluster: InProcessCluster, steps: int = STEPS) -> None:
         taken += sum(isinstance(found, Result) for found in cluster.step(steps - taken))
 
 
+@pytest.mark.few(1)
 @long_grid(
     ("sync", 1, 3), ("sync", 3, 2),
     name=["sync", "allreduce"], staleness=[0, 1, 2, 3], workers=[1, 2, 3],

@@ -146,6 +146,7 @@ def test_a_stop_before_the_first_step() -> None:
         assert trainer.fit(steps=2, progress=False).step == 2
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("victim", ["worker 1", "server 0", "worker 0"])
 def test_who_dies_as_it_stops_loses_no_step_that_was_seen(strategy: Any, victim: str) -> None:

@@ -53,6 +53,7 @@ LIVES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("life", mostly_long(LIVES, "counted, and LFU"))
 def test_the_same_ids_have_rows_at_any_number_of_servers(life: str) -> None:
     task = table_task(data=clicks(61), row_optimizer=ADAM, **LIVES[life])

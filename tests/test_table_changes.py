@@ -66,6 +66,7 @@ def undisturbed(steps: int, path: Path, workers: int = 2) -> State:
         return state_of(trainer, path)
 
 
+@pytest.mark.long
 def test_rows_move_as_workers_servers_and_strategies_come_and_go(tmp_path: Path) -> None:
     changes: list[tuple[int, Callable[[DistributedSGD], object]]] = [
         (2, lambda sgd: sgd.resize(num_workers=3)),

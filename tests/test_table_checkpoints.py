@@ -50,6 +50,7 @@ def same(one: ExportedTable, other: ExportedTable) -> bool:
 THREE_SERVERS = ParameterServerStrategy(num_servers=3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("strategy", "shards"),
     [

@@ -16,6 +16,7 @@ def quiet() -> Noisy:
     return Noisy(noise=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("servers", [None, 2])
 def test_with_one_update_in_a_round_it_is_synchronous_training(

@@ -162,6 +162,7 @@ def hold(user: User, pipe: Pipe) -> None:
 # -- nobody sees a torn weight -----------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ways", ["wire", "unix", "tcp"])
 def test_whoever_pulls_while_others_push_sees_one_version_and_none_goes_back(ways: str) -> None:
     with crew_of(group_of(SIZE), ways) as crew:

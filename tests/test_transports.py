@@ -199,6 +199,7 @@ def add(server: ParameterServer, times: int) -> tuple[float, int, list[str]]:
     return float(pulled.max()), borrowed(os.getpid()), families
 
 
+@pytest.mark.few(2)
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("ways", WAYS)

@@ -418,6 +418,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(75)
 @pytest.mark.parametrize(("name", "strategy", "workers"), CASES)
 def test_a_mistake_is_told_and_the_trainer_goes_on(name: str, strategy: str, workers: int) -> None:
     mistake, switch, culprit = MISTAKES[name], Switch(), workers - 1
@@ -555,6 +556,7 @@ def test_a_learning_rate_that_is_none_is_told(wrong: Callable[[], Any]) -> None:
         raise_step_error(failure, {})
 
 
+@pytest.mark.long
 def test_a_data_loader_with_processes_tells_what_its_dataset_raised() -> None:
     def create(worker: int, device: int) -> Any:
         switch = Switch()

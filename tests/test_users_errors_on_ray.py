@@ -339,6 +339,7 @@ def test_a_callback_that_raises(trainer: DistributedSGD, error: BaseException) -
     assert caught.value is error
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("where", "raised", "words"),
     [

@@ -55,6 +55,7 @@ def doomed(name: str, deaths: list[tuple[int, Kind, int]], **options: Any) -> In
     return cluster
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.REPORT])
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("worker", [0, 2])
@@ -71,6 +72,7 @@ def test_a_synchronous_run_is_the_same_to_the_bit(worker: int, n: int, kind: Kin
     assert all((weights[0] == other).all() for other in weights[1:])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", WAYS)
 @seeds(2)
 def test_whoever_dies_whenever_the_log_explains_the_weights(name: str, seed: int) -> None:
@@ -255,6 +257,7 @@ def test_a_successor_is_not_told_that_a_push_of_its_predecessor_was_its_own() ->
     assert told[0] == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["backup", *EACH])
 def test_the_others_do_not_pause(name: str) -> None:
     cluster = make(name, TASK, replaces=True)
@@ -277,6 +280,7 @@ def test_the_others_do_not_pause(name: str) -> None:
     )  # where somebody may be too late every time
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["sync", "backup", *EACH])
 def test_who_is_given_up_though_it_lives_counts_no_more(name: str) -> None:
     """As one whose network was cut: nobody sees its channels close, and all that it says comes late."""
