@@ -167,7 +167,8 @@ class Job:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """The server that answers for each chunk."""
-        return self.description.layout.assign_servers(self.num_servers)
+        shares = self.places.shares if self.replication == 1 else None
+        return self.description.layout.assign_servers(self.num_servers, shares)
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:

@@ -303,16 +303,25 @@ class ParameterLayout:
             )
         return views
 
-    def assign_servers(self, num_servers: int) -> tuple[int, ...]:
-        """Return the server of each chunk, so that all servers hold about equally many bytes.
+    def assign_servers(
+        self, num_servers: int, shares: Sequence[float] | None = None
+    ) -> tuple[int, ...]:
+        """Return the server of each chunk, so that all hold about as many bytes as they should.
 
-        All servers hold about equally many shards of embedding tables, too.
+        All servers hold about equally many shards of embedding tables.
+
+        Args:
+            num_servers: how many there are.
+            shares: the part of all bytes that each should hold; None for equal parts.
         """
+        parts = [1.0] * num_servers if shares is None else shares
+        holding = [server for server in range(num_servers) if parts[server]]
         loads = [0] * num_servers
         owners = []
         for chunk in self.chunks:
-            server = loads.index(min(loads))
-            loads[server] += chunk.nbytes
+            nbytes = chunk.nbytes
+            server = min(holding, key=lambda each: (loads[each] + nbytes) / parts[each])
+            loads[server] += nbytes
             owners.append(server)
         for number, index in enumerate(self.table_shards):
             owners[index] = number % num_servers
