@@ -140,6 +140,16 @@ def test_workers_on_two_nodes_equal_one_process(nodes: tuple[Place, tuple[str, s
                     again.step(5)
                     weights = sgd.weights()
                     assert all(bool((weights[name] == value).all()) for name, value in again.weights().items())
+            apart = RunConfig(resources=ResourceConfig(serving_hosts=1))
+            strategy = ParameterServerStrategy(chunk_bytes=16)
+            with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy, run_config=apart) as sgd:
+                places, job = sgd._live().places, sgd._live().job
+                hosts = [place.host for peer, place in places.items() if peer.role == "server"]
+                working = {{place.host for peer, place in places.items() if peer.role == "worker"}}
+                assert len(working) == 1 and sorted(hosts) == sorted({ADDRESSES!r}), places
+                assert hosts[1] in working, places
+                sgd.fit(steps=5, progress=False)
+                check(sgd.weights())
             with DistributedSGD(linear_model_creator(), num_workers=2, run_config=one_each) as sgd:
                 assert sgd.num_servers == 2  # one for each node
                 hosts = {{place.host for place in sgd._live().places.values()}}

@@ -32,10 +32,12 @@ class Death:
         cause: in words.
         traceback: of the Python error that ended its router, while the process itself lives on;
             empty otherwise.
+        believed: whether Ray has not said so: its node may be gone too.
     """
 
     cause: str
     traceback: str = ""
+    believed: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class Deaths:
         death = self._death(peer) if peer in self._context.watches else None
         return "" if death is None else death.traceback
 
+    def is_believed(self, peer: Peer) -> bool:
+        """Return whether a process is dead, and Ray was not the one to say so."""
+        death = self._death(peer)
+        return death is not None and death.believed
+
     def declare(self, peer: Peer, why: str) -> str:
         """Declare a process dead and kill it, although it may live out of reach.
 
@@ -90,7 +97,7 @@ class Deaths:
         """
         if (cause := self.cause(peer)) is not None:
             return cause
-        self._known[self._context.watches[peer]] = Death(why)
+        self._known[self._context.watches[peer]] = Death(why, believed=True)
         self._kill(peer)
         return why
 

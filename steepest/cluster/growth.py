@@ -142,9 +142,9 @@ class Growth:
             if now - self._looked < self._pause or worn_out:
                 return
             self._looked = now
-        free = self._free_seats()
+        free, serving = self._free_seats(), placement.serving_nodes
         if not self.asked:
-            missing = min(missing, fitting(cluster.bundle) + len(free))
+            missing = min(missing, fitting(cluster.bundle, serving) + len(free))
             if missing < 1:
                 return
             # what is free may be in pieces: then it asks more rarely
@@ -152,7 +152,7 @@ class Growth:
         if (further := missing - len(free)) > 0:
             workers = cluster.job.num_workers + missing
             check_possible(workers, cluster.bundle, ray.nodes(), may_grow())
-            self._room = Room(cluster, further, placement.failing)
+            self._room = Room(cluster, further, placement.failing | serving)
             return
         self._begin(free[:missing])
 

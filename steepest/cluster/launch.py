@@ -27,7 +27,13 @@ from steepest.cluster.learning_rates import LearningRates
 from steepest.cluster.lease import DriverLease
 from steepest.cluster.locations import Place, by_calls, hosts_of, make_transport, ways_of
 from steepest.cluster.membership import Membership
-from steepest.cluster.placement import fitting, reserve, spread, worker_bundle
+from steepest.cluster.placement import (
+    fitting,
+    reserve,
+    reserve_for_servers,
+    spread,
+    worker_bundle,
+)
 from steepest.cluster.process import Process
 from steepest.cluster.ray_private import check as check_ray
 from steepest.cluster.termination import end_on_sigterm
@@ -40,6 +46,7 @@ from steepest.engine.hosting import host_client, host_coordinator, host_server
 from steepest.engine.job import Description, Job, ModelCreator, check_agreement
 from steepest.engine.strategy import make_strategy
 from steepest.errors import (
+    ConfigurationError,
     DeadlineError,
     PeerLostError,
     ShutdownError,
@@ -116,14 +123,15 @@ class Cluster(JobContext):
             bundle = self.bundle = worker_bundle(
                 chosen.devices_per_worker, chosen.gpu, run_config.resources.cpus_per_worker
             )
-            least, most = bounds
-            num_workers = least if least == most else max(least, min(most, fitting(bundle)))
+            self._check_serving_hosts(strategy)
+            num_workers = self._workers_at_first(*bounds)
             self.placement.add(
                 reserve(
                     num_workers, bundle, run_config.deadlines.start, lambda: who_else(self.holder)
                 )
             )
             self.holder.workers, self.holder.bundle = num_workers, bundle
+            self._reserve_for_servers()
             self.check_ways(strategy)
             self._start(model_creator, num_workers, strategy)
         except BaseException:
@@ -131,6 +139,28 @@ class Cluster(JobContext):
             raise
 
     # -- starting ------------------------------------------------------------------------------
+
+    def _check_serving_hosts(self, config: StrategyConfig) -> None:
+        """Refuse hosts that are to serve alone where nobody serves."""
+        strategy, hosts = make_strategy(config), self.run_config.resources.serving_hosts
+        if hosts and (strategy.in_workers or strategy.in_driver):
+            raise ConfigurationError(
+                f'serving_hosts={hosts} with strategy="{config.name}", which has no server '
+                'processes: leave serving_hosts out, or give a strategy that has, such as "ps"'
+            )
+
+    def _workers_at_first(self, least: int, most: int) -> int:
+        """Return with how many workers the job starts."""
+        if least == most or self.run_config.resources.serving_hosts:
+            return least  # others join where no node is wanted for servers alone
+        return max(least, min(most, fitting(self.bundle)))
+
+    def _reserve_for_servers(self) -> None:
+        """Reserve nodes that have no worker, if any are asked for."""
+        if hosts := self.run_config.resources.serving_hosts:
+            working, limit = {*self.placement.nodes()}, self.run_config.deadlines.start
+            room = reserve_for_servers(hosts, working, limit, lambda: who_else(self.holder))
+            self.placement.add(room, serves=True)
 
     def _start(self, model_creator: ModelCreator, num_workers: int, config: StrategyConfig) -> None:
         creator = self.creator = travelling("model_creator", model_creator)
@@ -161,15 +191,33 @@ class Cluster(JobContext):
             ConfigurationError: they cannot.
         """
         check_tls(self.run_config.tls, ways_of(config))
-        driver = ray.get_runtime_context().get_node_id()
-        check_ways(ways_of(config), driver, *self.placement.nodes(seats))
+        driver, placement = ray.get_runtime_context().get_node_id(), self.placement
+        serving = [] if make_strategy(config).in_workers else placement.nodes(placement.serving)
+        check_ways(ways_of(config), driver, *placement.nodes(seats), *serving)
 
     def serving(self, config: StrategyConfig, num_workers: int) -> int:
         """Return the number of processes that host servers only."""
         strategy = make_strategy(config)
         if strategy.in_workers or strategy.in_driver or num_workers == 1:
             return 0
-        return strategy.num_servers(len(set(self.placement.nodes()[:num_workers])), num_workers)
+        return self._num_servers(config, num_workers)
+
+    def _num_servers(self, config: StrategyConfig, num_workers: int) -> int:
+        """Return the number of a job's servers."""
+        placement = self.placement
+        nodes = set(placement.nodes(placement.serving + placement.order[:num_workers]))
+        return make_strategy(config).num_servers(len(nodes), num_workers)
+
+    def _seats_of_servers(self, num_workers: int) -> list[int]:
+        """Return the seats beside which servers may be placed, those on nodes without workers first."""
+        placement = self.placement
+        if not placement.serving:
+            return placement.order[:num_workers]
+        placement.look()  # Ray may have found another node for one that is gone
+        lost = {self.places[peer].node for peer in self.watches if self.deaths.is_believed(peer)}
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - lost
+        serving = [seat for seat in placement.serving if placement.nodes([seat])[0] in living]
+        return serving + placement.order[:num_workers]
 
     def start_servers(
         self, config: StrategyConfig, num_workers: int, first: int = 0
@@ -186,13 +234,12 @@ class Cluster(JobContext):
         running = [
             self.places[peer].node for peer in map(server_peer, range(first)) if peer in self.places
         ]
+        seats = self._seats_of_servers(num_workers) if served else []
         beside = zip(
-            range(first, served),
-            spread(self.placement.nodes()[:num_workers], served, running),
-            strict=False,
+            range(first, served), spread(self.placement.nodes(seats), served, running), strict=False
         )
         return {
-            server_peer(i): self.start_process(str(server_peer(i)), at, 0, 0, callers)
+            server_peer(i): self.start_process(str(server_peer(i)), seats[at], 0, 0, callers)
             for i, at in beside
         }
 
@@ -205,13 +252,16 @@ class Cluster(JobContext):
                 were made of nodes that have a living process.
         """
         if seat is None:
-            nodes, servers = self.placement.nodes()[: self.job.num_workers], self.job.num_servers
+            placement, servers = self.placement, self.job.num_servers
             here = {self.places[p].node for p in self.actors if self.deaths.cause(p) is None}
-            seats = [at for at, node in enumerate(nodes) if node in here] or [*range(len(nodes))]
-            at = seats[spread([nodes[at] for at in seats], max(servers, index + 1))[index]]
-        else:
-            at = self.placement.order.index(seat)
-        return self.start_process(str(server_peer(index)), at, 0, 0, 0)
+            seats = self._seats_of_servers(self.job.num_workers)
+            seats = [
+                seat
+                for seat in seats
+                if seat in placement.serving or placement.nodes([seat])[0] in here
+            ] or seats
+            seat = seats[spread(placement.nodes(seats), max(servers, index + 1))[index]]
+        return self.start_process(str(server_peer(index)), seat, 0, 0, 0)
 
     def _take_up(
         self,
@@ -233,10 +283,7 @@ class Cluster(JobContext):
             unfrozen: see `Job.unfrozen`.
         """
         workers = [actor for peer, actor in self.actors.items() if peer.role == "worker"]
-        strategy, chosen = make_strategy(config), self.chosen
-        num_servers = strategy.num_servers(
-            len(set(self.placement.nodes()[: len(workers)])), len(workers)
-        )
+        chosen, num_servers = self.chosen, self._num_servers(config, len(workers))
         if fresh:
             places = self.get([actor.place.remote() for actor in self.actors.values()], "start")
             self.places = dict(zip(self.actors, places, strict=True))
@@ -411,17 +458,17 @@ class Cluster(JobContext):
         """
         cpus = self.run_config.resources.cpus_per_worker
         gpus = self.chosen.devices_per_worker if self.chosen.gpu else 0
-        beside = index if seat is None else self.placement.order.index(seat)
-        return self.start_process(str(worker_peer(index)), beside, cpus, gpus, 1, cpus)
+        seat = self.placement.order[index] if seat is None else seat
+        return self.start_process(str(worker_peer(index)), seat, cpus, gpus, 1, cpus)
 
     def start_process(
-        self, name: str, beside: int, cpus: int, gpus: int, callers: int, threads: int = 1
+        self, name: str, seat: int, cpus: int, gpus: int, callers: int, threads: int = 1
     ) -> Any:
         """Start a process; return its handle without waiting.
 
         Args:
             name: by which `ps` and logs show it, after "steepest".
-            beside: index of the worker in or beside whose seat it is placed.
+            seat: in which, or beside whose process, it is placed.
             cpus, gpus: that it takes of the seat.
             callers: processes that call it at once, where processes talk by actor calls.
             threads: of torch.
@@ -432,7 +479,7 @@ class Cluster(JobContext):
             max_concurrency=_THREADS + threads_for(callers),
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=self.placement.strategy(beside),
+            scheduling_strategy=self.placement.strategy(seat),
         )
         keep_memory, lease = self.run_config.resources.keep_memory, self.lease.seconds
         actor = made.remote(

@@ -21,12 +21,13 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from steepest.cluster.ray_private import started_here
+from steepest.cluster.ray_private import free_by_node, started_here
 from steepest.config.run import cluster_address
 from steepest.errors import ResourcesError
 
 log = logging.getLogger(__name__)
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
+_SERVING = {"CPU": 1.0}  # what servers reserve on a node without workers
 _RELEASE_SECONDS = 5.0
 _FAILED_SEATS = 2  # from which on a node is not used any more
 
@@ -170,7 +171,52 @@ def reserve(
         return Reservation(current, False, tuple(fitting[-workers:]))
     check_possible(workers, bundle, ray.nodes(), may_grow())
     gc.collect()  # a trainer that was dropped may be part of a cycle, such as a traceback
-    reservation = ask_for_room(workers, bundle)
+    what, asked = f"{workers} workers", _asked(workers, bundle)
+    return _placed(ask_for_room(workers, bundle), what, asked, timeout, who_else)
+
+
+def reserve_for_servers(
+    hosts: int, working: Collection[str], timeout: float, who_else: Callable[[], str] = str
+) -> Reservation:
+    """Reserve a CPU on each of some nodes without workers, and wait for them.
+
+    Args:
+        hosts: how many nodes.
+        working: ids of those that have workers.
+        timeout, who_else: as for `reserve`.
+
+    Raises:
+        ResourcesError: there were no such nodes in time, or can never be.
+    """
+    what = f"serving_hosts={hosts}"
+    if _group_around() is not None:
+        raise ResourcesError(
+            f"{what} inside a placement group: it has no nodes without workers to give; leave "
+            "serving_hosts out"
+        )
+    others = [
+        node
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in working and node["Resources"].get("CPU", 0) >= 1
+    ]
+    if len(others) < hosts and not may_grow():
+        raise ResourcesError(
+            f"{what}: this Ray has {len(others)} nodes without workers, and no node will join it; "
+            "connect to a larger cluster first, ray.init(address=...), or leave serving_hosts out"
+        )
+    asked = "1 CPU on each, where no worker is"
+    room = _ask(hosts, _SERVING, working, "STRICT_SPREAD")
+    return _placed(room, what, asked, timeout, who_else)
+
+
+def _placed(
+    reservation: Reservation, what: str, asked: str, timeout: float, who_else: Callable[[], str]
+) -> Reservation:
+    """Return a reservation when Ray has placed it.
+
+    Raises:
+        ResourcesError: it was not placed in time.
+    """
     group = reservation.group
     try:
         ray.get(group.ready(), timeout=timeout)
@@ -180,9 +226,8 @@ def reserve(
         groups = _reserved_by_others(placement_group_table(), group.id.hex())
         remove_placement_group(group)
         raise ResourcesError(
-            f"the cluster did not place {workers} workers within {timeout:g} s: asked "
-            f"{_asked(workers, bundle)}, free {free} of {total}{groups}{who_else()}; ask for fewer "
-            "workers, stop what holds the rest, or add nodes"
+            f"the cluster did not place {what} within {timeout:g} s: asked {asked}, free {free} of "
+            f"{total}{groups}{who_else()}; ask for fewer, stop what holds the rest, or add nodes"
         ) from None
     except BaseException:
         remove_placement_group(group)
@@ -264,13 +309,13 @@ def _asked(workers: int, bundle: Mapping[str, float]) -> str:
     return "{" + ", ".join(f"{name}: {value * workers:g}" for name, value in bundle.items()) + "}"
 
 
-def fitting(bundle: dict[str, float]) -> int:
-    """Return about how many workers the cluster could place now.
-
-    Resources are counted over all nodes, so it may be fewer where free CPUs are scattered.
-    """
-    free = ray.available_resources()
-    return int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
+def fitting(bundle: dict[str, float], without: Collection[str] = ()) -> int:
+    """Return how many workers the cluster could place now, none of them on some nodes."""
+    return sum(
+        int(min(free.get(name, 0.0) // amount for name, amount in bundle.items() if amount))
+        for node, free in free_by_node().items()
+        if node not in without
+    )
 
 
 def ask_for_room(
@@ -291,11 +336,14 @@ def ask_for_room(
             f"{workers} more workers do not fit into the placement group that this runs in: give "
             "it more bundles with tune.with_resources(trainable, DistributedSGD.resources(...))"
         )
+    return _ask(workers, bundle, without, "PACK")
+
+
+def _ask(count: int, bundle: dict[str, float], without: Collection[str], how: str) -> Reservation:
     selector = {_NODE_LABEL: f"!in({','.join(sorted(without))})"}
-    chosen = {"bundle_label_selector": [selector] * workers} if without else {}
-    return Reservation(
-        placement_group([bundle] * workers, strategy="PACK", **chosen), True, tuple(range(workers))
-    )
+    chosen = {"bundle_label_selector": [selector] * count} if without else {}
+    group = placement_group([bundle] * count, strategy=how, **chosen)
+    return Reservation(group, True, tuple(range(count)))
 
 
 def nodes_of(reservation: Reservation) -> tuple[str, ...]:
@@ -311,20 +359,23 @@ class Placement:
         order: seats in use or free: those of worker 0, 1, ... first, then the free ones.
         retired: seats that are not used any more; they stay reserved, so that no other process of
             the job is placed there.
+        serving: seats of servers alone, on nodes without workers.
     """
 
     def __init__(self) -> None:
         self.order: list[int] = []
         self.retired: list[int] = []
+        self.serving: list[int] = []
         self._reservations: list[Reservation] = []
         self._seats: list[tuple[Reservation, int]] = []  # each with its number among these
         self._nodes: list[str] = []
         self._failed: Counter[str] = Counter()  # by node: seats in which processes died too often
 
-    def add(self, reservation: Reservation) -> None:
-        """Add the seats of a reservation to the end of `order`."""
+    def add(self, reservation: Reservation, *, serves: bool = False) -> None:
+        """Add the seats of a reservation to the end of `order`, or of `serving`."""
         self._reservations.append(reservation)
-        self.order += range(len(self._seats), len(self._seats) + len(reservation.bundles))
+        seats = self.serving if serves else self.order
+        seats += range(len(self._seats), len(self._seats) + len(reservation.bundles))
         self._seats += [(reservation, worker) for worker in range(len(reservation.bundles))]
         self.look()
 
@@ -336,9 +387,14 @@ class Placement:
         """Return the node ids of seats, by default of those in `order`."""
         return [self._nodes[seat] for seat in (self.order if order is None else order)]
 
-    def strategy(self, worker: int) -> PlacementGroupSchedulingStrategy:
-        """Return how Ray schedules a process in, or beside, the seat of a worker."""
-        reservation, number = self._seats[self.order[worker % len(self.order)]]
+    @property
+    def serving_nodes(self) -> set[str]:
+        """Ids of the nodes of servers alone, as far as Ray has found any."""
+        return {node for node in self.nodes(self.serving) if node}
+
+    def strategy(self, seat: int) -> PlacementGroupSchedulingStrategy:
+        """Return how Ray schedules a process in a seat, or beside who has it."""
+        reservation, number = self._seats[seat]
         return reservation.strategy(number)
 
     def arranged(self, workers: int, placement: Mapping[int, int]) -> list[int]:
@@ -385,7 +441,7 @@ class Placement:
         process group, and then ends this process; what was reserved there is gone too.
         """
         reservations = self._reservations
-        self._reservations, self._seats, self.order = [], [], []
+        self._reservations, self._seats, self.order, self.serving = [], [], [], []
 
         def give_back() -> None:
             try:
@@ -407,10 +463,10 @@ class Placement:
 
 
 def spread(nodes: Sequence[str], servers: int, running: Sequence[str] = ()) -> list[int]:
-    """Return, for each server, the worker beside which it is placed: nodes take turns.
+    """Return, for each server, the seat beside which it is placed: nodes take turns.
 
     Args:
-        nodes: of the workers.
+        nodes: of the seats.
         servers: how many there will be.
         running: nodes of the servers that run already, for which nothing is returned.
 

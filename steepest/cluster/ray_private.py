@@ -42,6 +42,7 @@ def check() -> None:
         ConfigurationError: it has not; the message names the version.
     """
     _look_up("ray._private.state", "state.get_draining_nodes")  # as Ray Train and Serve ask
+    _look_up("ray._private.state", "state.available_resources_per_node")
     _look_up("ray._private.worker", "_global_node")
 
 
@@ -52,6 +53,14 @@ def draining_nodes() -> dict[str, float]:
     """
     stamps: dict[str, int] = _look_up("ray._private.state", "state.get_draining_nodes")()
     return {node: stamp / 1000.0 for node, stamp in stamps.items()}
+
+
+def free_by_node() -> dict[str, dict[str, float]]:
+    """Return what is free on each node of the cluster, by the node's id and Ray's names."""
+    found: dict[str, dict[str, float]] = _look_up(
+        "ray._private.state", "state.available_resources_per_node"
+    )()
+    return found
 
 
 def started_here() -> bool:

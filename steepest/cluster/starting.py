@@ -237,7 +237,8 @@ class Reserve:
         cluster = self._cluster
         for number in range(len(self._spares), wanted):
             cpus = cluster.run_config.resources.cpus_per_worker
-            actor = cluster.start_process("spare", number, 0, 0, 1, cpus)
+            seats = cluster.placement.order
+            actor = cluster.start_process("spare", seats[number % len(seats)], 0, 0, 1, cpus)
             actor.prepare.remote(cluster.creator)
             self._spares.append((actor, actor.place.remote()))
 

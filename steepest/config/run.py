@@ -101,10 +101,15 @@ class DeadlineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceConfig:
-    """What a worker process takes of its node.
+    """What a job takes of its cluster.
 
     Attributes:
         cpus_per_worker: CPUs that Ray reserves for each worker, and torch threads in it.
+        serving_hosts: on how many nodes that have no worker servers run too, of the strategies that
+            have server processes. A CPU of each is reserved. They hold so much of the model that
+            all links are equally busy (Jiang et al. 2020, OSDI); from as many nodes as have workers
+            on, all of it. With an elastic number of workers the job starts with the least, and its
+            further workers leave these nodes out.
         keep_memory: whether a worker keeps the memory that a step frees for the next step instead
             of returning it to the kernel (where the C library is glibc). Large models on the CPU
             train up to twice as fast; a worker stays as large as its largest step was.
@@ -114,10 +119,12 @@ class ResourceConfig:
     """
 
     cpus_per_worker: int = 1
+    serving_hosts: int = 0
     keep_memory: bool = True
 
     def __post_init__(self) -> None:
         require_count("cpus_per_worker", self.cpus_per_worker)
+        require_count("serving_hosts", self.serving_hosts, least=0)
         require_choice("keep_memory", self.keep_memory, (False, True))
 
 
@@ -181,7 +188,7 @@ class RunConfig:
     Attributes:
         failure: what happens when a process dies.
         deadlines: the longest waits.
-        resources: what a worker process takes of its node.
+        resources: what the job takes of its cluster.
         keep_log: whether the coordinator remembers every commit, for `DistributedSGD.log` and
             `steepest.testing.replay`; about 200 bytes for each push.
         history_rows: how many of its newest rows `DistributedSGD.history` keeps in the driver's

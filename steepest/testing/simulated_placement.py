@@ -50,8 +50,8 @@ class Slot:
 class Group:
     """A placement group."""
 
-    def __init__(self, store: Store, slots: list[Slot], avoid: frozenset[str]) -> None:
-        self.slots, self.avoid = slots, avoid
+    def __init__(self, store: Store, slots: list[Slot], avoid: frozenset[str], apart: bool) -> None:
+        self.slots, self.avoid, self.apart = slots, avoid, apart
         self.bundle_specs = [{"CPU": slot.size} for slot in slots]
         self.is_placed = Ref(store, "a placement group")
         self.removed = False
@@ -105,7 +105,12 @@ class Places:
 
     def free(self) -> float:
         """Return the CPUs that no placement group holds."""
-        return float(sum(self._free(node) for node in self.world.nodes if node.known_alive))
+        return sum(free["CPU"] for free in self.free_by_node().values())
+
+    def free_by_node(self) -> dict[str, dict[str, float]]:
+        """Return what `free` counts, by the nodes' ids."""
+        living = [node for node in self.world.nodes if node.known_alive]
+        return {node.id: {"CPU": float(self._free(node))} for node in living}
 
     def placement_group(
         self,
@@ -117,7 +122,8 @@ class Places:
         """Reserve room for bundles, together, as soon as there is any."""
         texts = " ".join(each for selector in bundle_label_selector for each in selector.values())
         avoid = frozenset(node.id for node in self.world.nodes if node.id in texts)
-        group = Group(self._store, [Slot(bundle["CPU"]) for bundle in bundles], avoid)
+        slots = [Slot(bundle["CPU"]) for bundle in bundles]
+        group = Group(self._store, slots, avoid, strategy == "STRICT_SPREAD")
         self._groups.append(group)
         self.world.later(0.05, self._place_groups)
         return group
@@ -154,6 +160,9 @@ class Places:
         for group in self._groups:
             missing = [slot for slot in group.slots if slot.node is None]
             allowed = [n for n in self.world.nodes if n.known_alive and n.id not in group.avoid]
+            if group.apart:
+                taken = [slot.node for slot in group.slots]
+                allowed = [node for node in allowed if node not in taken]
             found: list[Node] = []
             free = {node: self._free(node) for node in allowed}
             for slot in missing:
@@ -164,7 +173,7 @@ class Places:
                         break
                 if best is None or free[best] < slot.size:
                     break
-                free[best] -= slot.size
+                free[best] = 0 if group.apart else free[best] - slot.size
                 found.append(best)
             if len(found) == len(missing):
                 for slot, node in zip(missing, found, strict=True):

@@ -95,6 +95,7 @@ class Simulation:
             (ray_private.hush_unreadable, lambda: None),
             (ray_private.draining_nodes, dict),
             (ray_private.started_here, lambda: False),
+            (ray_private.free_by_node, lambda: self.ray.places.free_by_node()),
         ]
 
     # -- faults --------------------------------------------------------------------------------
