@@ -70,6 +70,7 @@ def job_team(  # noqa: PLR0913 - each is given by name
     *,
     workers: int = 1,
     servers: int = 1,
+    alone: int = 0,
     wire_dtype: str | None = None,
     compression: str | None = None,
     profile: str = "",
@@ -81,9 +82,10 @@ def job_team(  # noqa: PLR0913 - each is given by name
             "allreduce", where each worker's process has a server.
         meeting: an empty folder in which servers write where they listen.
         workers, servers: on each host; servers for "ps".
+        alone: how many of the namespaces, the last ones, have a server and no worker.
         profile: a folder for what `benchmarks.profile_step` finds; empty to measure nothing.
     """
-    count = len(spaces)
+    count = len(spaces) - alone
     everybody = range(workers * count)
     in_workers = strategy == "allreduce"
     job = {
@@ -92,19 +94,21 @@ def job_team(  # noqa: PLR0913 - each is given by name
         "workers": len(everybody),
         "servers": len(everybody) if in_workers else servers * count,
         "hosts": count,
+        "alone": alone,
         "wire_dtype": wire_dtype,
         "compression": compression,
     }
     common = {"job": job, "meeting": meeting, "token": secrets.token_bytes(32), "profile": profile}
 
-    def member(index: int, **roles: int | None) -> Member:
-        space = spaces[index % count]
+    def member(space: Namespace, **roles: int | None) -> Member:
         return Member(space, take_part, {"namespace": space, **roles, **common})
 
-    served = (
-        [] if in_workers else [member(i, server=i, worker=None) for i in range(servers * count)]
-    )
-    working = [member(i, server=i if in_workers else None, worker=i) for i in everybody]
+    beside = [] if in_workers else [spaces[i % count] for i in range(servers * count)]
+    serving = enumerate([*beside, *spaces[count:]])
+    served = [member(space, server=i, worker=None) for i, space in serving]
+    working = [
+        member(spaces[i % count], server=i if in_workers else None, worker=i) for i in everybody
+    ]
     return Team(f"steepest {strategy}", served + working)
 
 
@@ -114,10 +118,11 @@ def make_job(
     workers: int,
     servers: int,
     hosts: int,
+    alone: int = 0,
     wire_dtype: str | None = None,
     compression: str | None = None,
 ) -> tuple[Job, list[Model]]:
-    """A job whose hosts have equally many workers and servers each."""
+    """A job whose hosts have equally many workers and servers each, and further hosts a server alone."""
     chosen: Modelled = ALL[workload] if isinstance(workload, str) else workload
 
     def creator(worker: int, device: int) -> TorchModel:
@@ -125,7 +130,7 @@ def make_job(
 
     allreduce = strategy == "allreduce"
     config: StrategyConfig = ParameterServerStrategy(
-        num_servers=servers,
+        num_servers=servers + alone,
         wire_dtype=wire_dtype,
         compression=compression,
         table_staleness=HYBRID if strategy == "hybrid" else None,
@@ -139,8 +144,11 @@ def make_job(
     gathers = not (
         allreduce and hosts == 1
     )  # there each member updates its own weights, and nothing has to cross
+    server_hosts += tuple(range(hosts, hosts + alone))
     places = HostMap(worker_hosts, server_hosts, gathers)
-    return Apart(description, config, workers, 1, servers, 0, DEADLINE, hosts=places), models
+    return Apart(
+        description, config, workers, 1, servers + alone, 0, DEADLINE, hosts=places
+    ), models
 
 
 def take_part(
