@@ -1,13 +1,14 @@
-"""Hosts that only serve: the step of a job with more and more of them, beside the least that its bytes take.
+"""Hosts that only serve: the step of a job whose servers are all on them, and of one that has none of them.
 
     python -m benchmarks.serving                       # four hosts with a worker each, 1 Gbit/s
     python -m benchmarks.serving --alone 0 2 --mbit 500 --rounds 3
 
 Hosts are network namespaces of this machine, as those of `benchmarks.network`, with its model of 40 MB and its batch
-of 8. Each of n hosts has a worker and a server, and k further ones have a server each. All jobs stay alive, blocked
-while idle, and take turns; odd rounds run in reverse order. The floor of n and k is t = 2 n (n - 1) M / ((n^2 + k n -
-2 k) B), the optimum of BytePS (Jiang et al. 2020); ``busy`` is the part of this machine's processors that the job
-used: near 1 it is they that are measured, not links.
+of 8. Each of n hosts has a worker; with k = 0 also a server, otherwise k further hosts have a server each. All jobs
+stay alive, blocked while idle, and take turns; odd rounds run in reverse order. ``BytePS`` is the optimum for n and k
+of a design whose weights leave chunk by chunk, t = 2 n (n - 1) M / ((n^2 + k n - 2 k) B) (Jiang et al. 2020);
+``floor`` is the least in ours, where weights leave when all gradients have come: twice what the busiest link takes in
+one direction. ``busy`` is the part of this machine's processors that the job used: near 1 it is they that are measured.
 """
 
 from __future__ import annotations
@@ -33,11 +34,20 @@ from benchmarks.training_bodies import job_team
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def floor(hosts: int, alone: int, mbit: int) -> float:
-    """Return the least seconds for the bytes of a step."""
+def optimum(hosts: int, alone: int, mbit: int) -> float:
+    """Return the least seconds for the bytes of a step of BytePS."""
     alone = min(alone, hosts)
     parts = hosts * hosts + alone * hosts - 2 * alone
-    return 8 * OVERHEAD * 2 * hosts * (hosts - 1) / parts * BYTES / (mbit * 1e6)
+    return _seconds(2 * hosts * (hosts - 1) / parts, mbit)
+
+
+def floor(hosts: int, alone: int, mbit: int) -> float:
+    """Return the least seconds for the bytes of a step in which weights leave after all gradients."""
+    return _seconds(2 * (max(1, hosts / alone) if alone else (hosts - 1) / hosts), mbit)
+
+
+def _seconds(models: float, mbit: int) -> float:
+    return 8 * OVERHEAD * models * BYTES / (mbit * 1e6)
 
 
 def processor_seconds(team: Team) -> float:
@@ -56,7 +66,14 @@ def measure(hosts: int, numbers: list[int], mbit: int, rounds: int) -> str:
         teams: dict[str, Team] = {}
         for alone in numbers:
             meeting = stack.enter_context(tempfile.TemporaryDirectory())
-            team = job_team(spaces[: hosts + alone], WORKLOAD.name, "ps", meeting, alone=alone)
+            team = job_team(
+                spaces[: hosts + alone],
+                WORKLOAD.name,
+                "ps",
+                meeting,
+                servers=0 if alone else 1,
+                alone=alone,
+            )
             teams[str(alone)] = stack.enter_context(team)
             team.turn(4)
         busy: dict[str, list[float]] = {name: [] for name in teams}
@@ -71,15 +88,15 @@ def measure(hosts: int, numbers: list[int], mbit: int, rounds: int) -> str:
         times = alternate({name: lambda name=name: timed(name) for name in teams}, rounds)  # type: ignore[misc]
     lines = [
         f"{hosts} hosts x 1 at {mbit} Mbit/s, {BYTES / 1e6:.1f} MB of parameters, median of {rounds} rounds",
-        f"{'k':>3}{'ms/step':>10}{'floor':>8}{'over it':>9}{'min..max':>14}{'busy':>7}",
+        f"{'k':>3}{'ms/step':>10}{'BytePS':>8}{'floor':>8}{'over it':>9}{'min..max':>14}{'busy':>7}",
     ]
     for name, found in times.items():
         least = floor(hosts, int(name), mbit)
         over = [seconds / least for seconds in found]
         spread = f"{min(over):.2f}..{max(over):.2f}"
         lines.append(
-            f"{name:>3}{1e3 * median(found):>10.0f}{1e3 * least:>8.0f}{median(over):>9.2f}{spread:>14}"
-            f"{median(busy[name]):>7.2f}"
+            f"{name:>3}{1e3 * median(found):>10.0f}{1e3 * optimum(hosts, int(name), mbit):>8.0f}"
+            f"{1e3 * least:>8.0f}{median(over):>9.2f}{spread:>14}{median(busy[name]):>7.2f}"
         )
     return "\n".join(lines)
 
@@ -89,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.serving", description=__doc__.split("\n")[0] if __doc__ else ""
     )
     parser.add_argument("--hosts", type=positive, default=4, help="with a worker each")
-    parser.add_argument("--alone", type=int, nargs="+", default=[0, 1, 2, 4], help="that serve")
+    parser.add_argument("--alone", type=int, nargs="+", default=[0, 4], help="k, that serve")
     parser.add_argument("--mbit", type=positive, default=1000)
     parser.add_argument("--rounds", type=positive, default=5)
     options = parser.parse_args(arguments)

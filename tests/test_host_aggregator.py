@@ -36,7 +36,7 @@ PLACES = {
     "two and two": ((0, 1, 0, 1), (0, 1)),
     "two and two, three servers": ((0, 0, 1, 1), (1, 0, 1)),
     "a host without a server": ((0, 0, 1, 1), (0,)),
-    "a host without workers": ((0, 0), (0, 1)),
+    "servers elsewhere": ((0, 0), (1, 2)),
     "two and one, and a host without workers": ((0, 0, 1), (0, 1, 2)),
 }
 EVERYWHERE = pytest.mark.parametrize("places", PLACES)

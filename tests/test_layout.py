@@ -212,6 +212,15 @@ def test_deal_goes_round_so_that_servers_are_busy_together() -> None:
     assert layout.assign_servers(1) == (0,) * len(layout.chunks)
 
 
+def test_some_servers_hold_tables_alone() -> None:
+    layout = ParameterLayout.plan(floats(16 * MEGABYTE), table_shards=8)
+    owners = layout.assign_servers(4, (1, 3))
+    assert [owners[index] for index in layout.table_shards] == [0, 1, 2, 3] * 2
+    dense = [owner for index, owner in enumerate(owners) if index not in layout.table_shards]
+    assert {*dense} == {1, 3}
+    assert abs(dense.count(1) - dense.count(3)) <= 1
+
+
 @given(parameter_lists, st.booleans())
 def test_a_small_model_is_one_chunk_of_each_kind(parameters: list[Parameter], split: bool) -> None:
     layout = ParameterLayout.plan(parameters, split_tensors=split)

@@ -15,7 +15,7 @@ from benchmarks.namespaces import HOST
 from benchmarks.network import BYTES, OVERHEAD
 from benchmarks.overhead import alternate, compare, comparison
 from benchmarks.resnet import ResNet
-from benchmarks.serving import floor
+from benchmarks.serving import floor, optimum
 from benchmarks.training_bodies import STRATEGIES, job_team, make_job
 
 
@@ -127,16 +127,16 @@ def test_places_without_ray_are_those_of_a_trainer() -> None:
 
 
 def test_hosts_that_serve_alone_have_the_last_servers() -> None:
-    job, _ = make_job("convnet", "ps", workers=2, servers=2, hosts=2, alone=1)
-    assert (job.places.workers, job.places.servers) == ((0, 1), (0, 1, 2))
-    assert job.places.shares == (0.25, 0.25, 0.5)
+    job, _ = make_job("convnet", "ps", workers=2, servers=0, hosts=2, alone=1)
+    assert (job.places.workers, job.places.servers) == ((0, 1), (2,))
 
 
 @pytest.mark.parametrize("alone", [0, 1, 2, 4, 6])
 def test_the_floor_of_a_step_is_what_the_busiest_link_takes(alone: int) -> None:
     hosts, mbit = 4, 1000
     model = 8 * OVERHEAD * BYTES / (mbit * 1e6)
-    of_one = 2 * (hosts - 1) / hosts * model  # BytePS' optimum without further hosts is allreduce's
-    assert floor(hosts, 0, mbit) == pytest.approx(of_one)
-    assert model <= floor(hosts, alone, mbit) <= of_one
-    assert floor(hosts, hosts, mbit) == pytest.approx(model)
+    of_one = 2 * (hosts - 1) / hosts * model  # without further hosts both are allreduce's
+    assert floor(hosts, 0, mbit) == pytest.approx(of_one) == optimum(hosts, 0, mbit)
+    assert model <= optimum(hosts, alone, mbit) <= of_one <= floor(hosts, alone, mbit)
+    assert optimum(hosts, hosts, mbit) == pytest.approx(model)
+    assert floor(hosts, hosts, mbit) == pytest.approx(2 * model)

@@ -106,9 +106,9 @@ class ResourceConfig:
     Attributes:
         cpus_per_worker: CPUs that Ray reserves for each worker, and torch threads in it.
         serving_hosts: on how many nodes that have no worker servers run too, of the strategies that
-            have server processes. A CPU of each is reserved. They hold so much of the model that
-            all links are equally busy (Jiang et al. 2020, OSDI); from as many nodes as have workers
-            on, all of it. With an elastic number of workers the job starts with the least, and its
+            have server processes. A CPU of each is reserved. They hold their part of embedding
+            tables; dense parameters only if there are too few servers for each node with workers to
+            have one. With an elastic number of workers the job starts with the least, and its
             further workers leave these nodes out.
         keep_memory: whether a worker keeps the memory that a step frees for the next step instead
             of returning it to the kernel (where the C library is glibc). Large models on the CPU

@@ -167,8 +167,8 @@ class Job:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """The server that answers for each chunk."""
-        shares = self.places.shares if self.replication == 1 else None
-        return self.description.layout.assign_servers(self.num_servers, shares)
+        dense = self.places.beside_workers if self.replication == 1 else None
+        return self.description.layout.assign_servers(self.num_servers, dense)
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:

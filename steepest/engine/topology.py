@@ -57,33 +57,21 @@ class HostMap:
         return found
 
     @cached_property
-    def shares(self) -> tuple[float, ...]:
-        """The part of the model that each server should hold, so that all links are equally busy.
+    def beside_workers(self) -> tuple[int, ...]:
+        """The servers that hold the dense parameters: those on hosts with workers.
 
-        Of n hosts with workers and k with servers alone, each of the k holds 2 (n - 1) and each of
-        the n holds n - k parts of n^2 + k n - 2 k (Jiang et al. 2020, section 4.1); from k = n on
-        the k hosts hold all. Servers of one host have equal parts of its part. Where no host serves
-        alone, or a host with workers has no server, all servers have equal parts.
-
-        Reference: A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous
-        GPU/CPU Clusters, OSDI 2020.
+        All servers, if a host with workers has none. A step's weights leave when all its gradients
+        have come, so what servers elsewhere hold takes each worker's link first one way, then the
+        other; beside workers, each link is used both ways at once.
 
         Example:
-            >>> HostMap(workers=(0, 1, 2), servers=(0, 1, 2, 3)).shares
-            (0.2, 0.2, 0.2, 0.4)
+            >>> HostMap(workers=(0, 1), servers=(2, 0, 1)).beside_workers
+            (1, 2)
         """
-        working, serving = set(self.workers), set(self.servers)
-        alone, n = len(serving - working), len(working)
-        if not alone or n == 1 or not working <= serving:
-            return (1 / len(self.servers),) * len(self.servers)
-        alone_part, working_part = 1 / alone, 0.0
-        if alone < n:
-            parts = n * n + alone * n - 2 * alone
-            alone_part, working_part = 2 * (n - 1) / parts, (n - alone) / parts
-        return tuple(
-            (working_part if host in working else alone_part) / self.servers.count(host)
-            for host in self.servers
-        )
+        servers, working = enumerate(self.servers), set(self.workers)
+        if not working <= set(self.servers):
+            return tuple(range(len(self.servers)))
+        return tuple(server for server, host in servers if host in working)
 
     def aggregator_of(self, worker: int) -> int | None:
         """Return the index of a worker's aggregator, or None if it has none."""

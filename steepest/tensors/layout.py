@@ -304,24 +304,21 @@ class ParameterLayout:
         return views
 
     def assign_servers(
-        self, num_servers: int, shares: Sequence[float] | None = None
+        self, num_servers: int, dense: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """Return the server of each chunk, so that all hold about as many bytes as they should.
+        """Return the server of each chunk, so that all hold about equally many bytes.
 
-        All servers hold about equally many shards of embedding tables.
+        All servers hold about equally many shards of embedding tables, too.
 
         Args:
             num_servers: how many there are.
-            shares: the part of all bytes that each should hold; None for equal parts.
+            dense: the servers that hold everything but tables; None for all.
         """
-        parts = [1.0] * num_servers if shares is None else shares
-        holding = [server for server in range(num_servers) if parts[server]]
-        loads = [0] * num_servers
+        loads = dict.fromkeys(range(num_servers) if dense is None else dense, 0)
         owners = []
         for chunk in self.chunks:
-            nbytes = chunk.nbytes
-            server = min(holding, key=lambda each: (loads[each] + nbytes) / parts[each])
-            loads[server] += nbytes
+            server = min(loads, key=loads.__getitem__)
+            loads[server] += chunk.nbytes
             owners.append(server)
         for number, index in enumerate(self.table_shards):
             owners[index] = number % num_servers
