@@ -11,6 +11,8 @@ Tables:
                  all of it, make an update of ones, and push it. Rival: an actor for each shard. Ours by
                  ``push_pull`` of an update made in ``empty()``, and also of an array of the user's, and by
                  ``pull`` and ``push``. The time of the whole exercise.
+``sharded-plain`` ours by ``pull`` and ``push`` beside the same tasks without a server, which copy 100 MB, fill 100 MB
+                 and add them up, on memory of their own that they have had before.
 ``mnist_async``  the network of 1,960 parameters at batch 128, two workers, asynchronous SGD. Rivals: the
                  asynchronous loop of Ray's tutorial, its weights as tensors and as numpy arrays. "free" only
                  computes the gradients: the most that is possible.
@@ -70,6 +72,7 @@ from benchmarks.parameter_server_rivals import (
     AsyncTutorial,
     Gloo,
     Network,
+    PlainPasses,
     ShardedActors,
     doubles,
     expect,
@@ -84,6 +87,7 @@ CONVNET = WORKLOADS["convnet"]
 NETWORK_WORKERS = (1, 2, 4)
 PIECES = 25  # of 4 MB; measured with 1 to 400 pieces, Gloo was fastest with 12 and 25, by little
 HOST_GOAL = 0.6
+PLAIN_GOAL = 1.25
 OURS = "steepest"
 
 
@@ -315,6 +319,16 @@ TABLES = (
             OurSharded("ours, push_pull", push_pull_rounds),
         ],
         ours=lambda: OurSharded(OURS, in_place_rounds),
+    ),
+    Table(
+        name="sharded-plain",
+        title="the same by pull and push of an ordinary array",
+        unit="s",
+        show=lambda seconds: seconds,
+        steps=1,
+        rivals=lambda: [PlainPasses("passes")],
+        ours=lambda: OurSharded(OURS, push_rounds),
+        wanted={"passes": PLAIN_GOAL},
     ),
     Table(
         name="mnist_async",

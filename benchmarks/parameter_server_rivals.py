@@ -150,6 +150,40 @@ class ShardedActors(Contender):
         self._shards = []
 
 
+@ray.remote
+def plain_rounds() -> float:
+    """What the exercise moves, on memory of this task's process: weights out, an update of ones, a sum."""
+    if not _PLAIN:
+        _PLAIN.extend(doubles() for _ in range(3))
+    weights, pulled, update = _PLAIN
+    for _ in range(SHARDED_ROUNDS):
+        np.copyto(pulled, weights)
+        update.fill(1.0)
+        weights += update
+    return float(weights[-1] - pulled[-1])
+
+
+_PLAIN: list[np.ndarray] = []  # kept from one turn to the next
+
+
+class PlainPasses(Contender):
+    """The same four tasks without a server: three passes through 100 MB of their own in each round."""
+
+    def start(self) -> None:
+        self.run(1)
+
+    def close(self) -> None:
+        """End nothing: there is no server."""
+
+    def run(self, steps: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            rounds = [plain_rounds.remote() for _ in range(SHARDED_WORKERS)]
+            for last in ray.get(rounds, timeout=DEADLINE):
+                expect(self.name, last, 1)
+        return (time.perf_counter() - begin) / steps
+
+
 # --- mnist_async: a server actor that applies gradients as they arrive, and the driver between ---
 
 

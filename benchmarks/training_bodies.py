@@ -6,6 +6,7 @@ import functools
 import json
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def job_team(  # noqa: PLR0913 - each is given by name
     wire_dtype: str | None = None,
     compression: str | None = None,
     profile: str = "",
+    body: Callable[..., None] | None = None,
 ) -> Team:
     """All processes of a job, one host in each namespace.
 
@@ -84,6 +86,7 @@ def job_team(  # noqa: PLR0913 - each is given by name
         workers, servers: on each host; servers for "ps".
         alone: how many of the namespaces, the last ones, have a server and no worker.
         profile: a folder for what `benchmarks.profile_step` finds; empty to measure nothing.
+        body: what each process runs instead of `take_part`.
     """
     count = len(spaces) - alone
     everybody = range(workers * count)
@@ -101,7 +104,7 @@ def job_team(  # noqa: PLR0913 - each is given by name
     common = {"job": job, "meeting": meeting, "token": secrets.token_bytes(32), "profile": profile}
 
     def member(space: Namespace, **roles: int | None) -> Member:
-        return Member(space, take_part, {"namespace": space, **roles, **common})
+        return Member(space, body or take_part, {"namespace": space, **roles, **common})
 
     beside = [] if in_workers else [spaces[i % count] for i in range(servers * count)]
     serving = enumerate([*beside, *spaces[count:]])
