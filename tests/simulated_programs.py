@@ -143,10 +143,12 @@ class Program:
 
     Attributes:
         tables: whether the model has embedding tables, which not every strategy trains.
+        serves: whether a node has servers alone, and each node two CPUs.
     """
 
     seed: int
     tables: bool = False
+    serves: bool = False
     cpus: tuple[int, ...] = ()
     workers: int = 1
     strategy: Any = None
@@ -183,6 +185,10 @@ class Program:
             )
             for _ in range(draw.randint(1, 4))
         ]
+        if self.serves:
+            self.cpus = (2,) * (2 + self.workers // 2 + draw.randint(0, 1))
+            while make_strategy(self.strategy).in_workers:
+                self.strategy = strategies(draw, self.tables)
         if draw.random() < 0.1:  # while the job starts
             after, share = draw.choice((3, 10, 30)), draw.choice((0.0, 0.5, 1.0))
             self.faults.append(Fault(-1, after, "kill", share, draw.getrandbits(32)))
@@ -276,6 +282,8 @@ class Run:
         _pace[0] = _dice.randrange(len(_paces))
         simulation = Simulation(program.seed, program.cpus, seconds=4000.0)
         config = run_config(failure=program.failure, deadlines=_DEADLINES, keep_log=True)
+        if program.serves:
+            config = replace(config, resources=replace(config.resources, serving_hosts=1))
         try:
             with simulation.running():
                 self._prepare(-1, simulation)
@@ -306,6 +314,7 @@ class Run:
                 # nobody can come where a node is gone; nor can one who was stopped before it was up
                 room = len(simulation.nodes()) == len(program.cpus) - 1
                 stopped = any(fault.kind == "stop" for fault in program.faults)
+                room = room and not (program.serves and kind == "resize")
                 if kind not in ("resize", "servers", "strategy") or (room and not stopped):
                     raise
         outcome.action = "the end"
@@ -504,12 +513,12 @@ def is_true(outcome: Outcome) -> bool:
     return outcome.gone and isinstance(outcome.error, PeerLostError) and told in str(outcome.error)
 
 
-def run(seed: int, tables: bool = False) -> tuple[Program, Outcome]:
+def run(seed: int, tables: bool = False, serves: bool = False) -> tuple[Program, Outcome]:
     """Run a program with its deaths, and check what must hold.
 
     An error that is not a true one is raised.
     """
-    program = Program(seed, tables)
+    program = Program(seed, tables, serves)
     outcome = Run(program).run()
     if outcome.error is not None and not is_true(outcome):
         raise outcome.error

@@ -93,19 +93,28 @@ def test_rows_count_what_was_committed_whatever_dies(first: int) -> None:
         check_schedule(seed, tables=True)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("tables", [False, True])
+@pytest.mark.parametrize("first", [10])
+def test_a_node_may_have_servers_alone(first: int, *, tables: bool) -> None:
+    for seed in range(first, first + 15):
+        check_schedule(seed, tables=tables, serves=True)
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("serves", [False, True])
 @pytest.mark.parametrize("tables", [False, True])
 @seeds(100)
-def test_any_processes_may_die_at_any_moment(seed: int, tables: bool) -> None:
-    check_schedule(seed, tables=tables)
+def test_any_processes_may_die_at_any_moment(seed: int, tables: bool, serves: bool) -> None:
+    check_schedule(seed, tables=tables, serves=serves)
 
 
-def check_schedule(seed: int, *, tables: bool = False) -> None:
+def check_schedule(seed: int, *, tables: bool = False, serves: bool = False) -> None:
     """Run a random program in which random processes die, and check what must hold then."""
     try:
-        run(seed, tables)
+        run(seed, tables, serves)
     except BaseException:
-        print(Program(seed, tables))  # noqa: T201 - shown if the test fails
+        print(Program(seed, tables, serves))  # noqa: T201 - shown if the test fails
         raise
 
 
