@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Environments of their own, and the extras that each has: trackers and adapters want other versions of what torch and
 # Ray want; the others bring tens of packages, up to a gigabyte, that nothing else needs. Spark needs Java 17 or 21.
+# All but Spark's, where Ray looks for its own script, find the packages of the tests' own environment after theirs, so that
+# nothing is installed twice.
 EXTRAS-loggers := loggers
 EXTRAS-adapters := lightning,transformers
 EXTRAS-jax := jax
@@ -34,8 +36,12 @@ EXTRAS-spark := spark
 EXTRAS-sagemaker := sagemaker
 EXTRAS-storage := storage-tests
 
-$(VENV)-%/.installed: pyproject.toml constraints.txt
+PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
+
+$(VENV)-%/.installed: $(STAMP)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	test $* = spark || echo "import site; site.addsitedir('$$($(BIN)/python -c "$(PACKAGES)")')" \
+	  > "$$($(@D)/bin/python -c "$(PACKAGES)")/of_the_tests.pth"
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,$(EXTRAS-$*)]"
 	touch $@
 
