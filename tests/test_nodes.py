@@ -143,7 +143,7 @@ def test_workers_on_two_nodes_equal_one_process(nodes: tuple[Place, tuple[str, s
             apart = RunConfig(resources=ResourceConfig(serving_hosts=1))
             strategy = ParameterServerStrategy(chunk_bytes=16)
             with DistributedSGD(linear_model_creator(), num_workers=2, strategy=strategy, run_config=apart) as sgd:
-                places, job = sgd._live().places, sgd._live().job
+                places = sgd._live().places
                 hosts = [place.host for peer, place in places.items() if peer.role == "server"]
                 working = {{place.host for peer, place in places.items() if peer.role == "worker"}}
                 assert len(working) == 1 and sorted(hosts) == sorted({ADDRESSES!r}), places

@@ -203,10 +203,11 @@ class Cluster(JobContext):
         return self._num_servers(config, num_workers)
 
     def _num_servers(self, config: StrategyConfig, num_workers: int) -> int:
-        """Return the number of a job's servers."""
+        """Return the number of a job's servers; nodes of servers alone count while they are gone."""
         placement = self.placement
-        nodes = set(placement.nodes(placement.serving + placement.order[:num_workers]))
-        return make_strategy(config).num_servers(len(nodes), num_workers)
+        working = {*placement.nodes(placement.order[:num_workers])} - placement.serving_nodes
+        nodes = len(working) + len(placement.serving)
+        return make_strategy(config).num_servers(nodes, num_workers)
 
     def _seats_of_servers(self, num_workers: int) -> list[int]:
         """Return the seats beside which servers may be placed, those on nodes without workers first."""

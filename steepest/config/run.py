@@ -108,8 +108,8 @@ class ResourceConfig:
         serving_hosts: on how many nodes that have no worker servers run too, of the strategies that
             have server processes. A CPU of each is reserved. They hold their part of embedding
             tables; dense parameters only if there are too few servers for each node with workers to
-            have one. With an elastic number of workers the job starts with the least, and its
-            further workers leave these nodes out.
+            have one, or copies of each. With an elastic number of workers the job starts with the
+            least, and its further workers leave these nodes out.
         keep_memory: whether a worker keeps the memory that a step frees for the next step instead
             of returning it to the kernel (where the C library is glibc). Large models on the CPU
             train up to twice as fast; a worker stays as large as its largest step was.
