@@ -37,9 +37,9 @@ class Field:
     Attributes:
         allowed: these values, in words, for errors.
         fits: whether the field may hold a value, in a job of these limits; never raises, whatever
-            value JSON gave.
+            value arrived.
         needed: whether a message must have the field.
-        read: converts what JSON gave to the type that the sender's field had; None where it is the
+        read: converts what arrived to the type that the sender's field had; None where it is the
             same.
     """
 

@@ -126,17 +126,17 @@ class Kind(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """A message as it travels: a header of fixed places, a little JSON, and at most one payload.
+    """A message as it travels: a header of fixed places, some named values, and at most one payload.
 
     Each kind has a dataclass, its body (`steepest.messages.schema`), whose `pack` makes the message
-    and whose `unpack` reads it; the body's fields say what the places of the header and the JSON
-    mean in that kind.
+    and whose `unpack` reads it; the body's fields say what the places of the header and the named
+    values mean in that kind.
 
     Attributes:
         kind: says which body it has.
         generation, incarnation, sequence, version, chunk, weight, total: places of the header; 0,
             or -1 for the chunk, where the body has no such field.
-        meta: the other fields of the body, JSON-able, or None.
+        meta: the other fields of the body by name, or None: plain values, integers of at most 64 bits.
         payload: contiguous one-dimensional uint8 memory, or None: a CPU tensor, or, in a process
             that does without torch, a NumPy array. The receiver has what its role's `destination`
             returned. The sender leaves it unchanged until the receiver is known to be done with it.

@@ -1,7 +1,7 @@
 """One frozen dataclass for each kind of message: its fields, their limits, their places.
 
 Each field is annotated with the values that it may hold. Fields that the header has a place for
-name that place (`Header`); the others travel as JSON under their own names, and are left out while
+name that place (`Header`); the others travel under their own names, and are left out while
 they hold their default. From the dataclass follow how it becomes a message, how it is read from
 one, and which messages are refused.
 """
@@ -52,7 +52,7 @@ class Header(NamedTuple):
     weighs: bool = False
 
 
-#: The payload: bytes that follow the JSON, a one-dimensional uint8 tensor, or None.
+#: The payload: bytes that follow the named values, a one-dimensional uint8 tensor, or None.
 Payload = Annotated[Any, Header("payload")]
 #: The membership that a message belongs to, counted from 1; a message of an older one is void.
 Generation = Annotated[int, Header("generation")]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+_BITS = 64  # from which an integer travels as a text
 _NUMPY = {
     "float16",
     "float32",
@@ -40,8 +41,10 @@ def to_json(value: Any) -> Any:
         {'steps': (1, 2.5)}
     """
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, str):
         return value
+    if kind is int:
+        return value if value.bit_length() < _BITS else {"int": str(value)}
     if kind is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if kind is list:
@@ -70,8 +73,8 @@ def from_json(text: Any) -> Any:
         return text
     try:
         ((kind, inner),) = text.items()
-        if kind == "float":
-            return float(inner)
+        if kind in ("float", "int"):
+            return float(inner) if kind == "float" else int(inner)
         if kind == "tuple":
             return tuple(from_json(each) for each in inner)
         if kind in ("dict", "Counter"):

@@ -1,12 +1,14 @@
-"""Messages as bytes of a stream: a fixed header, a little JSON, raw bytes. Nothing is pickled."""
+"""Messages as bytes of a stream: a fixed header, some named values, raw bytes. Nothing is pickled."""
 
 from __future__ import annotations
 
-import json
 import struct
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
+
+import msgpack
 
 from steepest.errors import MessageTooLargeError, ProtocolError
 from steepest.messages.message import Kind, Message, Peer
@@ -14,9 +16,9 @@ from steepest.tensors.memory import Bytes, Memory, address_of, as_array, copy_by
 from steepest.tensors.shared_memory import NOTICE
 
 MAGIC = b"sP"
-PROTOCOL = 1
+PROTOCOL = 2
 # magic, protocol, kind, source (role, index), target (role, index), generation, incarnation,
-# sequence, version, chunk, weight, total, bytes of JSON, bytes of payload
+# sequence, version, chunk, weight, total, bytes of named values, bytes of payload
 HEADER = struct.Struct("<2sBBBiBiIIQqiddIQ")
 MAX_META = 4 << 20
 MAX_PAYLOAD = 1 << 36
@@ -24,10 +26,8 @@ ROLES = ("coordinator", "server", "worker", "client", "aggregator", "member")
 _ROLE_NUMBER = {name: number for number, name in enumerate(ROLES)}
 _KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
 _READ_AHEAD = 1 << 16
-# Made once: `json.dumps` makes an encoder for each call.
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
-# `decode` looks for white space, too, which takes half as long again.
-_from_json = json.JSONDecoder().raw_decode
+# Texts come back as they were, also halves of a surrogate pair, which an error's text may hold.
+_pack = msgpack.Packer(unicode_errors="surrogatepass").pack
 # In the size of a payload: it lies in shared memory, and a notice follows in its place.
 _LENT = 1 << 63
 
@@ -51,7 +51,7 @@ def buffer_of(payload: Memory) -> memoryview:
 
 
 def encode(message: Message, notice: bytes = b"") -> bytes:
-    """Return the header and JSON of a message, with a notice if its payload is lent.
+    """Return the header and named values of a message, with a notice if its payload is lent.
 
     The bytes of a payload that is not lent follow on the stream, from where they lie in memory.
 
@@ -60,7 +60,7 @@ def encode(message: Message, notice: bytes = b"") -> bytes:
         notice: says where the lent payload lies; empty if it is not lent.
 
     Raises:
-        MessageTooLargeError: its JSON is longer than `MAX_META` bytes.
+        MessageTooLargeError: its named values take more than `MAX_META` bytes.
     """
     source, target = message.source, message.target
     assert source is not None
@@ -88,12 +88,14 @@ def control(what: int, slot: int) -> bytes:
 
 
 def encode_meta(message: Message) -> bytes:
-    """Return the JSON of a message; empty if it has none.
+    """Return the named values of a message as MessagePack; empty if it has none.
 
     Raises:
-        MessageTooLargeError: it is longer than `MAX_META` bytes.
+        MessageTooLargeError: they take more than `MAX_META` bytes.
     """
-    meta = b"" if message.meta is None else _to_json(message.meta).encode()
+    if message.meta is None:
+        return b""
+    meta: bytes = _pack(message.meta)
     if len(meta) > MAX_META:
         raise MessageTooLargeError(
             f"{message.kind.name} for {message.target} carries {len(meta)} bytes beside its "
@@ -103,7 +105,7 @@ def encode_meta(message: Message) -> bytes:
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, int]:
-    """Return a message without its JSON and payload, and the sizes of these two in bytes.
+    """Return a message without its named values and payload, and the sizes of these two in bytes.
 
     The size of a lent payload has the highest bit set (`_LENT`).
 
@@ -123,7 +125,7 @@ def decode_header(data: bytes | bytearray | memoryview) -> tuple[Message, int, i
         )
     if meta_size > MAX_META or payload_size & ~_LENT > MAX_PAYLOAD:
         raise ProtocolError(
-            f"oversized frame: {meta_size} bytes of JSON, {payload_size} bytes of payload"
+            f"oversized frame: {meta_size} bytes of named values, {payload_size} bytes of payload"
         )
     try:
         message = Message(
@@ -140,22 +142,24 @@ def _peer(role: int, index: int) -> Peer:
     return Peer(ROLES[role], index)
 
 
-def decode_meta(data: bytes | memoryview) -> dict[str, object]:
-    """Return the JSON object of a frame.
+def decode_meta(data: bytes | memoryview) -> dict[str, Any]:
+    """Return the named values of a frame.
 
     Raises:
-        ProtocolError: the bytes are not JSON, or not an object.
+        ProtocolError: the bytes are not MessagePack, or no map from texts to values of its own types.
     """
     try:
-        text = str(data, "utf-8")
-        meta, end = _from_json(text)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"frame with damaged JSON: {error}") from None
-    if end != len(text):
-        raise ProtocolError(f"frame with {len(text) - end} characters behind its JSON")
+        meta = msgpack.unpackb(data, unicode_errors="surrogatepass", ext_hook=_refuse_type)
+    except (ValueError, msgpack.UnpackException) as error:
+        what = str(error) or type(error).__name__
+        raise ProtocolError(f"frame with damaged values: {what}") from None
     if not isinstance(meta, dict):
-        raise ProtocolError(f"frame whose JSON is a {type(meta).__name__}, not an object")
+        raise ProtocolError(f"frame whose values are a {type(meta).__name__}, not named")
     return meta
+
+
+def _refuse_type(code: int, data: bytes) -> None:
+    raise ValueError(f"a value of type {code}, which MessagePack does not define")
 
 
 class FrameReader:
