@@ -28,6 +28,7 @@ from steepest.engine.hosting import (
 )
 from steepest.engine.job import Job, build_models
 from steepest.engine.replicas import Replicas
+from steepest.engine.scheduling import give_way
 from steepest.engine.strategy import make_strategy
 from steepest.engine.topology import HostMap
 from steepest.messages.driver import Result
@@ -51,6 +52,7 @@ MLP10 = Workload(
 ALL = {**WORKLOADS, MLP10.name: MLP10}
 STRATEGIES = ("ps", "allreduce")
 HYBRID = 2  # updates that rows may lack under "hybrid"
+RESULT_SECONDS = 0.02  # as in the processes of a trainer
 CLIENT = Peer("client", 0)
 
 
@@ -202,6 +204,7 @@ def take_part(
         router.start("server")
     else:
         router.start("worker", start_thread)
+        router.call(give_way)
         router.call(member.join)
     where = f"{profile}/server {server}" if worker is None else f"{profile}/worker {worker}"
     orders.ready()
@@ -231,7 +234,7 @@ def _host_servers(
         weights.copy_(replicas.weights)
     if index == 0:
         peers.append(COORDINATOR)
-        host_coordinator(router, plan)
+        host_coordinator(router, plan, RESULT_SECONDS)
     host_server(router, plan, index, weights, shared=aggregator or beside)
     if aggregator:
         peers.append(aggregator_peer(index))

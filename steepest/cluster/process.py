@@ -33,6 +33,7 @@ from steepest.engine.hosting import (
 )
 from steepest.engine.job import Description, Job, ModelCreator, build_models
 from steepest.engine.replicas import Memory, Replicas, memory_for
+from steepest.engine.scheduling import give_way
 from steepest.engine.server import Server
 from steepest.engine.survivors import ServerState, catch_up, state_of
 from steepest.engine.table_counts import table_counts
@@ -318,6 +319,7 @@ class Process:
         if servers:
             self._host_servers(job, servers, aggregators, None if initial is None else initial[0])
         if self._replicas is not None:
+            self.router.call(give_way)
             self._worker = host_worker(
                 self.router, job, self._index, self._replicas, incarnation=incarnation
             )
