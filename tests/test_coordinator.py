@@ -465,16 +465,25 @@ def test_results_of_short_steps_wait_for_each_other_but_never_for_the_last(
 
         version, limit, logged = 0, 5, math.inf
 
-        def handle(self, source: Peer, message: Message) -> list[tuple[Peer, Message]]:
+        unsettled: list[tuple[Peer, Message]] = []
+
+        def decide(self, source: Peer, message: Message) -> list[tuple[Peer, Message]]:
+            earlier = self.settle()
             self.version += 1
-            kind = Kind.FAILURE if message.kind is Kind.GIVE_UP else Kind.RESULT
-            return [
-                (server_peer(0), Message(Kind.COMMIT)),
-                (CLIENT, Message(kind, version=self.version)),
-            ]
+            result = (CLIENT, Message(Kind.RESULT, version=self.version))
+            failure = (CLIENT, Message(Kind.FAILURE, version=self.version))
+            commit = (server_peer(0), Message(Kind.COMMIT))
+            if message.kind is Kind.GIVE_UP:
+                return [*earlier, commit, failure]
+            self.unsettled = [result]
+            return [*earlier, commit]
+
+        def settle(self) -> list[tuple[Peer, Message]]:
+            found, self.unsettled = self.unsettled, []
+            return found
 
         def tick(self, now: float) -> list[tuple[Peer, Message]]:
-            return []
+            return self.settle()
 
     now = [100.0]
     monkeypatch.setattr("steepest.engine.coordinator_role.time.monotonic", lambda: now[0])

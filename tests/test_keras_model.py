@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from steepest.engine.replicas import seed_everything
+from steepest.engine.generators import seed_everything
 from steepest.errors import ConfigurationError, ModelError
 from steepest.models.keras_variables import KerasVariables
 from steepest.models.tensorflow import TensorFlowModel

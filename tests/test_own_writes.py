@@ -19,7 +19,7 @@ from steepest.config.strategies import (
     SimpleStrategy,
     StrategyConfig,
 )
-from steepest.engine.replicas import seed_everything
+from steepest.engine.generators import seed_everything
 from steepest.engine.topology import HostMap
 from steepest.errors import ModelError
 from steepest.messages.driver import Failure, Result

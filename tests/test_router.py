@@ -23,6 +23,8 @@ class Silent:
         self.timeouts.append(timeout)
         return []
 
+    def pump(self) -> None: ...
+
 
 class Counting:
     """A role that counts what it is given."""
@@ -76,3 +78,52 @@ def test_others_are_heard_while_the_roles_of_one_process_talk_without_end() -> N
         router.turn(1.0)
     assert role.count < 1_000_000
     assert transport.timeouts == [0.0, 0.0, 0.0]
+
+
+def test_what_waits_for_the_process_to_be_idle_is_called_before_it_sleeps() -> None:
+    router, transport, role = Router(), Silent(), Counting()
+    router.use(transport)  # type: ignore[arg-type]
+    router.host(ME, role)
+    happened: list[str] = []
+    router.sender(OTHER)(ME, Message(Kind.WEIGHTS))
+    router.when_idle(lambda: happened.append(f"idle after {role.count}"))
+    router.turn(1.0)
+    assert happened == ["idle after 1"]
+    assert transport.timeouts == [0.0, 1.0], "it looks once more before it sleeps"
+    router.turn(1.0)
+    assert happened == ["idle after 1"], "once"
+
+
+def test_messages_that_have_come_go_before_what_waits_for_idleness() -> None:
+    class Busy(Silent):
+        def poll(self, timeout: float) -> Sequence[Event]:
+            super().poll(timeout)
+            waiting, self.waiting = self.waiting, []
+            return waiting
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.waiting: list[Event] = []
+
+    router, transport = Router(), Busy()
+    router.use(transport)  # type: ignore[arg-type]
+    happened: list[str] = []
+
+    class Channel:
+        name, peers, closed, pending = "server 0", (OTHER,), False, 0
+
+    transport.waiting = [Event(Channel(), None, "opened")]  # type: ignore[arg-type]
+    router.when_idle(lambda: happened.append("idle"))
+    router.turn(1.0)
+    assert router.channel(OTHER) is not None
+    assert happened == []
+    router.turn(1.0)
+    assert happened == ["idle"]
+
+
+def test_before_a_long_computation_nothing_is_left_to_wait() -> None:
+    router = Router()
+    happened: list[str] = []
+    router.when_idle(lambda: router.when_idle(lambda: happened.append("second")))
+    router.finish()
+    assert happened == ["second"]

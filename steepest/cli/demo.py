@@ -18,8 +18,8 @@ from steepest.config.strategies import (
     as_strategy,
 )
 from steepest.data.sampler import SamplePlan
+from steepest.engine.generators import seed_everything
 from steepest.engine.job import ModelCreator
-from steepest.engine.replicas import seed_everything
 from steepest.errors import ConfigurationError
 from steepest.models.protocol import Model
 from steepest.models.torch import TorchModel, accuracy

@@ -12,13 +12,16 @@ class BetweenTurns:
 
     Attributes:
         pump: called between pushes, so that bytes move during the backward pass.
-        flush: called before a step, so that messages of the process' other roles leave first.
+        finish: called before a step, so that the process' other roles finish what others wait for,
+            and their messages leave first.
+        when_idle: has a function called as soon as the process has nothing else to do.
         wait: takes another turn of the router within the step, so that a step may begin before all
             its weights are here; None to begin when all are.
         receive: takes another turn of the router within the step, for rows of embedding tables.
     """
 
     pump: Callable[[], None]
-    flush: Callable[[], None]
+    finish: Callable[[], None]
+    when_idle: Callable[[Callable[[], None]], None]
     wait: Callable[[], None] | None
     receive: Callable[[], None]

@@ -21,6 +21,7 @@ class CoordinatorRole:
             before the server of this process does.
         pause: seconds for which results of short steps wait for each other while more steps are to
             come: waking the client for each would take processor time from the workers.
+        when_idle: has a function called as soon as the process has nothing else to do.
 
     Attributes:
         coordinator: as given.
@@ -32,8 +33,10 @@ class CoordinatorRole:
         send: Send,
         flush: Callable[[], None] = lambda: None,
         pause: float = 0.0,
+        when_idle: Callable[[Callable[[], None]], None] = lambda function: function(),
     ) -> None:
         self.coordinator = coordinator
+        self._when_idle = when_idle
         self._send = send
         self._flush = flush
         self._pause = pause
@@ -41,8 +44,11 @@ class CoordinatorRole:
         self._results: list[tuple[Peer, Message]] = []  # that wait to be sent to clients
 
     def handle(self, source: Peer, message: Message) -> None:
-        """Act on one message, and send what is decided."""
-        self._carry_out(self.coordinator.handle(source, message))
+        """Act on one message, and send what is decided; results of steps when nothing else waits."""
+        version, due = self.coordinator.version, self._results_are_due()
+        self._carry_out(self.coordinator.decide(source, message))
+        if self.coordinator.version != version and (due or self._results_are_due()):
+            self._when_idle(self._settle)
         if message.kind is Kind.LOGGED and self._results:
             self._send_results()
 
@@ -64,8 +70,17 @@ class CoordinatorRole:
         Args:
             now: seconds, monotonic.
         """
-        self._send_results()
         self._carry_out(self.coordinator.tick(now))
+        self._send_results()
+
+    def _results_are_due(self) -> bool:
+        """Return whether results leave now, rather than with those of the steps after them."""
+        more = self.coordinator.version < self.coordinator.limit
+        return not more or time.monotonic() - self._sent_at >= self._pause
+
+    def _settle(self) -> None:
+        self._carry_out(self.coordinator.settle())
+        self._send_results()
 
     def _carry_out(self, decisions: Outgoing) -> None:
         """Send the messages of a decision; those for clients may wait for later ones."""
@@ -80,8 +95,7 @@ class CoordinatorRole:
                 self._send(peer, message)
                 continue
             self._results.append((peer, message))
-            more = message.kind is Kind.RESULT and self.coordinator.version < self.coordinator.limit
-            if not more or time.monotonic() - self._sent_at >= self._pause:
+            if message.kind is not Kind.RESULT or self._results_are_due():
                 self._send_results()
         if commits > 1:
             self._flush()

@@ -117,7 +117,9 @@ def host_coordinator(router: Router, job: Job, pause: float = 0.0) -> Coordinato
         router,
         job,
         COORDINATOR,
-        CoordinatorRole(coordinator, router.sender(COORDINATOR), router.pump, pause),
+        CoordinatorRole(
+            coordinator, router.sender(COORDINATOR), router.pump, pause, router.when_idle
+        ),
     )
     return coordinator
 
@@ -226,7 +228,9 @@ def host_worker(
         send,
         members=job.num_workers,
         incarnation=incarnation,
-        between=BetweenTurns(pump=pump, flush=router.pump, wait=early, receive=wait or router.wait),
+        between=BetweenTurns(
+            pump, router.finish, router.when_idle, wait=early, receive=wait or router.wait
+        ),
     )
     replicas.use_plan(job.plan(), job.seed)
     _host(router, job, peer, worker)

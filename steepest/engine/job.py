@@ -14,7 +14,7 @@ from steepest.compression.codecs import Codec
 from steepest.config.strategies import LocalStrategy, SimpleStrategy, StrategyConfig
 from steepest.data.sampler import Remaining, SamplePlan
 from steepest.data.sources import Blocks
-from steepest.engine.replicas import seed_everything
+from steepest.engine.generators import seed_everything
 from steepest.engine.strategy import Strategy, make_strategy
 from steepest.engine.topology import HostMap, Topology
 from steepest.errors import ConfigurationError, ModelError

@@ -8,14 +8,11 @@ those that have come meanwhile; otherwise they are pulled then.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
+from steepest.engine.generators import States, restore, states
 from steepest.engine.row_collector import Place
 from steepest.engine.row_exchange import RowExchange
 from steepest.models.protocol import Model
@@ -24,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class _Loaded(NamedTuple):
-    """A batch, and the states of Python's, NumPy's and torch's generators after it was loaded."""
+    """A batch, and the generators after it was loaded."""
 
     batch: Any
-    generators: tuple[Any, Any, torch.Tensor]
+    generators: States
 
 
 class LookAhead:
@@ -74,10 +71,7 @@ class LookAhead:
             return self._load(place)
         if isinstance(kept, BaseException):
             raise kept
-        python, numpy, torchs = kept.generators
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(torchs)
+        restore(kept.generators)
         return kept.batch
 
     def before(self, number: int, models: tuple[Model, ...]) -> None:
@@ -105,7 +99,7 @@ class LookAhead:
             except BaseException as error:  # noqa: BLE001 - the user's code may call sys.exit()
                 self._loaded[place] = error
                 return
-            self._loaded[place] = _Loaded(batch, _generators())
+            self._loaded[place] = _Loaded(batch, states())
             if place[0] != skip:
                 self._look_at(place, batch, models[place[1]])
 
@@ -121,7 +115,3 @@ class LookAhead:
                 type(error).__name__, error,
             )  # fmt: skip
             self._is_told = True
-
-
-def _generators() -> tuple[Any, Any, torch.Tensor]:
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from steepest.compression.gradient_compressor import GradientCompressor
 from steepest.data.sampler import SamplePlan, even_share, step_seed
 from steepest.engine.chunk_ready import NOTHING, ChunkReady
+from steepest.engine.generators import HeldGenerators, seed_everything
 from steepest.engine.gradient_sum import GradientSum
 from steepest.errors import ModelError
 from steepest.messages.fields import RateChanges
@@ -59,6 +59,23 @@ def memory_for(layout: ParameterLayout) -> Memory:
     Its pages are taken already, which may last longer than copying to them.
     """
     return layout.allocate(), allocate(layout.nbytes).zero_()
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A batch that was loaded before its turn.
+
+    Attributes:
+        place: of the batch.
+        batch: None where loading it raised.
+        error: that loading it raised.
+        generators: as they were after it was loaded.
+    """
+
+    place: Place
+    batch: Any
+    error: BaseException | None
+    generators: HeldGenerators
 
 
 @dataclass(frozen=True)
@@ -150,6 +167,7 @@ class Replicas:
         self._first: Mapping[str, torch.Tensor] | None = {}
         #: by replica: the share and number of the next micro-batch, and the iterator that yields it
         self._batches: list[tuple[tuple[int, int], Iterator[Any]] | None] = [None] * len(models)
+        self._loaded: _Loaded | None = None  # a batch of a step to come
         self.compressor: GradientCompressor | None = None
         self.rates: RateChanges = ()
         self.rows: RowCollector | None = None
@@ -166,6 +184,7 @@ class Replicas:
         """
         if plan is not None or self._plan is not None:
             self._batches = [None] * len(self.models)
+            self._loaded = None
             if self._ahead is not None:
                 self._ahead.forget()
         self._plan = plan
@@ -193,6 +212,7 @@ class Replicas:
     def take_over(self, other: Replicas) -> None:
         """Continue where earlier replicas of the same models were in the data."""
         self._batches, self._first = other._batches, other._first
+        self._loaded = other._loaded
 
     def begin_with(self, state: Mapping[str, torch.Tensor]) -> None:
         """Give every model a state (see `Model.state`).
@@ -345,11 +365,43 @@ class Replicas:
         counts = enumerate(self._counts(number))
         return [(number, replica, micro) for replica, count in counts for micro in range(count)]
 
+    def load_ahead(self, number: int) -> None:
+        """Load the first batch of a share that is computed soon, unless one is loaded.
+
+        What loading raises is raised where the batch is computed.
+        """
+        if self._loaded is None and self._ahead is None and (places := self.places(number)):
+            batch: Any = None
+            error: BaseException | None = None
+            try:
+                batch = self._load_batch(places[0])
+            except BaseException as raised:  # noqa: BLE001 - the user's code may call sys.exit()
+                error = raised
+            self._loaded = _Loaded(places[0], batch, error, HeldGenerators())
+
     def load(self, place: Place) -> Any:
         """Seed all generators as for the batch of a place, and return the batch."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or (loaded.place != place and self._plan is not None):
+            return self._load_batch(place)
+        if loaded.error is not None:
+            raise loaded.error
+        if loaded.place != place:  # a stream goes on where it is
+            self._seed_for(place)
+        else:
+            loaded.generators.go_on()
+        return loaded.batch
+
+    def _seed_for(self, place: Place) -> None:
+        """Seed all generators as for the batch of a place."""
         number, replica, micro = place
         step = number // self._shares
         seed_everything(step_seed(self._seed, step, self._first_part(number, replica) + micro))
+
+    def _load_batch(self, place: Place) -> Any:
+        """Seed all generators for the batch of a place, and return the batch that the source has."""
+        self._seed_for(place)
+        number, replica, micro = place
         return self._next_batch(number, replica, micro, self._counts(number)[replica])
 
     def look_ahead(self, number: int) -> None:
@@ -493,15 +545,17 @@ class Replicas:
 
 def summarize_batches(parts: Sequence[Batches]) -> WorkerResult:
     """Return means by weight over all batches, and the seconds that they took."""
-    timings = {
-        "data": sum(loading for _, loading, _ in parts),
-        "compute": sum(computing for *_, computing in parts),
-    }
-    return WorkerResult(*_mean([result for results, _, _ in parts for result in results]), timings)
+    results, loading, computing = parts[0] if parts else ([], 0.0, 0.0)
+    for more, longer, further in parts[1:]:
+        results, loading, computing = results + more, loading + longer, computing + further
+    return WorkerResult(*_mean(results), {"data": loading, "compute": computing})
 
 
 def _mean(results: Sequence[Computed]) -> tuple[float, float, int, dict[str, float]]:
     """Return (mean loss, weight, number of samples, mean metrics) over some batches, by weight."""
+    if len(results) == 1 and results[0].weight:
+        (only,) = results
+        return only.loss, only.weight, only.samples, dict(only.metrics)
     weight = sum(result.weight for result in results)
     samples = sum(result.samples for result in results)
     results = [result for result in results if result.weight]
@@ -515,12 +569,3 @@ def _mean(results: Sequence[Computed]) -> tuple[float, float, int, dict[str, flo
         for name in names
     }
     return loss, weight, samples, metrics
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch's, NumPy's and Python's global generators; NumPy takes the lowest 32 bits."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)

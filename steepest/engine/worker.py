@@ -7,15 +7,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from steepest.engine.between_turns import BetweenTurns
+from steepest.engine.generators import HeldGenerators, about_to_change
 from steepest.engine.incoming_weights import Key
 from steepest.engine.push_pull import PushPull
 from steepest.engine.replicas import Replicas, WorkerResult
+from steepest.engine.waiting_calls import WaitingCall, WaitingCalls, into_future
 from steepest.errors import (
     MessageTooLargeError,
     ModelError,
@@ -26,6 +29,7 @@ from steepest.errors import (
 from steepest.messages.gradients import Report
 from steepest.messages.membership import Failed, Grant, Join, Lease, Members
 from steepest.messages.message import COORDINATOR, Kind, Message, Peer, Send
+from steepest.tensors.memory import Memory
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,17 +39,6 @@ _TAKEN_WITHIN_STEPS = (Kind.WEIGHTS, Kind.WEIGHTS_SHARED, Kind.ROWS)
 
 class _AbandonedError(Exception):
     """A step was given up in its middle; this is raised through the model's code."""
-
-
-@dataclass
-class _Waiting:
-    """A call that waits for the weights of some generation and version."""
-
-    generation: int
-    version: int
-    run: Callable[[], None]
-    fail: Callable[[Exception], None]
-    miss: Callable[[], None] | None = None  # instead, if a step was begun from that version
 
 
 @dataclass(frozen=True)
@@ -106,10 +99,7 @@ class Worker:
         self._send = send
         self._members = members
         self._incarnation = incarnation
-        self._pump = between.pump
-        self._flush = between.flush
-        self._wait = between.wait
-        self._receive = between.receive
+        self._between = between
         self._stepping = self._stopped = False
         # Of the step that is being computed: its weights until all are here, the messages that came
         # meanwhile, whether a generation began meanwhile, and seconds of waiting for weights.
@@ -133,7 +123,7 @@ class Worker:
             None  # the last gradient, while it may be asked for again
         )
         self._granted = (0, -1)  # generation and version of the last lease
-        self._calls: list[_Waiting] = []
+        self._calls = WaitingCalls()
         self._failure: PeerLostError | None = None  # after which no newer version will come
         self._waited = 0.0  # seconds between the last report and the weights that followed it
         self._pushed_at = 0.0
@@ -166,8 +156,8 @@ class Worker:
             or the coordinator is lost before.
         """
         future: Future[T] = Future()
-        run = self._runner(function, future)
-        self._await(_Waiting(generation, version, run, future.set_exception))
+        run = into_future(partial(function, self._replicas), future)
+        self._await(WaitingCall(generation, version, run, future.set_exception))
         return future
 
     def exactly_at(
@@ -188,25 +178,10 @@ class Worker:
             another such call has taken this one's place.
         """
         future: Future[T | None] = Future()
-        for earlier in [call for call in self._calls if call.miss is not None]:
-            self._calls.remove(earlier)
-            assert earlier.miss is not None
-            earlier.miss()
-        run = self._runner(function, future)
-        fail = future.set_exception
-        self._await(_Waiting(generation, version, run, fail, lambda: future.set_result(None)))
+        run = into_future(partial(function, self._replicas), future)
+        fail, miss = future.set_exception, partial(future.set_result, None)
+        self._await(WaitingCall(generation, version, run, fail, miss))
         return future
-
-    def _runner(self, function: Callable[[Replicas], T], future: Future[Any]) -> Callable[[], None]:
-        """Return what runs a function on the replicas and sets a future."""
-
-        def run() -> None:
-            try:
-                future.set_result(function(self._replicas))
-            except BaseException as error:  # noqa: BLE001 - raised again by the caller
-                future.set_exception(error)
-
-        return run
 
     def _is_past(self, version: int) -> bool:
         """Return whether a step was begun from a version, or from a later one."""
@@ -217,17 +192,17 @@ class Worker:
             or (computed is not None and computed.version >= version)
         )
 
-    def _await(self, call: _Waiting) -> None:
-        self._calls.append(call)
+    def _await(self, call: WaitingCall) -> None:
+        self._calls.add(call)
         if self._run_calls():  # weights may have come while a function waited for rows
             self._go_on()
             self._take_deferred()
         if self._failure is not None and not self._stopped:
-            self._fail_calls(self._failure)
+            self._calls.fail(self._failure)
 
     # -- Role ----------------------------------------------------------------------------------
 
-    def destination(self, message: Message, size: int) -> torch.Tensor | None:
+    def destination(self, message: Message, size: int) -> Memory | None:
         """Return the memory for an arriving payload, see `PushPull.destination`."""
         return self._exchange.destination(message, size)
 
@@ -311,7 +286,7 @@ class Worker:
         """Return whether the next version is on its way and this worker has nothing else to do."""
         pushed = self._pushed == (self.generation, self.version)
         return (
-            self._wait is not None
+            self._between.wait is not None
             and pushed
             and self._exchange.arriving == (self.generation, self.version + 1)
         )
@@ -327,9 +302,8 @@ class Worker:
 
     def leave(self) -> None:
         """Fail all calls that wait: the worker has no role any more."""
-        calls, self._calls = self._calls, []
-        for call in calls:
-            call.fail(PeerLostError(f"worker {self._index} gets another role"))
+        error = PeerLostError(f"worker {self._index} gets another role")
+        self._calls.fail(error, least_version=-1)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """Fail the calls that wait for weights, if the coordinator or a server is lost.
@@ -338,13 +312,7 @@ class Worker:
         """
         if peer.role in ("coordinator", "server"):
             self._failure = PeerLostError(f"worker {self._index}: {peer} is gone ({reason})")
-            self._fail_calls(self._failure)
-
-    def _fail_calls(self, error: PeerLostError) -> None:
-        calls = [call for call in self._calls if call.version >= 0]  # others need no weights
-        self._calls = [call for call in self._calls if call.version < 0]
-        for call in calls:
-            call.fail(error)
+            self._calls.fail(self._failure)
 
     def tick(self, now: float) -> None:
         """Do nothing: the coordinator has each step's deadline."""
@@ -399,13 +367,7 @@ class Worker:
         """
         if self._stepping:
             return False
-        ready = [
-            c
-            for c in self._calls
-            if c.generation <= self.generation
-            and c.version <= (self.version if c.miss is None else max(self.version, begins))
-        ]
-        self._calls = [call for call in self._calls if call not in ready]
+        ready = self._calls.take_ready(self.generation, self.version, begins)
         if not ready:
             return False
         # such a function may wait for rows of embedding tables, and no step begins meanwhile
@@ -414,6 +376,7 @@ class Worker:
         if self._exchange.rows is not None:
             self._exchange.rows.position = (self.generation, self.version)
         try:
+            about_to_change()
             for call in ready:
                 missed = call.miss is not None and self._is_past(call.version)
                 call.miss() if call.miss is not None and missed else call.run()
@@ -427,7 +390,7 @@ class Worker:
 
     def _step(self, share: int, version: int) -> None:
         """Take one step: compute and push a share from a version, then run calls that waited."""
-        if any(call.miss is not None for call in self._calls):
+        if self._calls.are_exact:
             self._run_calls(version)
         self._stepping, self._superseded, self._waiting = True, False, 0.0
         try:
@@ -447,13 +410,14 @@ class Worker:
         """
         if self._arriving is None or self._exchange.has(entry, self._arriving):
             return
-        assert self._wait is not None
-        began = time.perf_counter()
+        assert self._between.wait is not None
+        began, generators = time.perf_counter(), HeldGenerators()
         while not self._exchange.has(entry, self._arriving):
             if self._superseded or self._failure is not None:
                 raise _AbandonedError("the step was given up before its weights had come")
             with self._own_work():
-                self._wait()
+                self._between.wait()
+        generators.go_on()
         self._waiting += time.perf_counter() - began
         if entry is None:
             self._arriving = None
@@ -465,13 +429,14 @@ class Worker:
             _AbandonedError: a generation began, or a server is lost.
             PeerLostError: the same, in a function between two steps.
         """
-        began = time.perf_counter()
+        began, generators = time.perf_counter(), HeldGenerators()
         while not has_come():
             if self._superseded or self._failure is not None:
                 why = "rows of embedding tables were not sent: the job's processes change"
                 raise PeerLostError(why) if self._calling else _AbandonedError(why)
             with self._own_work():
-                self._receive()
+                self._between.receive()
+        generators.go_on()
         self._waiting += time.perf_counter() - began
 
     def _compute(self, share: int, version: int) -> None:
@@ -480,7 +445,7 @@ class Worker:
         self._exchange.begin(self.generation, version, self._incarnation)
         if (rows := self._exchange.rows) is not None and rows.delayed is not None:
             rows.delayed.is_last = version + 1 >= self._limit
-        self._flush()
+        self._between.finish()
         try:
             result = self._compute_once(share, version)
             self._replicas.refuse_writes()
@@ -504,8 +469,15 @@ class Worker:
             self._fail(version, error)
             return
         self._pushed_at = time.perf_counter()
-        self._flush()
+        self._between.pump()
         self._replicas.look_ahead(share)
+        if self._lease is None and version + 1 < self._limit:
+            self._between.when_idle(partial(self._load_next, version + 1))
+
+    def _load_next(self, version: int) -> None:
+        """Load the next step's first batch, while the weights of its version are awaited."""
+        if not self._stepping and version == self._pushed[1] + 1:
+            self._replicas.load_ahead(version * self._members + self._index)
 
     def _report(self, result: WorkerResult, version: int) -> Report:
         """Return the report of a gradient that has been sent, computed from a version."""
@@ -550,8 +522,7 @@ class Worker:
 
             result = self._replicas.compute(share, push, self._stats, self._arrive)
             # a worker without samples in this step has waited, and computed nothing
-            computing = max(result.timings["compute"] - self._waiting, 0.0)
-            result = replace(result, timings={**result.timings, "compute": computing})
+            result.timings["compute"] = max(result.timings["compute"] - self._waiting, 0.0)
             rows = self._exchange.rows
             about_rows = {} if rows is None else rows.reported()
             done = _Computed(share, version, result, pushes, about_rows)
@@ -572,7 +543,7 @@ class Worker:
         with self._own_work():
             self._exchange.ready(chunk, payload, unit, total, absent)
             if self._exchange.unpushed:
-                self._pump()
+                self._between.pump()
 
     @contextlib.contextmanager
     def _own_work(self) -> Iterator[None]:

@@ -63,6 +63,9 @@ class ClosedJob:
         self._stats = True
         self._installs: list[tuple[Peer, int]] = []  # requests that wait for all workers to join
         self._step = OpenStep()
+        # Of versions whose pushes are not counted yet: generation, version, reports and staleness
+        # by worker, norm.
+        self._unsettled: list[tuple[int, int, Reports, Mapping[int, int], float | None]] = []
         self._since = math.inf  # when the open version was begun, on the caller's clock
         self._now = math.inf  # until the caller first tells the time
 
@@ -353,13 +356,7 @@ class ClosedJob:
     ) -> tuple[Readers, Outgoing]:
         """Add pushes to the open step and lease the next shares, see `Membership.committed`."""
         state = self.state
-        step = (state.version - 1) // state.versions_per_step
-        self._step.add_norm(norm)
-        for worker, report in reports.items():
-            assert isinstance(report, Report)
-            self._step.add(report, staleness[worker])
-            if report.samples:  # at an epoch's end a worker may have none, and computes nothing
-                state.history.add_timings(worker, report.timings, step)
+        self._unsettled.append((state.generation, state.version, reports, staleness, norm))
         self._since = self._now if state.version < self.limit else math.inf
         out: Outgoing = []
         if state.rule.together:
@@ -369,11 +366,26 @@ class ClosedJob:
             if state.versions_per_step == 1:  # what the others are computing can only be dropped
                 state.leases.give_back(state.leases.busy)
             readers, out = self._lease()
-        if state.version % state.versions_per_step == 0:
-            summary = self._step.end(self._stats)
-            result = driver.Result(state.generation, state.version, step + 1, **summary)
-            out += [] if self._client is None else [(self._client, result.pack())]
         return readers, out
+
+    def settle(self) -> Outgoing:
+        """Add committed pushes to their steps; return the results of whole ones."""
+        out: Outgoing = []
+        history, per_step = self.state.history, self.state.versions_per_step
+        unsettled, self._unsettled = self._unsettled, []
+        for generation, version, reports, staleness, norm in unsettled:
+            step = (version - 1) // per_step
+            self._step.add_norm(norm)
+            for worker, report in reports.items():
+                assert isinstance(report, Report)
+                self._step.add(report, staleness[worker])
+                if report.samples:  # at an epoch's end a worker may have none, and computes nothing
+                    history.add_timings(worker, report.timings, step)
+            if version % per_step == 0:
+                summary = self._step.end(self._stats)
+                result = driver.Result(generation, version, step + 1, **summary)
+                out += [] if self._client is None else [(self._client, result.pack())]
+        return out
 
     def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
         """Let workers go on whose pushes came too late, see `Membership.dropped`.

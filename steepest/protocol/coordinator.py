@@ -90,12 +90,26 @@ class Coordinator:
     # -- events --------------------------------------------------------------------------------
 
     def handle(self, source: Peer, message: Message) -> Outgoing:
-        """Act on one message; return the messages to send.
+        """Act on one message; return the messages to send, see `decide` and `settle`."""
+        return self.decide(source, message) + self.settle()
+
+    def settle(self) -> Outgoing:
+        """Return the results of the steps committed since the last call, and count their pushes.
+
+        No process waits for this: servers and workers may be sent their messages before.
+        """
+        return self.membership.settle()
+
+    def decide(self, source: Peer, message: Message) -> Outgoing:
+        """Act on one message; return the messages to send, but for what `settle` returns then.
 
         Raises:
             ProtocolError: a kind that no coordinator receives, a sender that may not send it, or
                 fields that contradict what is known.
         """
+        return self.settle() + self._act(source, message)
+
+    def _act(self, source: Peer, message: Message) -> Outgoing:
         match message.kind:
             case Kind.VERSION_STAGED | Kind.PUSH_STAGED | Kind.LOGGED if (
                 source.index not in self._state.servers
@@ -128,16 +142,16 @@ class Coordinator:
             now: seconds on a clock of the caller's own, which does not go back.
         """
         behind = self._state.schedule_behind
-        out = self.membership.tick(now)
+        out = self.settle() + self.membership.tick(now)
         if behind:
-            return self._decide() if self._state.reach_schedule() else []
-        return out
+            out += self._decide() if self._state.reach_schedule() else []
+        return out + self.settle()
 
     def lost(self, peer: Peer, reason: str) -> Outgoing:
         """Act on the loss of a peer, whose channel closed for that reason."""
         self._requests.pop(peer, None)
         self._waiting.pop(peer, None)
-        return self.membership.lost(peer, reason)
+        return self.settle() + self.membership.lost(peer, reason)
 
     def _request(self, client: Peer, message: Message) -> Outgoing:
         """Carry out a client's request, unless it is a copy of one that was."""

@@ -79,6 +79,9 @@ class Membership(Protocol):
             The workers that are sent the new weights, and the messages to send after the commit.
         """
 
+    def settle(self) -> Outgoing:
+        """Count the pushes committed since the last call, and return the results of their steps."""
+
     def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
         """Take note that pushes will never be committed; return as `committed`."""
 

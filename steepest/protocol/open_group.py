@@ -101,6 +101,10 @@ class OpenGroup:
                 answers.append((worker_peer(push.worker), committed.pack()))
         return readers, answers
 
+    def settle(self) -> Outgoing:
+        """Return no messages: users take no steps."""
+        return []
+
     def dropped(self, pushes: tuple[Staged, ...]) -> tuple[Readers, Outgoing]:
         """Fail: no message tells a user of a dropped push, so the rule must drop none."""
         raise AssertionError(f"the rule of an open group dropped {pushes}")

@@ -119,7 +119,8 @@ class InProcessTransport:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do anything."""
-        return bool(self.inbox or self.router._local or self.router._events or self.router._calls)
+        router = self.router
+        return bool(self.inbox or router._local or router._events or router._calls or router._later)
 
     def poll(self, timeout: float) -> list[Event]:
         """Return the next message, if there is one; never wait."""
@@ -369,25 +370,15 @@ class Network:
     def wait(self, router: Router) -> None:
         """Give every process a turn in the middle of the work of one process.
 
-        That process' random state stays as it is.
-
-        That one's random state stays as it is.
-
         Raises:
             DeadlineError: as `run_until`.
             ShutdownError: that process was removed.
         """
         if not self.runs(router):
             raise ShutdownError("the process is dead")
-        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        try:
-            # Hooks of a checkpointed part of the model must not see the other processes' tensors.
-            with torch.autograd.graph.saved_tensors_hooks(_same, _same):
-                self._round("what it needs to go on")
-        finally:
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])
-            random.setstate(states[2])
+        # Hooks of a checkpointed part of the model must not see the other processes' tensors.
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            self._round("what it needs to go on")
 
     def _round(self, what: str) -> None:
         before = self.delivered

@@ -103,6 +103,7 @@ class Router:
         self._local: deque[Message] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._events: deque[Event] = deque()  # of the transport, not delivered yet
+        self._later: deque[Callable[[], None]] = deque()  # to be called when nothing is to be done
         self._ticked = 0.0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -159,7 +160,7 @@ class Router:
         if self.transport is not None:
             self.transport.close()
             self.transport = None
-        for queue in (self._roles, self._channels, self._local, self._events):
+        for queue in (self._roles, self._channels, self._local, self._events, self._later):
             queue.clear()
         self.lost_peers.clear()
 
@@ -239,6 +240,22 @@ class Router:
         if self.transport is not None:
             self.transport.pump()
 
+    def when_idle(self, function: Callable[[], None]) -> None:
+        """Have a function called once, when all messages that are here have been delivered.
+
+        It is called on this thread before it waits for further messages, or by `finish`.
+        """
+        self._later.append(function)
+
+    def finish(self) -> None:
+        """Call what waits to be called when nothing is to be done, and send queued bytes.
+
+        For use before a long computation, in which other processes are to miss nothing.
+        """
+        while self._later:
+            self._later.popleft()()
+        self.pump()
+
     def pump_both_ways(self) -> None:
         """Send and receive without waiting; messages that come are delivered in the next turn.
 
@@ -256,6 +273,10 @@ class Router:
         self._deliver_local()
         if self.transport is None:
             return
+        if self._later and not self._events:
+            self._events.extend(self.transport.poll(0.0))
+            if not (self._events or self._calls or self._local):
+                self.finish()
         if not self._events:
             self._events.extend(self.transport.poll(0.0 if self._calls or self._local else timeout))
         while self._events:  # a role may call `wait`, which takes further events

@@ -1,0 +1,87 @@
+"""Calls of other threads that a worker runs between two steps, when weights of a version are here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass
+class WaitingCall:
+    """A call that waits for the weights of some generation and version.
+
+    Attributes:
+        generation, version: those that the worker must have begun, and have the weights of.
+        run: runs it.
+        fail: sets the error of a call that is not run.
+        miss: run instead, if a step was begun from that version; None for a call that any later
+            version serves.
+    """
+
+    generation: int
+    version: int
+    run: Callable[[], None]
+    fail: Callable[[Exception], None]
+    miss: Callable[[], None] | None = None
+
+
+class WaitingCalls:
+    """The calls of one worker that wait, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._calls: list[WaitingCall] = []
+
+    @property
+    def are_exact(self) -> bool:
+        """Whether one of them waits for just its version."""
+        return any(call.miss is not None for call in self._calls)
+
+    def add(self, call: WaitingCall) -> None:
+        """Add a call; one for just its version takes the place of the earlier one."""
+        for earlier in [c for c in self._calls if c.miss is not None and call.miss is not None]:
+            self._calls.remove(earlier)
+            assert earlier.miss is not None
+            earlier.miss()
+        self._calls.append(call)
+
+    def take_ready(self, generation: int, version: int, begins: int) -> list[WaitingCall]:
+        """Remove and return the calls that need not wait any longer.
+
+        Args:
+            generation, version: of the worker's weights.
+            begins: the version from which a step is about to be begun; -1 for none.
+        """
+        if not self._calls:
+            return []
+        latest = max(version, begins)
+        ready = [
+            call
+            for call in self._calls
+            if call.generation <= generation
+            and call.version <= (version if call.miss is None else latest)
+        ]
+        self._calls = [call for call in self._calls if call not in ready]
+        return ready
+
+    def fail(self, error: Exception, least_version: int = 0) -> None:
+        """Remove the calls that wait for this version or a later one, and set their error."""
+        failed = [call for call in self._calls if call.version >= least_version]
+        self._calls = [call for call in self._calls if call.version < least_version]
+        for call in failed:
+            call.fail(error)
+
+
+def into_future(function: Callable[[], T], future: Future[Any]) -> Callable[[], None]:
+    """Return what calls a function, and sets a future to what it returns or raises."""
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            future.set_exception(error)
+
+    return run
